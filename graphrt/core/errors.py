@@ -1,0 +1,181 @@
+"""Every error graphrt raises on purpose: one class per cause, one root."""
+
+from __future__ import annotations
+
+
+class GraphRTError(Exception):
+    """Root of all graphrt errors.
+
+    The message says what happened, the value that was given, the value that was expected
+    and one thing to try; each part is also an attribute.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: object = None,
+        expected: object = None,
+        advice: str | None = None,
+    ) -> None:
+        self.what = what
+        self.got = got
+        self.expected = expected
+        self.advice = advice
+        parts = [what]
+        if got is not None:
+            parts.append(f"got: {got}")
+        if expected is not None:
+            parts.append(f"expected: {expected}")
+        if advice is not None:
+            parts.append(f"try: {advice}")
+        super().__init__("\n  ".join(parts))
+
+
+class InvalidModeError(GraphRTError, ValueError):
+    """An unknown graph mode, or one that may not be used at run time."""
+
+
+class ModeNotSupportedError(GraphRTError):
+    """`strict` resolution would have had to step down."""
+
+
+class InvalidSizesError(GraphRTError, ValueError):
+    """Capture sizes that are empty, unsorted, repeated or not positive."""
+
+
+class InvalidBatchError(GraphRTError, ValueError):
+    """A batch or descriptor whose numbers contradict each other."""
+
+
+class InvalidOptionError(GraphRTError, ValueError):
+    """An unknown option, or a value of the wrong type for it."""
+
+
+class InvalidInputError(GraphRTError, ValueError):
+    """An input of the wrong name, dtype, shape or device, or a bad `InputSpec`."""
+
+
+class StaleInputError(GraphRTError):
+    """A graph would read an address that no longer holds what it was captured with."""
+
+
+class StateTooLargeError(GraphRTError):
+    """Saving the declared state around warm-up would exceed the byte limit."""
+
+
+class PlatformError(GraphRTError):
+    """Root of the errors about finding a platform."""
+
+
+class UnknownPlatformError(PlatformError, LookupError):
+    """No platform of that name is installed."""
+
+
+class PlatformUnavailableError(PlatformError):
+    """The platform is installed, but this machine cannot run it."""
+
+
+class PlatformConflictError(PlatformError):
+    """Two plugins claim one name, or two out-of-tree platforms are available at once."""
+
+
+class MissingCapabilityError(PlatformError):
+    """The platform lacks a capability that the call needs."""
+
+
+class CaptureError(GraphRTError):
+    """A capture failed; everything it had begun is rolled back.
+
+    `op` is the offending operator and `source` the user's source line, where known.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        op: str | None = None,
+        source: str | None = None,
+        got: object = None,
+        expected: object = None,
+        advice: str | None = None,
+    ) -> None:
+        self.op = op
+        self.source = source
+        if op is not None:
+            what = f"{what}\n  operator: {op}"
+        if source is not None:
+            what = f"{what}\n  at: {source}"
+        super().__init__(what, got=got, expected=expected, advice=advice)
+
+
+class CaptureSyncError(CaptureError):
+    """The forward read device data on the host while it was being captured."""
+
+
+class RefusedOpError(CaptureError):
+    """An operator that cannot be part of a graph was issued during capture."""
+
+
+class MissedBreakError(CaptureError):
+    """An operator of the must-break list was captured into a segment all the same."""
+
+
+class NestedCaptureError(CaptureError):
+    """A capture was begun inside another capture of the same thread."""
+
+
+class CaptureSealedError(CaptureError):
+    """A graph would have had to be captured after `seal()`."""
+
+
+class BreakError(GraphRTError):
+    """An eager break returned something its captured readers cannot use."""
+
+
+class BreakShapeError(BreakError):
+    """An eager break returned another shape, dtype or structure than at capture."""
+
+
+class BakedScalarError(BreakError):
+    """An eager break returned another Python value than the one baked into the graph."""
+
+
+class PoolError(GraphRTError):
+    """Root of the errors about graph memory pools."""
+
+
+class PoolBusyError(PoolError):
+    """Two threads used one `GraphPool` at the same time."""
+
+
+class PoolExhaustedError(PoolError, MemoryError):
+    """The pool may not grow any further without moving captured addresses."""
+
+
+class PoolClosedError(PoolError):
+    """The pool, wrapper or runner was closed and cannot be used again."""
+
+
+class TaskError(GraphRTError):
+    """Root of the errors about updatable tasks."""
+
+
+class MissingUpdateError(TaskError):
+    """A graph with tasks was replayed without updates for all of them."""
+
+
+class InvalidUpdateError(TaskError, ValueError):
+    """An update names an unknown task or key, or its values do not fit the batch."""
+
+
+class TaskContractError(TaskError):
+    """A task re-issued other operators or tensors than the ones captured."""
+
+
+class VerificationError(GraphRTError):
+    """A replay differed from the same callable run eagerly on the same inputs."""
+
+
+class CheckpointError(GraphRTError):
+    """A checkpoint cannot be read; names the file and the missing key."""
