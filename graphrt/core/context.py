@@ -1,0 +1,111 @@
+"""The forward context: what wrappers read at run time to know which graph a step is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar, Token, copy_context
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import InvalidModeError
+from graphrt.core.modes import GraphMode
+
+if TYPE_CHECKING:
+    from graphrt.core.transaction import CaptureTransaction
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ForwardContext:
+    """One step: its runtime mode, the descriptor of its graph, and its task updates.
+
+    `metadata` is the host's, for eager parts that need this step's values. `slot` is the
+    dispatcher's index of the graph (-1: look it up by descriptor). A context may be entered once
+    at a time; entering it makes it `current_context()` for this thread and its tasks.
+    """
+
+    __slots__ = (
+        "_token",
+        "active",
+        "capture",
+        "descriptor",
+        "metadata",
+        "mode",
+        "slot",
+        "updates",
+    )
+
+    def __init__(
+        self,
+        mode: GraphMode,
+        descriptor: BatchDescriptor | None = None,
+        slot: int = -1,
+        updates: Any = None,
+        metadata: Any = None,
+        capture: CaptureTransaction | None = None,
+    ) -> None:
+        self.mode = mode
+        self.descriptor = descriptor
+        self.slot = slot
+        self.updates = updates
+        self.metadata = metadata
+        self.capture = capture
+        self.active = False
+
+    def __enter__(self) -> ForwardContext:
+        self.active = True
+        self._token: Token[ForwardContext | None] = _current.set(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _current.reset(self._token)
+        self.active = False
+
+    def __repr__(self) -> str:
+        return f"ForwardContext({self.mode.name}, {self.descriptor})"
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("graphrt_forward_context", default=None)
+
+current_context: Callable[[], ForwardContext | None] = _current.get
+"""The context of this step, or None outside of one. (The bound C method: it is on the hot path.)"""
+
+
+def forward_context(
+    mode: GraphMode | str,
+    descriptor: BatchDescriptor | None = None,
+    *,
+    slot: int = -1,
+    updates: Any = None,
+    metadata: Any = None,
+) -> ForwardContext:
+    """A context to run one step in: `with forward_context(mode, descriptor): model(...)`.
+
+    Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL.
+    """
+    mode = GraphMode.parse(mode)
+    if not mode.is_runtime_mode:
+        raise InvalidModeError(
+            "a step runs in one runtime mode",
+            got=mode.name,
+            expected="NONE, PIECEWISE or FULL",
+            advice="pass the mode that GraphDispatcher.dispatch() returned",
+        )
+    return ForwardContext(mode, descriptor, slot, updates, metadata)
+
+
+def carry_context(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` bound to the context of this thread, for running it in another one.
+
+    New threads start without context variables, so wrappers called there would run eagerly.
+    """
+    context = copy_context()
+
+    @functools.wraps(function)
+    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A Context cannot be entered twice at once, so every call runs in a copy of its own.
+        return context.copy().run(function, *args, **kwargs)
+
+    return carried

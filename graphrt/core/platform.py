@@ -1,0 +1,219 @@
+"""The device contract: what a platform supplies so that `core` can capture and replay on it."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from graphrt.core.errors import CaptureError, MissingCapabilityError
+
+
+class Capability(enum.Enum):
+    """What a platform can do beyond running eagerly. Core asks for these, never for a device."""
+
+    CAPTURE = "capture"
+    SHARED_POOL = "shared_pool"
+    STREAMS = "streams"
+    TASK_UPDATE = "task_update"
+    EXTERNAL_EVENTS = "external_events"
+    CONDITIONAL = "conditional"
+    EXEC_DEDUP = "exec_dedup"
+    DEBUG_DUMP = "debug_dump"
+    RANDOM = "random"
+    MEMORY_FIGURES = "memory_figures"
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether this machine can run a platform, and why not."""
+
+    available: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the device runs out of; None means no limit that matters."""
+
+    streams: int | None = None
+    graphs: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Device memory in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class DeviceGraph(Protocol):
+    """A captured graph. `torch.cuda.CUDAGraph` and `torch.npu.NPUGraph` satisfy it as they are.
+
+    Core always launches through this public `replay`, so that profilers that patch it see it.
+    """
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TaskUpdate:
+    """One task of a graph and how to issue it again.
+
+    `handle` is what `Platform.task_end` returned. `issue` calls the task's operator with the new
+    host arguments, the captured tensors, outputs and workspace; it allocates nothing.
+    """
+
+    name: str
+    handle: Any
+    issue: Callable[[], object]
+
+
+class Platform(ABC):
+    """One kind of device. Everything optional is a capability; the defaults do without it.
+
+    A subclass is created once, when its plugin is discovered, and must not touch the device (nor
+    import the device's library) before `availability()` is called.
+    """
+
+    name: str
+    """How `GRAPHRT_PLATFORM` and `platform=` call it."""
+    device_type: str
+    """The `torch.device` type of its tensors."""
+    capabilities: frozenset[Capability] = frozenset()
+    capture_executes: bool = False
+    """Whether the operators run while they are captured. Where they do not, core replays each
+    segment right after its capture, so that a capturing call has the effect of one eager call."""
+
+    @abstractmethod
+    def availability(self) -> Availability:
+        """Whether this machine can run the platform. Never raises."""
+
+    @abstractmethod
+    def get_static_graph_wrapper_cls(self) -> str:
+        """Dotted path of the `GraphWrapper` subclass of this platform."""
+
+    def support_static_graph_mode(self) -> bool:
+        """Whether hosts may use graphs here at all (the name engines ask by)."""
+        return Capability.CAPTURE in self.capabilities
+
+    def versions(self) -> dict[str, str]:
+        """Versions worth printing in `graphrt doctor`, by library name."""
+        return {}
+
+    # Graphs and their memory -----------------------------------------------------------------
+
+    @abstractmethod
+    def new_memory(self) -> Any:
+        """A handle of memory that graphs share when they never run concurrently."""
+
+    @abstractmethod
+    def new_graph(self) -> DeviceGraph:
+        """A graph that nothing was captured into yet."""
+
+    @abstractmethod
+    def begin_capture(self, graph: Any, memory: Any) -> None:
+        """Start recording this thread's work on the current stream into `graph`."""
+
+    @abstractmethod
+    def end_capture(self, graph: Any) -> None:
+        """Finish recording; afterwards `graph.replay()` works."""
+
+    @abstractmethod
+    def abort_capture(self, graph: Any) -> None:
+        """Drop a capture that failed, or whose begin or end raised; leaves no trace.
+
+        Must not raise for a device error that the capture itself caused.
+        """
+
+    def allocate_in(self, memory: Any) -> AbstractContextManager[object]:
+        """Route this thread's allocations into `memory`; where not supported, does nothing."""
+        return nullcontext()
+
+    def owns(self, memory: Any, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lives in `memory` (and may therefore be overwritten by a replay)."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot tell whose a tensor is")
+
+    def weak_ref(self, memory: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of a tensor in `memory` that does not keep its block from being used again."""
+        raise MissingCapabilityError(f"platform {self.name!r} has no weak references")
+
+    def memory_bytes(self, memory: Any) -> int | None:
+        """Bytes that `memory` holds from the device, or None if that cannot be told."""
+        return None
+
+    def release_memory(self, memory: Any) -> None:
+        """Give `memory` back to the device; all its graphs are reset already."""
+        return None
+
+    def debug_dump(self, graph: Any, path: str) -> None:
+        """Write a readable form of `graph` to `path`."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot dump graphs")
+
+    # Streams ---------------------------------------------------------------------------------
+
+    def new_stream(self) -> Any:
+        """A stream to capture on; None where the device has no streams."""
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Make `stream` current; it waits for the caller's stream, which waits for it at exit."""
+        return nullcontext()
+
+    def current_stream_id(self) -> int:
+        """An integer that tells two streams apart; called at every replay, so it must be cheap."""
+        return 0
+
+    def order_after(self, stream_id: int) -> None:
+        """Make the current stream wait, without the host, for what `stream_id` was given so far."""
+        return None
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device is idle."""
+        return None
+
+    # Figures, limits, errors -----------------------------------------------------------------
+
+    def memory_figures(self) -> MemoryFigures | None:
+        """Free and total device memory, or None."""
+        return None
+
+    def limits(self) -> Limits:
+        """The limits that a plan must keep."""
+        return Limits()
+
+    def explain(self, error: BaseException) -> CaptureError:
+        """The cause of a failed capture, with the offending operator and advice where known."""
+        if isinstance(error, CaptureError):
+            return error
+        return CaptureError(
+            f"capture failed: {type(error).__name__}: {error}",
+            advice="run the same forward eagerly; if that passes, look for work that the device "
+            "cannot capture",
+        )
+
+    # Tasks -----------------------------------------------------------------------------------
+
+    def task_begin(self, graph: Any) -> None:
+        """Start bracketing the operators of one updatable task in the open capture of `graph`."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
+
+    def task_end(self, graph: Any) -> Any:
+        """Close the bracket; returns the handle that updates name."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
+
+    def replay_updated(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
+        """Replay `graph` with every task issued anew, in the order that the device needs.
+
+        `updates` names all tasks of the graph. With `changed` false their arguments are those of
+        the replay before, and only what the device needs at every replay is done.
+        """
+        raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
