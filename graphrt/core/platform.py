@@ -186,6 +186,10 @@ class Platform(ABC):
         """Free and total device memory, or None."""
         return None
 
+    def default_max_size(self) -> int:
+        """The largest capture size, in tokens, that is worth it by default."""
+        return 512
+
     def limits(self) -> Limits:
         """The limits that a plan must keep."""
         return Limits()

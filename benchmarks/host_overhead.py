@@ -1,0 +1,236 @@
+"""What a step costs on the host above the device's own replay call.
+
+    python benchmarks/host_overhead.py [--platform cpu] [--json FILE]
+
+Each row is the median of many short runs, in microseconds, taken in turns with the bare replay
+call of the same run, so that a noisy machine disturbs both. The forward is one small operator:
+what is measured is dispatch, context, wrapper and runner, not the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform as host_platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    ForwardContext,
+    GraphDispatcher,
+    GraphMode,
+    GraphPool,
+    GraphRunner,
+    InputSpec,
+    WrapperOptions,
+    eager_break,
+)
+from graphrt.core.lookup import resolve_platform, wrapper_class
+from graphrt.core.transaction import CaptureTransaction
+
+ROUNDS, CALLS, PIECES = 41, 400, 33
+
+
+def median_us(*functions: Callable[[], Any]) -> list[float]:
+    """Medians over rounds in which all functions take turns, in microseconds a call."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(ROUNDS):
+        for function, found in zip(functions, times, strict=True):
+            started = time.perf_counter()
+            for _ in range(CALLS):
+                function()
+            found.append((time.perf_counter() - started) / CALLS * 1e6)
+    return [statistics.median(found) for found in times]
+
+
+def mixed_and_decode(count: int) -> list[tuple[GraphMode, BatchDescriptor]]:
+    """`count` sizes as FULL decode graphs and as PIECEWISE ones."""
+    sizes = range(1, count + 1) if count != 51 else default_sizes()
+    keys = [(GraphMode.PIECEWISE, BatchDescriptor(size)) for size in sizes]
+    return keys + [
+        (GraphMode.FULL, BatchDescriptor(size, size, uniform=True, query_len=1)) for size in sizes
+    ]
+
+
+def default_sizes() -> list[int]:
+    return [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+
+
+def full_step(platform: Any, count: int) -> dict[str, float]:
+    """Dispatch, context and wrapper of a FULL hit, with `count` captured sizes."""
+    pool = GraphPool(platform)
+    buffer = torch.zeros(1, 8, device=platform.device_type)
+    wrapper = wrapper_class(platform)(lambda x: x.add_(1), GraphMode.FULL, pool=pool)
+    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE")
+    for mode, descriptor in mixed_and_decode(count):
+        slot = dispatcher.reserve(mode, descriptor)
+        if mode is GraphMode.FULL:
+            with ForwardContext(mode, descriptor, slot, capture=CaptureTransaction()):
+                wrapper(buffer)
+        dispatcher.publish(mode, descriptor)
+    tokens = max(1, count // 2)
+    batch = Batch(tokens, tokens, 1)
+    found = dispatcher.dispatch(batch)
+    graph = wrapper.entries[found.descriptor].parts[0]
+
+    def step() -> None:
+        mode, descriptor, _, slot = dispatcher.dispatch(batch)
+        with ForwardContext(mode, descriptor, slot):
+            wrapper(buffer)
+
+    bare, dispatch, built, whole = median_us(
+        lambda: graph.replay(),
+        lambda: dispatcher.dispatch(batch),
+        lambda: dispatcher.dispatch(Batch(tokens, tokens, 1)),
+        step,
+    )
+    (empty,) = median_us(lambda: None)
+    return {
+        "bare replay": bare - empty,
+        "dispatch": dispatch - empty,
+        "dispatch + building its Batch": built - empty,
+        "dispatch + context + wrapper": whole - bare,
+        "step / bare replay": (whole - empty) / (bare - empty),
+    }
+
+
+def piecewise_step(platform: Any) -> dict[str, float]:
+    """What a segment of a breakable step and a separate piece cost, above bare replays."""
+    nothing = eager_break(lambda x: None)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(PIECES - 1):
+            x.add_(1)
+            nothing(x)
+        return x.add_(1)
+
+    pool = GraphPool(platform)
+    wrap = wrapper_class(platform)
+    descriptor = BatchDescriptor(1)
+    x = torch.zeros(1, 8, device=platform.device_type)
+    breakable = wrap(broken, GraphMode.PIECEWISE, pool=pool, options=WrapperOptions(breakable=True))
+    pieces = [wrap(lambda x: x.add_(1), GraphMode.PIECEWISE, pool=pool) for _ in range(PIECES)]
+
+    def model() -> None:
+        for piece in pieces:
+            piece(x)
+
+    with ForwardContext(GraphMode.PIECEWISE, descriptor, 0, capture=CaptureTransaction()):
+        breakable(x)
+        model()
+    graphs = [piece.entries[descriptor].parts[0] for piece in pieces]
+
+    def bare() -> None:
+        for graph in graphs:
+            graph.replay()
+
+    def bare_with_eager_parts() -> None:
+        for graph in graphs:
+            graph.replay()
+            nothing(x)
+
+    def step(function: Callable[..., Any], *args: Any) -> Callable[[], None]:
+        def run() -> None:
+            with ForwardContext(GraphMode.PIECEWISE, descriptor, 0):
+                function(*args)
+
+        return run
+
+    plain, eager, segments, separate = median_us(
+        bare, bare_with_eager_parts, step(breakable, x), step(model)
+    )
+    return {
+        "a segment of a breakable step": (segments - eager) / PIECES,
+        "a separate piece": (separate - plain) / PIECES,
+    }
+
+
+def runner_call(platform: Any) -> dict[str, float]:
+    """A whole `GraphRunner` call with five inputs, at a captured size and padded."""
+    specs = {
+        "input_ids": InputSpec(torch.int64, ("tokens",)),
+        "positions": InputSpec(torch.int64, ("tokens",)),
+        "slot_mapping": InputSpec(torch.int64, ("tokens",), pad=-1, index=True),
+        "block_table": InputSpec(torch.int64, ("reqs", 64), index=True),
+        "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
+    }
+    with GraphRunner(
+        lambda input_ids, **_: input_ids + 1,
+        inputs=specs,
+        outputs=("tokens",),
+        mode="FULL_DECODE_ONLY",
+        sizes=default_sizes(),
+        max_num_reqs=512,
+        platform=platform,
+    ) as runner:
+        runner.capture()
+
+        def values(rows: int) -> dict[str, torch.Tensor]:
+            sized = {"block_table": (rows, 64), "query_start_loc": (rows + 1,)}
+            return {
+                name: torch.zeros(sized.get(name, (rows,)), dtype=spec.dtype)
+                for name, spec in specs.items()
+            }
+
+        exact, padded = values(64), values(61)
+        wrapper = runner.graphs.wrappers()[0]
+        graph = next(iter(wrapper.entries.values())).parts[0]
+        bare, at_size, between = median_us(
+            lambda: graph.replay(),
+            lambda: runner(Batch(64, 64, 1), **exact),
+            lambda: runner(Batch(61, 61, 1), **padded),
+        )
+        copies = [(item.view(64, 64), exact[item.name]) for item in runner.inputs._items]
+
+        def bare_copies() -> None:
+            for buffer, value in copies:
+                buffer.copy_(value)
+
+        (copied,) = median_us(bare_copies)
+        return {
+            "runner call at a captured size": at_size - bare,
+            "runner call, padded": between - bare,
+            "of which the 5 input copies alone": copied,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--platform", default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    platform = resolve_platform(options.platform)
+    results: dict[str, dict[str, float]] = {}
+    for count in (1, 51, 500):
+        results[f"FULL hit, {count} sizes"] = full_step(platform, count)
+    results[f"PIECEWISE, {PIECES} segments"] = piecewise_step(platform)
+    results["GraphRunner"] = runner_call(platform)
+    few = results["FULL hit, 51 sizes"]["dispatch + context + wrapper"]
+    many = results["FULL hit, 500 sizes"]["dispatch + context + wrapper"]
+    results["ratios"] = {"500 sizes / 51 sizes": many / few}
+    for title, rows in results.items():
+        print(title)
+        for name, value in rows.items():
+            unit = "   " if "/" in name else " us"
+            print(f"  {name:<36}{value:9.3f}{unit}")
+    if options.json:
+        machine = {
+            "platform": platform.name,
+            "machine": host_platform.processor() or host_platform.machine(),
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+        }
+        options.json.write_text(json.dumps({**machine, "microseconds": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

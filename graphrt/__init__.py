@@ -1,0 +1,57 @@
+"""graphrt: capture a PyTorch forward as static device graphs, replay the right one per batch."""
+
+from graphrt.core.breakable import eager_break
+from graphrt.core.context import ForwardContext, carry_context, current_context, forward_context
+from graphrt.core.descriptor import Batch, BatchDescriptor
+from graphrt.core.dispatcher import Dispatch, GraphDispatcher, Reason
+from graphrt.core.errors import GraphRTError
+from graphrt.core.inputs import InputSpec
+from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
+from graphrt.core.options import CompileOptions, GraphOptions
+from graphrt.core.platform import Capability, Platform
+from graphrt.core.plugins import current_platform, get_platform, hookimpl, platforms
+from graphrt.core.pool import GraphPool
+from graphrt.core.runner import GraphRunner
+from graphrt.core.sizes import descriptors_for, plan_sizes
+from graphrt.core.state import State
+from graphrt.core.tasks import UNCHANGED, HostArg, UpdatableTask
+from graphrt.core.wrapper import GraphWrapper, WrapperOptions
+
+__all__ = [
+    "UNCHANGED",
+    "AttentionSupport",
+    "Batch",
+    "BatchDescriptor",
+    "Capability",
+    "CompileOptions",
+    "Dispatch",
+    "ForwardContext",
+    "GraphDispatcher",
+    "GraphMode",
+    "GraphOptions",
+    "GraphPool",
+    "GraphRTError",
+    "GraphRunner",
+    "GraphWrapper",
+    "HostArg",
+    "InputSpec",
+    "PieceProvider",
+    "Platform",
+    "Reason",
+    "State",
+    "UpdatableTask",
+    "WrapperOptions",
+    "carry_context",
+    "current_context",
+    "current_platform",
+    "descriptors_for",
+    "eager_break",
+    "forward_context",
+    "get_platform",
+    "hookimpl",
+    "plan_sizes",
+    "platforms",
+    "resolve_mode",
+]
+
+__version__ = "0.1.0"

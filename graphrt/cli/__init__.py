@@ -1,0 +1,1 @@
+"""The `graphrt` command; needs the extra `cli`."""

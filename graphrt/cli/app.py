@@ -1,0 +1,123 @@
+"""The `graphrt` command: demo, doctor and plan."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from graphrt.core.errors import GraphRTError
+
+try:
+    import typer
+except ImportError:  # pragma: no cover - an installation without the extra
+    sys.exit('The graphrt command needs the extra "cli": pip install "graphrt[cli]"')
+
+from graphrt.core.options import GraphOptions
+
+app = typer.Typer(
+    help="Capture a PyTorch forward as static device graphs and replay the right one per batch.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Platform = Annotated[str | None, typer.Option(help="Platform by name; else the current one.")]
+Mode = Annotated[str | None, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, ...")]
+Sizes = Annotated[str | None, typer.Option(help="Capture sizes, such as 1,2,4,8.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("-c", "--config", help="A dotted setting, such as -c compile.backend=inductor."),
+]
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None, typer.Option(help="Local Hugging Face Llama or Qwen3; else a seeded one.")
+    ] = None,
+    platform: Platform = None,
+    mode: Mode = None,
+    sizes: Sizes = None,
+    config: Settings = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
+    eager: Annotated[bool, typer.Option("--eager", help="Capture nothing.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
+) -> None:
+    """Serve prompts with continuous batching, and prove that replay equals eager."""
+    from graphrt.demo.app import run_demo
+
+    code = run_demo(
+        model=model,
+        platform=platform,
+        mode=mode,
+        sizes=_sizes(sizes),
+        settings=config or [],
+        prompts=prompts,
+        eager=eager,
+        max_new_tokens=max_new_tokens,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Show the platforms found, by which plugin, available or why not, and versions."""
+    from graphrt.cli.doctor import print_doctor
+
+    raise typer.Exit(print_doctor(as_json=json))
+
+
+@app.command()
+def plan(
+    mode: Mode = None,
+    sizes: Sizes = None,
+    max_num_reqs: Annotated[int, typer.Option(min=1, help="Most requests of a batch.")] = 256,
+    max_num_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a batch.")] = 2048,
+    query_len: Annotated[
+        list[int] | None, typer.Option(help="A decode query length; may be repeated.")
+    ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(help="A support level, or backend=level; may be repeated."),
+    ] = None,
+    pieces: Annotated[str, typer.Option(help="breakable, fx, inductor or none.")] = "breakable",
+    platform: Platform = None,
+    config: Settings = None,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Show which mode, sizes and graphs a configuration gives, before anything is captured."""
+    from graphrt.cli.plan import PlanRequest, print_plan
+
+    options = GraphOptions.from_settings(config or [])
+    given = {"mode": mode, "sizes": _sizes(sizes)}
+    request = PlanRequest(
+        options=options.merged({k: v for k, v in given.items() if v is not None}),
+        max_num_reqs=max_num_reqs,
+        max_num_tokens=max_num_tokens,
+        query_lens=tuple(query_len or [1]),
+        attention=tuple(attention or ["ALWAYS"]),
+        pieces=None if pieces.lower() == "none" else pieces.lower(),
+        platform=platform,
+    )
+    print_plan(request, as_json=json)
+
+
+def _sizes(text: str | None) -> list[int] | None:
+    """`1,2,4`, with or without brackets; errors are those of the option `sizes`."""
+    if text is None:
+        return None
+    bare = text.strip().removeprefix("[").removesuffix("]")
+    return list(GraphOptions.from_settings([f"sizes=[{bare}]"]).sizes or ())
+
+
+def main() -> None:
+    """Entry point: a named error is printed without a traceback, exit code 2."""
+    try:
+        app()
+    except GraphRTError as error:
+        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+        sys.exit(2)

@@ -1,0 +1,100 @@
+"""`graphrt doctor`: what is installed, what is available, and why not."""
+
+from __future__ import annotations
+
+import json
+import platform as host
+from importlib import metadata
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import graphrt
+from graphrt.core.errors import GraphRTError
+from graphrt.core.found import FoundPlatform
+from graphrt.core.plugins import current_platform, platforms
+
+PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "cuda-bindings", "safetensors", "tokenizers")
+
+
+def print_doctor(*, as_json: bool, console: Console | None = None) -> int:
+    """Print the diagnosis; the exit code is 1 if no platform can be used."""
+    report = diagnose()
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _show(report, console or Console())
+    return 0 if report["current"]["platform"] else 1
+
+
+def diagnose() -> dict[str, Any]:
+    """Everything the command shows, as plain data."""
+    return {
+        "graphrt": graphrt.__version__,
+        "python": host.python_version(),
+        "machine": f"{host.system()} {host.machine()}",
+        "versions": {name: _version(name) for name in PACKAGES},
+        "platforms": [_platform(found) for found in platforms()],
+        "current": _current(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _platform(found: FoundPlatform) -> dict[str, Any]:
+    platform = found.platform
+    return {
+        "name": found.name,
+        "plugin": found.plugin,
+        "available": found.availability.available,
+        "reason": found.availability.reason,
+        "error": found.error,
+        "capabilities": sorted(c.value for c in platform.capabilities) if platform else [],
+        "wrapper": platform.get_static_graph_wrapper_cls() if platform else None,
+        "versions": platform.versions() if platform and found.availability.available else {},
+    }
+
+
+def _current() -> dict[str, Any]:
+    try:
+        return {"platform": current_platform().name, "error": None}
+    except GraphRTError as error:
+        return {"platform": None, "error": str(error)}
+
+
+def _show(report: dict[str, Any], console: Console) -> None:
+    console.print(f"graphrt {report['graphrt']}, Python {report['python']}, {report['machine']}")
+    versions = Table(title="Libraries", title_justify="left")
+    versions.add_column("package")
+    versions.add_column("version")
+    for name, version in report["versions"].items():
+        versions.add_row(name, version or Text("not installed", style="dim"))
+    console.print(versions)
+    table = Table(title="Platforms", title_justify="left")
+    for column in ("platform", "plugin", "available", "capabilities"):
+        table.add_column(column, overflow="fold")
+    for found in report["platforms"]:
+        yes = found["available"]
+        state = (
+            Text("yes", style="green") if yes else Text(f"no: {found['reason']}", style="yellow")
+        )
+        table.add_row(
+            found["name"] or "?", found["plugin"], state, ", ".join(found["capabilities"])
+        )
+    console.print(table)
+    for found in report["platforms"]:
+        if found["error"]:
+            console.print(Text(f"Plugin {found['plugin']} failed:", style="bold red"))
+            console.print(Text(found["error"].rstrip(), style="dim"))
+    current = report["current"]
+    if current["platform"]:
+        console.print(Text.assemble("Current platform: ", (current["platform"], "bold green")))
+    else:
+        console.print(Text(f"No current platform: {current['error']}", style="bold red"))

@@ -1,0 +1,255 @@
+"""Breakable capture: one forward becomes segments of graph with eager parts between them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode,
+)
+
+from graphrt.core import tree
+from graphrt.core.bridges import Bridges, EagerPart
+from graphrt.core.errors import CaptureError, MissedBreakError, NestedCaptureError
+from graphrt.core.platform import DeviceGraph
+from graphrt.core.pool import GraphPool
+from graphrt.core.segments import CapturedTask, HookedSegment, Part, SegmentHooks, TaskedSegment
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Capture:
+    """One capture under way: it drives segments and eager parts, and takes all back if it fails.
+
+    `breakable` says whether `@eager_break` functions and the operators in `breaks` end the segment;
+    where it is false, such an operator is an error if `must_break` is set and captured if not.
+    """
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        bridges: Bridges,
+        *,
+        breakable: bool,
+        breaks: frozenset[str] = frozenset(),
+        must_break: bool = False,
+        hooks: SegmentHooks | None = None,
+    ) -> None:
+        self.pool = pool
+        self.bridges = bridges
+        self.breakable = breakable
+        self.parts: list[Part] = []
+        self.graph: DeviceGraph | None = None
+        self.tasks: list[CapturedTask] = []
+        self._platform = pool.platform
+        self._hooks = hooks
+        self._sites = 0
+        self._watch = _BreakWatch(self, breaks) if breaks and (breakable or must_break) else None
+
+    @property
+    def segment_open(self) -> bool:
+        return self.graph is not None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Capture the body. If it raises, everything is rolled back and the error explained."""
+        outer = _active.get()
+        if outer is not None and outer.segment_open:
+            raise NestedCaptureError(
+                "a capture was begun inside another one",
+                expected="one open capture per thread",
+                advice="call the inner wrapper under mode NONE, or mark its caller @eager_break",
+            )
+        token = _active.set(self)
+        try:
+            with self.pool.capturing():
+                try:
+                    self._begin()
+                    yield
+                    self._end()
+                except BaseException as error:
+                    self._roll_back()
+                    if not isinstance(error, Exception):
+                        raise
+                    explained = self._platform.explain(error)
+                    if explained is error:
+                        raise
+                    raise explained from error
+        finally:
+            _active.reset(token)
+
+    def run_eagerly(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """End the segment, run `function`, begin the next segment; returns what readers capture."""
+        self._end()
+        site = self._sites
+        self._sites += 1
+        part, result = self.bridges.run(self, site, function, args, kwargs)
+        self.parts.append(part)
+        self._begin()
+        return result
+
+    def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
+        """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
+        if not self.owns(tensor):
+            return tensor
+        # The alias itself must not be recorded, and replays outside of inference mode write it too.
+        with _disable_current_modes(), torch.inference_mode(False):
+            return self._platform.weak_ref(self.pool.memory, tensor)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is memory of the pool."""
+        return self._platform.owns(self.pool.memory, tensor)
+
+    def _begin(self) -> None:
+        if self._hooks is not None:
+            self._hooks.before_capture()
+        graph = self._platform.new_graph()
+        try:
+            self._platform.begin_capture(graph, self.pool.memory)
+        except BaseException:
+            self._platform.abort_capture(graph)
+            raise
+        self.graph = graph
+        if self._watch is not None:
+            self._watch.resume()
+
+    def _end(self) -> None:
+        graph = self.graph
+        assert graph is not None
+        if self._watch is not None:
+            self._watch.suspend()
+        if self._hooks is not None:
+            self._hooks.end_of_capture()
+        self._platform.end_capture(graph)
+        self.graph = None
+        tasks, self.tasks = self.tasks, []
+        segment = self._segment(graph, tasks)
+        self.parts.append(segment)
+        if not self._platform.capture_executes:
+            # A capturing call has the effect of one eager call, and what follows reads its results.
+            segment.replay()
+
+    def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
+        if tasks:
+            return TaskedSegment(self._platform, graph, tasks, self._hooks)
+        return graph if self._hooks is None else HookedSegment(graph, self._hooks)
+
+    def _roll_back(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+        graph, self.graph = self.graph, None
+        if graph is not None:
+            self._platform.abort_capture(graph)
+        for finished in graphs_of(self.parts):
+            finished.reset()
+        self.parts.clear()
+        self.tasks.clear()
+
+
+def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
+    """The device graphs among the parts of a step, in order."""
+    found: list[DeviceGraph] = []
+    for part in parts:
+        if isinstance(part, TaskedSegment | HookedSegment):
+            found.append(part.graph)
+        elif not isinstance(part, EagerPart):
+            found.append(cast(DeviceGraph, part))
+    return found
+
+
+_active: ContextVar[Capture | None] = ContextVar("graphrt_capture", default=None)
+
+
+def current_capture() -> Capture | None:
+    """The capture whose segment is open in this thread, or None: also None in eager parts."""
+    capture = _active.get()
+    return capture if capture is not None and capture.segment_open else None
+
+
+def eager_break(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function to run eagerly between two segments of a PIECEWISE capture.
+
+    At replay it is called with the captured tensors and the captured Python values; what changes
+    from step to step it must read from `current_context()`. A fresh tensor that it returns is
+    copied into a fixed buffer. Outside of a breakable capture (and under FULL) it is just called.
+    """
+
+    @functools.wraps(function)
+    def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        capture = _active.get()
+        if capture is None or not capture.breakable or not capture.segment_open:
+            return function(*args, **kwargs)
+        return cast(R, capture.run_eagerly(function, args, kwargs))
+
+    return breaking
+
+
+class _BreakWatch(TorchDispatchMode):
+    """Sees every operator of an open segment and breaks at those of the list."""
+
+    def __init__(self, capture: Capture, breaks: frozenset[str]) -> None:
+        super().__init__()
+        self._capture = capture
+        self._breaks = breaks
+        self._entered = False
+        self._handling = False
+
+    def resume(self) -> None:
+        # While an operator is being handled torch has taken this mode off its stack already.
+        if not self._handling and not self._entered:
+            self.__enter__()
+            self._entered = True
+
+    def suspend(self) -> None:
+        if self._handling or not self._entered:
+            return
+        top = _get_current_dispatch_mode()
+        if top is not self:
+            raise CaptureError(
+                "a dispatch mode that the forward entered is still active where a segment ends",
+                got=type(top).__name__,
+                advice="leave the mode before the eager break, or enter it outside of the wrapper",
+            )
+        self._entered = False
+        self.__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """Leave the mode for good, with whatever a failed forward left on top of it."""
+        while self._entered:
+            self._entered = _pop_mode() is not self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._listed(func):
+            return func(*args, **kwargs)
+        capture = self._capture
+        if not capture.breakable:
+            raise MissedBreakError(
+                "an operator that must run eagerly would be captured",
+                op=str(func),
+                advice="use it as a splitting op, or mark the function around it @eager_break",
+            )
+        self._handling = True
+        try:
+            return capture.run_eagerly(func, args, kwargs)
+        finally:
+            self._handling = False
+
+    def _listed(self, func: Any) -> bool:
+        name: str = func._schema.name
+        return name in self._breaks or f"{name}.{func._overloadname}" in self._breaks

@@ -1,0 +1,148 @@
+"""Eager parts and the fixed buffers through which their results reach the next segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphrt.core import tree
+from graphrt.core.errors import BakedScalarError, BreakShapeError
+
+if TYPE_CHECKING:
+    from graphrt.core.breakable import Capture
+
+
+class EagerPart:
+    """A function that runs eagerly at every replay and leaves its results where they are read."""
+
+    __slots__ = ("_args", "_function", "_kwargs", "_recorded")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        recorded: Any,
+    ) -> None:
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._recorded = recorded
+
+    def replay(self) -> None:
+        result = self._function(*self._args, **self._kwargs)
+        if result is None and self._recorded is None:
+            return
+        deliver(self._recorded, result, self._function)
+
+
+class Bridges:
+    """One buffer per break site and result, as large as the largest capture needed.
+
+    Smaller captures use a part of it: only one step runs in a pool at a time.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+
+    def run(
+        self,
+        capture: Capture,
+        site: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[EagerPart, Any]:
+        """Run an eager part during capture: what to replay, and the results that readers see."""
+        result = function(*args, **kwargs)
+        known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
+        place = 0
+
+        def bridged(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal place
+            place += 1
+            aliases = tensor.untyped_storage().data_ptr() in known or capture.owns(tensor)
+            if tensor.numel() == 0 or aliases:
+                return tensor
+            buffer = self.buffer((site, place), tensor)
+            buffer.copy_(tensor)
+            return buffer
+
+        # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
+        seen = tree.map_tensors(bridged, result)
+        args, kwargs, recorded = tree.map_tensors(capture.captured_ref, (args, kwargs, seen))
+        return EagerPart(function, args, kwargs, recorded), seen
+
+    def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+        """The buffer of `key` with the shape and strides of `like`; grows if it is too small."""
+        need = like.element_size() * (
+            1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+        )
+        # Nothing of this may be recorded, and replays write outside of inference mode too.
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            flat = self._buffers.get(key)
+            if flat is None or flat.numel() < need or flat.device != like.device:
+                if flat is not None:
+                    # Graphs that were captured with it write and read it still.
+                    self._outgrown.append(flat)
+                flat = torch.empty(need, dtype=torch.uint8, device=like.device)
+                self._buffers[key] = flat
+            typed = torch.empty(0, dtype=like.dtype, device=like.device)
+            return typed.set_(flat.untyped_storage(), 0, like.shape, like.stride())
+
+    def clear(self) -> None:
+        self._buffers.clear()
+        self._outgrown.clear()
+
+
+def deliver(recorded: Any, result: Any, function: Callable[..., Any]) -> None:
+    """Put an eager part's `result` where the captured readers look for it.
+
+    Raises `BreakShapeError` for another structure, shape or dtype than recorded and
+    `BakedScalarError` for another Python value.
+    """
+    if isinstance(recorded, torch.Tensor) and isinstance(result, torch.Tensor):
+        _deliver_tensor("", recorded, result, function)
+        return
+    old, new = list(tree.leaves(recorded)), list(tree.leaves(result))
+    if [path for path, _ in old] != [path for path, _ in new]:
+        raise BreakShapeError(
+            f"eager break {_name(function)} returned another structure than at capture",
+            got=[path for path, _ in new],
+            expected=[path for path, _ in old],
+            advice="return the same containers at every step",
+        )
+    for (path, before), (_, now) in zip(old, new, strict=True):
+        if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
+            _deliver_tensor(path, before, now, function)
+        elif type(before) is not type(now) or before != now:
+            raise BakedScalarError(
+                f"eager break {_name(function)} returned another value than the graph has baked in"
+                f"{' at ' + path if path else ''}",
+                got=repr(now),
+                expected=repr(before),
+                advice="return it as a tensor, or read it from current_context() where it is used",
+            )
+
+
+def _deliver_tensor(
+    path: str, recorded: torch.Tensor, result: torch.Tensor, function: Callable[..., Any]
+) -> None:
+    if recorded.shape != result.shape or recorded.dtype != result.dtype:
+        raise BreakShapeError(
+            f"eager break {_name(function)} returned another tensor than at capture"
+            f"{' at ' + path if path else ''}",
+            got=f"{result.dtype} {tuple(result.shape)}",
+            expected=f"{recorded.dtype} {tuple(recorded.shape)}",
+            advice="return the padded shape; mask the padding rows instead of dropping them",
+        )
+    if recorded.data_ptr() != result.data_ptr() or recorded.stride() != result.stride():
+        recorded.copy_(result)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or str(function)

@@ -1,0 +1,304 @@
+"""Which captured graph serves a batch: the only source of truth of which graphs exist."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from typing import NamedTuple
+
+from graphrt.core.descriptor import Batch, BatchDescriptor
+from graphrt.core.errors import InvalidBatchError
+from graphrt.core.index import BEST_FIRST, Candidate, GraphIndex, Table
+from graphrt.core.modes import GraphMode
+
+__all__ = ["Dispatch", "GraphDispatcher", "Reason"]
+
+
+class Reason(enum.Enum):
+    """Why a step runs the way it does."""
+
+    HIT = "a captured graph serves the batch"
+    TOO_LARGE = "more tokens than any captured graph has"
+    NO_GRAPH = "no captured graph is compatible with the batch"
+    MODE_NONE = "graphs are off"
+    EXCLUDED = "the modes that could serve the batch were excluded"
+    PADDING = "the smallest compatible graph would pad more than allowed"
+    NOT_CAPTURED = "a compatible graph is planned but not captured"
+    RANKS_DISAGREE = "other ranks cannot run the graph that this one could"
+    NO_CONTEXT = "the call was made outside of a forward context"
+    SEALED = "an unseen descriptor after seal() ran eagerly"
+
+    __hash__ = object.__hash__
+
+
+class Dispatch(NamedTuple):
+    """How to run a batch. With mode NONE, `descriptor` is the batch itself, unpadded.
+
+    `slot` is the integer by which wrappers find their entry; -1 without a graph.
+    """
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    reason: Reason
+    slot: int = -1
+
+
+_LEVEL = {GraphMode.NONE: 0, GraphMode.PIECEWISE: 1, GraphMode.FULL: 2}
+_NO_MODES: frozenset[GraphMode] = frozenset()
+
+
+class GraphDispatcher:
+    """Finds the best captured graph for a batch, where best is least in the order of DESIGN 6:
+    FULL before PIECEWISE, tokens, active LoRAs, uniform before general, bounds, requests.
+
+    Graphs are reserved when they are planned and published when all their wrappers have captured.
+    """
+
+    def __init__(self, mode: GraphMode | str, *, max_padding: float | None = None) -> None:
+        """`max_padding` is the largest allowed ratio of a graph's tokens to the batch's."""
+        self.mode = GraphMode.parse(mode)
+        self.max_padding = max_padding
+        self._graphs: list[Dispatch] = []
+        self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
+        self._published: set[int] = set()
+        self._hits: list[int] = []
+        self._misses = dict.fromkeys(Reason, 0)
+        self._reindex()
+        self._restricted = max_padding is not None
+
+    def reserve(self, mode: GraphMode, descriptor: BatchDescriptor) -> int:
+        """The slot of a planned graph; the same one when it is reserved again."""
+        key = (mode, descriptor)
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = len(self._graphs)
+            self._graphs.append(Dispatch(mode, descriptor, Reason.HIT, slot))
+            self._hits.append(0)
+        return slot
+
+    def publish(self, mode: GraphMode, descriptor: BatchDescriptor) -> Dispatch:
+        """Serve batches with this graph from now on."""
+        slot = self.reserve(mode, descriptor)
+        self._published.add(slot)
+        self._reindex()
+        return self._graphs[slot]
+
+    def withdraw(self, mode: GraphMode, descriptor: BatchDescriptor) -> None:
+        """Stop serving batches with this graph; it stays reserved."""
+        self._published.discard(self.reserve(mode, descriptor))
+        self._reindex()
+
+    def withdraw_all(self) -> None:
+        """Stop serving; every graph stays reserved."""
+        self._published.clear()
+        self._reindex()
+
+    def planned_for(self, batch: Batch) -> Dispatch | None:
+        """The best graph for `batch` among those that are reserved but not published."""
+        planned = GraphIndex([Candidate(g.descriptor, g.mode, g) for g in self._planned(batch)])
+        found = (self._find(batch, batch.num_tokens, mode, planned) for mode in BEST_FIRST)
+        return next((graph for graph in found if graph is not None), None)
+
+    @property
+    def published(self) -> tuple[Dispatch, ...]:
+        """The graphs that serve batches, in the order they were reserved."""
+        return tuple(self._graphs[slot] for slot in sorted(self._published))
+
+    def dispatch(
+        self,
+        batch: Batch,
+        *,
+        exclude: Collection[GraphMode] = _NO_MODES,
+        at_least: int = 0,
+        at_most_mode: GraphMode | None = None,
+        max_padding: float | None = None,
+    ) -> Dispatch:
+        """The best captured graph for `batch`, else NONE with the unpadded batch and the reason.
+
+        `exclude` takes runtime modes out for this batch. `at_least` (tokens) and `at_most_mode`
+        take what ranks have agreed on. Never raises for a batch of at least one token; raises
+        `InvalidBatchError` for one of none.
+        """
+        num_tokens, num_reqs, query_len, bounds, loras, variant, excluded = batch
+        if num_tokens < 1:
+            raise InvalidBatchError(
+                "a batch needs at least one token",
+                got=num_tokens,
+                expected="num_tokens >= 1",
+                advice="skip the step when nothing is scheduled",
+            )
+        if (
+            loras
+            or bounds
+            or variant is not None
+            or excluded
+            or exclude
+            or at_least
+            or at_most_mode is not None
+            or max_padding is not None
+            or self._restricted
+        ):
+            return self._dispatch_any(batch, exclude, at_least, at_most_mode, max_padding)
+        if query_len is not None and (num_reqs is None or num_reqs * query_len != num_tokens):
+            num_reqs, query_len = _uniform(num_tokens, num_reqs, query_len)
+        try:
+            limit, result, more = self._plain.get(query_len, self._general)[num_tokens]
+        except IndexError:
+            if self._index is None:
+                self._built()
+                return self.dispatch(batch)
+            return self._miss(batch, exclude, at_least, at_most_mode, max_padding)
+        if num_reqs is not None and num_reqs > limit:
+            found = more.find(num_reqs)
+            if found is None:
+                return self._miss(batch, exclude, at_least, at_most_mode, max_padding)
+            result = found
+        self._hits[result.slot] += 1
+        return result
+
+    def counts(self) -> dict[Reason, int]:
+        """How many batches were dispatched for each reason so far."""
+        return {**self._misses, Reason.HIT: sum(self._hits)}
+
+    def hits(self) -> dict[tuple[GraphMode, BatchDescriptor], int]:
+        """How many batches each reserved graph has served."""
+        return {key: self._hits[slot] for key, slot in self._slots.items()}
+
+    def reset_counts(self) -> None:
+        """Start counting anew."""
+        self._misses = dict.fromkeys(Reason, 0)
+        self._hits = [0] * len(self._hits)
+
+    def _reindex(self) -> None:
+        """Have the index built anew at the next dispatch: capture publishes graphs one by one."""
+        self._index: GraphIndex | None = None
+        # Empty tables send the hot path to a rebuild.
+        self._plain: dict[int | None, Table] = {}
+        self._general: Table = []
+
+    def _built(self) -> GraphIndex:
+        if self._index is None:
+            graphs = [self._graphs[slot] for slot in sorted(self._published)]
+            self._index = GraphIndex([Candidate(g.descriptor, g.mode, g) for g in graphs])
+            self._plain = self._index.plain()
+            self._general = self._plain[None]
+        return self._index
+
+    def _dispatch_any(
+        self,
+        batch: Batch,
+        exclude: Collection[GraphMode],
+        at_least: int,
+        at_most_mode: GraphMode | None,
+        max_padding: float | None,
+    ) -> Dispatch:
+        banned = frozenset(exclude) | frozenset(batch.exclude)
+        highest = 2 if at_most_mode is None else _LEVEL[at_most_mode]
+        limit = self.max_padding if max_padding is None else max_padding
+        tokens = max(batch.num_tokens, at_least)
+        for mode in BEST_FIRST:
+            if mode in banned or _LEVEL[mode] > highest:
+                continue
+            found = self._find(batch, tokens, mode)
+            if found is not None and not _wasteful(found, tokens, limit):
+                self._hits[found.slot] += 1
+                return found
+        return self._miss(batch, exclude, at_least, at_most_mode, max_padding)
+
+    def _find(
+        self, batch: Batch, tokens: int, mode: GraphMode, index: GraphIndex | None = None
+    ) -> Dispatch | None:
+        """The best graph of one mode with at least `tokens` tokens, among the published ones."""
+        reqs, query_len = batch.num_reqs, batch.query_len
+        if query_len is not None:
+            reqs, query_len = _uniform(batch.num_tokens, reqs, query_len)
+        return (index or self._built()).find(
+            mode, tokens, reqs, query_len, batch.bounds, batch.num_active_loras, batch.variant
+        )
+
+    def _miss(
+        self,
+        batch: Batch,
+        exclude: Collection[GraphMode],
+        at_least: int,
+        at_most_mode: GraphMode | None,
+        max_padding: float | None,
+    ) -> Dispatch:
+        reason = self._why_not(batch, exclude, at_least, at_most_mode, max_padding)
+        self._misses[reason] += 1
+        return Dispatch(GraphMode.NONE, _unpadded(batch), reason)
+
+    def _why_not(
+        self,
+        batch: Batch,
+        exclude: Collection[GraphMode],
+        at_least: int,
+        at_most_mode: GraphMode | None,
+        max_padding: float | None,
+    ) -> Reason:
+        if self.mode is GraphMode.NONE:
+            return Reason.MODE_NONE
+        limit = self.max_padding if max_padding is None else max_padding
+        tokens = max(batch.num_tokens, at_least)
+        banned = frozenset(exclude) | frozenset(batch.exclude)
+        modes = [m for m in BEST_FIRST if m not in banned]
+        agreed = 2 if at_most_mode is None else _LEVEL[at_most_mode]
+        allowed = [m for m in modes if _LEVEL[m] <= agreed]
+        if any(self._find(batch, tokens, m) for m in allowed):
+            return Reason.PADDING
+        local = [self._find(batch, batch.num_tokens, m) for m in modes]
+        if any(f is not None and not _wasteful(f, batch.num_tokens, limit) for f in local):
+            return Reason.RANKS_DISAGREE
+        if any(self._find(batch, batch.num_tokens, m) for m in banned if m in _LEVEL):
+            return Reason.EXCLUDED
+        if any(found.mode in modes for found in self._planned(batch)):
+            return Reason.NOT_CAPTURED
+        largest = max((g.descriptor.num_tokens for g in self.published), default=0)
+        return Reason.TOO_LARGE if tokens > largest > 0 else Reason.NO_GRAPH
+
+    def _planned(self, batch: Batch) -> list[Dispatch]:
+        """The graphs that are reserved but not published and could serve the batch."""
+        tokens, reqs, query_len, bounds, loras, variant, _ = batch
+        if query_len is not None:
+            reqs, query_len = _uniform(tokens, reqs, query_len)
+        return [
+            graph
+            for graph in self._graphs
+            if graph.slot not in self._published
+            and Candidate(graph.descriptor, graph.mode, graph).serves(
+                tokens, reqs, query_len, bounds, loras, variant
+            )
+        ]
+
+
+def _uniform(
+    num_tokens: int, num_reqs: int | None, query_len: int
+) -> tuple[int | None, int | None]:
+    """Requests and query length of a batch that calls itself uniform; not so if it is not."""
+    if num_reqs is None and query_len > 0 and num_tokens % query_len == 0:
+        return num_tokens // query_len, query_len
+    if num_reqs is not None and num_reqs * query_len == num_tokens:
+        return num_reqs, query_len
+    return num_reqs, None
+
+
+def _wasteful(found: Dispatch, tokens: int, max_padding: float | None) -> bool:
+    return max_padding is not None and found.descriptor.num_tokens > tokens * max_padding
+
+
+def _unpadded(batch: Batch) -> BatchDescriptor:
+    reqs = batch.num_reqs if batch.num_reqs is None or batch.num_reqs >= 1 else None
+    reqs, query_len = (
+        (reqs, None)
+        if batch.query_len is None
+        else _uniform(batch.num_tokens, reqs, batch.query_len)
+    )
+    return BatchDescriptor(
+        batch.num_tokens,
+        reqs,
+        uniform=query_len is not None,
+        num_active_loras=max(batch.num_active_loras, 0),
+        query_len=query_len,
+        bounds=batch.bounds,
+        variant=batch.variant,
+    )

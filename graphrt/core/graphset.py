@@ -1,0 +1,177 @@
+"""`GraphSet`: the graphs of one runner, from capture to release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from graphrt.core.addresses import AddressBook, Parameters
+from graphrt.core.capture import GraphRecord, Phase, PlannedGraph, Progress, capture_graphs
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.dispatcher import GraphDispatcher
+from graphrt.core.inputs import StaticInputs
+from graphrt.core.lookup import wrapper_class
+from graphrt.core.modes import GraphMode, PieceProvider
+from graphrt.core.options import GraphOptions
+from graphrt.core.plan import OutputAxes, StepPlan
+from graphrt.core.pool import GraphPool
+from graphrt.core.segments import SegmentHooks
+from graphrt.core.sizes import CaptureKey
+from graphrt.core.state import SavedState, State
+from graphrt.core.wrapper import GraphWrapper, WrapperOptions
+
+Bind = Callable[[Mapping[str, torch.Tensor], BatchDescriptor, Phase], None]
+CaptureContext = Callable[[], AbstractContextManager[object]]
+
+
+class GraphSet:
+    """Wraps a forward, captures it for each key, and publishes what is complete.
+
+    `plans` holds what a step needs, by the dispatcher's slot; `records` what each capture took.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        keys: Iterable[CaptureKey],
+        *,
+        mode: GraphMode,
+        pieces: PieceProvider | None,
+        options: GraphOptions,
+        pool: GraphPool,
+        inputs: StaticInputs,
+        outputs: OutputAxes,
+        bind: Bind | None = None,
+        state: Iterable[State | torch.Tensor] = (),
+        parameters: Parameters = None,
+        capture_context: CaptureContext = nullcontext,
+        segment_hooks: SegmentHooks | None = None,
+    ) -> None:
+        self.keys = tuple(keys)
+        self.plans: list[StepPlan | None] = []
+        self.records: list[GraphRecord] = []
+        self.sealed = False
+        self.eager_launch = options.launch == "eager"
+        self.dispatcher = GraphDispatcher(mode, max_padding=options.max_padding)
+        for key in self.keys:
+            self.dispatcher.reserve(*key)
+        self.addresses = AddressBook(parameters)
+        self._forward = forward
+        self._options = options
+        self._pool = pool
+        self._inputs = inputs
+        self._outputs = outputs
+        self._bind = bind
+        self._state = tuple(state)
+        self._capture_context = capture_context
+        self._wrappers = self._wrap(mode, pieces, segment_hooks)
+        self._piece_wrappers: dict[int, GraphWrapper] = {}
+
+    def capture_missing(self, progress: Progress | None = None) -> None:
+        """Capture what is not captured yet, then seal."""
+        captured = {(found.mode, found.descriptor) for found in self.dispatcher.published}
+        for wrapper in self.wrappers():
+            wrapper.unseal()
+        self.capture([key for key in self.keys if key not in captured], progress)
+        self.seal()
+
+    def capture(self, keys: Iterable[CaptureKey], progress: Progress | None = None) -> None:
+        """Capture and publish the graphs of `keys` in their order."""
+        saved = SavedState(self._state, self._options.state_limit_bytes)
+        planned = [
+            PlannedGraph(*key, self.dispatcher.reserve(*key), self._plan(*key)) for key in keys
+        ]
+        try:
+            if self.eager_launch:
+                for graph in planned:
+                    self._publish(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0), [])
+                return
+            capture_graphs(
+                planned,
+                pool=self._pool,
+                warmups=self._options.warmups,
+                bind=self._prepare,
+                state=saved,
+                capture_context=self._capture_context(),
+                publish=self._publish,
+                progress=progress,
+            )
+        finally:
+            self._inputs.reset()
+            self.addresses.record()
+
+    def seal(self) -> None:
+        """Capture nothing any more, in no wrapper."""
+        self.sealed = True
+        for wrapper in self.wrappers():
+            wrapper.seal()
+
+    def release(self) -> None:
+        """Destroy all graphs; every key stays reserved."""
+        self.dispatcher.withdraw_all()
+        self.records.clear()
+        self.sealed = False
+        for wrapper in self.wrappers():
+            wrapper.clear_graphs()
+        self._piece_wrappers.clear()
+
+    def wrappers(self) -> list[GraphWrapper]:
+        """The own wrappers, and those inside the forward that captured a piece."""
+        own = {id(wrapper): wrapper for wrapper in self._wrappers.values()}
+        return list({**self._piece_wrappers, **own}.values())
+
+    def run_forward(self, **arguments: Any) -> Any:
+        """The forward itself, which runs eagerly unless the context says otherwise."""
+        with torch.no_grad():
+            return self._forward(**arguments)
+
+    def _wrap(
+        self, mode: GraphMode, pieces: PieceProvider | None, hooks: SegmentHooks | None
+    ) -> dict[GraphMode, GraphWrapper]:
+        """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them."""
+        options = self._options
+        wrap = wrapper_class(self._pool.platform)
+        common: dict[str, Any] = {
+            "outputs": options.outputs,
+            "breaks": frozenset(options.breaks),
+            "strict": options.strict,
+            "check_addresses": options.check_addresses,
+            "segment_hooks": hooks,
+        }
+        wrappers: dict[GraphMode, GraphWrapper] = {}
+        inner = self._forward
+        if mode.has_piecewise and pieces is PieceProvider.BREAKABLE:
+            inner = wrappers[GraphMode.PIECEWISE] = wrap(
+                inner,
+                GraphMode.PIECEWISE,
+                pool=self._pool,
+                options=WrapperOptions(breakable=True, **common),
+            )
+        if mode.has_full:
+            wrappers[GraphMode.FULL] = wrap(
+                inner, GraphMode.FULL, pool=self._pool, options=WrapperOptions(**common)
+            )
+        return wrappers
+
+    def _plan(self, mode: GraphMode, descriptor: BatchDescriptor) -> StepPlan:
+        # Pieces that the forward brings along itself are reached by running it.
+        wrapper = None if self.eager_launch else self._wrappers.get(mode)
+        call = self.run_forward if wrapper is None else wrapper
+        return StepPlan(descriptor, self._inputs, call, self._outputs)
+
+    def _prepare(self, plan: StepPlan, phase: Phase) -> None:
+        self._inputs.reset()
+        if self._bind is not None:
+            self._bind(plan.views, plan.descriptor, phase)
+
+    def _publish(
+        self, graph: PlannedGraph, record: GraphRecord, wrappers: list[GraphWrapper]
+    ) -> None:
+        self.plans.extend([None] * (graph.slot + 1 - len(self.plans)))
+        self.plans[graph.slot] = graph.plan
+        self.records.append(record)
+        self._piece_wrappers.update((id(wrapper), wrapper) for wrapper in wrappers)
+        self.dispatcher.publish(graph.mode, graph.descriptor)

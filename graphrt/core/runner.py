@@ -1,0 +1,330 @@
+"""`GraphRunner`: static buffers, dispatch, capture and replay of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from graphrt.core.addresses import Parameters
+from graphrt.core.capture import Progress
+from graphrt.core.context import ForwardContext
+from graphrt.core.descriptor import Batch
+from graphrt.core.dispatcher import Dispatch, Reason
+from graphrt.core.errors import CaptureSealedError, InvalidOptionError, PoolClosedError
+from graphrt.core.graphset import Bind, CaptureContext, GraphSet
+from graphrt.core.inputs import InputSpec, StaticInputs, nest
+from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
+from graphrt.core.options import GraphOptions
+from graphrt.core.plan import OutputAxes
+from graphrt.core.platform import Platform
+from graphrt.core.pool import GraphPool
+from graphrt.core.segments import SegmentHooks
+from graphrt.core.sizes import check_sizes, descriptors_for, plan_sizes
+from graphrt.core.state import State
+from graphrt.core.stats import RunnerReport
+
+
+class GraphRunner:
+    """Runs a forward for batches of any size, through graphs captured for some sizes.
+
+    Before `capture()` every batch runs eagerly; after it, batches that no graph serves do, each
+    with a reason. Equal means: bit for bit what `forward` gives on the same padded inputs.
+    """
+
+    def __init__(
+        self,
+        forward: Any,
+        *,
+        inputs: Mapping[str, InputSpec | Mapping[str, Any]],
+        outputs: OutputAxes = None,
+        mode: GraphMode | str | None = None,
+        sizes: Sequence[int] | None = None,
+        platform: Platform | str | None = None,
+        options: GraphOptions | None = None,
+        max_num_tokens: int | None = None,
+        max_num_reqs: int | None = None,
+        query_lens: Sequence[int] = (1,),
+        attention: AttentionSupport | Mapping[str, AttentionSupport] = AttentionSupport.ALWAYS,
+        pieces: PieceProvider | str | None = PieceProvider.BREAKABLE,
+        loras: Sequence[int | None] = (0,),
+        bounds: Sequence[tuple[int, ...]] = ((),),
+        variants: Sequence[Hashable] = (None,),
+        bind: Bind | None = None,
+        state: Iterable[State | torch.Tensor] = (),
+        parameters: Parameters = None,
+        pool: GraphPool | None = None,
+        capture_context: CaptureContext = nullcontext,
+        segment_hooks: SegmentHooks | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`inputs` names every tensor argument of `forward`; `outputs` gives the axes of what it
+        returns. `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host;
+        by default the largest of `sizes`. `mode` and `sizes` go before those of `options`.
+
+        `bind(buffers, descriptor, phase)` is called before every warm-up, capture, replay and
+        eager step. `pool` shares memory with what never runs at the same time as this runner.
+        Raises the named errors of bad modes, sizes, inputs and platforms.
+        """
+        given = {"mode": mode, "sizes": sizes}
+        self.options = (options or GraphOptions()).merged(
+            {key: value for key, value in given.items() if value is not None}
+        )
+        self._owns_pool = pool is None
+        self.pool = GraphPool(platform) if pool is None else pool
+        self.platform = self.pool.platform
+        self.resolution = resolve_mode(
+            self.options.mode,
+            attention=attention,
+            query_lens=query_lens,
+            pieces=pieces,
+            strict=self.options.strict,
+        )
+        self.mode = self.resolution.mode
+        self.sizes = plan_sizes(
+            **_largest_batch(max_num_tokens, max_num_reqs, self.options.sizes),
+            query_lens=query_lens,
+            sizes=self.options.sizes,
+            max_size=self.options.max_size,
+            cap=self.platform.default_max_size(),
+        )
+        self.keys = descriptors_for(
+            self.mode, self.sizes, loras=loras, bounds=bounds, variants=variants
+        )
+        self.inputs = StaticInputs(
+            inputs,
+            tokens=self.sizes.max_num_tokens,
+            reqs=self.sizes.max_num_reqs,
+            device=device or self.platform.device_type,
+        )
+        self.graphs = GraphSet(
+            forward,
+            self.keys,
+            mode=self.mode,
+            pieces=None if pieces is None else PieceProvider(pieces),
+            options=self.options,
+            pool=self.pool,
+            inputs=self.inputs,
+            outputs=outputs,
+            bind=bind,
+            state=state,
+            parameters=parameters,
+            capture_context=capture_context,
+            segment_hooks=segment_hooks,
+        )
+        self.dispatcher = self.graphs.dispatcher
+        self.last_dispatch: Dispatch | None = None
+        self._bind = bind
+        self._plans = self.graphs.plans
+        self._eager_launch = self.graphs.eager_launch
+        self._live_tokens = 0
+        self._closed = False
+
+    def __call__(
+        self,
+        batch: Batch | None = None,
+        /,
+        *,
+        updates: Any = None,
+        metadata: Any = None,
+        at_least: int = 0,
+        at_most_mode: GraphMode | None = None,
+        **values: Any,
+    ) -> Any:
+        """Run one step on its live rows; returns the live rows of the outputs.
+
+        `batch` may be left out where the shapes of the inputs say everything. `updates` are the
+        host arguments of updatable tasks, `metadata` is what eager parts read from the context.
+        `at_least` tokens and `at_most_mode` are what ranks have agreed on.
+        """
+        if batch is None:
+            batch = self._batch_of(values)
+        found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
+        if found.reason is Reason.NOT_CAPTURED and self.options.lazy:
+            found = self._capture_lazily(batch, found)
+        self.last_dispatch = found
+        if found.slot < 0:
+            return self._run_unpadded(batch, found, values, updates, metadata)
+        mode = GraphMode.NONE if self._eager_launch else found.mode
+        context = ForwardContext(mode, found.descriptor, found.slot, updates, metadata)
+        outputs = self._run_padded(batch, found.slot, values, context, eager=False)
+        self._live_tokens += batch[0]
+        return outputs
+
+    def run_padded_eagerly(
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        updates: Any = None,
+        metadata: Any = None,
+    ) -> Any:
+        """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
+        context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
+        return self._run_padded(batch, found.slot, values, context, eager=True)
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Capture every planned graph that is not captured yet, then seal.
+
+        `progress(done, total, descriptor)` is called before each graph and at the end. A failed
+        capture raises; the graphs before it serve, and a further call tries the rest again.
+        """
+        self._check_open()
+        self.graphs.capture_missing(progress)
+
+    def seal(self) -> None:
+        """Capture nothing any more, in no wrapper of this runner."""
+        self.graphs.seal()
+
+    def release(self) -> None:
+        """Destroy all graphs, keeping the plan; batches run eagerly until `recapture()`."""
+        self.graphs.release()
+
+    def recapture(self, progress: Progress | None = None) -> None:
+        """Destroy all graphs and capture them again, for weights that have moved."""
+        self.graphs.release()
+        self.capture(progress)
+
+    def weights_changed(self) -> None:
+        """Declare that weights were written; raises `StaleInputError` if they moved."""
+        self.graphs.addresses.check()
+
+    def close(self) -> None:
+        """Destroy the graphs, and the pool if it is this runner's own.
+
+        Must come before the host tears down the communicators that graphs hold.
+        """
+        if not self._closed:
+            self.graphs.release()
+            self._closed = True
+            if self._owns_pool:
+                self.pool.close()
+
+    def __enter__(self) -> GraphRunner:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def report(self) -> RunnerReport:
+        """Figures of the graphs and of the steps so far."""
+        steps = self.dispatcher.hits()
+        wrappers = self.graphs.wrappers()
+        records = tuple(self.graphs.records)
+        return RunnerReport(
+            resolution=self.resolution,
+            graphs=records,
+            steps=steps,
+            reasons=self.dispatcher.counts(),
+            live_tokens=self._live_tokens,
+            padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
+            calls_without_context=sum(w.calls_without_context for w in wrappers),
+            eager_calls_after_seal=sum(w.eager_calls_after_seal for w in wrappers),
+            pool_bytes=self.pool.bytes(),
+            capture_s=sum(record.capture_s for record in records),
+        )
+
+    def _run_padded(
+        self,
+        batch: Batch,
+        slot: int,
+        values: Mapping[str, Any],
+        context: ForwardContext,
+        *,
+        eager: bool,
+    ) -> Any:
+        plan = self._plans[slot]
+        assert plan is not None
+        pool, thread = self.pool, get_ident()
+        owner = pool.owner
+        if owner is not None and owner != thread:
+            raise pool.busy_error()
+        # Held from here, so that no other thread fills the buffers between our fill and replay.
+        pool.owner = thread
+        try:
+            tokens, reqs = batch[0], batch[1]
+            if reqs is None:
+                reqs = self._reqs_of(batch, values)
+            self.inputs.fill(values, tokens, reqs, plan.tokens, plan.reqs)
+            if self._bind is not None:
+                phase = "eager" if eager or self._eager_launch else "replay"
+                self._bind(plan.views, plan.descriptor, phase)  # type: ignore[arg-type]
+            call = self.graphs.run_forward if eager else plan.call
+            with context:
+                outputs = call(**plan.arguments)
+        finally:
+            pool.owner = owner
+        return plan.live(outputs, tokens, reqs)
+
+    def _run_unpadded(
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+    ) -> Any:
+        self._check_open()
+        if self.graphs.sealed and self.options.strict:
+            raise CaptureSealedError(
+                f"no graph serves the batch: {found.reason.value}",
+                got=batch,
+                expected=f"a batch that one of {len(self.keys)} graphs serves",
+                advice="add the size to sizes=, or use strict=False to run it eagerly",
+            )
+        tokens, reqs = batch.num_tokens, self._reqs_of(batch, values)
+        if tokens <= self.inputs.tokens and reqs <= self.inputs.reqs:
+            self.inputs.fill(values, tokens, reqs, tokens, reqs)
+            views = self.inputs.views(tokens, reqs)
+        else:
+            # Larger than the buffers: the forward reads the host's own tensors.
+            self.inputs.check_names(values)
+            views = dict(values)
+        if self._bind is not None:
+            self._bind(views, found.descriptor, "eager")
+        context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
+        with context:
+            return self.graphs.run_forward(**(nest(views) if self.inputs.nested else views))
+
+    def _capture_lazily(self, batch: Batch, found: Dispatch) -> Dispatch:
+        planned = self.dispatcher.planned_for(batch)
+        if self._closed or self.graphs.sealed or planned is None:
+            return found
+        self.graphs.capture([(planned.mode, planned.descriptor)])
+        return self.dispatcher.dispatch(batch)
+
+    def _batch_of(self, values: Mapping[str, Any]) -> Batch:
+        tokens, reqs = self.inputs.infer(values)
+        # Only this much is certain: with as many tokens as requests, each has exactly one.
+        return Batch(tokens, reqs, 1 if reqs is not None and tokens == reqs else None)
+
+    def _reqs_of(self, batch: Batch, values: Mapping[str, Any]) -> int:
+        if batch.num_reqs is not None:
+            return batch.num_reqs
+        if batch.query_len:
+            return batch.num_tokens // batch.query_len
+        reqs = self.inputs.infer(values)[1]
+        return min(batch.num_tokens, self.inputs.reqs) if reqs is None else reqs
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
+
+
+def _largest_batch(
+    max_num_tokens: int | None, max_num_reqs: int | None, sizes: Sequence[int] | None
+) -> dict[str, int]:
+    """The host's limits; what it leaves out follows from its sizes, or from the other limit."""
+    tokens = max_num_tokens or (max(check_sizes(sizes)) if sizes is not None else max_num_reqs)
+    if tokens is None:
+        raise InvalidOptionError(
+            "the largest batch is unknown",
+            expected="max_num_tokens, max_num_reqs or sizes",
+            advice="sizes=[1, 2, 4, 8]",
+        )
+    return {"max_num_tokens": tokens, "max_num_reqs": max_num_reqs or tokens}
+
+

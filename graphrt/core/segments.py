@@ -1,0 +1,108 @@
+"""What a captured entry is made of: segments of graph, some with tasks, and eager parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from graphrt.core.platform import DeviceGraph, Platform, TaskUpdate
+
+if TYPE_CHECKING:
+    from graphrt.core.tasks import UpdatableTask
+
+HostValues = Mapping[str, Any]
+"""The host arguments of one task by name."""
+
+
+class Part(Protocol):
+    """One element of a captured step."""
+
+    def replay(self) -> None: ...
+
+
+class CapturedTask:
+    """One task of a captured segment: its handle, its last values, and how to issue it again."""
+
+    __slots__ = ("args", "handle", "kwargs", "name", "spec", "values")
+
+    def __init__(
+        self,
+        spec: UpdatableTask,
+        name: str,
+        handle: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: HostValues,
+    ) -> None:
+        self.spec = spec
+        self.name = name
+        self.handle = handle
+        self.args = args
+        self.kwargs = kwargs
+        self.values = values
+
+    def update(self, values: HostValues) -> TaskUpdate:
+        return TaskUpdate(
+            self.name,
+            self.handle,
+            lambda: self.spec.issue(*self.args, **self.kwargs, **values),
+        )
+
+
+class SegmentHooks(Protocol):
+    """What a weight offloader needs around each graph of a wrapper."""
+
+    def before_capture(self) -> None:
+        """Before a segment is captured: wait for what it will read."""
+
+    def end_of_capture(self) -> None:
+        """Inside the capture, at its end: join the streams that were forked."""
+
+    def before_replay(self) -> None:
+        """Before every replay of a segment."""
+
+
+class HookedSegment:
+    """A segment with a hook before its replay; without hooks the graph stands for itself."""
+
+    __slots__ = ("graph", "hooks")
+
+    def __init__(self, graph: DeviceGraph, hooks: SegmentHooks) -> None:
+        self.graph = graph
+        self.hooks = hooks
+
+    def replay(self) -> None:
+        self.hooks.before_replay()
+        self.graph.replay()
+
+
+class TaskedSegment:
+    """A segment whose tasks are issued anew at every replay."""
+
+    __slots__ = ("_hooks", "_platform", "graph", "tasks")
+
+    def __init__(
+        self,
+        platform: Platform,
+        graph: DeviceGraph,
+        tasks: list[CapturedTask],
+        hooks: SegmentHooks | None = None,
+    ) -> None:
+        self.graph = graph
+        self.tasks = tasks
+        self._platform = platform
+        self._hooks = hooks
+
+    def replay(self) -> None:
+        """Replay with the host arguments of the replay before."""
+        self.replay_with(None)
+
+    def replay_with(self, values: Sequence[HostValues] | None) -> None:
+        """Replay with `values`, one for each task; None repeats those of the replay before."""
+        if self._hooks is not None:
+            self._hooks.before_replay()
+        current = [task.values for task in self.tasks] if values is None else values
+        updates = [task.update(new) for task, new in zip(self.tasks, current, strict=True)]
+        self._platform.replay_updated(self.graph, updates, changed=values is not None)
+        for task, new in zip(self.tasks, current, strict=True):
+            task.values = new

@@ -1,0 +1,36 @@
+"""What a runner reports: figures of capture and of the steps it ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphrt.core.capture import GraphRecord
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.dispatcher import Reason
+from graphrt.core.modes import GraphMode, ModeResolution
+
+
+@dataclass(frozen=True)
+class RunnerReport:
+    """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
+
+    `steps` counts batches by graph, `reasons` by why they ran as they did. `live_tokens` and
+    `padded_tokens` are over the steps that a graph served. `calls_without_context` and
+    `eager_calls_after_seal` are over the runner's wrappers.
+    """
+
+    resolution: ModeResolution
+    graphs: tuple[GraphRecord, ...]
+    steps: dict[tuple[GraphMode, BatchDescriptor], int]
+    reasons: dict[Reason, int]
+    live_tokens: int
+    padded_tokens: int
+    calls_without_context: int
+    eager_calls_after_seal: int
+    pool_bytes: int | None
+    capture_s: float
+
+    @property
+    def padding(self) -> float:
+        """The share of the tokens that graphs computed which were padding, 0 to 1."""
+        return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0

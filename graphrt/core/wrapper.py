@@ -1,0 +1,347 @@
+"""`GraphWrapper`: a callable that is run eagerly, captured or replayed, as the context says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import get_ident
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from graphrt.core import tree
+from graphrt.core.breakable import Capture, graphs_of
+from graphrt.core.bridges import Bridges
+from graphrt.core.context import ForwardContext, current_context
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import (
+    CaptureError,
+    CaptureSealedError,
+    InvalidModeError,
+    StaleInputError,
+)
+from graphrt.core.modes import GraphMode
+from graphrt.core.pool import GraphPool
+from graphrt.core.segments import Part, SegmentHooks, TaskedSegment
+from graphrt.core.tasks import resolve_updates
+from graphrt.core.transaction import CaptureTransaction
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """How one wrapper captures and replays.
+
+    `outputs`: "pool" returns weak references to pool memory, valid until the pool's next step;
+    "static" copies inside the graph into one buffer of the largest size; "clone" copies after
+    every replay. `breakable` ends segments at `@eager_break` functions and at the operators in
+    `breaks` ("ns::op" or "ns::op.overload"); in a PIECEWISE wrapper that is not breakable those
+    operators are errors. `lazy` captures at the first call of a descriptor. `strict` raises where
+    a sealed wrapper sees an unseen descriptor. `check_addresses` compares every tensor argument of
+    every replay with the captured one.
+    """
+
+    outputs: Literal["pool", "static", "clone"] = "pool"
+    breakable: bool = False
+    breaks: frozenset[str] = frozenset()
+    lazy: bool = False
+    strict: bool = False
+    check_addresses: bool = False
+    segment_hooks: SegmentHooks | None = None
+
+
+class Entry:
+    """What one descriptor captured: its parts, its outputs and the addresses it reads."""
+
+    __slots__ = ("captured_in", "descriptor", "inputs", "outputs", "parts", "replays", "tasks")
+
+    def __init__(
+        self,
+        descriptor: BatchDescriptor,
+        parts: tuple[Part, ...],
+        outputs: Any,
+        inputs: tuple[tuple[str, tuple[object, ...]], ...],
+        captured_in: CaptureTransaction | None,
+    ) -> None:
+        self.descriptor = descriptor
+        self.parts = parts
+        self.outputs = outputs
+        self.inputs = inputs
+        self.captured_in = captured_in
+        self.tasks = tuple(
+            task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks
+        )
+        self.replays = 0
+
+    def launch_tasks(self, updates: Any) -> None:
+        """Replay all parts with the tasks' new host arguments, validated before any launch."""
+        values = resolve_updates(self.tasks, updates, self.descriptor)
+        taken = 0
+        for part in self.parts:
+            if isinstance(part, TaskedSegment):
+                count = len(part.tasks)
+                part.replay_with(None if values is None else values[taken : taken + count])
+                taken += count
+            else:
+                part.replay()
+
+    def reset(self) -> None:
+        for graph in graphs_of(self.parts):
+            graph.reset()
+
+
+class GraphWrapper:
+    """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
+
+    Without a context, under mode NONE or under another mode than its own it calls the runnable:
+    that is what lets a FULL wrapper stand around a model whose pieces are PIECEWISE wrappers.
+    Attributes that the wrapper lacks are the runnable's.
+    """
+
+    platform_name: str | None = None
+    """The platform a subclass belongs to; None is the current one."""
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        runtime_mode: GraphMode | str,
+        *,
+        pool: GraphPool | None = None,
+        read_context: Callable[[], ForwardContext | None] = current_context,
+        options: WrapperOptions | None = None,
+    ) -> None:
+        """`read_context` is called with no arguments and returns this step's context or None.
+
+        Raises `InvalidModeError` unless the mode is PIECEWISE or FULL.
+        """
+        self.runnable = runnable
+        self.runtime_mode = GraphMode.parse(runtime_mode)
+        if self.runtime_mode not in (GraphMode.FULL, GraphMode.PIECEWISE):
+            raise InvalidModeError(
+                "a wrapper captures in one runtime mode",
+                got=self.runtime_mode.name,
+                expected="FULL or PIECEWISE",
+                advice="nest a FULL wrapper around PIECEWISE ones for FULL_AND_PIECEWISE",
+            )
+        self.pool = GraphPool(self.platform_name) if pool is None else pool
+        self.options = options or WrapperOptions()
+        self.calls_without_context = 0
+        self.eager_calls_after_seal = 0
+        self._read_context = read_context
+        self._by_slot: list[Entry | None] = []
+        self._entries: dict[BatchDescriptor, Entry] = {}
+        self._bridges = Bridges()
+        self._statics = Bridges()
+        self._sealed = False
+        self._checked = self.options.check_addresses
+        self._clones = self.options.outputs == "clone"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = self._read_context()
+        if context is None:
+            self.calls_without_context += 1
+            return self.runnable(*args, **kwargs)
+        if context.mode is not self.runtime_mode:
+            return self.runnable(*args, **kwargs)
+        try:
+            entry = self._by_slot[context.slot]
+        except IndexError:
+            entry = None
+        if (
+            entry is None
+            or entry.descriptor is not context.descriptor
+            or context.capture is not None
+        ):
+            entry = self._entry_or_none(context)
+            if entry is None:
+                return self._first_call(context, args, kwargs)
+        if self._checked:
+            self._check_inputs(entry, args, kwargs)
+        pool = self.pool
+        thread = get_ident()
+        owner = pool.owner
+        if owner is not None and owner != thread:
+            raise pool.busy_error()
+        pool.owner = thread
+        try:
+            if pool.step is not context:
+                pool.enter_step(context, thread)
+            if pool.has_streams:
+                pool.order_streams()
+            if entry.tasks:
+                entry.launch_tasks(context.updates)
+            else:
+                for part in entry.parts:
+                    part.replay()
+            entry.replays += 1
+            if pool.owner != thread:
+                # The check and the store above are two steps: a thread may slip in between.
+                raise pool.busy_error()
+        finally:
+            pool.owner = owner
+        if self._clones:
+            return tree.map_tensors(torch.Tensor.clone, entry.outputs)
+        return entry.outputs
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "runnable":
+            raise AttributeError(name)
+        return getattr(self.runnable, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.runtime_mode.name}, {len(self._entries)} graphs)"
+
+    @property
+    def entries(self) -> Mapping[BatchDescriptor, Entry]:
+        """What is captured, by descriptor; a read-only view."""
+        return MappingProxyType(self._entries)
+
+    @property
+    def sealed(self) -> bool:
+        return self._sealed
+
+    def unwrap(self) -> Callable[..., Any]:
+        """The callable inside all wrappers."""
+        inner = self.runnable
+        return inner.unwrap() if isinstance(inner, GraphWrapper) else inner
+
+    def seal(self) -> None:
+        """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
+        self._sealed = True
+
+    def unseal(self) -> None:
+        """Allow capturing again."""
+        self._sealed = False
+
+    def clear_graphs(self) -> None:
+        """Destroy every graph; the wrapper can capture again."""
+        for entry in self._entries.values():
+            entry.reset()
+        self._entries.clear()
+        self._by_slot.clear()
+        self._bridges.clear()
+        self._statics.clear()
+        self._sealed = False
+
+    def drop(self, descriptor: BatchDescriptor) -> None:
+        """Destroy the graph of one descriptor, if there is one."""
+        entry = self._entries.pop(descriptor, None)
+        if entry is not None:
+            self._by_slot = [None if other is entry else other for other in self._by_slot]
+            entry.reset()
+
+    def _entry_or_none(self, context: ForwardContext) -> Entry | None:
+        descriptor = context.descriptor
+        entry = None if descriptor is None else self._entries.get(descriptor)
+        if entry is not None and context.capture is not None:
+            again = entry.captured_in is context.capture
+            raise CaptureError(
+                "a wrapper was called twice in the step that captures it"
+                if again
+                else "a descriptor was captured a second time",
+                got=descriptor,
+                expected="one call for each descriptor",
+                advice="give every call site its own wrapper"
+                if again
+                else "call clear_graphs() or drop(descriptor) before capturing again",
+            )
+        return entry
+
+    def _first_call(
+        self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        descriptor = context.descriptor
+        allowed = context.capture is not None or self.options.lazy
+        if descriptor is None or not allowed or self._sealed:
+            if self._sealed and self.options.strict:
+                raise CaptureSealedError(
+                    "a graph would have to be captured after seal()",
+                    got=descriptor,
+                    expected=", ".join(str(d) for d in self._entries) or "no graphs at all",
+                    advice="add the size to sizes=, or use strict=False to run it eagerly",
+                )
+            self.eager_calls_after_seal += self._sealed
+            return self.runnable(*args, **kwargs)
+        return self._capture(context, descriptor, args, kwargs)
+
+    def _capture(
+        self,
+        context: ForwardContext,
+        descriptor: BatchDescriptor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        options = self.options
+        piecewise = self.runtime_mode is GraphMode.PIECEWISE
+        capture = Capture(
+            self.pool,
+            self._bridges,
+            breakable=piecewise and options.breakable,
+            breaks=options.breaks,
+            must_break=piecewise,
+            hooks=options.segment_hooks,
+        )
+        result: Any = None
+        with torch.no_grad(), capture.recording():
+            result = self.runnable(*args, **kwargs)
+            if options.outputs == "static":
+                result = self._to_static(result)
+        outputs = tree.map_tensors(capture.captured_ref, result)
+        inputs = _layouts(args, kwargs)
+        entry = Entry(descriptor, tuple(capture.parts), outputs, inputs, context.capture)
+        self._insert(entry, context.slot)
+        if context.capture is not None:
+            context.capture.add(self, lambda: self.drop(descriptor))
+        if self._clones:
+            return tree.map_tensors(torch.Tensor.clone, result)
+        return result
+
+    def _insert(self, entry: Entry, slot: int) -> None:
+        self._entries[entry.descriptor] = entry
+        if slot >= 0:
+            self._by_slot.extend([None] * (slot + 1 - len(self._by_slot)))
+            self._by_slot[slot] = entry
+
+    def _to_static(self, result: Any) -> Any:
+        place = 0
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal place
+            place += 1
+            buffer = self._statics.buffer((0, place), tensor)
+            buffer.copy_(tensor)
+            return buffer
+
+        return tree.map_tensors(copied, result)
+
+    def _check_inputs(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now = _layouts(args, kwargs)
+        if now == entry.inputs:
+            return
+        before = dict(entry.inputs)
+        for path, layout in now:
+            if before.get(path) != layout:
+                raise StaleInputError(
+                    f"argument {path} is not where the graph of [{entry.descriptor}] reads it",
+                    got=layout,
+                    expected=before.get(path, "no such tensor at capture"),
+                    advice="copy into the captured tensor, or let GraphRunner own the buffers",
+                )
+        raise StaleInputError(
+            f"the graph of [{entry.descriptor}] was captured with other arguments",
+            got=[path for path, _ in now],
+            expected=[path for path, _ in entry.inputs],
+            advice="call the wrapper with the same arguments at every step",
+        )
+
+
+def _layouts(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    found = []
+    for path, leaf in tree.leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            found.append((path, tree.layout(leaf)))
+        elif isinstance(leaf, int | float | str | None):
+            found.append((path, (leaf,)))
+    return tuple(found)

@@ -1,0 +1,114 @@
+"""What the conformance tests share: a pool, tensors on the device, capture and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.core.context import ForwardContext
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.modes import GraphMode
+from graphrt.core.platform import Capability, Platform
+from graphrt.core.lookup import wrapper_class
+from graphrt.core.pool import GraphPool
+from graphrt.core.transaction import CaptureTransaction
+from graphrt.core.wrapper import GraphWrapper, WrapperOptions
+
+FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
+D4, D2 = BatchDescriptor(4), BatchDescriptor(2)
+
+
+class ConformanceBase:
+    """Only elementary operators are used, so that young devices can run the suite."""
+
+    platform: Platform
+
+    @pytest.fixture(autouse=True)
+    def _available(self) -> None:
+        found = self.platform.availability()
+        if not found.available:
+            pytest.skip(f"platform {self.platform.name} is not available: {found.reason}")
+
+    @pytest.fixture
+    def pool(self) -> Iterator[GraphPool]:
+        pool = GraphPool(self.platform)
+        yield pool
+        self.platform.synchronize()
+
+    def need(self, capability: Capability) -> None:
+        if capability not in self.platform.capabilities:
+            pytest.skip(f"platform {self.platform.name} lacks {capability.name}")
+
+    def tensor(self, *values: float) -> torch.Tensor:
+        """A column [len(values), 8] on the device whose rows are filled with `values`."""
+        host = torch.tensor(values, dtype=torch.float32).unsqueeze(1).repeat(1, 8)
+        return host.to(self.platform.device_type)
+
+    def host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.platform.synchronize()
+        return tensor.detach().cpu().clone()
+
+    def first(self, tensor: torch.Tensor) -> list[float]:
+        """The first column, which tells the rows that `tensor` makes apart."""
+        column: list[float] = self.host(tensor)[:, 0].tolist()
+        return column
+
+    def wrap(
+        self,
+        function: Callable[..., Any],
+        mode: GraphMode,
+        pool: GraphPool,
+        **options: Any,
+    ) -> GraphWrapper:
+        wrapper: GraphWrapper = wrapper_class(self.platform)(
+            function, mode, pool=pool, options=WrapperOptions(**options)
+        )
+        return wrapper
+
+    def capture(
+        self,
+        function: Callable[..., Any],
+        mode: GraphMode,
+        *args: Any,
+        descriptor: BatchDescriptor = D4,
+        slot: int = -1,
+        metadata: Any = None,
+    ) -> Any:
+        """Call `function` in a step that captures; rolled back if it fails."""
+        transaction = CaptureTransaction()
+        context = ForwardContext(mode, descriptor, slot, metadata=metadata, capture=transaction)
+        try:
+            with context:
+                return function(*args)
+        except BaseException:
+            transaction.rollback()
+            raise
+
+    def step(
+        self,
+        function: Callable[..., Any],
+        mode: GraphMode,
+        *args: Any,
+        descriptor: BatchDescriptor = D4,
+        slot: int = -1,
+        updates: Any = None,
+        metadata: Any = None,
+    ) -> Any:
+        """Call `function` in a step that replays what is captured."""
+        with ForwardContext(mode, descriptor, slot, updates, metadata):
+            return function(*args)
+
+
+class Counting:
+    """A callable that counts how often its Python ran."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs)

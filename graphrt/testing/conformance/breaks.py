@@ -1,0 +1,173 @@
+"""Breakable capture: segments and eager parts in order, results where their readers look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.core.breakable import eager_break
+from graphrt.core.context import current_context
+from graphrt.core.errors import BakedScalarError, BreakShapeError, MissedBreakError
+from graphrt.core.pool import GraphPool
+from graphrt.testing.conformance.base import D2, FULL, PIECEWISE, ConformanceBase, Counting
+
+
+class BreakConformance(ConformanceBase):
+    def breaking(self, function: Any) -> tuple[Counting, Any]:
+        counted = Counting(function)
+        return counted, eager_break(lambda *args: counted(*args))
+
+    def test_an_eager_part_runs_once_at_capture_and_once_a_replay(self, pool: GraphPool) -> None:
+        eager, attention = self.breaking(lambda x: x * 10)
+        wrapper = self.wrap(lambda x: attention(x + 1) + 1, PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        assert self.first(self.capture(wrapper, PIECEWISE, x)) == [21, 31, 41, 51]
+        assert eager.calls == 1
+        x.copy_(self.tensor(0, 1, 2, 3))
+        assert self.first(self.step(wrapper, PIECEWISE, x)) == [11, 21, 31, 41]
+        assert eager.calls == 2
+
+    def test_under_full_nothing_breaks(self, pool: GraphPool) -> None:
+        eager, attention = self.breaking(lambda x: x * 10)
+        wrapper = self.wrap(lambda x: attention(x + 1) + 1, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        assert self.first(self.step(wrapper, FULL, x)) == [21, 31, 41, 51]
+        assert eager.calls == 1
+
+    def test_segments_and_eager_parts_keep_their_order_over_many_breaks(
+        self, pool: GraphPool
+    ) -> None:
+        _, attention = self.breaking(lambda x: x * 2)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = attention(x + 1)
+            return x
+
+        wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
+        x = self.tensor(0, 1, 2, 3)
+        self.capture(wrapper, PIECEWISE, x)
+        x.copy_(self.tensor(1, 2, 3, 4))
+        expected = self.first(forward(x.clone()))
+        assert self.first(self.step(wrapper, PIECEWISE, x)) == expected
+
+    def test_an_eager_part_that_writes_a_captured_output_is_read_in_place(
+        self, pool: GraphPool
+    ) -> None:
+        def write(x: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(x * 3)
+
+        _, attention = self.breaking(write)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            hidden = x + 1
+            out = torch.empty_like(hidden)
+            attention(hidden, out)
+            return out + 1
+
+        wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        assert self.first(self.capture(wrapper, PIECEWISE, x)) == [7, 10, 13, 16]
+        x.copy_(self.tensor(0, 0, 1, 1))
+        assert self.first(self.step(wrapper, PIECEWISE, x)) == [4, 4, 7, 7]
+
+    def test_what_an_eager_part_reads_lives_until_then(self, pool: GraphPool) -> None:
+        _, attention = self.breaking(lambda q, k: q + k)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            q, k = x * 2, x * 3
+            mixed = attention(q, k)
+            scratch = mixed * 7
+            return attention(scratch, k) + q
+
+        wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x)
+        for value in (1.0, 2.0):
+            x.copy_(self.tensor(1, 2, 3, 4) * value)
+            expected = self.first(forward(x.clone()))
+            assert self.first(self.step(wrapper, PIECEWISE, x)) == expected
+
+    def test_a_view_that_an_eager_part_returns_keeps_its_block(self, pool: GraphPool) -> None:
+        def in_place(out: torch.Tensor) -> torch.Tensor:
+            out.mul_(2)
+            return out[:2]
+
+        _, attention = self.breaking(in_place)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            kept = attention(x + 1)
+            filler = x * 100
+            return kept + filler[:2] * 0
+
+        wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        assert self.first(self.capture(wrapper, PIECEWISE, x)) == [4, 6]
+        assert self.first(self.step(wrapper, PIECEWISE, x)) == [4, 6]
+
+    def test_smaller_captures_share_the_largest_bridge(self, pool: GraphPool) -> None:
+        _, attention = self.breaking(lambda x: x * 10)
+        wrapper = self.wrap(lambda x: attention(x + 1) + 1, PIECEWISE, pool, breakable=True)
+        big, small = self.tensor(1, 2, 3, 4), self.tensor(5, 6)
+        self.capture(wrapper, PIECEWISE, big)
+        self.capture(wrapper, PIECEWISE, small, descriptor=D2)
+        assert len(wrapper._bridges._buffers) == 1
+        out = self.step(wrapper, PIECEWISE, small, descriptor=D2)
+        assert self.first(out) == [61, 71]
+        assert self.first(self.step(wrapper, PIECEWISE, big)) == [21, 31, 41, 51]
+
+    def test_step_dependent_values_come_from_the_context(self, pool: GraphPool) -> None:
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            context = current_context()
+            assert context is not None
+            return x * context.metadata
+
+        wrapper = self.wrap(lambda x: eager_break(scaled)(x + 1), PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x, metadata=1.0)
+        assert self.first(self.step(wrapper, PIECEWISE, x, metadata=5.0)) == [10, 15, 20, 25]
+
+    def test_another_shape_from_an_eager_part_is_an_error(self, pool: GraphPool) -> None:
+        rows = [4]
+        _, attention = self.breaking(lambda x: (x * 2)[: rows[0]])
+        wrapper = self.wrap(lambda x: attention(x + 1) + 1, PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x)
+        rows[0] = 3
+        with pytest.raises(BreakShapeError, match=r"\(3, 8\)"):
+            self.step(wrapper, PIECEWISE, x)
+        rows[0] = 4
+        assert self.first(self.step(wrapper, PIECEWISE, x)) == [5, 7, 9, 11]
+
+    def test_another_python_value_from_an_eager_part_is_an_error(self, pool: GraphPool) -> None:
+        lengths = [7]
+        _, attention = self.breaking(lambda x: (x * 2, lengths[0]))
+        wrapper = self.wrap(lambda x: attention(x + 1)[0] + 1, PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x)
+        self.step(wrapper, PIECEWISE, x)
+        lengths[0] = 8
+        with pytest.raises(BakedScalarError, match="8"):
+            self.step(wrapper, PIECEWISE, x)
+
+    def test_operators_of_the_list_break_without_a_decorator(self, pool: GraphPool) -> None:
+        forward = Counting(lambda x: torch.sigmoid(x + 1) * 2)
+        breaks = frozenset({"aten::sigmoid"})
+        wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True, breaks=breaks)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x)
+        (entry,) = wrapper.entries.values()
+        assert len(entry.parts) == 3
+        x.copy_(self.tensor(-1, 0, 1, 2))
+        expected = self.host(torch.sigmoid(x + 1) * 2)
+        assert torch.equal(self.host(self.step(wrapper, PIECEWISE, x)), expected)
+
+    def test_a_listed_operator_in_an_unbreakable_piece_is_an_error(self, pool: GraphPool) -> None:
+        breaks = frozenset({"aten::sigmoid"})
+        wrapper = self.wrap(lambda x: torch.sigmoid(x), PIECEWISE, pool, breaks=breaks)
+        with pytest.raises(MissedBreakError, match="sigmoid"):
+            self.capture(wrapper, PIECEWISE, self.tensor(1, 2, 3, 4))
+        assert not wrapper.entries

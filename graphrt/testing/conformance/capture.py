@@ -1,0 +1,212 @@
+"""Capture and replay: the effect and the result of exactly one eager call, then no Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.core.errors import CaptureError, CaptureSealedError, StaleInputError
+from graphrt.core.platform import Capability
+from graphrt.core.pool import GraphPool
+from graphrt.testing.conformance.base import (
+    D2,
+    D4,
+    FULL,
+    NONE,
+    PIECEWISE,
+    ConformanceBase,
+    Counting,
+)
+
+
+@dataclass
+class Outputs:
+    hidden: torch.Tensor
+    extra: dict[str, Any]
+
+
+class CaptureConformance(ConformanceBase):
+    def test_replay_equals_eager_bit_for_bit_on_new_inputs(self, pool: GraphPool) -> None:
+        weight = torch.linspace(-1, 1, 64).reshape(8, 8).to(self.platform.device_type)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid(torch.mm(x, weight) * 0.5 + x)
+
+        wrapper = self.wrap(forward, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        for scale in (0.3, -1.7, 5.0):
+            x.copy_(self.tensor(1, 2, 3, 4) * scale)
+            expected = self.host(forward(x))
+            assert torch.equal(self.host(self.step(wrapper, FULL, x)), expected)
+
+    def test_a_capturing_call_returns_what_one_eager_call_returns(self, pool: GraphPool) -> None:
+        wrapper = self.wrap(lambda x: x * 2 + 1, FULL, pool)
+        assert self.first(self.capture(wrapper, FULL, self.tensor(1, 2, 3, 4))) == [3, 5, 7, 9]
+
+    @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+    def test_a_capturing_call_advances_state_exactly_once(self, pool: GraphPool, mode: Any) -> None:
+        counter = self.tensor(0)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            counter.add_(1)
+            return x + counter
+
+        wrapper = self.wrap(forward, mode, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        assert self.first(self.capture(wrapper, mode, x)) == [2, 3, 4, 5]
+        assert self.first(counter) == [1]
+        assert self.first(self.step(wrapper, mode, x)) == [3, 4, 5, 6]
+        assert self.first(counter) == [2]
+
+    def test_replay_does_not_run_the_python_of_the_forward(self, pool: GraphPool) -> None:
+        forward = Counting(lambda x: x + 1)
+        wrapper = self.wrap(forward, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        self.step(wrapper, FULL, x)
+        assert forward.calls == 1
+
+    def test_without_context_or_in_another_mode_the_runnable_is_called(
+        self, pool: GraphPool
+    ) -> None:
+        forward = Counting(lambda x: x + 1)
+        wrapper = self.wrap(forward, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        wrapper(x)
+        self.step(wrapper, NONE, x)
+        self.step(wrapper, PIECEWISE, x)
+        assert forward.calls == 4
+        assert wrapper.calls_without_context == 1
+
+    def test_nested_containers_are_returned_with_their_structure(self, pool: GraphPool) -> None:
+        def forward(x: torch.Tensor) -> Outputs:
+            return Outputs(x + 1, {"pair": (x * 2, [x * 3, None, "text"])})
+
+        wrapper = self.wrap(forward, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        x.copy_(self.tensor(2, 3, 4, 5))
+        out = self.step(wrapper, FULL, x)
+        assert isinstance(out, Outputs)
+        assert self.first(out.hidden) == [3, 4, 5, 6]
+        assert self.first(out.extra["pair"][0]) == [4, 6, 8, 10]
+        assert self.first(out.extra["pair"][1][0]) == [6, 9, 12, 15]
+        assert out.extra["pair"][1][1:] == [None, "text"]
+
+    def test_an_input_that_is_returned_stays_the_input(self, pool: GraphPool) -> None:
+        wrapper = self.wrap(lambda x: (x, x + 1), FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        assert self.step(wrapper, FULL, x)[0] is x
+
+    def test_successive_graphs_in_one_pool_all_replay(self, pool: GraphPool) -> None:
+        wrapper = self.wrap(lambda x: (x + 1) * 2, FULL, pool)
+        big, small = self.tensor(1, 2, 3, 4), self.tensor(5, 6)
+        self.capture(wrapper, FULL, big, descriptor=D4, slot=0)
+        self.capture(wrapper, FULL, small, descriptor=D2, slot=1)
+        for _ in range(2):
+            out = self.step(wrapper, FULL, big, descriptor=D4, slot=0)
+            assert self.first(out) == [4, 6, 8, 10]
+            out = self.step(wrapper, FULL, small, descriptor=D2, slot=1)
+            assert self.first(out) == [12, 14]
+
+    def test_an_entry_is_found_by_descriptor_when_the_slot_is_another_hosts(
+        self, pool: GraphPool
+    ) -> None:
+        wrapper = self.wrap(lambda x: x + 1, FULL, pool)
+        big, small = self.tensor(1, 2, 3, 4), self.tensor(5, 6)
+        self.capture(wrapper, FULL, big, descriptor=D4, slot=0)
+        self.capture(wrapper, FULL, small, descriptor=D2, slot=1)
+        assert self.first(self.step(wrapper, FULL, small, descriptor=D2, slot=0)) == [6, 7]
+
+    def test_cleared_graphs_can_be_captured_again(self, pool: GraphPool) -> None:
+        wrapper = self.wrap(lambda x: x + 1, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        wrapper.clear_graphs()
+        assert not wrapper.entries
+        self.capture(wrapper, FULL, x)
+        assert self.first(self.step(wrapper, FULL, x)) == [2, 3, 4, 5]
+
+    def test_a_full_wrapper_around_piecewise_ones_replays_in_both_modes(
+        self, pool: GraphPool
+    ) -> None:
+        pieces = [self.wrap(lambda x: x + 1, PIECEWISE, pool) for _ in range(2)]
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            hidden = pieces[0](x)
+            result: torch.Tensor = pieces[1](hidden * 1)
+            return result
+
+        def piecewise(x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = pieces[1](pieces[0](x))
+            return result
+
+        full = self.wrap(model, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(piecewise, PIECEWISE, x)
+        self.capture(full, FULL, x)
+        assert [len(w.entries) for w in (full, *pieces)] == [1, 1, 1]
+        x.copy_(self.tensor(5, 6, 7, 8))
+        assert self.first(self.step(full, FULL, x)) == [7, 8, 9, 10]
+        assert self.first(self.step(piecewise, PIECEWISE, x)) == [7, 8, 9, 10]
+
+    def test_a_sealed_wrapper_runs_unseen_descriptors_eagerly_and_counts(
+        self, pool: GraphPool
+    ) -> None:
+        wrapper = self.wrap(lambda x: x + 1, FULL, pool, lazy=True)
+        wrapper.seal()
+        assert self.first(self.step(wrapper, FULL, self.tensor(1))) == [2]
+        assert wrapper.eager_calls_after_seal == 1
+        assert not wrapper.entries
+
+    def test_a_strict_sealed_wrapper_refuses_unseen_descriptors(self, pool: GraphPool) -> None:
+        wrapper = self.wrap(lambda x: x + 1, FULL, pool, strict=True)
+        wrapper.seal()
+        with pytest.raises(CaptureSealedError, match="sizes="):
+            self.step(wrapper, FULL, self.tensor(1))
+
+    def test_lazy_capture_happens_only_where_it_was_asked_for(self, pool: GraphPool) -> None:
+        x = self.tensor(1, 2, 3, 4)
+        explicit = self.wrap(lambda x: x + 1, FULL, pool)
+        self.step(explicit, FULL, x)
+        lazy = self.wrap(lambda x: x + 1, FULL, pool, lazy=True)
+        self.step(lazy, FULL, x)
+        assert (len(explicit.entries), len(lazy.entries)) == (0, 1)
+
+    def test_address_checks_name_the_argument_that_moved(self, pool: GraphPool) -> None:
+        wrapper = self.wrap(lambda x: x + 1, FULL, pool, check_addresses=True)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        self.step(wrapper, FULL, x)
+        with pytest.raises(StaleInputError, match=r"\[0\]"):
+            self.step(wrapper, FULL, self.tensor(1, 2, 3, 4))
+
+    def test_a_wrapper_called_twice_in_its_capturing_step_is_an_error(
+        self, pool: GraphPool
+    ) -> None:
+        wrapper = self.wrap(lambda x: x + 1, PIECEWISE, pool)
+        with pytest.raises(CaptureError, match="twice"):
+            self.capture(lambda x: wrapper(wrapper(x)), PIECEWISE, self.tensor(1, 2, 3, 4))
+        assert not wrapper.entries
+
+    def test_random_operators_draw_fresh_numbers_at_every_replay(self, pool: GraphPool) -> None:
+        self.need(Capability.RANDOM)
+        wrapper = self.wrap(lambda x: x + torch.rand_like(x), FULL, pool)
+        x = self.tensor(0, 0, 0, 0)
+        self.capture(wrapper, FULL, x)
+        first = self.host(self.step(wrapper, FULL, x))
+        second = self.host(self.step(wrapper, FULL, x))
+        assert not torch.equal(first, second)
+
+    def test_attributes_and_unwrap_reach_the_runnable(self, pool: GraphPool) -> None:
+        forward = Counting(lambda x: x + 1)
+        wrapper = self.wrap(self.wrap(forward, PIECEWISE, pool), FULL, pool)
+        assert wrapper.calls == 0
+        assert wrapper.unwrap() is forward
+        assert D4 not in wrapper.entries

@@ -1,0 +1,134 @@
+"""Failed captures: everything is rolled back, and the next call works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.core.breakable import current_capture, eager_break
+from graphrt.core.context import current_context
+from graphrt.core.errors import CaptureError, NestedCaptureError
+from graphrt.core.pool import GraphPool
+from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
+
+
+class Boom(Exception):
+    pass
+
+
+class FailureConformance(ConformanceBase):
+    def check_usable(self, pool: GraphPool) -> None:
+        """Nothing stays behind, and the pool captures and replays."""
+        assert current_capture() is None
+        assert current_context() is None
+        assert pool.owner is None
+        wrapper = self.wrap(lambda x: x + 1, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        x.copy_(self.tensor(5, 6, 7, 8))
+        assert self.first(self.step(wrapper, FULL, x)) == [6, 7, 8, 9]
+
+    @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+    def test_an_exception_in_the_forward_leaves_the_pool_usable(
+        self, pool: GraphPool, mode: Any
+    ) -> None:
+        fail = [True]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            hidden = x + 1
+            if fail[0]:
+                raise Boom("in the forward")
+            return hidden * 2
+
+        wrapper = self.wrap(forward, mode, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        stream = self.platform.current_stream_id()
+        with pytest.raises(CaptureError, match="in the forward") as caught:
+            self.capture(wrapper, mode, x)
+        assert isinstance(caught.value.__cause__, Boom)
+        assert self.platform.current_stream_id() == stream
+        assert not wrapper.entries
+        self.check_usable(pool)
+        fail[0] = False
+        self.capture(wrapper, mode, x)
+        assert self.first(self.step(wrapper, mode, x)) == [4, 6, 8, 10]
+
+    def test_a_host_read_is_refused_and_leaves_the_pool_usable(self, pool: GraphPool) -> None:
+        wrapper = self.wrap(lambda x: x * float((x + 1)[0, 0].item()), FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        with pytest.raises(CaptureError):
+            self.capture(wrapper, FULL, x)
+        assert not wrapper.entries
+        self.check_usable(pool)
+
+    def test_an_exception_in_an_eager_part_leaves_the_pool_usable(self, pool: GraphPool) -> None:
+        @eager_break
+        def failing(x: torch.Tensor) -> torch.Tensor:
+            raise Boom("in the eager part")
+
+        wrapper = self.wrap(lambda x: failing(x + 1) + 1, PIECEWISE, pool, breakable=True)
+        with pytest.raises(CaptureError, match="in the eager part"):
+            self.capture(wrapper, PIECEWISE, self.tensor(1, 2, 3, 4))
+        assert not wrapper.entries
+        self.check_usable(pool)
+
+    def test_an_exception_in_a_listed_operator_leaves_the_pool_usable(
+        self, pool: GraphPool
+    ) -> None:
+        breaks = frozenset({"aten::mm"})
+        wrapper = self.wrap(
+            lambda x: torch.mm(x + 1, x[:3]), PIECEWISE, pool, breakable=True, breaks=breaks
+        )
+        with pytest.raises(CaptureError):
+            self.capture(wrapper, PIECEWISE, self.tensor(1, 2, 3, 4))
+        assert not wrapper.entries
+        self.check_usable(pool)
+
+    def test_a_failure_in_the_third_of_five_pieces_rolls_back_all(self, pool: GraphPool) -> None:
+        fail = [True]
+
+        def third(x: torch.Tensor) -> torch.Tensor:
+            if fail[0]:
+                raise Boom("in the third piece")
+            return x + 1
+
+        functions = [lambda x: x + 1] * 2 + [third] + [lambda x: x + 1] * 2
+        pieces = [self.wrap(function, PIECEWISE, pool) for function in functions]
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            for piece in pieces:
+                x = piece(x)
+            return x
+
+        x = self.tensor(1, 2, 3, 4)
+        with pytest.raises(CaptureError, match="third"):
+            self.capture(model, PIECEWISE, x)
+        assert [len(piece.entries) for piece in pieces] == [0] * 5
+        self.check_usable(pool)
+        fail[0] = False
+        self.capture(model, PIECEWISE, x)
+        assert self.first(self.step(model, PIECEWISE, x)) == [6, 7, 8, 9]
+
+    def test_a_failed_capture_leaves_other_graphs_of_the_pool_alone(self, pool: GraphPool) -> None:
+        good = self.wrap(lambda x: x + 1, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(good, FULL, x)
+
+        def failing(x: torch.Tensor) -> torch.Tensor:
+            x.mul(3)
+            raise Boom("later")
+
+        with pytest.raises(CaptureError):
+            self.capture(self.wrap(failing, FULL, pool), FULL, x)
+        assert self.first(self.step(good, FULL, x)) == [2, 3, 4, 5]
+
+    def test_a_capture_inside_an_open_segment_is_refused(self, pool: GraphPool) -> None:
+        inner = self.wrap(lambda x: x + 1, FULL, pool)
+        outer = self.wrap(lambda x: inner(x) * 2, FULL, pool)
+        with pytest.raises(NestedCaptureError):
+            self.capture(outer, FULL, self.tensor(1, 2, 3, 4))
+        assert not outer.entries
+        assert not inner.entries
+        self.check_usable(pool)

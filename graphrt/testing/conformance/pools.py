@@ -1,0 +1,128 @@
+"""Pools: one thread at a time, streams ordered, closed when they are closed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.core.breakable import eager_break
+from graphrt.core.context import carry_context, current_context
+from graphrt.core.errors import PoolBusyError, PoolClosedError
+from graphrt.core.platform import Capability
+from graphrt.core.pool import GraphPool
+from graphrt.testing.conformance.base import D4, FULL, PIECEWISE, ConformanceBase
+
+
+def in_thread(function: Any) -> Any:
+    """Run `function` in a new thread; returns what it returned or raised."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(function())
+        except Exception as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+class PoolConformance(ConformanceBase):
+    def test_two_threads_in_one_pool_at_once_raise(self, pool: GraphPool) -> None:
+        wrapper = self.wrap(lambda x: x + 1, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        inside: list[Any] = []
+
+        @eager_break
+        def other_thread(y: torch.Tensor) -> torch.Tensor:
+            inside.append(in_thread(lambda: self.step(wrapper, FULL, x)))
+            return y * 1
+
+        broken = self.wrap(lambda y: other_thread(y + 1), PIECEWISE, pool, breakable=True)
+        self.capture(broken, PIECEWISE, x)
+        self.step(broken, PIECEWISE, x)
+        assert [type(found) for found in inside] == [PoolBusyError] * 2
+        assert self.first(self.step(wrapper, FULL, x)) == [2, 3, 4, 5]
+
+    def test_a_step_begun_between_two_pieces_of_another_thread_raises(
+        self, pool: GraphPool
+    ) -> None:
+        wrapper = self.wrap(lambda x: x + 1, PIECEWISE, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x)
+        found: list[Any] = []
+
+        def model(y: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = wrapper(y)
+            found.append(in_thread(lambda: self.step(wrapper, PIECEWISE, x)))
+            return result
+
+        self.step(model, PIECEWISE, x)
+        assert isinstance(found[0], PoolBusyError)
+        assert "pool of its own" in str(found[0])
+
+    def test_two_pools_in_two_threads_do_not_disturb_each_other(self, pool: GraphPool) -> None:
+        errors: list[Any] = []
+
+        def work(offset: float) -> None:
+            own = GraphPool(self.platform)
+            wrapper = self.wrap(lambda x: x + offset, FULL, own)
+            x = self.tensor(1, 2, 3, 4)
+            self.capture(wrapper, FULL, x)
+            for value in range(50):
+                x.copy_(self.tensor(value, value, value, value))
+                out = self.step(wrapper, FULL, x)
+                if self.first(out) != [value + offset] * 4:
+                    errors.append((offset, value, self.first(out)))
+
+        found = []
+        threads = [
+            threading.Thread(target=lambda n=n: found.append(in_thread(lambda: work(n))))
+            for n in (1.0, 100.0)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [None, None]
+        assert errors == []
+
+    def test_context_reaches_a_new_thread_only_when_it_is_carried(self, pool: GraphPool) -> None:
+        wrapper = self.wrap(lambda x: x + 1, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        seen: list[Any] = []
+
+        def model() -> None:
+            seen.append(in_thread(current_context))
+            seen.append(in_thread(carry_context(current_context)))
+
+        self.step(model, FULL)
+        assert seen[0] is None
+        assert seen[1] is not None
+        assert seen[1].descriptor == D4
+
+    def test_a_closed_pool_says_so(self, pool: GraphPool) -> None:
+        other = GraphPool(self.platform)
+        wrapper = self.wrap(lambda x: x + 1, FULL, other)
+        other.close()
+        other.close()
+        with pytest.raises(PoolClosedError, match="closed"):
+            self.capture(wrapper, FULL, self.tensor(1, 2, 3, 4))
+
+    def test_replays_from_two_streams_are_ordered(self, pool: GraphPool) -> None:
+        self.need(Capability.STREAMS)
+        wrapper = self.wrap(lambda x: x.mul_(2) + 0, FULL, pool)
+        x = self.tensor(1, 1, 1, 1)
+        self.capture(wrapper, FULL, x)
+        streams = [self.platform.new_stream() for _ in range(2)]
+        for turn in range(6):
+            with self.platform.on_stream(streams[turn % 2]):
+                out = self.step(wrapper, FULL, x)
+        assert self.first(out) == [128.0] * 4

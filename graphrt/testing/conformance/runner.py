@@ -1,0 +1,118 @@
+"""The whole runner on a device: every mode, padding, state, release and close."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.core.breakable import eager_break
+from graphrt.core.descriptor import Batch
+from graphrt.core.dispatcher import Reason
+from graphrt.core.errors import CaptureError, PoolClosedError
+from graphrt.core.inputs import InputSpec
+from graphrt.core.modes import GraphMode
+from graphrt.core.runner import GraphRunner
+from graphrt.testing.conformance.base import ConformanceBase
+
+MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+
+
+@eager_break
+def attention(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * y
+
+
+class RunnerConformance(ConformanceBase):
+    def runner(self, **options: Any) -> GraphRunner:
+        self.counter = self.tensor(0)
+        self.fail = False
+
+        def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            self.counter.add_(1)
+            if self.fail:
+                raise ValueError("boom")
+            return attention(x + 1, y) * 2 + self.counter
+
+        arguments: dict[str, Any] = {
+            "inputs": {
+                "x": InputSpec(torch.float32, ("tokens", 8)),
+                "y": InputSpec(torch.float32, ("tokens", 8)),
+            },
+            "outputs": ("tokens", 8),
+            "sizes": [2, 4],
+            "platform": self.platform,
+            "state": [self.counter],
+            **options,
+        }
+        return GraphRunner(forward, **arguments)
+
+    def values(self, *rows: float) -> dict[str, torch.Tensor]:
+        return {"x": self.tensor(*rows), "y": self.tensor(*[10.0] * len(rows))}
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_every_mode_gives_what_the_padded_eager_run_gives(self, mode: str) -> None:
+        with self.runner(mode=mode, state=[]) as runner, self.runner(
+            mode=mode, state=[]
+        ) as padded:
+            runner.capture()
+            counter = self.counter
+            padded.capture()
+            for rows in ([1.0], [1.0, 2.0], [3.0, 4.0, 5.0], [1.0] * 5):
+                batch = Batch(len(rows), len(rows), 1)
+                self.counter.zero_()
+                counter.zero_()
+                found = self.host(runner(batch, **self.values(*rows)))
+                counter.zero_()
+                dispatch = runner.last_dispatch
+                assert dispatch is not None
+                if dispatch.mode is GraphMode.NONE:
+                    assert dispatch.reason in (Reason.TOO_LARGE, Reason.MODE_NONE)
+                    continue
+                expected = runner.run_padded_eagerly(batch, dispatch, self.values(*rows))
+                assert found.shape == (len(rows), 8)
+                assert torch.equal(found, self.host(expected))
+
+    def test_capture_leaves_declared_state_as_it_was(self) -> None:
+        with self.runner(mode="FULL_AND_PIECEWISE") as runner:
+            self.counter.fill_(7)
+            runner.capture()
+            assert self.first(self.counter) == [7]
+            out = runner(Batch(1, 1, 1), **self.values(0))
+            assert self.first(self.counter) == [8]
+            assert self.first(out) == [28]
+
+    def test_before_capture_everything_is_eager_and_says_so(self) -> None:
+        with self.runner(mode="FULL") as runner:
+            out = runner(Batch(1, 1, 1), **self.values(0))
+            assert self.first(out) == [21]
+            assert runner.last_dispatch is not None
+            assert runner.last_dispatch.reason is Reason.NOT_CAPTURED
+
+    def test_a_failed_capture_publishes_nothing_and_a_further_one_passes(self) -> None:
+        with self.runner(mode="FULL_AND_PIECEWISE", options=None) as runner:
+            self.fail = True
+            with pytest.raises((CaptureError, ValueError)):
+                runner.capture()
+            assert runner.dispatcher.published == ()
+            assert self.first(self.counter) == [0]
+            self.fail = False
+            runner.capture()
+            assert len(runner.dispatcher.published) == len(runner.keys)
+
+    def test_released_graphs_are_captured_again_and_closed_ones_are_not(self) -> None:
+        runner = self.runner(mode="FULL")
+        runner.capture()
+        runner.release()
+        runner(Batch(1, 1, 1), **self.values(0))
+        assert runner.last_dispatch is not None
+        assert runner.last_dispatch.reason is Reason.NOT_CAPTURED
+        runner.recapture()
+        runner(Batch(1, 1, 1), **self.values(0))
+        assert runner.last_dispatch.reason is Reason.HIT
+        runner.close()
+        with pytest.raises(PoolClosedError):
+            runner(Batch(1, 1, 1), **self.values(0))
+        with pytest.raises(PoolClosedError):
+            runner.capture()

@@ -1,0 +1,120 @@
+"""Updatable tasks: one call on every device, validated before anything is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
+from graphrt.core.platform import Capability
+from graphrt.core.pool import GraphPool
+from graphrt.core.tasks import UNCHANGED, HostArg, UpdatableTask
+from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
+
+DESCRIPTOR = BatchDescriptor(4, 4)
+
+
+def issue_scaled_sum(x: torch.Tensor, out: torch.Tensor, *, lengths: list[int]) -> None:
+    """out = x + x * sum(lengths): the host argument is a scalar of the operator."""
+    torch.add(x, x, alpha=sum(lengths), out=out)
+
+
+class TaskConformance(ConformanceBase):
+    def task(self) -> UpdatableTask:
+        """A task whose result is x * (1 + sum(lengths)); override where add has no such form."""
+        return UpdatableTask(
+            "attention",
+            issue_scaled_sum,
+            {"lengths": HostArg("reqs", "zero")},
+            at_capture=lambda descriptor: {"lengths": [0] * (descriptor.num_reqs or 1)},
+        )
+
+    def two_layers(self, task: UpdatableTask) -> Any:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for layer in range(2):
+                hidden = x + 0
+                out = torch.empty_like(hidden)
+                task(hidden, out, task=f"layer.{layer}")
+                x = out + 1
+            return x
+
+        return forward
+
+    def captured(self, pool: GraphPool) -> tuple[Any, torch.Tensor]:
+        self.need(Capability.TASK_UPDATE)
+        wrapper = self.wrap(self.two_layers(self.task()), FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        out = self.capture(wrapper, FULL, x, descriptor=DESCRIPTOR)
+        assert self.first(out) == [3, 4, 5, 6]
+        return wrapper, x
+
+    def run(self, wrapper: Any, x: torch.Tensor, updates: Any) -> list[float]:
+        return self.first(self.step(wrapper, FULL, x, descriptor=DESCRIPTOR, updates=updates))
+
+    def test_an_eager_task_is_just_issued(self, pool: GraphPool) -> None:
+        forward = self.two_layers(self.task())
+        x = self.tensor(1, 2, 3, 4)
+        updates = {"attention": {"lengths": [1]}}
+        out = self.step(forward, PIECEWISE, x, descriptor=DESCRIPTOR, updates=updates)
+        assert self.first(out) == [7, 11, 15, 19]
+
+    def test_a_groups_update_reaches_all_of_its_layers(self, pool: GraphPool) -> None:
+        wrapper, x = self.captured(pool)
+        assert self.run(wrapper, x, {"attention": {"lengths": [1]}}) == [7, 11, 15, 19]
+        assert self.run(wrapper, x, {"attention": {"lengths": [0, 2]}}) == [13, 22, 31, 40]
+
+    def test_a_layers_own_update_goes_before_its_groups(self, pool: GraphPool) -> None:
+        wrapper, x = self.captured(pool)
+        updates = {"attention": {"lengths": [0]}, "layer.1": {"lengths": [1]}}
+        assert self.run(wrapper, x, updates) == [5, 7, 9, 11]
+
+    def test_unchanged_repeats_the_values_of_the_replay_before(self, pool: GraphPool) -> None:
+        wrapper, x = self.captured(pool)
+        self.run(wrapper, x, {"attention": {"lengths": [1]}})
+        x.copy_(self.tensor(2, 3, 4, 5))
+        assert self.run(wrapper, x, UNCHANGED) == [11, 15, 19, 23]
+
+    def test_equal_updates_need_no_new_ones(self, pool: GraphPool) -> None:
+        wrapper, x = self.captured(pool)
+        for _ in range(3):
+            assert self.run(wrapper, x, {"attention": {"lengths": [1]}}) == [7, 11, 15, 19]
+
+    @pytest.mark.parametrize(
+        ("updates", "error", "text"),
+        [
+            (None, MissingUpdateError, "UNCHANGED"),
+            ({}, MissingUpdateError, "layer.0"),
+            ({"layer.0": {"lengths": [1]}}, MissingUpdateError, "layer.1"),
+            ({"mlp": {}, "attention": {"lengths": [1]}}, InvalidUpdateError, "mlp"),
+            ({"attention": {"lens": [1]}}, InvalidUpdateError, "lens"),
+            ({"attention": {}}, InvalidUpdateError, "lengths"),
+            ({"attention": {"lengths": [1] * 5}}, InvalidUpdateError, "5"),
+            ({"attention": {"lengths": []}}, InvalidUpdateError, "0"),
+        ],
+    )
+    def test_a_bad_update_is_refused_before_anything_runs(
+        self, pool: GraphPool, updates: Any, error: type[GraphRTError], text: str
+    ) -> None:
+        wrapper, x = self.captured(pool)
+        with pytest.raises(error, match=text):
+            self.run(wrapper, x, updates)
+        assert self.run(wrapper, x, {"attention": {"lengths": [1]}}) == [7, 11, 15, 19]
+
+    def test_tasks_on_both_sides_of_an_eager_break_are_updated(self, pool: GraphPool) -> None:
+        self.need(Capability.TASK_UPDATE)
+        layers = self.two_layers(self.task())
+        wrapper = self.wrap(
+            lambda x: layers(torch.sigmoid(layers(x) * 0) * 2),
+            PIECEWISE,
+            pool,
+            breakable=True,
+            breaks=frozenset({"aten::sigmoid"}),
+        )
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x, descriptor=DESCRIPTOR)
+        updates = {"attention": {"lengths": [1]}}
+        out = self.step(wrapper, PIECEWISE, x, descriptor=DESCRIPTOR, updates=updates)
+        assert self.first(out) == [7, 7, 7, 7]

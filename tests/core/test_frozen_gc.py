@@ -1,0 +1,39 @@
+"""The collector is still during captures and afterwards as it was."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from graphrt.core.frozen_gc import frozen_gc
+
+
+def test_nested_freezes_end_with_the_outermost():
+    assert gc.isenabled()
+    with frozen_gc():
+        with frozen_gc():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_was_off_stays_off_and_an_error_restores():
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="x"), frozen_gc():
+            raise ValueError("x")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_the_host_froze_is_not_thawed():
+    gc.freeze()
+    try:
+        with frozen_gc():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

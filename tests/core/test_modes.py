@@ -1,0 +1,110 @@
+"""Mode resolution against the table of the design, and parsing."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphrt import AttentionSupport, GraphMode, resolve_mode
+from graphrt.core.errors import InvalidModeError, ModeNotSupportedError
+
+P, F, N = "PIECEWISE", "FULL", "NONE"
+FDO, FAP = "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"
+
+# (support, largest query length): for each requested mode, with pieces and without.
+TABLE = {
+    ("ALWAYS", 1): {P: (P, N), F: (F, F), FDO: (FDO, FDO), FAP: (FAP, FDO)},
+    ("ALWAYS", 4): {P: (P, N), F: (F, F), FDO: (FDO, FDO), FAP: (FAP, FDO)},
+    ("UNIFORM_BATCH", 1): {P: (P, N), F: (FAP, FDO), FDO: (FDO, FDO), FAP: (FAP, FDO)},
+    ("UNIFORM_BATCH", 4): {P: (P, N), F: (FAP, FDO), FDO: (FDO, FDO), FAP: (FAP, FDO)},
+    ("UNIFORM_SINGLE_TOKEN_DECODE", 1): {
+        P: (P, N),
+        F: (FAP, FDO),
+        FDO: (FDO, FDO),
+        FAP: (FAP, FDO),
+    },
+    ("UNIFORM_SINGLE_TOKEN_DECODE", 4): {P: (P, N), F: (P, N), FDO: (P, N), FAP: (P, N)},
+    ("NEVER", 1): {P: (P, N), F: (P, N), FDO: (P, N), FAP: (P, N)},
+    ("NEVER", 4): {P: (P, N), F: (P, N), FDO: (P, N), FAP: (P, N)},
+}
+CASES = [
+    (support, query_len, requested, pieces, expected)
+    for (support, query_len), row in TABLE.items()
+    for requested, (with_pieces, without) in row.items()
+    for pieces, expected in (("breakable", with_pieces), (None, without))
+]
+
+
+@pytest.mark.parametrize(("support", "query_len", "requested", "pieces", "expected"), CASES)
+def test_resolution_follows_the_table(support, query_len, requested, pieces, expected):
+    found = resolve_mode(
+        requested,
+        attention=AttentionSupport[support],
+        query_lens=(1, query_len),
+        pieces=pieces,
+    )
+    assert found.mode.name == expected
+    chain = [found.requested, *(step.after for step in found.steps)]
+    assert [step.before for step in found.steps] == chain[:-1]
+    assert chain[-1] is found.mode
+
+
+@pytest.mark.parametrize(("support", "query_len", "requested", "pieces", "expected"), CASES)
+def test_strict_refuses_exactly_where_there_would_be_a_step(
+    support, query_len, requested, pieces, expected
+):
+    arguments = {
+        "attention": AttentionSupport[support],
+        "query_lens": (query_len,),
+        "pieces": pieces,
+        "strict": True,
+    }
+    if requested == expected:
+        assert resolve_mode(requested, **arguments).steps == ()
+    else:
+        with pytest.raises(ModeNotSupportedError, match=requested):
+            resolve_mode(requested, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("requested", "support", "expected"),
+    [
+        (FAP, "ALWAYS", F),
+        (FAP, "UNIFORM_BATCH", FDO),
+        (P, "ALWAYS", N),
+        (F, "ALWAYS", F),
+        (FDO, "NEVER", N),
+    ],
+)
+def test_a_pass_that_sees_the_whole_graph_turns_pieces_off(requested, support, expected):
+    found = resolve_mode(requested, attention=AttentionSupport[support], whole_graph_pass=True)
+    assert found.mode.name == expected
+
+
+@pytest.mark.parametrize(
+    ("pieces", "pooling", "expected"),
+    [("breakable", False, FAP), (None, False, N), ("fx", True, P)],
+)
+def test_the_default_depends_on_pieces_and_pooling(pieces, pooling, expected):
+    assert resolve_mode(None, pieces=pieces, pooling=pooling).mode.name == expected
+
+
+def test_the_lowest_backend_decides_and_is_named():
+    levels = {"flash": AttentionSupport.ALWAYS, "mamba": AttentionSupport.UNIFORM_BATCH}
+    (step,) = resolve_mode("FULL", attention=levels).steps
+    assert step.backend == "mamba"
+    assert "mamba" in step.why
+
+
+@pytest.mark.parametrize("text", ["full", " Full ", "FULL", GraphMode.FULL])
+def test_modes_are_parsed_in_any_case(text):
+    assert GraphMode.parse(text) is GraphMode.FULL
+
+
+@pytest.mark.parametrize("text", ["", "EAGER", "FULL+PIECEWISE", None, 3])
+def test_an_unknown_mode_is_a_named_error_that_lists_the_known_ones(text):
+    with pytest.raises(InvalidModeError, match="FULL_DECODE_ONLY"):
+        GraphMode.parse(text)
+
+
+def test_only_none_piecewise_and_full_are_runtime_modes():
+    assert [mode.name for mode in GraphMode if mode.is_runtime_mode] == [N, P, F]

@@ -1,0 +1,388 @@
+"""Discovery of platforms and the choice of the current one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+
+from graphrt.core import plugins
+from graphrt.core.errors import (
+    PlatformConflictError,
+    PlatformError,
+    PlatformUnavailableError,
+    UnknownPlatformError,
+)
+from graphrt.core.found import PluginWarning
+from graphrt.core.platform import Availability, Platform
+from graphrt.core.plugins import PlatformRegistry, hookimpl
+
+
+class StubPlatform(Platform):
+    device_type = "cpu"
+
+    def __init__(self, name: str, available: bool = True, reason: str = "no such device") -> None:
+        self.name = name
+        self.asked = 0
+        self._answer = Availability(available, "" if available else reason)
+
+    def availability(self) -> Availability:
+        self.asked += 1
+        return self._answer
+
+    def get_static_graph_wrapper_cls(self) -> str:
+        return "collections.OrderedDict"
+
+    def new_memory(self) -> Any: ...
+
+    def new_graph(self) -> Any: ...
+
+    def begin_capture(self, graph: Any, memory: Any) -> None: ...
+
+    def end_capture(self, graph: Any) -> None: ...
+
+    def abort_capture(self, graph: Any) -> None: ...
+
+
+class Plugin:
+    """A plugin that gives what it is made with; an exception is raised."""
+
+    def __init__(self, result: object) -> None:
+        self.result = result
+        self.calls = 0
+
+    @hookimpl
+    def graphrt_platforms(self) -> Any:
+        self.calls += 1
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRAPHRT_PLATFORM", raising=False)
+
+
+@pytest.fixture
+def built_ins() -> Iterator[types.ModuleType]:
+    """An importable module with built-in platforms: npu (not available), gpu, cpu."""
+    module: Any = types.ModuleType("stub_built_ins")
+    module.Npu = lambda: StubPlatform("npu", available=False, reason="no NPU driver")
+    module.Gpu = lambda: StubPlatform("gpu")
+    module.Cpu = lambda: StubPlatform("cpu")
+    module.__spec__ = importlib_spec("stub_built_ins")
+    sys.modules["stub_built_ins"] = module
+    yield module
+    del sys.modules["stub_built_ins"]
+
+
+def importlib_spec(name: str) -> Any:
+    from importlib.machinery import ModuleSpec
+
+    return ModuleSpec(name, loader=None)
+
+
+def table(*names: str) -> dict[str, str]:
+    return {name: f"stub_built_ins:{name.capitalize()}" for name in names}
+
+
+def registry(*results: object, built_ins: dict[str, str] | None = None) -> PlatformRegistry:
+    made = PlatformRegistry(built_ins or {}, group=None)
+    for index, result in enumerate(results):
+        made.register(Plugin(result), f"plugin{index}")
+    return made
+
+
+# Choosing ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("built_ins")
+def test_first_available_built_in_is_current() -> None:
+    assert registry(built_ins=table("npu", "gpu", "cpu")).current().name == "gpu"
+    assert registry(built_ins=table("npu", "cpu")).current().name == "cpu"
+
+
+@pytest.mark.usefixtures("built_ins")
+def test_out_of_tree_goes_first_if_available() -> None:
+    mine, off = StubPlatform("mine"), StubPlatform("off", available=False)
+    assert registry(mine, off, built_ins=table("gpu", "cpu")).current() is mine
+    assert registry(off, built_ins=table("gpu", "cpu")).current().name == "gpu"
+
+
+def test_environment_forces_one_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = registry([StubPlatform("one"), StubPlatform("two")])
+    monkeypatch.setenv("GRAPHRT_PLATFORM", "two")
+    assert found.current().name == "two"
+    assert found.current({"GRAPHRT_PLATFORM": "one"}).name == "one"
+
+
+def test_empty_environment_forces_nothing() -> None:
+    assert registry(StubPlatform("one")).current({"GRAPHRT_PLATFORM": " "}).name == "one"
+
+
+def test_unknown_forced_platform_lists_the_known_ones() -> None:
+    found = registry([StubPlatform("one"), StubPlatform("two", available=False)])
+    with pytest.raises(UnknownPlatformError, match=r"'three'\n.*one, two"):
+        found.current({"GRAPHRT_PLATFORM": "three"})
+
+
+def test_unavailable_forced_platform_says_why() -> None:
+    found = registry([StubPlatform("off", False, "driver too old"), StubPlatform("on")])
+    with pytest.raises(PlatformUnavailableError, match="driver too old") as caught:
+        found.current({"GRAPHRT_PLATFORM": "off"})
+    assert caught.value.advice == "GRAPHRT_PLATFORM=on"
+    assert found.get("off", must_be_available=False).name == "off"
+
+
+def test_two_available_out_of_tree_platforms_conflict() -> None:
+    found = registry(StubPlatform("one"), StubPlatform("two"))
+    with pytest.raises(PlatformConflictError) as caught:
+        found.current({})
+    message = str(caught.value)
+    assert "'one' of plugin0" in message and "'two' of plugin1" in message
+    assert "set GRAPHRT_PLATFORM=one" in message
+    assert found.get("two").name == "two"
+
+
+def test_two_platforms_of_one_name_conflict_even_if_unavailable() -> None:
+    found = registry(
+        StubPlatform("same", False), StubPlatform("same", False), StubPlatform("other")
+    )
+    for ask in (lambda: found.current({}), lambda: found.get("same")):
+        with pytest.raises(PlatformConflictError, match="plugin0 and plugin1"):
+            ask()
+    assert found.get("other").name == "other"
+    assert found.current({"GRAPHRT_PLATFORM": "other"}).name == "other"
+    assert len(found.platforms()) == 3
+
+
+@pytest.mark.usefixtures("built_ins")
+def test_plugin_may_not_take_the_name_of_a_built_in() -> None:
+    with pytest.raises(PlatformConflictError, match="plugin0 and graphrt"):
+        registry(StubPlatform("cpu"), built_ins=table("cpu")).current({})
+
+
+def test_nothing_available() -> None:
+    with pytest.raises(PlatformUnavailableError, match="off: no such device"):
+        registry(StubPlatform("off", False)).current({})
+    with pytest.raises(PlatformUnavailableError, match="none found"):
+        registry().current({})
+
+
+def test_availability_is_asked_once() -> None:
+    stub = StubPlatform("one")
+    found = registry(stub)
+    assert found.current({}) is found.current({}) is stub
+    assert stub.asked == 1
+
+
+# Registering -------------------------------------------------------------------------------------
+
+
+def test_registries_do_not_see_each_other() -> None:
+    first, second = registry(StubPlatform("one")), registry()
+    assert [each.name for each in first.platforms()] == ["one"]
+    assert second.platforms() == ()
+
+
+def test_a_plugin_can_come_after_the_first_look() -> None:
+    found = registry()
+    assert found.platforms() == ()
+    plugin = Plugin(iter([StubPlatform("late"), StubPlatform("later", False)]))
+    name = found.register(plugin)
+    assert [each.name for each in found.platforms()] == ["late", "later"]
+    assert found.current({}).name == "late" and plugin.calls == 1
+    found.unregister(name)
+    assert found.platforms() == ()
+
+
+def test_unregistering_an_unknown_plugin() -> None:
+    with pytest.raises(UnknownPlatformError, match="plugin0"):
+        registry(StubPlatform("one")).unregister("nobody")
+
+
+def test_registering_twice() -> None:
+    found = registry(StubPlatform("one"))
+    with pytest.raises(PlatformConflictError, match="plugin0"):
+        found.register(Plugin(StubPlatform("two")), "plugin0")
+    twice = Plugin(StubPlatform("two"))
+    found.register(twice)
+    with pytest.raises(PlatformConflictError, match="registered already"):
+        found.register(twice, "another")
+
+
+def test_registering_something_without_the_hook() -> None:
+    found = registry()
+    with pytest.raises(PlatformError, match="no graphrt hook"):
+        found.register(types.SimpleNamespace())
+    assert found.platforms() == ()
+
+
+def test_registering_a_hook_of_the_wrong_signature() -> None:
+    class Wrong:
+        @hookimpl
+        def graphrt_platforms(self, config: object) -> None: ...
+
+    with pytest.raises(PlatformError, match="as specified"):
+        registry().register(Wrong())
+
+
+# Broken plugins ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "result", [RuntimeError("broken hook"), StubPlatform, [StubPlatform("ok"), 3], 3]
+)
+def test_a_broken_hook_is_recorded_warned_about_and_skipped(result: object) -> None:
+    found = registry(result, StubPlatform("good"))
+    with pytest.warns(PluginWarning, match="plugin0"):
+        listed = found.platforms()
+    broken = next(each for each in listed if each.plugin == "plugin0")
+    assert broken.error is not None and "Traceback" in broken.error
+    assert not broken.availability.available and broken.availability.reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found.current({}).name == "good"
+
+
+def test_a_broken_plugin_is_named_where_its_platform_is_missed() -> None:
+    found = registry(RuntimeError("broken hook"), StubPlatform("good"))
+    with (
+        pytest.warns(PluginWarning),
+        pytest.raises(UnknownPlatformError, match="broken: plugin0"),
+    ):
+        found.get("bad")
+
+
+def test_availability_that_raises_is_recorded() -> None:
+    class Raises(StubPlatform):
+        def availability(self) -> Availability:
+            raise OSError("libdevice.so")
+
+    found = registry(Raises("bad"), StubPlatform("good"))
+    with pytest.warns(PluginWarning, match=r"libdevice\.so"):
+        assert found.current({}).name == "good"
+    bad = found.platforms()[0]
+    assert bad.error is not None and "Traceback" in bad.error
+    with pytest.raises(PlatformUnavailableError, match=r"libdevice\.so"):
+        found.get("bad")
+
+
+def entry(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name=name, value=value, group="graphrt")
+
+
+def test_entry_points_are_loaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("stub_plugin")
+    module.plugin = Plugin(StubPlatform("mine"))
+    monkeypatch.setitem(sys.modules, "stub_plugin", module)
+    listed = [
+        entry("broken", "no_such_module_at_all"),
+        entry("empty", "collections"),
+        entry("good", "stub_plugin:plugin"),
+        entry("again", "stub_plugin:plugin"),
+    ]
+    scans: list[str] = []
+
+    def scan(group: str) -> EntryPoints:
+        scans.append(group)
+        return EntryPoints(listed)
+
+    monkeypatch.setattr(plugins, "entry_points", scan)
+    found = PlatformRegistry({})
+    assert scans == []
+    with pytest.warns(PluginWarning) as warned:
+        assert found.current({}).name == "mine"
+    found.platforms()
+    assert scans == ["graphrt"] and len(warned) == 2
+    errors = {each.plugin: each.error for each in found.platforms()}
+    assert errors["good"] is None
+    assert "no_such_module_at_all" in str(errors["broken"])
+    assert "no graphrt hook" in str(errors["empty"])
+
+
+# Built-ins ---------------------------------------------------------------------------------------
+
+
+def test_built_ins_without_a_module_are_left_out() -> None:
+    missing = {"a": "no_such_package.platform:A", "b": "graphrt.no_such_part:B"}
+    assert registry(built_ins=missing).platforms() == ()
+
+
+def test_broken_built_in_is_recorded(built_ins: types.ModuleType) -> None:
+    del built_ins.Gpu
+    found = registry(built_ins=table("gpu", "cpu"))
+    with pytest.warns(PluginWarning, match="'gpu'"):
+        assert found.current({}).name == "cpu"
+    broken = found.platforms()[0]
+    assert (broken.name, broken.platform) == ("gpu", None)
+    assert "AttributeError" in str(broken.error)
+
+
+def test_broken_import_inside_a_built_in_is_not_taken_for_absence(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "half_there"
+    package.mkdir()
+    (package / "__init__.py").write_text("import a_library_that_is_missing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(PluginWarning, match="a_library_that_is_missing"):
+        (found,) = registry(built_ins={"x": "half_there.platform:X"}).platforms()
+    assert found.name == "x"
+
+
+def test_default_registry_knows_where_built_ins_are() -> None:
+    assert list(plugins.BUILT_IN_PLATFORMS) == ["ascend", "cuda", "cpu"]
+    assert all(path.startswith("graphrt.") for path in plugins.BUILT_IN_PLATFORMS.values())
+
+
+# What hosts call ---------------------------------------------------------------------------------
+
+
+def test_module_functions_use_the_default_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = registry()
+    monkeypatch.setattr(plugins, "_default", mine)
+    plugins.register(Plugin(StubPlatform("mine")), "p")
+    assert plugins.current_platform().name == "mine"
+    assert plugins.get_platform() is plugins.get_platform("mine")
+    assert [each.name for each in plugins.platforms()] == ["mine"]
+    assert plugins.resolve_platform("mine") is plugins.resolve_platform(None)
+    other = StubPlatform("other")
+    assert plugins.resolve_platform(other) is other
+
+
+def test_wrapper_class() -> None:
+    from collections import OrderedDict
+
+    assert plugins.wrapper_class(StubPlatform("one")) is OrderedDict
+
+
+@pytest.mark.parametrize("path", ["no_such_module.Cls", "collections.NoSuchClass", "plain"])
+def test_wrapper_class_that_is_not_there(path: str) -> None:
+    stub = StubPlatform("one")
+    stub.get_static_graph_wrapper_cls = lambda: path  # type: ignore[method-assign]
+    with pytest.raises(PlatformError, match=path):
+        plugins.wrapper_class(stub)
+
+
+def test_importing_finds_nothing_and_imports_no_platform() -> None:
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "scan = m.entry_points\n"
+        "def refuse(**k):\n"
+        "    assert k.get('group') != 'graphrt', 'scanned at import'\n"
+        "    return scan(**k)\n"
+        "m.entry_points = refuse\n"
+        "import graphrt.core.plugins\n"
+        "found = [n for n in sys.modules if n.split('.')[:2] in"
+        " (['graphrt', 'cpu'], ['graphrt', 'cuda'], ['graphrt', 'ascend'])]\n"
+        "assert not found and 'torch_npu' not in sys.modules, found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

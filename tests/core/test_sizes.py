@@ -1,0 +1,341 @@
+"""Capture-size lists, ladders and keys (DESIGN section 5)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import InvalidModeError, InvalidSizesError
+from graphrt.core.modes import GraphMode
+from graphrt.core.sizes import (
+    SizePlan,
+    capture_limit,
+    check_sizes,
+    decode_sizes,
+    default_cap,
+    descriptors_for,
+    mixed_sizes,
+    plan_sizes,
+)
+
+REQS = st.integers(1, 2048)
+TOKENS = st.integers(1, 16384)
+QUERY_LENS = st.lists(st.integers(1, 9), min_size=1, max_size=3)
+OWN = st.one_of(
+    st.none(), st.lists(st.integers(1, 2000), min_size=1, max_size=12, unique=True).map(sorted)
+)
+BIG = 8192
+
+
+def plan(reqs: int, tokens: int = BIG, q: int = 1, cap: int = 512) -> SizePlan:
+    return plan_sizes(max_num_reqs=reqs, max_num_tokens=tokens, query_lens=(q,), cap=cap)
+
+
+def ref_steps(limit: int) -> list[int]:
+    return [n for n in range(1, limit + 1) if n in (1, 2, 4) or _is_step(n)]
+
+
+def _is_step(n: int) -> bool:
+    return n % 8 == 0 if n < 256 else n % 16 == 0
+
+
+# Defaults against vLLM ---------------------------------------------------------------------------
+
+# vLLM keeps one list. Ours are two, because a decode ladder of query length q > 1 is no use to
+# PIECEWISE: its vectors are the union, which is what mode FULL captures (`general`).
+VECTORS = [
+    # S, q, cap, number of sizes, largest
+    (1, 1, 512, 2, 2),
+    (5, 1, 512, 5, 8),
+    (100, 1, 512, 29, 200),
+    (256, 1, 512, 51, 512),
+    (1024, 1, 512, 51, 512),
+    (1024, 1, 1024, 83, 1024),
+    (64, 4, 512, 51, 512),
+    (256, 5, 512, 57, 512),
+    (8, 3, 512, 12, 48),
+]
+
+
+@pytest.mark.parametrize(("reqs", "q", "cap", "count", "largest"), VECTORS)
+def test_vllm_vectors(reqs: int, q: int, cap: int, count: int, largest: int) -> None:
+    sizes = plan(reqs, q=q, cap=cap).general
+    assert (len(sizes), sizes[-1]) == (count, largest)
+
+
+@pytest.mark.parametrize(
+    ("reqs", "q", "expected"),
+    [
+        (1, 1, [1, 2]),
+        (5, 1, [1, 2, 4, 5, 8]),
+        (8, 3, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48]),
+    ],
+)
+def test_vllm_lists(reqs: int, q: int, expected: list[int]) -> None:
+    assert list(plan(reqs, q=q).general) == expected
+
+
+def test_mixed_list_and_ladder_are_separate() -> None:
+    sizes = plan(8, q=3)
+    assert sizes.mixed == (1, 2, 4, 8, 16, 24, 32, 40, 48)
+    assert sizes.decode == {3: (3, 6, 12, 24)}
+
+
+def test_hundred_requests_are_a_size_of_their_own() -> None:
+    sizes = plan(100)
+    assert 100 in sizes.mixed and sizes.decode[1][-1] == 100
+
+
+def test_token_budget_is_a_size() -> None:
+    assert plan(64, tokens=100).mixed[-2:] == (96, 100)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cap"), [(None, 512), ((9, 0), 512), ((10, 0), 1024), ((10, 3), 1024)]
+)
+def test_default_cap(capability: tuple[int, int] | None, cap: int) -> None:
+    assert default_cap(capability) == cap
+
+
+def test_consumer_blackwell_has_the_small_cap() -> None:
+    assert default_cap((12, 0)) == 512
+
+
+@given(REQS, TOKENS, st.integers(1, 9), st.sampled_from([512, 1024]))
+def test_mixed_list_is_the_definition(reqs: int, tokens: int, q: int, cap: int) -> None:
+    limit = capture_limit(reqs, tokens, q, cap)
+    assert limit == min(reqs * q * 2, cap, tokens)
+    got = mixed_sizes(limit, max_num_reqs=reqs, max_num_tokens=tokens, query_len=q)
+    extra = {size for size in (reqs * q, tokens) if size <= limit}
+    assert list(got) == sorted({*ref_steps(limit), *extra})
+
+
+@given(REQS, st.integers(1, 9), st.integers(1, 1024))
+def test_ladder_is_the_definition(reqs: int, q: int, limit: int) -> None:
+    got = decode_sizes(q, max_num_reqs=reqs, limit=limit)
+    top = min(reqs * q, limit)
+    counts = {*ref_steps(reqs), reqs}
+    assert list(got) == sorted(n * q for n in counts if n * q <= top)
+
+
+def assert_sizes(sizes: tuple[int, ...]) -> None:
+    assert list(sizes) == sorted(set(sizes))
+    assert all(size >= 1 for size in sizes)
+
+
+@given(REQS, TOKENS, QUERY_LENS, OWN, st.one_of(st.none(), st.integers(1, 2000)))
+def test_plan_properties(
+    reqs: int, tokens: int, query_lens: list[int], own: list[int] | None, max_size: int | None
+) -> None:
+    if own is not None and max_size is not None and own[0] > max_size:
+        max_size = own[0]
+    sizes = plan_sizes(
+        max_num_reqs=reqs,
+        max_num_tokens=tokens,
+        query_lens=query_lens,
+        sizes=own,
+        max_size=max_size,
+    )
+    for each in (sizes.mixed, sizes.general, *sizes.decode.values()):
+        assert_sizes(each)
+        assert max_size is None or all(size <= max_size for size in each)
+        assert own is not None or all(size <= sizes.limit for size in each)
+    assert sizes.mixed
+    assert set(sizes.decode) == set(query_lens)
+    for q, ladder in sizes.decode.items():
+        full = reqs * q
+        assert all(size % q == 0 and size <= min(full, tokens) for size in ladder)
+        assert full > sizes.limit or full in ladder
+        beyond = sizes.uncovered_decode(q)
+        assert all(n * q > max(ladder, default=0) for n in beyond)
+        assert max(ladder, default=0) // q + len(beyond) == min(reqs, tokens // q)
+
+
+# A host's own list -------------------------------------------------------------------------------
+
+
+def own(sizes: list[int], reqs: int, q: int = 1, **kwargs: int) -> SizePlan:
+    return plan_sizes(
+        max_num_reqs=reqs, max_num_tokens=kwargs.pop("tokens", BIG), query_lens=(q,),
+        sizes=sizes, **kwargs,
+    )  # fmt: skip
+
+
+def test_own_list_is_given_to_piecewise_as_it_is() -> None:
+    assert own([3, 7, 1000], reqs=64, q=4).mixed == (3, 7, 1000)
+
+
+def test_own_list_is_rounded_up_for_decode() -> None:
+    assert own([1, 2, 4, 8, 14], reqs=3, q=4).decode[4] == (4, 8, 12)
+
+
+def test_full_decode_batch_is_added_to_an_own_list() -> None:
+    assert own([96, 104], reqs=100).decode[1] == (96, 100)
+    assert own([1, 2], reqs=100).decode[1] == (1, 2, 100)
+
+
+def test_max_size_keeps_the_full_decode_batch_out() -> None:
+    assert own([1, 2], reqs=100, max_size=2).decode[1] == (1, 2)
+
+
+def test_larger_size_covers_a_full_decode_batch_above_the_limit() -> None:
+    sizes = own([4, 1000], reqs=700)
+    assert sizes.limit == 512 and sizes.decode[1] == (4, 700)
+
+
+def test_own_list_rounds_no_further_than_the_token_budget() -> None:
+    assert own([1, 8], reqs=4, q=3, tokens=8).decode[3] == (3, 6)
+
+
+def test_max_size_cuts_an_own_list() -> None:
+    assert own([1, 8, 64], reqs=64, max_size=10).mixed == (1, 8)
+
+
+def test_max_size_that_leaves_nothing() -> None:
+    with pytest.raises(InvalidSizesError, match="max_size=4"):
+        own([8, 16], reqs=64, max_size=4)
+
+
+def test_max_size_replaces_the_default_limit() -> None:
+    sizes = plan_sizes(max_num_reqs=4, max_num_tokens=BIG, max_size=64)
+    assert sizes.mixed[-1] == 64 and sizes.decode[1] == (1, 2, 4)
+
+
+def test_decode_above_the_limit_is_told_beforehand() -> None:
+    assert plan(1024).uncovered_decode(1) == range(513, 1025)
+    assert not plan(100).uncovered_decode(1)
+
+
+def test_several_query_lengths() -> None:
+    sizes = plan_sizes(max_num_reqs=8, max_num_tokens=BIG, query_lens=(4, 3, 4))
+    assert sizes.limit == 64
+    assert sizes.decode == {3: (3, 6, 12, 24), 4: (4, 8, 16, 32)}
+
+
+# Bad sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([], "no capture sizes"),
+        ([4, 2], r"not sorted\n.*got: 2 in \[4, 2\]"),
+        ([1, 2, 2], r"repeated\n.*got: 2 in"),
+        ([-1, 2], r"not positive\n.*got: -1 in"),
+        ([0], "not positive"),
+        ([1, 2.0], r"not an integer\n.*got: 2.0"),
+        ([True, 2], "not an integer"),
+        (["1"], "not an integer"),
+        ("124", "must be a list"),
+        (5, "must be a list"),
+    ],
+)
+def test_bad_sizes(sizes: object, message: str) -> None:
+    with pytest.raises(InvalidSizesError, match=message) as caught:
+        check_sizes(sizes)  # type: ignore[arg-type]
+    assert caught.value.advice
+
+
+def test_good_sizes_are_a_tuple() -> None:
+    assert check_sizes([1, 2, 5]) == (1, 2, 5)
+
+
+@pytest.mark.parametrize("bad", [0, -3, True, 2.5])
+@pytest.mark.parametrize("name", ["max_num_reqs", "max_num_tokens", "cap", "max_size"])
+def test_limits_must_be_positive(name: str, bad: object) -> None:
+    limits: dict[str, object] = {"max_num_reqs": 4, "max_num_tokens": 64, name: bad}
+    with pytest.raises(InvalidSizesError, match=name):
+        plan_sizes(**limits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (1, -2)])
+def test_query_lengths_must_be_positive(bad: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidSizesError, match="query"):
+        plan_sizes(max_num_reqs=4, max_num_tokens=64, query_lens=bad)
+
+
+# Keys --------------------------------------------------------------------------------------------
+
+
+def keys(mode: str, sizes: SizePlan, **kwargs: object) -> list[tuple[GraphMode, BatchDescriptor]]:
+    return list(descriptors_for(mode, sizes, **kwargs))  # type: ignore[arg-type]
+
+
+PIECEWISE, FULL = GraphMode.PIECEWISE, GraphMode.FULL
+
+
+def uniform(tokens: int, q: int) -> BatchDescriptor:
+    return BatchDescriptor(tokens, tokens // q, uniform=True, query_len=q)
+
+
+def test_none_captures_nothing() -> None:
+    assert keys("NONE", plan(4)) == []
+
+
+def test_piecewise_keys_name_tokens_only() -> None:
+    assert keys("piecewise", own([1, 6], reqs=4)) == [
+        (PIECEWISE, BatchDescriptor(6)),
+        (PIECEWISE, BatchDescriptor(1)),
+    ]
+
+
+def test_full_keys_serve_any_batch() -> None:
+    assert keys("FULL", own([1, 6], reqs=4)) == [
+        (FULL, BatchDescriptor(6, 4)),
+        (FULL, BatchDescriptor(1, 1)),
+    ]
+
+
+def test_decode_only_keys_are_uniform_for_every_query_length() -> None:
+    sizes = plan_sizes(max_num_reqs=2, max_num_tokens=64, query_lens=(1, 3))
+    assert keys("FULL_DECODE_ONLY", sizes) == [
+        (FULL, uniform(6, 3)),
+        (FULL, uniform(3, 3)),
+        (FULL, uniform(2, 1)),
+        (FULL, uniform(1, 1)),
+    ]
+
+
+def test_full_and_piecewise_captures_pieces_first() -> None:
+    got = keys("FULL_AND_PIECEWISE", plan(2))
+    assert [mode for mode, _ in got] == [PIECEWISE] * 3 + [FULL] * 2
+    assert [d.num_tokens for _, d in got] == [4, 2, 1, 2, 1]
+
+
+def test_loras_bounds_and_variants_multiply() -> None:
+    got = keys(
+        "FULL_AND_PIECEWISE",
+        own([4], reqs=4),
+        loras=(0, 2, None),
+        bounds=((128,), (4096,)),
+        variants=("a", "b"),
+    )
+    full = [d for mode, d in got if mode is FULL]
+    assert len(full) == 3 * 2 * 2 and len(got) - len(full) == 3 * 2
+    assert all(d.bounds == () for mode, d in got if mode is PIECEWISE)
+    assert (full[0].has_lora, full[0].num_active_loras, full[0].bounds) == (True, 0, (4096,))
+    assert [d.num_active_loras for d in full[4:8]] == [2] * 4
+
+
+def test_keys_are_not_repeated() -> None:
+    assert len(keys("PIECEWISE", own([4], reqs=4), loras=(0, 0))) == 1
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(InvalidModeError):
+        descriptors_for("HALF", plan(2))
+
+
+@given(REQS, TOKENS, QUERY_LENS, OWN, st.sampled_from(list(GraphMode)))
+def test_capture_order(
+    reqs: int, tokens: int, query_lens: list[int], own: list[int] | None, mode: GraphMode
+) -> None:
+    sizes = plan_sizes(max_num_reqs=reqs, max_num_tokens=tokens, query_lens=query_lens, sizes=own)
+    got = descriptors_for(mode, sizes)
+    assert len(set(got)) == len(got)
+    order = [(m is FULL, -d.num_tokens) for m, d in got]
+    assert order == sorted(order)
+    assert {m for m, _ in got} <= set(mode.runtime_modes)
+    assert all(d.num_reqs is None or d.num_reqs <= reqs for _, d in got)
