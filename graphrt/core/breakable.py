@@ -151,8 +151,7 @@ class Capture:
         graph, self.graph = self.graph, None
         if graph is not None:
             self._platform.abort_capture(graph)
-        for finished in graphs_of(self.parts):
-            finished.reset()
+        self._platform.reset_graphs(graphs_of(self.parts))
         self.parts.clear()
         self.tasks.clear()
 

@@ -121,6 +121,10 @@ class MissedBreakError(CaptureError):
     """An operator of the must-break list was captured into a segment all the same."""
 
 
+class ResourceExhaustedError(CaptureError):
+    """The device ran out of memory, streams or graphs in the middle of a capture."""
+
+
 class NestedCaptureError(CaptureError):
     """A capture was begun inside another capture of the same thread."""
 

@@ -81,7 +81,8 @@ class Platform(ABC):
     """One kind of device. Everything optional is a capability; the defaults do without it.
 
     A subclass is created once, when its plugin is discovered, and must not touch the device (nor
-    import the device's library) before `availability()` is called.
+    import the device's library) before `availability()` is called. Everything else acts on the
+    current device of the calling thread.
     """
 
     name: str
@@ -134,6 +135,14 @@ class Platform(ABC):
         Must not raise for a device error that the capture itself caused.
         """
 
+    def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
+        """Destroy graphs, which may still be running: a device may lose the streams of a graph
+        that is reset under way, so the default waits for the device first."""
+        if graphs:
+            self.synchronize()
+        for graph in graphs:
+            graph.reset()
+
     def allocate_in(self, memory: Any) -> AbstractContextManager[object]:
         """Route this thread's allocations into `memory`; where not supported, does nothing."""
         return nullcontext()
@@ -151,7 +160,8 @@ class Platform(ABC):
         return None
 
     def release_memory(self, memory: Any) -> None:
-        """Give `memory` back to the device; all its graphs are reset already."""
+        """Give `memory` back to the device; all its graphs are reset already. Called under the
+        capture lock, because an allocator must not return memory while another capture is open."""
         return None
 
     def debug_dump(self, graph: Any, path: str) -> None:
@@ -172,8 +182,12 @@ class Platform(ABC):
         """An integer that tells two streams apart; called at every replay, so it must be cheap."""
         return 0
 
-    def order_after(self, stream_id: int) -> None:
-        """Make the current stream wait, without the host, for what `stream_id` was given so far."""
+    def current_stream(self) -> Any:
+        """The current stream itself; asked for only when its id has changed."""
+        return None
+
+    def order_after(self, stream: Any) -> None:
+        """Make the current stream wait, without the host, for what `stream` was given so far."""
         return None
 
     def synchronize(self) -> None:
@@ -218,6 +232,7 @@ class Platform(ABC):
         """Replay `graph` with every task issued anew, in the order that the device needs.
 
         `updates` names all tasks of the graph. With `changed` false their arguments are those of
-        the replay before, and only what the device needs at every replay is done.
+        the replay before, and only what the device needs at every replay is done. If an `issue`
+        raises, the device is left drained; the next replay comes with `changed` true.
         """
         raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")

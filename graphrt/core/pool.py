@@ -38,7 +38,8 @@ class GraphPool:
         self.step: ForwardContext | None = None
         self.has_streams = Capability.STREAMS in self.platform.capabilities
         self._step_thread = 0
-        self._last_stream: int | None = None
+        self._last_stream_id: int | None = None
+        self._last_stream: Any = None
 
     def enter_step(self, context: ForwardContext, thread: int) -> None:
         """Count a new step; raises `PoolBusyError` while another thread is inside one."""
@@ -52,10 +53,11 @@ class GraphPool:
     def order_streams(self) -> None:
         """Make the current stream wait for the one that replayed last, if that is another."""
         current = self.platform.current_stream_id()
-        if current != self._last_stream:
-            if self._last_stream is not None:
+        if current != self._last_stream_id:
+            if self._last_stream_id is not None:
                 self.platform.order_after(self._last_stream)
-            self._last_stream = current
+            self._last_stream_id = current
+            self._last_stream = self.platform.current_stream()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -85,8 +87,9 @@ class GraphPool:
         """Give the memory back. All graphs of the pool must have been cleared before."""
         if not self.closed:
             self.closed = True
-            self.platform.release_memory(self.memory)
             self.step = None
+            with _capture_locks[self.platform.device_type]:
+                self.platform.release_memory(self.memory)
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`."""

@@ -85,9 +85,6 @@ class Entry:
             else:
                 part.replay()
 
-    def reset(self) -> None:
-        for graph in graphs_of(self.parts):
-            graph.reset()
 
 
 class GraphWrapper:
@@ -215,10 +212,10 @@ class GraphWrapper:
 
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again."""
-        for entry in self._entries.values():
-            entry.reset()
+        parts = [part for entry in self._entries.values() for part in entry.parts]
         self._entries.clear()
         self._by_slot.clear()
+        self.pool.platform.reset_graphs(graphs_of(parts))
         self._bridges.clear()
         self._statics.clear()
         self._sealed = False
@@ -228,7 +225,7 @@ class GraphWrapper:
         entry = self._entries.pop(descriptor, None)
         if entry is not None:
             self._by_slot = [None if other is entry else other for other in self._by_slot]
-            entry.reset()
+            self.pool.platform.reset_graphs(graphs_of(entry.parts))
 
     def _entry_or_none(self, context: ForwardContext) -> Entry | None:
         descriptor = context.descriptor

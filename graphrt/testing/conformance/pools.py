@@ -65,7 +65,7 @@ class PoolConformance(ConformanceBase):
 
         self.step(model, PIECEWISE, x)
         assert isinstance(found[0], PoolBusyError)
-        assert "pool of its own" in str(found[0])
+        assert "GraphPool of its own" in str(found[0])
 
     def test_two_pools_in_two_threads_do_not_disturb_each_other(self, pool: GraphPool) -> None:
         errors: list[Any] = []

@@ -1,0 +1,6 @@
+"""ACL graphs on Ascend NPUs."""
+
+from graphrt.ascend.platform import AscendPlatform
+from graphrt.ascend.wrapper import ACLGraphWrapper
+
+__all__ = ["ACLGraphWrapper", "AscendPlatform"]

@@ -1,0 +1,163 @@
+"""Ascend NPUs: ACL graphs captured with the raw begin and end, and tasks updated in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from graphrt.ascend.captures import Captures
+from graphrt.ascend.explain import explain
+from graphrt.ascend.library import availability, limits, torch_npu, versions
+from graphrt.ascend.memory import GraphMemory
+from graphrt.ascend.tasks import TaskHandle, Tasks
+from graphrt.core.errors import CaptureError
+from graphrt.core.platform import (
+    Availability,
+    Capability,
+    Limits,
+    MemoryFigures,
+    Platform,
+    TaskUpdate,
+)
+
+
+class AscendPlatform(Platform):
+    """Graphs of `torch.npu.NPUGraph`; all calls are about the current device."""
+
+    name = "ascend"
+    device_type = "npu"
+    capabilities = frozenset(
+        {
+            Capability.CAPTURE,
+            Capability.SHARED_POOL,
+            Capability.STREAMS,
+            Capability.TASK_UPDATE,
+            Capability.EXTERNAL_EVENTS,
+            Capability.DEBUG_DUMP,
+            Capability.RANDOM,
+            Capability.MEMORY_FIGURES,
+        }
+    )
+
+    def __init__(self) -> None:
+
+    @cached_property
+    def _torch_npu(self) -> Any:
+        return torch_npu()
+
+    @cached_property
+    def _npu(self) -> Any:
+        return torch_npu().npu
+
+    @cached_property
+    def _tasks(self) -> Tasks:
+        return Tasks(self._npu)
+
+    @cached_property
+    def _captures(self) -> Captures:
+        return Captures(self._npu, self._tasks)
+
+    def availability(self) -> Availability:
+        return availability()
+
+    def get_static_graph_wrapper_cls(self) -> str:
+        return "graphrt.ascend.ACLGraphWrapper"
+
+    def versions(self) -> dict[str, str]:
+        return versions()
+
+    # Graphs and their memory -----------------------------------------------------------------
+
+    def new_memory(self) -> GraphMemory:
+        return GraphMemory(self._torch_npu)
+
+    def new_graph(self) -> Any:
+        return self._npu.NPUGraph()
+
+    def begin_capture(self, graph: Any, memory: GraphMemory) -> None:
+        self._captures.begin(graph, memory)
+
+    def end_capture(self, graph: Any) -> None:
+        self._captures.end(graph)
+
+    def abort_capture(self, graph: Any) -> None:
+        self._captures.abort(graph)
+
+    def allocate_in(self, memory: GraphMemory) -> AbstractContextManager[object]:
+        return memory.allocating()
+
+    def owns(self, memory: GraphMemory, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != "npu" or tensor.device.index != memory.device:
+            return False
+        return memory.owns(tensor.untyped_storage().data_ptr())
+
+    def weak_ref(self, memory: GraphMemory, tensor: torch.Tensor) -> torch.Tensor:
+        alias: torch.Tensor = self._torch_npu._C._weak_ref_tensor(tensor)
+        return alias
+
+    def memory_bytes(self, memory: GraphMemory) -> int:
+        return memory.bytes()
+
+    def release_memory(self, memory: GraphMemory) -> None:
+        memory.clear()
+        self._npu.empty_cache()
+
+    def debug_dump(self, graph: Any, path: str) -> None:
+        graph.debug_dump(path)
+
+    # Streams ---------------------------------------------------------------------------------
+
+    def new_stream(self) -> Any:
+        return self._npu.Stream()
+
+    @contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        caller = self._npu.current_stream()
+        stream.wait_stream(caller)
+        try:
+            with self._npu.stream(stream):
+                yield
+        finally:
+            caller.wait_stream(stream)
+
+    def current_stream_id(self) -> int:
+        c = self._torch_npu._C
+        # The other form of this call first waits for torch_npu's queue of launches.
+        raw: int = c._npu_getCurrentRawStreamNoWait(c._npu_getDevice())
+        return raw
+
+    def current_stream(self) -> Any:
+        return self._npu.current_stream()
+
+    def order_after(self, stream: Any) -> None:
+        self._npu.current_stream().wait_stream(stream)
+
+    def synchronize(self) -> None:
+        self._npu.synchronize()
+
+    # Figures, limits, errors -----------------------------------------------------------------
+
+    def memory_figures(self) -> MemoryFigures:
+        free, total = self._npu.mem_get_info()
+        return MemoryFigures(free, total)
+
+    def limits(self) -> Limits:
+        return limits()
+
+    def explain(self, error: BaseException) -> CaptureError:
+        return error if isinstance(error, CaptureError) else explain(error)
+
+    # Tasks -----------------------------------------------------------------------------------
+
+    def task_begin(self, graph: Any) -> None:
+        self._tasks.begin(graph)
+
+    def task_end(self, graph: Any) -> TaskHandle:
+        return self._tasks.end(graph)
+
+    def replay_updated(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
+        self._tasks.replay(graph, updates, changed)

@@ -1,0 +1,8 @@
+"""Real capture and replay on the plain CPU."""
+
+from graphrt.cpu.arena import Arena
+from graphrt.cpu.graph import TapeGraph
+from graphrt.cpu.platform import CpuPlatform
+from graphrt.cpu.wrapper import CPUGraphWrapper
+
+__all__ = ["Arena", "CPUGraphWrapper", "CpuPlatform", "TapeGraph"]

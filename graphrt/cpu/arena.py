@@ -1,0 +1,253 @@
+"""The memory of a CPU graph pool: blocks that never move, reused as soon as they are dropped."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+from weakref import KeyedRef
+
+import torch
+
+from graphrt.core.errors import GraphRTError, PoolClosedError, PoolExhaustedError
+
+_ALIGN = 64
+_FIRST_CHUNK_BYTES = 256 * 1024
+_LARGEST_STEP_BYTES = 64 * 1024 * 1024
+
+
+class _Chunk:
+    """One mapping. Blocks and aliases keep the mapping alive, not the arena."""
+
+    __slots__ = ("base", "buffer", "free_by_end", "free_by_start", "nbytes", "storage")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.buffer = memoryview(mmap.mmap(-1, nbytes))
+        whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
+        self.storage = whole.untyped_storage()
+        self.base = self.storage.data_ptr()
+        self.free_by_start: dict[int, int] = {}
+        self.free_by_end: dict[int, int] = {}
+
+
+class Arena:
+    """Memory that the graphs of one pool share, allocated while they are captured.
+
+    A block goes back the moment the last reference to its storage is gone, and the next allocation
+    may use it. Addresses never change: growing adds a chunk, and nothing is ever compacted.
+    """
+
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._chunks: list[_Chunk] = []
+        self._bases: list[int] = []
+        self._by_base: dict[int, _Chunk] = {}
+        self._free: list[tuple[int, int, int]] = []
+        """Free ranges as (bytes, chunk base, start), ordered, for best fit."""
+        self._refs: dict[int, KeyedRef[int, Any]] = {}
+        self._spans: dict[int, tuple[_Chunk, int, int]] = {}
+        self._token_at: dict[int, int] = {}
+        # Finalizers run on any thread and inside the garbage collector, even while this thread
+        # holds the lock: they only append here, and the next allocation takes the blocks back.
+        self._dropped: deque[KeyedRef[int, Any]] = deque()
+        self._lock = threading.RLock()
+        self._next_token = 1
+        self._live = 0
+        self._peak = 0
+        self._reserved = 0
+        self._closed = False
+        self.requested_bytes_total = 0
+        """What every allocation so far would need if each kept memory of its own."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes mapped from the system."""
+        return self._reserved
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the blocks that are referenced now."""
+        with self._lock:
+            self._take_back()
+            return self._live
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were live at once."""
+        return self._peak
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that `nbytes` are mapped, so that capture need not grow."""
+        with self._lock:
+            self._check_open()
+            if nbytes > self._reserved:
+                self._grow(_aligned(nbytes - self._reserved), exact=True)
+
+    def empty_strided(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """An uninitialised tensor with exactly these strides; it owns its block."""
+        nbytes = _extent_bytes(size, stride, dtype)
+        if nbytes == 0:
+            return torch.empty_strided(size, stride, dtype=dtype)
+        storage = torch.frombuffer(self._allocate(nbytes), dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Same address, sizes and strides; keeps the memory mapped but not the block in use."""
+        address = tensor.data_ptr()
+        chunk = self._chunk_of(address)
+        if chunk is None:
+            raise GraphRTError(
+                "tensor does not live in this arena",
+                got=f"address {address:#x}",
+                expected="memory that this arena allocated",
+            )
+        offset = (address - chunk.base) // tensor.element_size()
+        weak = torch.empty(0, dtype=tensor.dtype).set_(
+            chunk.storage, offset, tensor.size(), tensor.stride()
+        )
+        if tensor.is_conj():
+            weak = torch._conj(weak)
+        if tensor.is_neg():
+            weak = torch._neg_view(weak)
+        return weak
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lives in this arena."""
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return False
+        return self._chunk_of(tensor.data_ptr()) is not None
+
+    def token_of(self, tensor: torch.Tensor) -> int:
+        """The number of the block whose storage `tensor` shares, or 0."""
+        return self._token_at.get(tensor.untyped_storage().data_ptr(), 0)
+
+    def is_live(self, token: int) -> bool:
+        """Whether something still references that block."""
+        ref = self._refs.get(token)
+        return ref is not None and ref() is not None
+
+    def release(self) -> None:
+        """Give the memory back; tensors that still point into it keep their own mapping."""
+        with self._lock:
+            self._closed = True
+            for table in (self._refs, self._spans, self._token_at, self._by_base):
+                table.clear()
+            for entries in (self._chunks, self._bases, self._free, self._dropped):
+                entries.clear()
+            self._live = self._reserved = 0
+
+    def _chunk_of(self, address: int) -> _Chunk | None:
+        at = bisect_right(self._bases, address) - 1
+        if at < 0:
+            return None
+        chunk = self._by_base.get(self._bases[at])
+        return chunk if chunk and address < chunk.base + chunk.nbytes else None
+
+    def _allocate(self, nbytes: int) -> memoryview:
+        with self._lock:
+            self._check_open()
+            self._take_back()
+            self.requested_bytes_total += nbytes
+            need = _aligned(nbytes)
+            chunk, start = self._find(need)
+            token = self._next_token
+            self._next_token += 1
+            block = chunk.buffer[start : start + need]
+            self._refs[token] = KeyedRef(block, self._dropped.append, token)
+            self._spans[token] = (chunk, start, need)
+            self._token_at[chunk.base + start] = token
+            self._live += need
+            self._peak = max(self._peak, self._live)
+            return block
+
+    def _find(self, need: int) -> tuple[_Chunk, int]:
+        at = bisect_left(self._free, (need, 0, 0))
+        if at == len(self._free):
+            self._grow(need)
+            at = bisect_left(self._free, (need, 0, 0))
+        nbytes, base, start = self._free[at]
+        chunk = self._by_base[base]
+        self._remove_free(chunk, start, nbytes)
+        if nbytes > need:
+            self._add_free(chunk, start + need, nbytes - need)
+        return chunk, start
+
+    def _grow(self, need: int, *, exact: bool = False) -> None:
+        step = need if exact else max(need, _FIRST_CHUNK_BYTES, self._step())
+        if self._max_bytes is not None and self._reserved + step > self._max_bytes:
+            step = self._max_bytes - self._reserved
+            if step < need:
+                # Only cycles of dead objects can still hold blocks; capture runs with the
+                # collector off.
+                gc.collect()
+                self._take_back()
+                if self._free and self._free[-1][0] >= need and not exact:
+                    return
+                raise PoolExhaustedError(
+                    "the pool cannot grow without moving captured addresses",
+                    got=f"{need} bytes asked, {self._reserved} held ({self._live} live)",
+                    expected=f"at most {self._max_bytes} bytes in all",
+                    advice="raise the limit, or capture the largest size first",
+                )
+            step -= step % _ALIGN
+        chunk = _Chunk(step)
+        self._chunks.append(chunk)
+        insort(self._bases, chunk.base)
+        self._by_base[chunk.base] = chunk
+        self._reserved += step
+        self._add_free(chunk, 0, step)
+
+    def _step(self) -> int:
+        return min(self._reserved, _LARGEST_STEP_BYTES)
+
+    def _take_back(self) -> None:
+        while self._dropped:
+            token = self._dropped.popleft().key
+            span = self._spans.pop(token, None)
+            if span is None:
+                continue
+            del self._refs[token]
+            chunk, start, nbytes = span
+            del self._token_at[chunk.base + start]
+            self._live -= nbytes
+            before = chunk.free_by_end.get(start)
+            if before is not None:
+                self._remove_free(chunk, before, start - before)
+                nbytes, start = nbytes + start - before, before
+            after = chunk.free_by_start.get(start + nbytes)
+            if after is not None:
+                self._remove_free(chunk, start + nbytes, after)
+                nbytes += after
+            self._add_free(chunk, start, nbytes)
+
+    def _add_free(self, chunk: _Chunk, start: int, nbytes: int) -> None:
+        chunk.free_by_start[start] = nbytes
+        chunk.free_by_end[start + nbytes] = start
+        insort(self._free, (nbytes, chunk.base, start))
+
+    def _remove_free(self, chunk: _Chunk, start: int, nbytes: int) -> None:
+        del chunk.free_by_start[start]
+        del chunk.free_by_end[start + nbytes]
+        del self._free[bisect_left(self._free, (nbytes, chunk.base, start))]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosedError("the arena was released")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _extent_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    if 0 in size:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return (last + 1) * dtype.itemsize

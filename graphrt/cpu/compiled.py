@@ -1,0 +1,186 @@
+"""Calls of torch.compile'd functions inside a capture: recorded as one opaque call each."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from types import CellType, CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+
+from graphrt.core.errors import CaptureError
+from graphrt.cpu.lowering import Call, Lowered
+from graphrt.cpu.modes import lift_function_mode
+from graphrt.cpu.refusals import HostReads
+from graphrt.cpu.source import user_source
+from graphrt.cpu.tape import Step, Tape
+from graphrt.cpu.tensors import storages_of
+
+# How this hooks in: the function that torch.compile returns is `compile_wrapper` of
+# torch/_dynamo/eval_frame.py. It calls that module's `_callback_from_stance` right before the
+# user's function and its `set_eval_frame(None)` right after, with the result in a local. Both are
+# module globals, so while a capture is open they are wrapped: the first pauses the tape, the second
+# records the call and moves its result into the arena. Where a torch version has another shape
+# (checked on the code object: before 2.12 the result is no local), nothing is paused, and the call
+# is recorded operator by operator, as Dynamo then runs it.
+_MODULE = "torch._dynamo.eval_frame"
+_NEEDED_LOCALS = frozenset({"args", "kwargs", "result", "call_succeeded"})
+_NEEDED_CELLS = frozenset({"fn", "self"})
+
+_lock = threading.Lock()
+_open_captures = 0
+_originals: tuple[Any, Any] | None = None
+_thread = threading.local()
+
+
+class CompiledCalls:
+    """Watches this thread for compiled calls from `open` to `close`."""
+
+    def __init__(self, tape: Tape, host_reads: HostReads) -> None:
+        self.tape = tape
+        self.host_reads = host_reads
+        self._region: FrameType | None = None
+
+    def open(self) -> None:
+        _thread.watch = self
+        _install()
+
+    def close(self) -> None:
+        _thread.watch = None
+        self._region = None
+        _uninstall()
+
+    def enter(self, frame: FrameType) -> bool:
+        if self.tape.paused or not _supports(frame.f_code):
+            return False
+        self._region = frame
+        self._restore = lift_function_mode(self.host_reads)
+        self.tape.paused = True
+        return True
+
+    def leave(self, frame: FrameType) -> None:
+        if frame is not self._region:
+            return
+        self._region = None
+        self.tape.paused = False
+        self._restore()
+        values = frame.f_locals
+        if not values.get("call_succeeded"):
+            return
+        try:
+            self._record(frame, values)
+        except CaptureError as error:
+            # Raised here it would skip the rest of Dynamo's own clean-up.
+            self.tape.failure = error
+
+    def _record(self, frame: FrameType, values: Any) -> None:
+        tape = self.tape
+        args, kwargs, result = values["args"], values["kwargs"], values["result"]
+        call = _Reissue(frame, values)
+        weak_args, weak_kwargs = tape.weak_in_place((args, kwargs))
+        moved, copies, tokens = tape.copy_fresh(result, storages_of((args, kwargs)), None, {})
+        if copies and not _rebind(frame, "result", moved):
+            # The forward keeps the tensors it was given, so those become the recorded outputs.
+            moved, copies, tokens = tape.keep_fresh(result, storages_of((args, kwargs)))
+        lowered = Lowered("opaque", Call(call, (weak_args, weak_kwargs)), copies, checked=True)
+        tape.record(Step(None, weak_args, weak_kwargs, lowered, user_source(), tokens))
+
+
+class _Reissue:
+    """Calls the compiled function again as the forward called it."""
+
+    def __init__(self, frame: FrameType, values: Any) -> None:
+        # A function equal to the one that was called, which no frame object leads back to.
+        self._fn = FunctionType(
+            frame.f_code,
+            frame.f_globals,
+            closure=tuple(CellType(values[name]) for name in frame.f_code.co_freevars),
+        )
+        include = torch._C._dispatch_tls_local_include_set()
+        for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+            include = include.remove(key)
+        self._include = include
+        self._exclude = torch._C._dispatch_tls_local_exclude_set()
+        self._grad = torch.is_grad_enabled()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Compiled code is guarded on this state, and would be compiled anew in any other.
+        with torch._C._ForceDispatchKeyGuard(self._include, self._exclude):
+            torch._C._set_grad_enabled(self._grad)
+            try:
+                return self._fn(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(False)
+
+
+def _supports(code: CodeType) -> bool:
+    return (
+        code.co_name == "compile_wrapper"
+        and _NEEDED_LOCALS.issubset(code.co_varnames)
+        and _NEEDED_CELLS.issubset(code.co_freevars)
+    )
+
+
+def _rebind(frame: FrameType, name: str, value: object) -> bool:
+    frame.f_locals[name] = value
+    if sys.version_info < (3, 13):
+        # What debuggers do; from 3.13 on f_locals writes through.
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    return frame.f_locals[name] is value
+
+
+def _install() -> None:
+    global _open_captures, _originals
+    with _lock:
+        _open_captures += 1
+        module: Any = sys.modules.get(_MODULE)
+        if _originals is not None or module is None:
+            return
+        from_stance = getattr(module, "_callback_from_stance", None)
+        set_frame = getattr(module, "set_eval_frame", None)
+        skip_code = getattr(module, "skip_code", None)
+        if from_stance is None or set_frame is None or skip_code is None:
+            return
+        leaving = _leaving(set_frame)
+        # These run while Dynamo watches for frames to compile.
+        for code in (leaving.__code__, Tape.__torch_dispatch__.__code__):
+            skip_code(code)
+        _originals = (from_stance, set_frame)
+        module._callback_from_stance = _entering(from_stance)
+        module.set_eval_frame = leaving
+
+
+def _uninstall() -> None:
+    global _open_captures, _originals
+    with _lock:
+        _open_captures -= 1
+        if _open_captures == 0 and _originals is not None:
+            module: Any = sys.modules[_MODULE]
+            module._callback_from_stance, module.set_eval_frame = _originals
+            _originals = None
+
+
+def _entering(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def callback_from_stance(callback: Any) -> Any:
+        effective = original(callback)
+        watch: CompiledCalls | None = getattr(_thread, "watch", None)
+        if watch is not None and effective is not None:
+            watch.enter(sys._getframe(1))
+        return effective
+
+    return callback_from_stance
+
+
+def _leaving(original: Callable[[Any], Any]) -> FunctionType:
+    def set_eval_frame(callback: Any) -> Any:
+        prior = original(callback)
+        watch: CompiledCalls | None = getattr(_thread, "watch", None)
+        if watch is not None and callback is None:
+            watch.leave(sys._getframe(1))
+        return prior
+
+    assert isinstance(set_eval_frame, FunctionType)
+    return set_eval_frame

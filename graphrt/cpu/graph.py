@@ -1,0 +1,242 @@
+"""A captured forward on the CPU: a tape of operators and the code that issues them again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from graphrt.core.errors import CaptureError, NestedCaptureError, TaskContractError
+from graphrt.cpu.arena import Arena
+from graphrt.cpu.compiled import CompiledCalls
+from graphrt.cpu.lowering import Call, ReplayGuard
+from graphrt.cpu.modes import dispatch_modes, lift_function_mode, remove_dispatch_mode
+from graphrt.cpu.program import TaskCall, assemble
+from graphrt.cpu.refusals import HostReads
+from graphrt.cpu.tape import Step, Tape
+from graphrt.cpu.task import TaskHandle, reissue
+from graphrt.cpu.tensors import tensors_in
+
+_thread = threading.local()
+
+
+class TapeGraph:
+    """Captures what one thread issues, and replays it at the same addresses."""
+
+    def __init__(self) -> None:
+        self._capture: _OpenCapture | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps: list[Step] = []
+        self._task_calls: dict[int, TaskCall] = {}
+        self._run: Callable[[], None] | None = None
+        self._inference = False
+        self._arena: Arena | None = None
+
+    @property
+    def kernels(self) -> int:
+        """How many operators a replay issues."""
+        return len(self._steps)
+
+    # Capture ----------------------------------------------------------------------------------
+
+    def capture_begin(self, arena: Arena) -> None:
+        """Record this thread's operators from here on; their outputs live in `arena`."""
+        if getattr(_thread, "graph", None) is not None:
+            raise NestedCaptureError(
+                "a capture is open on this thread already",
+                advice="end it first, or capture on another thread",
+            )
+        if self._run is not None:
+            raise CaptureError("this graph holds a capture", advice="call reset() first")
+        self._arena = arena
+        self._inference = torch.is_inference_mode_enabled()
+        _thread.graph = self
+        self._capture = _OpenCapture(arena, inference=self._inference)
+        self._capture.open()
+
+    def capture_end(self) -> None:
+        """Stop recording; afterwards `replay` works."""
+        capture = self._open_capture()
+        capture.check_innermost()
+        if capture.task_start is not None:
+            raise TaskContractError("the capture ended inside a task", advice="call task_end()")
+        capture.close()
+        _thread.graph = None
+        self._capture = None
+        self._steps = capture.tape.finish()
+        bracketed = [i for t in capture.tasks for i in range(t.start, t.stop)]
+        self._task_calls = {i: TaskCall(self._steps[i].lowered.call) for i in bracketed}
+        self._run = assemble(self._steps, self._task_calls)
+
+    def capture_abort(self) -> None:
+        """Drop an open or failed capture; never raises, and leaves no mode behind."""
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.close()
+        if getattr(_thread, "graph", None) is self:
+            _thread.graph = None
+        self._clear()
+
+    def _open_capture(self) -> _OpenCapture:
+        if self._capture is None:
+            raise CaptureError("no capture is open on this graph", advice="call capture_begin()")
+        if getattr(_thread, "graph", None) is not self:
+            raise CaptureError(
+                "the capture was begun on another thread",
+                advice="begin, issue tasks and end a capture on one thread",
+            )
+        return self._capture
+
+    # Replay -----------------------------------------------------------------------------------
+
+    def replay(self) -> None:
+        """Issue every recorded operator again, at the captured addresses."""
+        run = self._run
+        if run is None:
+            raise CaptureError("nothing was captured into this graph", advice="capture first")
+        if torch._C._len_torch_function_stack() or torch.is_autocast_enabled("cpu"):
+            self._replay_isolated(run)
+            return
+        with ReplayGuard(inference=self._inference):
+            run()
+
+    def _replay_isolated(self, run: Callable[[], None]) -> None:
+        # What the caller has switched on would change the recorded operators.
+        with ExitStack() as stack:
+            stack.enter_context(torch._C.DisableTorchFunction())
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+            stack.enter_context(ReplayGuard(inference=self._inference))
+            run()
+
+    def reset(self) -> None:
+        """Forget the capture; the addresses it used may be used again."""
+        if self._capture is not None:
+            self.capture_abort()
+        self._clear()
+
+    # Tasks ------------------------------------------------------------------------------------
+
+    def task_begin(self) -> None:
+        """Start bracketing the operators of one updatable task."""
+        capture = self._open_capture()
+        if capture.task_start is not None:
+            raise TaskContractError("a task is open already", advice="call task_end() first")
+        capture.task_start = len(capture.tape.steps)
+        capture.tape.in_task = True
+
+    def task_end(self) -> TaskHandle:
+        """Close the bracket."""
+        capture = self._open_capture()
+        if capture.task_start is None:
+            raise TaskContractError("no task is open", advice="call task_begin() first")
+        handle = TaskHandle(capture.task_start, len(capture.tape.steps))
+        capture.task_start = None
+        capture.tape.in_task = False
+        capture.tasks.append(handle)
+        return handle
+
+    def update_task(self, handle: TaskHandle, issue: Callable[[], object]) -> None:
+        """Take the host arguments of `issue` for later replays; executes nothing.
+
+        A violation raises and leaves the stored arguments as they were.
+        """
+        indices = range(handle.start, handle.stop)
+        if self._run is None or any(i not in self._task_calls for i in indices):
+            raise TaskContractError("the task belongs to another graph, or to one that was reset")
+        steps = self._steps[handle.start : handle.stop]
+        found = reissue(steps, issue, inference=self._inference)
+        for index, step, new in zip(indices, steps, found, strict=True):
+            assert step.op is not None
+            step.args, step.kwargs = new.args, new.kwargs
+            self._task_calls[index].issue = Call(step.op.raw, new.args, new.kwargs).bound()
+
+    # Reading ----------------------------------------------------------------------------------
+
+    def debug_dump(self, path: str) -> None:
+        """Write the replayed operators as JSON, one a line."""
+        lines = [
+            json.dumps({"index": i, "task": i in self._task_calls} | _describe(step, self._arena))
+            for i, step in enumerate(self._steps)
+        ]
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+class _OpenCapture:
+    """The modes of one capture, entered and left together."""
+
+    def __init__(self, arena: Arena, *, inference: bool) -> None:
+        self.tape = Tape(arena, inference=inference)
+        self.tasks: list[TaskHandle] = []
+        self.task_start: int | None = None
+        self._host_reads = HostReads()
+        self._compiled = CompiledCalls(self.tape, self._host_reads)
+        self._is_open = False
+
+    def open(self) -> None:
+        self._host_reads.__enter__()  # type: ignore[no-untyped-call]
+        self.tape.__enter__()  # type: ignore[no-untyped-call]
+        self._compiled.open()
+        self._is_open = True
+
+    def check_innermost(self) -> None:
+        if self.tape.failure is not None:
+            raise self.tape.failure
+        stack = dispatch_modes()
+        if stack and stack[-1] is self.tape:
+            return
+        left = (
+            [type(m).__name__ for m in stack[stack.index(self.tape) + 1 :]]
+            if (self.tape in stack)
+            else []
+        )
+        raise CaptureError(
+            "the forward left a dispatch mode open at the end of the capture"
+            if left
+            else "the forward removed the dispatch mode of the capture",
+            got=", ".join(left) or None,
+            advice="close the mode before the capture, or the segment, ends",
+        )
+
+    def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._compiled.close()
+        remove_dispatch_mode(self.tape)
+        lift_function_mode(self._host_reads)
+
+
+def _describe(step: Step, arena: Arena | None) -> dict[str, Any]:
+    lowered = step.lowered
+    return {
+        "op": step.label,
+        "lowering": lowered.kind,
+        "call": getattr(lowered.call.fn, "__name__", type(lowered.call.fn).__name__),
+        "arguments": _tensors((step.args, step.kwargs), arena),
+        "outputs": _tensors([out for _, out in lowered.copies] or _written(lowered.call), arena),
+        "source": None if step.source is None else str(step.source),
+    }
+
+
+def _written(call: Call) -> Any:
+    return call.kwargs.get("out", call.args[:1])
+
+
+def _tensors(value: Any, arena: Arena | None) -> Sequence[dict[str, Any]]:
+    return [
+        {
+            "address": hex(t.data_ptr()),
+            "shape": list(t.size()),
+            "stride": list(t.stride()),
+            "dtype": str(t.dtype).removeprefix("torch."),
+            "arena": arena is not None and arena.owns(t),
+        }
+        for t in tensors_in(value)
+    ]

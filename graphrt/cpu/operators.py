@@ -1,0 +1,98 @@
+"""What the schema of an operator says about replaying it, read once per overload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+_ALLOCATES = frozenset(
+    "aten::" + name
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    )
+)
+# These arrive whole under inference mode and have kernels of their own that are worth keeping.
+_KEPT_WHOLE = frozenset(
+    "aten::" + name for name in ("linear", "matmul", "scaled_dot_product_attention")
+)
+# Their schemas do not say that they update running statistics.
+_SILENT_MUTATION = ("batch_norm", "instance_norm", "fused_moving_avg_obs")
+_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
+_BUILT_IN = frozenset({"aten", "prim", "prims"})
+
+
+class Operator:
+    """One overload with the facts that recording needs."""
+
+    __slots__ = (
+        "allocates",
+        "built_in",
+        "composite",
+        "func",
+        "label",
+        "metadata_only",
+        "mutates",
+        "name",
+        "random",
+        "raw",
+        "repeatable",
+        "schema",
+        "tags",
+        "view",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func = func
+        self.schema = schema
+        self.name: str = schema.name
+        self.label = str(func)
+        self.tags: frozenset[Any] = frozenset(func.tags)
+        # The call operator of an overload only forwards to this builtin.
+        plain = type(func) is torch._ops.OpOverload
+        self.raw: Callable[..., Any] = func._op if plain else func
+        self.built_in = func.namespace in _BUILT_IN
+        self.allocates = self.name in _ALLOCATES
+        self.metadata_only = torch.Tag.inplace_view in self.tags
+        self.mutates: bool = schema.is_mutable
+        self.view = self.name in _VIEWS or any(
+            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+        )
+        self.random = torch.Tag.nondeterministic_seeded in self.tags
+        self.composite = self.name not in _KEPT_WHOLE and func._can_decompose()
+        self.repeatable = (
+            self.built_in
+            and not self.mutates
+            and not self.random
+            and not any(word in self.name for word in _SILENT_MUTATION)
+        )
+        """Running it twice has the effect of running it once."""
+
+    def returned_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """For an operator that returns what it mutates: those arguments, in order of return."""
+        written: dict[frozenset[str], Any] = {}
+        for position, argument in enumerate(self.schema.arguments):
+            alias = argument.alias_info
+            if alias is not None and alias.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                written[frozenset(alias.before_set)] = value
+        found = []
+        for result in self.schema.returns:
+            alias = result.alias_info
+            if alias is not None:
+                found.append(written.get(frozenset(alias.before_set)))
+        return found
+
+
+@cache
+def operator_of(func: Any) -> Operator:
+    """The facts of `func`, read the first time it is seen."""
+    return Operator(func)

@@ -1,0 +1,100 @@
+"""The plain CPU as a platform: real capture and replay, with a device's own semantics."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from graphrt.core.platform import (
+    Availability,
+    Capability,
+    MemoryFigures,
+    Platform,
+    TaskUpdate,
+)
+from graphrt.cpu.arena import Arena
+from graphrt.cpu.graph import TapeGraph
+from graphrt.cpu.task import TaskHandle
+
+
+class CpuPlatform(Platform):
+    """Captures by recording operators as they run; replays them from one call."""
+
+    name = "cpu"
+    device_type = "cpu"
+    capabilities = frozenset(
+        {
+            Capability.CAPTURE,
+            Capability.SHARED_POOL,
+            Capability.TASK_UPDATE,
+            Capability.DEBUG_DUMP,
+            Capability.RANDOM,
+            Capability.MEMORY_FIGURES,
+        }
+    )
+    capture_executes = True
+
+    def availability(self) -> Availability:
+        return Availability(True)
+
+    def get_static_graph_wrapper_cls(self) -> str:
+        return "graphrt.cpu.CPUGraphWrapper"
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__}
+
+    def new_memory(self) -> Arena:
+        return Arena()
+
+    def new_graph(self) -> TapeGraph:
+        return TapeGraph()
+
+    def begin_capture(self, graph: TapeGraph, memory: Arena) -> None:
+        graph.capture_begin(memory)
+
+    def end_capture(self, graph: TapeGraph) -> None:
+        graph.capture_end()
+
+    def abort_capture(self, graph: TapeGraph) -> None:
+        graph.capture_abort()
+
+    def owns(self, memory: Arena, tensor: torch.Tensor) -> bool:
+        return memory.owns(tensor)
+
+    def weak_ref(self, memory: Arena, tensor: torch.Tensor) -> torch.Tensor:
+        return memory.alias(tensor)
+
+    def memory_bytes(self, memory: Arena) -> int:
+        return memory.reserved_bytes
+
+    def release_memory(self, memory: Arena) -> None:
+        memory.release()
+
+    def debug_dump(self, graph: TapeGraph, path: str) -> None:
+        graph.debug_dump(path)
+
+    def memory_figures(self) -> MemoryFigures | None:
+        try:
+            page = os.sysconf("SC_PAGE_SIZE")
+            return MemoryFigures(
+                free_bytes=page * os.sysconf("SC_AVPHYS_PAGES"),
+                total_bytes=page * os.sysconf("SC_PHYS_PAGES"),
+            )
+        except (AttributeError, OSError, ValueError):
+            return None  # not a POSIX system that tells
+
+    def task_begin(self, graph: TapeGraph) -> None:
+        graph.task_begin()
+
+    def task_end(self, graph: TapeGraph) -> TaskHandle:
+        return graph.task_end()
+
+    def replay_updated(
+        self, graph: TapeGraph, updates: Sequence[TaskUpdate], *, changed: bool
+    ) -> None:
+        if changed:
+            for update in updates:
+                graph.update_task(update.handle, update.issue)
+        graph.replay()

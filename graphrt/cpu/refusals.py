@@ -1,0 +1,130 @@
+"""What cannot be part of a graph because it depends on the data: refused while capturing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from graphrt.core.errors import CaptureSyncError, RefusedOpError
+from graphrt.cpu.operators import Operator
+from graphrt.cpu.source import user_source
+
+_READ_ADVICE = (
+    "keep the value on the device (torch.where, masked arithmetic), pass it in as an argument of "
+    "the step, or do this part in an eager break"
+)
+_SYNC_OPS = frozenset(
+    "aten::" + name
+    for name in (
+        "_local_scalar_dense",
+        "_pack_padded_sequence",
+        "allclose",
+        "equal",
+        "is_nonzero",
+        "item",
+    )
+)
+_HOST_TYPES = frozenset({"int", "float", "bool", "number", "complex", "SymInt"})
+_MASK_DTYPES = frozenset({torch.bool, torch.uint8})
+_SHAPE_ADVICE = {
+    "aten::nonzero": "use torch.nonzero_static(size=...), or torch.where(mask, x, y)",
+    "aten::masked_select": "use torch.where(mask, x, fill), which keeps the shape",
+    "aten::index": "use torch.where(mask, x, fill), or index with integers of a fixed count",
+    "aten::index_put": "write with torch.where(mask, new, old), or with masked_fill_",
+    "aten::index_put_": "write with torch.where(mask, new, old), or with masked_fill_",
+    "aten::repeat_interleave": "pass output_size=, which fixes the shape",
+    "aten::bincount": "use scatter_add_ into a tensor of fixed size",
+}
+_STATIC_SHAPE_ADVICE = "compute it outside the graph, in an eager break, or pad it to a fixed size"
+
+
+def check(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if this call reads data on the host, or its output shape depends on data."""
+    if op.name in _SYNC_OPS or torch.Tag.data_dependent_output in op.tags:
+        _refuse_read(op.label)
+    if op.label == "aten.tensor_split.tensor_indices_or_sections":
+        _refuse_read(op.label)  # reads its tensor through a pointer, so no inner operator shows it
+    if op.name in ("aten::index", "aten::index_put", "aten::index_put_"):
+        if _masks(op, args, kwargs):
+            _refuse_shape(op, "a boolean mask as an index gives a shape that depends on data")
+        return
+    if op.name == "aten::repeat_interleave":
+        if op.label.endswith("self_int") or kwargs.get("output_size") is not None:
+            return
+        _refuse_shape(op, "repeats in a tensor give a shape that depends on data")
+    if torch.Tag.dynamic_output_shape in op.tags:
+        _refuse_shape(op, "the shape of the output depends on data")
+    if not op.built_in and _returns_host_values(op):
+        _refuse_read(op.label)
+
+
+def _masks(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    indices = args[1] if len(args) > 1 else kwargs["indices"]
+    if not any(i is not None and i.dtype in _MASK_DTYPES for i in indices):
+        return False
+    if op.name == "aten::index":
+        return True
+    values = args[2] if len(args) > 2 else kwargs["values"]
+    # One value for the whole mask is a masked fill: nothing has a shape that depends on data.
+    return bool(values.numel() != 1)
+
+
+def _returns_host_values(op: Operator) -> bool:
+    return any(str(r.type) in _HOST_TYPES for r in op.schema.returns)
+
+
+def _refuse_read(operator: str) -> NoReturn:
+    raise CaptureSyncError(
+        "the forward read tensor data on the host while it was being captured",
+        op=operator,
+        source=_where(),
+        advice=_READ_ADVICE,
+    )
+
+
+def _refuse_shape(op: Operator, why: str) -> NoReturn:
+    raise RefusedOpError(
+        why,
+        op=op.label,
+        source=_where(),
+        advice=_SHAPE_ADVICE.get(op.name, _STATIC_SHAPE_ADVICE),
+    )
+
+
+def _where() -> str | None:
+    source = user_source()
+    return None if source is None else str(source)
+
+
+# Reads that do not go through the dispatcher. A function mode is thread local, so other threads
+# may go on reading their tensors while this one captures.
+_HOST_READS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "__array__",
+        "__dlpack__",
+        "__format__",
+        "__reduce_ex__",
+        "__repr__",
+        "numpy",
+        "tolist",
+    )
+)
+
+
+class HostReads(TorchFunctionMode):
+    """Refuses the reads of this thread that no operator shows."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _HOST_READS:
+            _refuse_read(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,154 @@
+"""Task update on the CPU: issue a task again without running it, and keep its new arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphrt.core.errors import TaskContractError
+from graphrt.cpu.operators import Operator, operator_of
+from graphrt.cpu.tape import Step
+
+
+@dataclass(frozen=True, eq=False)
+class TaskHandle:
+    """The steps of one task in its graph."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class NewArguments:
+    """What one step of a task is to be called with from now on."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def reissue(
+    steps: Sequence[Step], issue: Callable[[], object], *, inference: bool
+) -> list[NewArguments]:
+    """The arguments with which `issue` calls the operators of `steps`; executes none of them.
+
+    Raises `TaskContractError` if it calls others, in another order, or with other tensors.
+    """
+    mode = _Reissue(steps)
+    with torch.inference_mode(inference), torch.no_grad(), mode:
+        issue()
+    if len(mode.found) < len(steps):
+        missing = steps[len(mode.found)]
+        _refuse(
+            f"the task issued {len(mode.found)} of its {len(steps)} operators",
+            got="the end of the task",
+            expected=missing.label,
+        )
+    return mode.found
+
+
+class _Reissue(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, steps: Sequence[Step]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps = steps
+        self.found: list[NewArguments] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import all of Dynamo at the first operator
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        op = operator_of(func)
+        if op.composite:
+            with self:
+                whole = func.decompose(*args, **kwargs)
+            if whole is not NotImplemented:
+                return whole
+        if op.view and not op.mutates:
+            return func(*args, **kwargs)
+        self._match(op, args, kwargs)
+        answer = op.returned_arguments(args, kwargs)
+        if not answer:
+            return None
+        return answer[0] if len(answer) == 1 else tuple(answer)
+
+    def _match(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = len(self.found)
+        if index == len(self.steps):
+            _refuse("the task issued more operators than at capture", op.label, "its end")
+        step = self.steps[index]
+        if step.op is not op:
+            _refuse(
+                f"operator {index} of the task is another than at capture", op.label, step.label
+            )
+        if len(args) != len(step.args) or kwargs.keys() != step.kwargs.keys():
+            _refuse(
+                f"{op.label} was issued with other arguments than at capture",
+                f"{len(args)} positional, keywords {sorted(kwargs)}",
+                f"{len(step.args)} positional, keywords {sorted(step.kwargs)}",
+            )
+        parameters = [a.name for a in op.schema.arguments]
+        new_args = tuple(
+            _merge(old, new, f"{op.label} argument {name!r}")
+            for old, new, name in zip(step.args, args, parameters, strict=False)
+        )
+        new_kwargs = {
+            name: _merge(step.kwargs[name], new, f"{op.label} argument {name!r}")
+            for name, new in kwargs.items()
+        }
+        self.found.append(NewArguments(new_args, new_kwargs))
+
+
+def _merge(old: Any, new: Any, where: str) -> Any:
+    """The captured tensor, or the new host value."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        if not _same_tensor(old, new):
+            _refuse(f"{where} is another tensor than at capture", _describe(new), _describe(old))
+        return old
+    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+        _refuse(f"{where} changed between tensor and host value", _describe(new), _describe(old))
+    if isinstance(new, list | tuple):
+        if any(isinstance(v, torch.Tensor) for v in (*new, *(old or ()))):
+            if not isinstance(old, list | tuple) or len(old) != len(new):
+                _refuse(f"{where} is another list of tensors", _describe(new), _describe(old))
+            return [_merge(a, b, where) for a, b in zip(old, new, strict=True)]
+        return list(new)
+    return new
+
+
+def _same_tensor(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return (
+        old.data_ptr() == new.data_ptr()
+        and old.size() == new.size()
+        and old.stride() == new.stride()
+        and old.dtype == new.dtype
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return (
+            f"{value.dtype} {tuple(value.size())} stride {tuple(value.stride())} "
+            f"at {value.data_ptr():#x}"
+        )
+    return repr(value)
+
+
+def _refuse(what: str, got: str, expected: str) -> None:
+    raise TaskContractError(
+        what,
+        got=got,
+        expected=expected,
+        advice="issue the same operators on the captured tensors, in the same order; only host "
+        "arguments may change, and outputs and workspace are given",
+    )

@@ -1,0 +1,91 @@
+"""What the errors of a failed CUDA capture mean."""
+
+from __future__ import annotations
+
+from graphrt.core.errors import CaptureError, CaptureSyncError
+
+_KEEP_OUT = (
+    "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
+    "or mark the function around them @eager_break"
+)
+_RERUN = "run the same forward eagerly; if that passes, look for work CUDA cannot capture"
+
+# The first pattern found in the chain of errors decides, so the specific ones come first and the
+# error that every later call repeats comes last.
+_CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
+    (
+        "cpu tensor is pinned",
+        CaptureSyncError,
+        "a copy between pageable host memory and the device was captured",
+        "pin the host tensor, or make the copy before the capture",
+    ),
+    (
+        "out of memory",
+        CaptureError,
+        "the device ran out of memory during the capture",
+        "capture fewer or smaller sizes, or leave the KV cache less memory",
+    ),
+    (
+        "unjoined work",
+        CaptureError,
+        "a stream that was forked inside the capture was not joined before its end",
+        "make the capture stream wait for the side stream at the end of the forward",
+    ),
+    (
+        "uncaptured work in another stream",
+        CaptureError,
+        "the capture waits for work of a stream that is not being captured",
+        "make the side stream wait for the capture stream before it is used",
+    ),
+    (
+        "legacy stream depend on a capturing",
+        CaptureError,
+        "work was issued on the legacy default stream during the capture",
+        "issue it on torch.cuda.current_stream()",
+    ),
+    (
+        "event last recorded in a capturing stream",
+        CaptureSyncError,
+        "an event of the capture was queried or synchronised on the host",
+        "query or synchronise events outside of the captured forward",
+    ),
+    (
+        "not permitted when stream is capturing",
+        CaptureSyncError,
+        "the forward made the host wait for the device, or read device data on the host",
+        _KEEP_OUT,
+    ),
+    (
+        "outside graph capture encountered",
+        CaptureError,
+        "a random generator is still in the state of an earlier capture",
+        "use the default generator, or register yours with the graph",
+    ),
+    (
+        "previous error during capture",
+        CaptureError,
+        "an earlier error, which the forward caught, had ended the capture",
+        _RERUN,
+    ),
+)
+
+
+def explain(error: BaseException) -> CaptureError:
+    """The cause of a failed capture, looked for in the whole chain of `error`."""
+    messages = [f"{type(link).__name__}: {link}" for link in _chain(error)]
+    for pattern, kind, what, advice in _CAUSES:
+        for message in messages:
+            if pattern in message.lower():
+                return kind(what, got=message.splitlines()[0], advice=advice)
+    return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop(0)
+        if link is not None and not any(link is seen for seen in chain):
+            chain.append(link)
+            pending += [link.__cause__, link.__context__]
+    return chain

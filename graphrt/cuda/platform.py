@@ -1,0 +1,124 @@
+"""NVIDIA GPUs: CUDA graphs captured segment by segment, without what `torch.cuda.graph` adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from graphrt.core.errors import CaptureError
+from graphrt.core.platform import Availability, Capability, MemoryFigures, Platform
+from graphrt.cuda.captures import Captures
+from graphrt.cuda.explain import explain
+from graphrt.cuda.memory import GraphMemory
+
+
+class CudaPlatform(Platform):
+    """Graphs of `torch.cuda.CUDAGraph`; all calls are about the current device."""
+
+    name = "cuda"
+    device_type = "cuda"
+    capabilities = frozenset(
+        {
+            Capability.CAPTURE,
+            Capability.SHARED_POOL,
+            Capability.STREAMS,
+            Capability.RANDOM,
+            Capability.MEMORY_FIGURES,
+        }
+    )
+
+    def __init__(self) -> None:
+        self._captures = Captures()
+
+    def availability(self) -> Availability:
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            return Availability(False, f"torch {torch.__version__} was built without CUDA")
+        # Unlike is_available(), the count asks NVML first: the process may still be forked.
+        if torch.cuda.device_count() == 0:
+            return Availability(False, "no CUDA device is visible (driver, CUDA_VISIBLE_DEVICES)")
+        return Availability(True)
+
+    def get_static_graph_wrapper_cls(self) -> str:
+        return "graphrt.cuda.CUDAGraphWrapper"
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+
+    # Graphs and their memory -----------------------------------------------------------------
+
+    def new_memory(self) -> GraphMemory:
+        return GraphMemory()
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        return torch.cuda.CUDAGraph()
+
+    def begin_capture(self, graph: Any, memory: GraphMemory) -> None:
+        self._captures.begin(graph, memory)
+
+    def end_capture(self, graph: Any) -> None:
+        self._captures.end(graph)
+
+    def abort_capture(self, graph: Any) -> None:
+        self._captures.abort(graph)
+
+    def allocate_in(self, memory: GraphMemory) -> AbstractContextManager[object]:
+        return memory.allocating()
+
+    def owns(self, memory: GraphMemory, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != "cuda" or tensor.device.index != memory.device:
+            return False
+        return memory.owns(tensor.untyped_storage().data_ptr())
+
+    def weak_ref(self, memory: GraphMemory, tensor: torch.Tensor) -> torch.Tensor:
+        owner = tensor.untyped_storage()
+        alias = torch._C._construct_storage_from_data_pointer(
+            owner.data_ptr(), tensor.device, owner.nbytes()
+        )
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def memory_bytes(self, memory: GraphMemory) -> int:
+        return memory.bytes()
+
+    def release_memory(self, memory: GraphMemory) -> None:
+        memory.clear()
+        torch.cuda.empty_cache()
+
+    # Streams ---------------------------------------------------------------------------------
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        caller = torch.cuda.current_stream()
+        stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            caller.wait_stream(stream)
+
+    def current_stream_id(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream()
+
+    def order_after(self, stream: torch.cuda.Stream) -> None:
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    # Figures, limits, errors -----------------------------------------------------------------
+
+    def memory_figures(self) -> MemoryFigures:
+        free, total = torch.cuda.mem_get_info()
+        return MemoryFigures(free, total)
+
+    def explain(self, error: BaseException) -> CaptureError:
+        return error if isinstance(error, CaptureError) else explain(error)

@@ -1,0 +1,162 @@
+"""A small continuous-batching host: requests, pages, a scheduler, greedy sampling."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphrt import Batch, Dispatch, GraphRunner
+from graphrt.core.errors import GraphRTError, InvalidBatchError
+
+
+class OutOfPagesError(GraphRTError, MemoryError):
+    """A request needs more pages of the KV cache than there are at all.
+
+    One that only has to wait for pages waits: all that it can need are set aside at admission.
+    """
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """`num_pages` counts the dummy page 0, which padding writes to; `context` is in tokens."""
+
+    max_num_reqs: int = 8
+    max_num_tokens: int = 64
+    context: int = 256
+    page_size: int = 16
+    num_pages: int = 129
+
+    def pages(self, tokens: int) -> int:
+        """How many pages hold so many tokens."""
+        return -(-tokens // self.page_size)
+
+
+@dataclass
+class Request:
+    """`tokens` are the prompt and what was generated; `computed` of them are in the cache."""
+
+    tokens: list[int]
+    prompt_len: int
+    max_len: int
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next is sampled: one while it decodes."""
+        return len(self.tokens) - self.computed
+
+
+class StepRecord(NamedTuple):
+    """How one step ran; `logits` are [reqs, vocab] on the CPU if they were kept."""
+
+    dispatch: Dispatch
+    num_tokens: int
+    num_reqs: int
+    seconds: float
+    logits: Tensor | None
+
+
+class Engine:
+    """Runs requests to their end: decode first, the rest of the token budget for prompts."""
+
+    def __init__(
+        self, runner: GraphRunner, limits: EngineLimits,
+        eos_ids: Collection[int] = (), keep_logits: bool = False,
+    ) -> None:  # fmt: skip
+        self.runner, self.limits = runner, limits
+        self.eos_ids, self.keep_logits = eos_ids, keep_logits
+        self.free_pages = list(range(limits.num_pages - 1, 0, -1))
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.steps: list[StepRecord] = []
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> Request:
+        """Queue a prompt; its text ends with EOS, after `max_new_tokens` or with the context.
+
+        Raises `InvalidBatchError` if it cannot fit the context, `OutOfPagesError` the cache.
+        """
+        limits = self.limits
+        if not 0 < len(prompt) < limits.context or max_new_tokens < 1:
+            raise InvalidBatchError(
+                "a request holds a prompt and leaves room for a token in the context",
+                got=f"{len(prompt)} prompt tokens, max_new_tokens {max_new_tokens}",
+                expected=f"1 to {limits.context - 1} prompt tokens, max_new_tokens >= 1",
+            )
+        max_len = min(len(prompt) + max_new_tokens, limits.context)
+        if (pages := limits.pages(max_len)) >= limits.num_pages:
+            raise OutOfPagesError(
+                "a request needs more pages than the cache has",
+                got=pages, expected=f"at most {limits.num_pages - 1}", advice="fewer new tokens",
+            )  # fmt: skip
+        request = Request(list(prompt), len(prompt), max_len)
+        self.waiting.append(request)
+        return request
+
+    def step(self) -> None:
+        """Schedule, run and sample one batch; there must be a request that is not finished."""
+        scheduled = self._schedule()
+        inputs = self._inputs(scheduled)
+        counts = {count for _, count in scheduled}
+        query_len = counts.pop() if len(counts) == 1 else None
+        batch = Batch(len(inputs["input_ids"]), len(scheduled), query_len)
+        start = time.perf_counter()
+        logits = self.runner(batch, **inputs)
+        sampled = logits.argmax(dim=-1).tolist()
+        seconds = time.perf_counter() - start
+        kept = logits.to("cpu", copy=True) if self.keep_logits else None
+        dispatch = self.runner.last_dispatch
+        assert dispatch is not None
+        self.steps.append(StepRecord(dispatch, batch.num_tokens, len(scheduled), seconds, kept))
+        for (request, count), token in zip(scheduled, sampled, strict=True):
+            request.computed += count
+            if not request.remaining:
+                request.tokens.append(token)
+                if token in self.eos_ids or len(request.tokens) == request.max_len:
+                    self.running.remove(request)
+                    self.free_pages += request.pages
+
+    def _schedule(self) -> list[tuple[Request, int]]:
+        limits = self.limits
+        while self.waiting and len(self.running) < limits.max_num_reqs:
+            pages = limits.pages(self.waiting[0].max_len)
+            if pages > len(self.free_pages):
+                break
+            request = self.waiting.popleft()
+            request.pages = [self.free_pages.pop() for _ in range(pages)]
+            self.running.append(request)
+        # Prompts are served in order of admission, so those that decode always come first.
+        scheduled, budget = [], limits.max_num_tokens
+        for request in self.running:
+            count = min(request.remaining, budget)
+            budget -= count
+            if count:
+                scheduled.append((request, count))
+        return scheduled
+
+    def _inputs(self, scheduled: list[tuple[Request, int]]) -> dict[str, Any]:
+        size, width = self.limits.page_size, self.limits.pages(self.limits.context)
+        ids, positions, slots, starts = list[int](), list[int](), list[int](), [0]
+        for request, count in scheduled:
+            span = range(request.computed, request.computed + count)
+            ids += request.tokens[span.start : span.stop]
+            positions += span
+            slots += [request.pages[p // size] * size + p % size for p in span]
+            starts.append(len(ids))
+        return {
+            "input_ids": torch.tensor(ids),
+            "positions": torch.tensor(positions),
+            "slot_mapping": torch.tensor(slots),
+            "block_table": torch.tensor([(r.pages + [0] * width)[:width] for r, _ in scheduled]),
+            "query_start_loc": torch.tensor(starts, dtype=torch.int32),
+        }

@@ -1,0 +1,188 @@
+"""A Llama-type decoder with a paged KV cache: static shapes and no host sync in its forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphrt import eager_break
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a Llama-type decoder; names as in Hugging Face, shortened.
+
+    `rope_scaling` is the factor, the low and high frequency factors and the original context of
+    `llama3`; an original context of 0 stretches all frequencies alike, which is `linear`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: tuple[float, float, float, float] = (1.0, 1.0, 4.0, 0.0)
+    rms_eps: float = 1e-6
+    tied_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name (as in Hugging Face) and shape of every weight."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+    attention["o_proj"] = (hidden, q)
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in (f"model.layers.{index}." for index in range(config.num_layers)):
+        groups = ("self_attn", attention, config.attention_bias), ("mlp", mlp, config.mlp_bias)
+        for group, linears, bias in groups:
+            for name, shape in linears.items():
+                shapes[f"{layer}{group}.{name}.weight"] = shape
+                if bias:
+                    shapes[f"{layer}{group}.{name}.bias"] = shape[:1]
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{norm}.weight"] = (hidden,)
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            shapes[f"{layer}self_attn.{norm}.weight"] = (config.head_dim,)
+    shapes["model.norm.weight"] = (hidden,)
+    head = {} if config.tied_embeddings else {"lm_head.weight": (config.vocab_size, hidden)}
+    return shapes | head
+
+
+def rope_frequencies(config: DecoderConfig) -> Tensor:
+    """float32 [head_dim / 2]: radians per position."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    factor, low, high, original_context = config.rope_scaling
+    turns = original_context * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / factor)
+
+
+def new_cache(config: DecoderConfig, num_pages: int, page_size: int, like: Tensor) -> Tensor:
+    """Zeros [layers, 2, num_pages, page_size, kv_heads, head_dim]; padding writes to page 0."""
+    shape = (config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim)
+    return like.new_zeros(shape)
+
+
+@eager_break
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slot_mapping: Tensor, context_pages: Tensor, visible: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write this step's keys and values, then attend: [tokens, heads * head_dim].
+
+    `query` is [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim], the caches
+    [pages, page_size, kv_heads, head_dim], `slot_mapping` int64 [tokens], `context_pages` int64
+    [tokens * max_blocks] and `visible` bool [tokens, 1, 1, context].
+
+    Every token gathers the pages of its own request, so that decode, prefill and mixed batches
+    are one static shape, at the price of tokens * context of traffic.
+    """
+    tokens, heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    key_cache.view(-1, kv_heads, head_dim).index_copy_(0, slot_mapping, key)
+    value_cache.view(-1, kv_heads, head_dim).index_copy_(0, slot_mapping, value)
+    keys = key_cache.index_select(0, context_pages).view(tokens, -1, kv_heads, head_dim)
+    values = value_cache.index_select(0, context_pages).view(tokens, -1, kv_heads, head_dim)
+    # The heads of one group are the "sequence" here: grouped queries need no repeated keys.
+    grouped = query.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible).flatten(1)
+
+
+class Decoder:
+    """Inference only: the weights are shared with the caller and never written."""
+
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], context: int) -> None:
+        """`weights` as named by `tensor_shapes`; `context` is page_size * max_blocks tokens."""
+        self.config = config
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
+        self.norm = weights["model.norm.weight"]
+        self.head = weights.get("lm_head.weight", self.embedding)
+        self.context = torch.arange(context, device=self.embedding.device)
+        angles = self.context[:, None] * rope_frequencies(config).to(self.embedding.device)
+        self.rope = torch.stack((angles.cos(), angles.sin())).to(self.embedding.dtype)
+
+    def __call__(
+        self, cache: Tensor, *, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor,
+        block_table: Tensor, query_start_loc: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Logits [reqs, vocab] of the last token of each request.
+
+        `cache` as `new_cache` makes it; `input_ids`, `positions` and `slot_mapping` int64 [tokens],
+        `block_table` int64 [reqs, max_blocks], `query_start_loc` int32 [reqs + 1].
+        """
+        ends = query_start_loc[1:]
+        token = torch.arange(len(input_ids), dtype=ends.dtype, device=ends.device)
+        # Padding tokens lie behind the last end: they read the last row and write the dummy page.
+        request = torch.searchsorted(ends, token, right=True).clamp(max=len(block_table) - 1)
+        pages = block_table.index_select(0, request).flatten()
+        visible = (self.context <= positions[:, None])[:, None, None]
+        cos, sin = self.rope.index_select(1, positions)[:, :, None]
+        hidden = self.embedding.index_select(0, input_ids)
+        for layer, (keys, values) in zip(self.layers, cache, strict=True):
+            qkv = layer.project(hidden, cos, sin)
+            attended = paged_attention(*qkv, keys, values, slot_mapping, pages, visible)
+            hidden = layer.finish(hidden, attended)
+        last = hidden.index_select(0, (ends - 1).clamp(min=0))
+        return F.linear(_rms_norm(last, self.norm, self.config.rms_eps), self.head)
+
+
+class _Layer:
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> None:
+        def fused(*names: str) -> tuple[Tensor, Tensor | None]:
+            biases = [own[f"{name}.bias"] for name in names if f"{name}.bias" in own]
+            weight = torch.cat([own[f"{name}.weight"] for name in names])
+            return weight, torch.cat(biases) if biases else None
+
+        prefix = f"model.layers.{index}."
+        own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        self.config = config
+        self.qkv = fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.out = fused("self_attn.o_proj")
+        self.gate_up = fused("mlp.gate_proj", "mlp.up_proj")
+        self.down = fused("mlp.down_proj")
+        self.input_norm = own["input_layernorm.weight"]
+        self.mlp_norm = own["post_attention_layernorm.weight"]
+        self.q_norm = own.get("self_attn.q_norm.weight")
+        self.k_norm = own.get("self_attn.k_norm.weight")
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]."""
+        config, eps = self.config, self.config.rms_eps
+        qkv = F.linear(_rms_norm(hidden, self.input_norm, eps), *self.qkv)
+        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        query, key, value = qkv.view(len(hidden), -1, config.head_dim).split_with_sizes(sizes, 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = _rms_norm(query, self.q_norm, eps), _rms_norm(key, self.k_norm, eps)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """`hidden` [tokens, hidden_size] with the attention and the SwiGLU MLP added."""
+        hidden = hidden + F.linear(attended, *self.out)
+        normed = _rms_norm(hidden, self.mlp_norm, self.config.rms_eps)
+        gate, up = F.linear(normed, *self.gate_up).chunk(2, dim=-1)
+        return hidden + F.linear(F.silu(gate) * up, *self.down)
+
+
+def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(hidden, weight.shape, weight, eps)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

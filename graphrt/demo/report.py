@@ -1,0 +1,135 @@
+"""Runs the prompts, with graphs or without, and compares two runs bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+
+import torch
+from torch import Tensor
+
+from graphrt import (
+    AttentionSupport,
+    BatchDescriptor,
+    GraphMode,
+    GraphOptions,
+    GraphRunner,
+    InputSpec,
+    Platform,
+)
+from graphrt.demo.engine import Engine, EngineLimits, StepRecord
+from graphrt.demo.model import Decoder, new_cache
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all runs share, so that only the way the steps are launched differs."""
+
+    decoder: Decoder
+    platform: Platform
+    limits: EngineLimits
+    prompts: list[list[int]]
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over all prompts: the generated ids of each, and every step."""
+
+    generated: list[list[int]]
+    steps: list[StepRecord]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second of model and sampling time."""
+        return sum(map(len, self.generated)) / sum(step.seconds for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs of the same steps on the same padded inputs, token by token and row by row.
+
+    `replayed` steps of the first used a graph; without any, equality says nothing about graphs.
+    """
+
+    replayed: int
+    tokens: int
+    wrong_tokens: int
+    rows: int
+    wrong_rows: int
+    same_steps: bool
+
+    @property
+    def equal(self) -> bool:
+        return self.same_steps and self.wrong_tokens == self.wrong_rows == 0
+
+
+def run_prompts(
+    setup: Setup, options: GraphOptions, keep_logits: bool = False,
+    progress: Callable[[int, int, BatchDescriptor], None] | None = None,
+) -> Run:  # fmt: skip
+    """Capture, then generate from an empty cache until every prompt is finished."""
+    limits, config = setup.limits, setup.decoder.config
+    cache = new_cache(config, limits.num_pages, limits.page_size, setup.decoder.embedding)
+    per_token = InputSpec(torch.int64, ("tokens",))
+    blocks = ("reqs", limits.pages(limits.context))
+    runner = GraphRunner(
+        functools.partial(setup.decoder, cache),
+        platform=setup.platform,
+        options=options,
+        max_num_reqs=limits.max_num_reqs,
+        max_num_tokens=limits.max_num_tokens,
+        attention=AttentionSupport.ALWAYS,
+        inputs={
+            "input_ids": per_token,
+            "positions": per_token,
+            "slot_mapping": InputSpec(torch.int64, ("tokens",), pad=0, index=True),
+            "block_table": InputSpec(torch.int64, blocks, pad=0, index=True),
+            "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
+        },
+        outputs=("reqs", config.vocab_size),
+    )
+    try:
+        engine = Engine(runner, limits, setup.eos_ids, keep_logits)
+        requests = [engine.submit(prompt, setup.max_new_tokens) for prompt in setup.prompts]
+        runner.capture(progress=progress)
+        while engine.waiting or engine.running:
+            engine.step()
+    finally:
+        runner.close()
+    return Run([request.generated for request in requests], engine.steps)
+
+
+def compare(graphs: Run, eager: Run) -> Comparison:
+    """Every generated token and, with `torch.equal`, every row of logits."""
+    tokens = [
+        ours == theirs
+        for pair in zip(graphs.generated, eager.generated, strict=True)
+        for ours, theirs in zip_longest(*pair)
+    ]
+    rows = [
+        ours is not None and theirs is not None and torch.equal(ours, theirs)
+        for pair in zip_longest(_logits(graphs), _logits(eager), fillvalue=())
+        for ours, theirs in zip_longest(*pair)
+    ]
+    same_steps = [step[:3] for step in graphs.steps] == [step[:3] for step in eager.steps]
+    replayed = sum(step.dispatch.mode is not GraphMode.NONE for step in graphs.steps)
+    wrong_tokens, wrong_rows = tokens.count(False), rows.count(False)
+    return Comparison(replayed, len(tokens), wrong_tokens, len(rows), wrong_rows, same_steps)
+
+
+def _logits(run: Run) -> list[Tensor]:
+    return [step.logits for step in run.steps if step.logits is not None]
+
+
+def group_steps(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    """The steps by mode, padded size and reason, in that order."""
+
+    def key(step: StepRecord) -> tuple[str, int, str]:
+        mode, descriptor, reason = step.dispatch[:3]
+        return mode.name, descriptor.num_tokens, reason.name
+
+    return [list(group) for _, group in groupby(sorted(steps, key=key), key)]

@@ -1,0 +1,68 @@
+"""Tests for a device are collected everywhere and skipped, with the reason, where it is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from pathlib import Path
+
+import pytest
+import torch
+
+if importlib.util.find_spec("hypothesis") is not None:
+    import hypothesis
+
+    # A deadline per example only measures how busy the machine is.
+    hypothesis.settings.register_profile("graphrt", deadline=None)
+    hypothesis.settings.load_profile("graphrt")
+
+
+def _missing_packages(path: Path) -> list[str]:
+    """Test dependencies that a bare GPU machine may lack and that this file imports."""
+    text = path.read_text(encoding="utf-8")
+    return [
+        name
+        for name in ("hypothesis", "safetensors", "tokenizers", "rich", "typer")
+        if importlib.util.find_spec(name) is None
+        and (f"import {name}" in text or f"from {name}" in text)
+    ]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if collection_path.suffix == ".py" and _missing_packages(collection_path):
+        return True
+    return None
+
+
+def pytest_report_header(start_path: Path) -> list[str]:
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    left_out = {file: _missing_packages(file) for file in files}
+    return [
+        f"not collected: {file.name}, needs {', '.join(missing)}"
+        for file, missing in left_out.items()
+        if missing
+    ]
+
+
+def _no_cuda() -> str | None:
+    if torch.version.cuda is None:
+        return f"needs an NVIDIA GPU: torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU: torch finds none"
+    return None
+
+
+def _no_npu() -> str | None:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "needs an Ascend NPU: torch_npu is not installed"
+    if not torch.npu.is_available():
+        return "needs an Ascend NPU: torch_npu finds none"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {"cuda": _no_cuda(), "npu": _no_npu()}
+    for item in items:
+        for marker, reason in missing.items():
+            if reason is not None and item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))

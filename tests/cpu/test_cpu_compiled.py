@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from cpu_capturing import capture, modes_left, same
+from torch import nn
+
+from graphrt.cpu import Arena
+
+
+@pytest.fixture(params=["eager", "inductor"])
+def backend(request):
+    if request.param == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
+        print("skipped: inductor on the CPU needs a C++ compiler")
+        pytest.skip("no C++ compiler")
+    torch._dynamo.reset()
+    yield request.param
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_a_compiled_function_is_one_opaque_call(backend, inference):
+    @torch.compile(backend=backend)
+    def inner(x, y):
+        return (x * 2 + y).sin(), x @ y
+
+    def forward(x):
+        y = x + 1
+        a, b = inner(y, x)
+        return a * b
+
+    x = torch.randn(4, 4)
+    with torch.inference_mode(inference), torch.no_grad():
+        expected = forward(x)
+    arena = Arena()
+    graph, out = capture(forward, x, arena=arena, inference=inference)
+    assert [s.label for s in graph._steps] == [
+        "aten.add.Tensor",
+        "compiled callable",
+        "aten.mul.Tensor",
+    ]
+    assert same(out, expected)
+    assert all(arena.owns(t) for _, t in graph._steps[1].lowered.copies)
+    for _ in range(2):
+        x.copy_(torch.randn(4, 4))
+        graph.replay()
+        with torch.inference_mode(inference), torch.no_grad():
+            assert same(out, forward(x))
+    assert modes_left() == 0
+
+
+def test_replay_does_not_compile_anew(backend):
+    from torch._dynamo.utils import counters
+
+    inner = torch.compile(lambda x, w: (x @ w).relu(), backend=backend)
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(x):
+        return inner(x + 1, weight) + 1
+
+    x = torch.randn(4, 4)
+    with torch.no_grad():
+        forward(x)
+    frames = counters["frames"]["total"]
+    graph, _ = capture(forward, x)
+    graph.replay()
+    graph.replay()
+    assert counters["frames"]["total"] == frames
+
+
+def test_a_compiled_module_inside_a_forward_is_opaque(backend):
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    compiled = torch.compile(module, backend=backend)
+
+    def forward(x):
+        return compiled(x) + x
+
+    x = torch.randn(2, 4)
+    graph, out = capture(forward, x)
+    assert [s.label for s in graph._steps] == ["compiled callable", "aten.add.Tensor"]
+    x.copy_(torch.randn(2, 4))
+    graph.replay()
+    with torch.no_grad():
+        assert same(out, forward(x))
+
+
+def test_host_reads_outside_the_compiled_region_are_still_refused():
+    from graphrt.core.errors import CaptureSyncError
+
+    inner = torch.compile(lambda x: x + 1, backend="eager")
+    with pytest.raises(CaptureSyncError):
+        capture(lambda x: inner(x).tolist(), torch.ones(3))
+    assert modes_left() == 0
+
+
+def test_an_error_inside_a_compiled_region_leaves_nothing_behind():
+    def boom(x):
+        raise ValueError("inside")
+
+    inner = torch.compile(boom, backend="eager")
+    with pytest.raises(Exception, match="inside"):
+        capture(inner, torch.ones(3))
+    assert modes_left() == 0
+    graph, out = capture(lambda x: x + 1, torch.ones(3))
+    graph.replay()
+    assert out.tolist() == [2.0] * 3
+
+
+def test_a_compiled_callable_of_an_unknown_shape_is_recorded_operator_by_operator(monkeypatch):
+    from graphrt.cpu import compiled
+
+    monkeypatch.setattr(compiled, "_NEEDED_LOCALS", frozenset({"not there"}))
+    inner = torch.compile(lambda x: (x * 2).sin(), backend="eager")
+    x = torch.randn(4)
+    graph, out = capture(lambda x: inner(x) + 1, x)
+    x.copy_(torch.randn(4))
+    graph.replay()
+    assert same(out, (x * 2).sin() + 1)
+
+
+def test_outputs_stay_static_where_the_result_cannot_be_exchanged(monkeypatch):
+    from graphrt.cpu import compiled
+
+    monkeypatch.setattr(compiled, "_rebind", lambda *_: False)
+    inner = torch.compile(lambda x: (x * 2).sin(), backend="eager")
+    x = torch.randn(4)
+    graph, out = capture(lambda x: inner(x) + 1, x)
+    x.copy_(torch.randn(4))
+    graph.replay()
+    assert same(out, (x * 2).sin() + 1)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from cpu_capturing import capture, modes_left
+
+from graphrt.core.errors import (
+    CaptureError,
+    CaptureSyncError,
+    NestedCaptureError,
+    RefusedOpError,
+)
+from graphrt.cpu import Arena, TapeGraph
+
+X = torch.arange(4.0)
+MASK = torch.tensor([True, False, True, True])
+REPEATS = torch.tensor([1, 2, 1, 1])
+
+HOST_READS = {
+    "item": lambda: X.sum().item(),
+    "bool": lambda: bool((X > 1).any()),
+    "if": lambda: 1 if X.sum() > 0 else 2,
+    "int": lambda: int(X[0]),
+    "float": lambda: float(X[0]),
+    "index": lambda: [0, 1][torch.tensor(1)],
+    "tolist": lambda: X.tolist(),
+    "numpy": lambda: X.numpy(),
+    "array": lambda: np.asarray(X),
+    "dlpack": lambda: torch.from_dlpack(X),
+    "np_dlpack": lambda: np.from_dlpack(X),
+    "repr": lambda: repr(X),
+    "format": lambda: f"{X.sum():.2f}",
+    "equal": lambda: torch.equal(X, X),
+    "allclose": lambda: torch.allclose(X, X),
+    "contains": lambda: 3.0 in X,
+    "tensor_split": lambda: X.tensor_split(torch.tensor([1, 2])),
+    "inv": lambda: torch.linalg.inv(torch.eye(3)),
+}
+DYNAMIC_SHAPES = {
+    "nonzero": lambda: X.nonzero(),
+    "where": lambda: torch.where(X > 1),
+    "argwhere": lambda: torch.argwhere(X),
+    "masked_select": lambda: X.masked_select(MASK),
+    "mask_index": lambda: X[MASK],
+    "uint8_index": lambda: torch.ops.aten.index(X, [MASK.to(torch.uint8)]),
+    "mask_put": lambda: X.clone().index_put_((MASK,), torch.ones(3)),
+    "mask_assign": lambda: X.clone().__setitem__(MASK, torch.ones(3)),
+    "unique": lambda: torch.unique(X),
+    "unique_consecutive": lambda: torch.unique_consecutive(X),
+    "repeat_interleave": lambda: X.repeat_interleave(REPEATS),
+    "repeats_alone": lambda: torch.repeat_interleave(REPEATS),
+    "bincount": lambda: torch.bincount(REPEATS),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("name", HOST_READS)
+def test_a_host_read_is_refused_with_operator_source_and_advice(name, inference):
+    with pytest.raises(CaptureSyncError) as caught:
+        capture(HOST_READS[name], inference=inference)
+    assert caught.value.op
+    assert "test_cpu_refusals.py" in caught.value.source
+    assert f'"{name}"' in caught.value.source
+    assert caught.value.advice
+    assert modes_left() == 0
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("name", DYNAMIC_SHAPES)
+def test_a_shape_that_depends_on_data_is_refused(name, inference):
+    with pytest.raises(RefusedOpError) as caught:
+        capture(DYNAMIC_SHAPES[name], inference=inference)
+    assert caught.value.op
+    assert f'"{name}"' in caught.value.source
+    assert caught.value.advice
+    assert modes_left() == 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_repeats_with_a_given_output_size_pass(inference):
+    graph, out = capture(lambda: X.repeat_interleave(REPEATS, output_size=5), inference=inference)
+    graph.replay()
+    assert out.tolist() == X.repeat_interleave(REPEATS).tolist()
+
+
+def test_another_thread_may_read_while_this_one_captures():
+    seen: list[object] = []
+
+    def read() -> None:
+        seen.extend([X.tolist(), float(X.sum()), X.nonzero().shape, np.asarray(X).shape])
+
+    def forward():
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        return X + 1
+
+    graph, _ = capture(forward)
+    assert len(seen) == 4
+    assert graph.kernels == 1
+
+
+def test_two_threads_may_capture_at_once():
+    results: list[list[float]] = []
+
+    def work(value: float) -> None:
+        x = torch.full((4,), value)
+        graph, out = capture(lambda: x * 2 + 1)
+        x.add_(1)
+        graph.replay()
+        results.append(out.tolist())
+
+    threads = [threading.Thread(target=work, args=(float(i),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [[2.0 * i + 3] * 4 for i in range(4)]
+
+
+def test_a_failed_forward_leaves_nothing_and_the_next_capture_passes():
+    arena = Arena()
+    kept, _ = capture(lambda: X + 1, arena=arena)
+    before = arena.live_bytes
+
+    def fails():
+        y = X + 1
+        z = y * 2
+        raise ValueError(z.shape)
+
+    with pytest.raises(ValueError, match="4"):
+        capture(fails, arena=arena)
+    assert modes_left() == 0
+    assert arena.live_bytes == before
+    graph, out = capture(lambda: X * 3, arena=arena)
+    graph.replay()
+    assert out.tolist() == (X * 3).tolist()
+    assert kept.kernels == 1
+
+
+def test_a_capture_inside_a_capture_is_refused_and_the_outer_one_goes_on():
+    def forward():
+        with pytest.raises(NestedCaptureError):
+            TapeGraph().capture_begin(Arena())
+        return X + 1
+
+    graph, out = capture(forward)
+    graph.replay()
+    assert out.tolist() == (X + 1).tolist()
+
+
+def test_a_dispatch_mode_left_open_is_named_and_survives_the_abort():
+    from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+
+    class Foreign(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    mode = Foreign()
+    with pytest.raises(CaptureError, match="Foreign"):
+        capture(mode.__enter__)
+    assert modes_left() == 1
+    mode.__exit__(None, None, None)
+    assert modes_left() == 0
+    assert not is_in_torch_dispatch_mode()
+
+
+def test_a_mode_of_the_user_around_the_capture_goes_on_seeing_operators():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Log():
+        graph, out = capture(lambda: X + 1)
+        assert "aten.add.Tensor" in seen
+        seen.clear()
+        graph.replay()
+    assert seen == ["aten.add.out"]
+    assert out.tolist() == (X + 1).tolist()
+
+
+def test_aborting_twice_and_without_a_capture_does_nothing():
+    graph = TapeGraph()
+    graph.capture_abort()
+    graph.capture_begin(Arena())
+    graph.capture_abort()
+    graph.capture_abort()
+    assert modes_left() == 0
+
+
+def test_growing_a_tensor_in_the_arena_is_refused():
+    def forward():
+        return (X + 1).resize_(1 << 20)
+
+    with pytest.raises(RefusedOpError, match="cannot grow"):
+        capture(forward)
+
+
+def test_a_sparse_output_is_refused():
+    with pytest.raises(RefusedOpError, match="sparse"):
+        capture(lambda: torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,)))
