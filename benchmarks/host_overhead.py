@@ -73,7 +73,7 @@ def full_step(platform: Any, count: int) -> dict[str, float]:
     for mode, descriptor in mixed_and_decode(count):
         slot = dispatcher.reserve(mode, descriptor)
         if mode is GraphMode.FULL:
-            with ForwardContext(mode, descriptor, slot, capture=CaptureTransaction()):
+            with ForwardContext(mode, descriptor, capture=CaptureTransaction(slot)):
                 wrapper(buffer)
         dispatcher.publish(mode, descriptor)
     tokens = max(1, count // 2)
@@ -82,8 +82,7 @@ def full_step(platform: Any, count: int) -> dict[str, float]:
     graph = wrapper.entries[found.descriptor].parts[0]
 
     def step() -> None:
-        mode, descriptor, _, slot = dispatcher.dispatch(batch)
-        with ForwardContext(mode, descriptor, slot):
+        with dispatcher.step(batch):
             wrapper(buffer)
 
     bare, dispatch, built, whole = median_us(
@@ -123,7 +122,7 @@ def piecewise_step(platform: Any) -> dict[str, float]:
         for piece in pieces:
             piece(x)
 
-    with ForwardContext(GraphMode.PIECEWISE, descriptor, 0, capture=CaptureTransaction()):
+    with ForwardContext(GraphMode.PIECEWISE, descriptor, capture=CaptureTransaction(0)):
         breakable(x)
         model()
     graphs = [piece.entries[descriptor].parts[0] for piece in pieces]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-
 from pathlib import Path
 
 import pytest
-import torch
+
+from graphrt.core.plugins import get_platform
 
 if importlib.util.find_spec("hypothesis") is not None:
     import hypothesis
@@ -44,24 +44,16 @@ def pytest_report_header(start_path: Path) -> list[str]:
     ]
 
 
-def _no_cuda() -> str | None:
-    if torch.version.cuda is None:
-        return f"needs an NVIDIA GPU: torch {torch.__version__} is built without CUDA"
-    if not torch.cuda.is_available():
-        return "needs an NVIDIA GPU: torch finds none"
-    return None
-
-
-def _no_npu() -> str | None:
-    if importlib.util.find_spec("torch_npu") is None:
-        return "needs an Ascend NPU: torch_npu is not installed"
-    if not torch.npu.is_available():
-        return "needs an Ascend NPU: torch_npu finds none"
-    return None
+def _why_missing(device: str, platform: str) -> str | None:
+    found = get_platform(platform, must_be_available=False).availability()
+    return None if found.available else f"needs {device}: {found.reason}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = {"cuda": _no_cuda(), "npu": _no_npu()}
+    missing = {
+        "cuda": _why_missing("an NVIDIA GPU", "cuda"),
+        "npu": _why_missing("an Ascend NPU", "ascend"),
+    }
     for item in items:
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker) is not None:

@@ -43,8 +43,6 @@ class AscendPlatform(Platform):
         }
     )
 
-    def __init__(self) -> None:
-
     @cached_property
     def _torch_npu(self) -> Any:
         return torch_npu()

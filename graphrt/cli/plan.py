@@ -13,9 +13,7 @@ from rich.table import Table
 from graphrt.core.errors import InvalidOptionError
 from graphrt.core.modes import (
     AttentionSupport,
-    GraphMode,
     ModeResolution,
-    PieceProvider,
     resolve_mode,
 )
 from graphrt.core.lookup import resolve_platform
@@ -43,7 +41,7 @@ def print_plan(request: PlanRequest, *, as_json: bool, console: Console | None =
         request.options.mode,
         attention=attention,
         query_lens=request.query_lens,
-        pieces=_pieces(request.pieces),
+        pieces=request.pieces,
         strict=request.options.strict,
     )
     sizes = plan_sizes(
@@ -83,7 +81,7 @@ def as_data(
             "mixed": list(sizes.mixed),
             "decode": {str(q): list(ladder) for q, ladder in sizes.decode.items()},
         },
-        "eager_decode": eager_decode(resolution.mode, sizes),
+        "eager_decode": eager_decode(sizes, keys),
         "graphs": [
             {
                 "mode": mode.name,
@@ -97,13 +95,13 @@ def as_data(
     }
 
 
-def eager_decode(mode: GraphMode, sizes: SizePlan) -> list[str]:
+def eager_decode(sizes: SizePlan, keys: tuple[CaptureKey, ...]) -> list[str]:
     """Decode batches that will be TOO_LARGE for every graph, as sentences."""
+    largest = max((descriptor.num_tokens for _, descriptor in keys), default=0)
     found = []
-    for query_len, ladder in sizes.decode.items():
-        largest = max(sizes.mixed[-1:] + (ladder[-1:] if mode.has_full else ()), default=0)
+    for query_len in sizes.decode:
         most = min(sizes.max_num_reqs * query_len, sizes.max_num_tokens)
-        if mode is not GraphMode.NONE and most > largest:
+        if most > largest > 0:
             found.append(
                 f"decode batches of {largest + 1} to {most} tokens (query length {query_len}) "
                 f"will run eagerly; max_size={most} captures them"
@@ -126,18 +124,6 @@ def parse_attention(texts: tuple[str, ...]) -> dict[str, AttentionSupport]:
                 advice="--attention UNIFORM_BATCH",
             ) from None
     return found
-
-
-def _pieces(text: str | None) -> PieceProvider | None:
-    try:
-        return None if text is None else PieceProvider(text)
-    except ValueError:
-        raise InvalidOptionError(
-            "unknown provider of pieces",
-            got=repr(text),
-            expected=", ".join(provider.value for provider in PieceProvider) + " or none",
-            advice="--pieces breakable",
-        ) from None
 
 
 def _show(
@@ -166,5 +152,5 @@ def _show(
     counts = Counter(mode.name for mode, _ in keys)
     total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
     console.print(f"Graphs to capture, largest first: {len(keys)} ({total})")
-    for warning in eager_decode(resolution.mode, sizes):
+    for warning in eager_decode(sizes, keys):
         console.print(f"Note: {warning}", style="yellow")

@@ -71,7 +71,7 @@ def capture_graphs(
                     bind(graph.plan, "warmup")
                     _run(graph, ForwardContext(GraphMode.NONE, graph.descriptor))
                     state.restore()
-                transaction = CaptureTransaction()
+                transaction = CaptureTransaction(graph.slot)
                 bind(graph.plan, "capture")
                 _capture_one(graph, transaction)
             finally:
@@ -85,7 +85,7 @@ def capture_graphs(
 
 
 def _capture_one(graph: PlannedGraph, transaction: CaptureTransaction) -> None:
-    context = ForwardContext(graph.mode, graph.descriptor, graph.slot, capture=transaction)
+    context = ForwardContext(graph.mode, graph.descriptor, capture=transaction)
     try:
         _run(graph, context)
     except BaseException as error:

@@ -22,20 +22,12 @@ class ForwardContext:
     """One step: its runtime mode, the descriptor of its graph, and its task updates.
 
     `metadata` is the host's, for eager parts that need this step's values. `slot` is the
-    dispatcher's index of the graph (-1: look it up by descriptor). A context may be entered once
-    at a time; entering it makes it `current_context()` for this thread and its tasks.
+    dispatcher's index of the graph (-1: look it up by descriptor). Entering it makes it
+    `current_context()` for this thread. It may be entered again after it was left, which is
+    another step; `token` is unique to one step and None outside of one.
     """
 
-    __slots__ = (
-        "_token",
-        "active",
-        "capture",
-        "descriptor",
-        "metadata",
-        "mode",
-        "slot",
-        "updates",
-    )
+    __slots__ = ("capture", "descriptor", "metadata", "mode", "slot", "token", "updates")
 
     def __init__(
         self,
@@ -52,22 +44,26 @@ class ForwardContext:
         self.updates = updates
         self.metadata = metadata
         self.capture = capture
-        self.active = False
+        self.token: Token[ForwardContext | None] | None = None
 
     def __enter__(self) -> ForwardContext:
-        self.active = True
-        self._token: Token[ForwardContext | None] = _current.set(self)
+        self.token = _set_current(self)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        _current.reset(self._token)
-        self.active = False
+    # Named arguments: packing them into a tuple would cost more than leaving the context.
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        token = self.token
+        self.token = None
+        _reset_current(token)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"ForwardContext({self.mode.name}, {self.descriptor})"
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("graphrt_forward_context", default=None)
+
+_set_current = _current.set
+_reset_current = _current.reset
 
 current_context: Callable[[], ForwardContext | None] = _current.get
 """The context of this step, or None outside of one. (The bound C method: it is on the hot path.)"""

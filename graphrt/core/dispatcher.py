@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.errors import InvalidBatchError
 from graphrt.core.index import BEST_FIRST, Candidate, GraphIndex, Table
@@ -62,6 +63,7 @@ class GraphDispatcher:
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
         self._hits: list[int] = []
+        self._contexts: list[ForwardContext] = []
         self._misses = dict.fromkeys(Reason, 0)
         self._reindex()
         self._restricted = max_padding is not None
@@ -74,6 +76,7 @@ class GraphDispatcher:
             slot = self._slots[key] = len(self._graphs)
             self._graphs.append(Dispatch(mode, descriptor, Reason.HIT, slot))
             self._hits.append(0)
+            self._contexts.append(ForwardContext(mode, descriptor, slot))
         return slot
 
     def publish(self, mode: GraphMode, descriptor: BatchDescriptor) -> Dispatch:
@@ -155,6 +158,21 @@ class GraphDispatcher:
             result = found
         self._hits[result.slot] += 1
         return result
+
+    def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
+        """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
+
+        Contexts are used again, so one thread at a time may do this with one dispatcher.
+        """
+        found = self.dispatch(batch)
+        slot = found.slot
+        if slot >= 0:
+            context = self._contexts[slot]
+            if context.token is None:
+                context.updates = updates
+                context.metadata = metadata
+                return context
+        return ForwardContext(found.mode, found.descriptor, slot, updates, metadata)
 
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from graphrt.core.errors import InvalidModeError, ModeNotSupportedError
+from graphrt.core.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
 
 
 class GraphMode(enum.Enum):
@@ -99,6 +99,21 @@ class PieceProvider(enum.Enum):
     FX = "fx"
     INDUCTOR = "inductor"
 
+    @classmethod
+    def parse(cls, value: PieceProvider | str | None) -> PieceProvider | None:
+        """A provider from itself or its name, None for none; raises `InvalidOptionError`."""
+        if value is None or isinstance(value, PieceProvider):
+            return value
+        try:
+            return cls(value.strip().lower())
+        except (ValueError, AttributeError):
+            raise InvalidOptionError(
+                "unknown provider of pieces",
+                got=repr(value),
+                expected=", ".join(provider.value for provider in cls) + ", or None",
+                advice='pieces="breakable"',
+            ) from None
+
 
 @dataclass(frozen=True)
 class ResolutionStep:
@@ -138,9 +153,7 @@ def resolve_mode(
     With `strict`, a step down raises `ModeNotSupportedError` instead.
     """
     backend, support = _lowest(attention)
-    provider = None if pieces is None else PieceProvider(pieces)
-    if whole_graph_pass:
-        provider = None
+    provider = None if whole_graph_pass else PieceProvider.parse(pieces)
     query_len = max(query_lens, default=1)
     if requested is None:
         requested = default_mode(pieces=provider is not None, pooling=pooling)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -253,26 +252,6 @@ def get_platform(name: str | None = None, *, must_be_available: bool = True) -> 
 def register(plugin: object, name: str | None = None) -> str:
     """Add a plugin to the default registry of this process; returns its name."""
     return _default.register(plugin, name)
-
-
-def resolve_platform(platform: Platform | str | None) -> Platform:
-    """A platform from itself, its name, or None for the current one."""
-    return platform if isinstance(platform, Platform) else get_platform(platform)
-
-
-def wrapper_class(platform: Platform) -> Any:
-    """The `GraphWrapper` subclass of a platform, imported from the dotted path it gives."""
-    path = platform.get_static_graph_wrapper_cls()
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlatformError(
-            f"the wrapper class of platform {platform.name!r} cannot be imported",
-            got=f"{path!r} ({error})",
-            expected="the dotted path of a GraphWrapper subclass",
-            advice="correct get_static_graph_wrapper_cls() of that platform",
-        ) from error
 
 
 # Parts -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import Token
 from threading import get_ident
 from typing import Any
 
@@ -35,20 +36,33 @@ class GraphPool:
         self.closed = False
         # The wrapper's replay path reads and writes the following directly.
         self.owner: int | None = None
-        self.step: ForwardContext | None = None
+        self.step: Token[ForwardContext | None] | None = None
         self.has_streams = Capability.STREAMS in self.platform.capabilities
+        self._step_context: ForwardContext | None = None
         self._step_thread = 0
         self._last_stream_id: int | None = None
         self._last_stream: Any = None
 
     def enter_step(self, context: ForwardContext, thread: int) -> None:
-        """Count a new step; raises `PoolBusyError` while another thread is inside one."""
-        previous = self.step
-        if previous is not None and previous.active and self._step_thread != thread:
-            raise self.busy_error()
-        self.step = context
+        """Count a new step of several pieces; raises `PoolBusyError` inside another thread's."""
+        self.leave_step(thread)
+        self.step = context.token
+        self._step_context = context
         self._step_thread = thread
         self.generation += 1
+
+    def leave_step(self, thread: int) -> None:
+        """Forget the step of several pieces; raises `PoolBusyError` if another thread is in it."""
+        context = self._step_context
+        if (
+            context is not None
+            and context.token is not None
+            and context.token is self.step
+            and self._step_thread != thread
+        ):
+            raise self.busy_error()
+        self.step = None
+        self._step_context = None
 
     def order_streams(self) -> None:
         """Make the current stream wait for the one that replayed last, if that is another."""
@@ -87,7 +101,7 @@ class GraphPool:
         """Give the memory back. All graphs of the pool must have been cleared before."""
         if not self.closed:
             self.closed = True
-            self.step = None
+            self.step = self._step_context = None
             with _capture_locks[self.platform.device_type]:
                 self.platform.release_memory(self.memory)
 

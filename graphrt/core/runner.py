@@ -104,7 +104,7 @@ class GraphRunner:
             forward,
             self.keys,
             mode=self.mode,
-            pieces=None if pieces is None else PieceProvider(pieces),
+            pieces=PieceProvider.parse(pieces),
             options=self.options,
             pool=self.pool,
             inputs=self.inputs,

@@ -10,9 +10,14 @@ if TYPE_CHECKING:
 
 
 class CaptureTransaction:
-    """Allows wrappers to capture while it is in the context, and takes back what they did."""
+    """Allows wrappers to capture while it is in the context, and takes back what they did.
 
-    def __init__(self) -> None:
+    `slot` is where their entries will be found; a context that captures has none itself, so that
+    its calls take the path that looks twice.
+    """
+
+    def __init__(self, slot: int = -1) -> None:
+        self.slot = slot
         self.wrappers: list[GraphWrapper] = []
         self._undo: list[Callable[[], None]] = []
 

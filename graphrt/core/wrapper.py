@@ -53,7 +53,7 @@ class WrapperOptions:
 class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
 
-    __slots__ = ("captured_in", "descriptor", "inputs", "outputs", "parts", "replays", "tasks")
+    __slots__ = ("captured_in", "descriptor", "inputs", "outputs", "parts", "tasks")
 
     def __init__(
         self,
@@ -71,7 +71,6 @@ class Entry:
         self.tasks = tuple(
             task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks
         )
-        self.replays = 0
 
     def launch_tasks(self, updates: Any) -> None:
         """Replay all parts with the tasks' new host arguments, validated before any launch."""
@@ -85,6 +84,39 @@ class Entry:
             else:
                 part.replay()
 
+
+
+class _Hot:
+    """What every call of a wrapper reads.
+
+    Apart from the wrapper, because a class with `__getattr__` loads its own attributes slowly.
+    """
+
+    __slots__ = (
+        "by_slot",
+        "checked",
+        "clones",
+        "mode",
+        "one_call_a_step",
+        "pool",
+        "read_context",
+    )
+
+    def __init__(
+        self,
+        mode: GraphMode,
+        pool: GraphPool,
+        options: WrapperOptions,
+        read_context: Callable[[], ForwardContext | None],
+    ) -> None:
+        # Its last element is always None: that is what the slot -1 finds.
+        self.by_slot: list[Entry | None] = [None]
+        self.checked = options.check_addresses
+        self.clones = options.outputs == "clone"
+        self.mode = mode
+        self.one_call_a_step = mode is GraphMode.FULL
+        self.pool = pool
+        self.read_context = read_context
 
 
 class GraphWrapper:
@@ -124,44 +156,42 @@ class GraphWrapper:
         self.options = options or WrapperOptions()
         self.calls_without_context = 0
         self.eager_calls_after_seal = 0
-        self._read_context = read_context
-        self._by_slot: list[Entry | None] = []
+        self._hot = _Hot(self.runtime_mode, self.pool, self.options, read_context)
         self._entries: dict[BatchDescriptor, Entry] = {}
         self._bridges = Bridges()
         self._statics = Bridges()
         self._sealed = False
-        self._checked = self.options.check_addresses
-        self._clones = self.options.outputs == "clone"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        context = self._read_context()
+        hot = self._hot
+        context = hot.read_context()
         if context is None:
             self.calls_without_context += 1
             return self.runnable(*args, **kwargs)
-        if context.mode is not self.runtime_mode:
+        if context.mode is not hot.mode:
             return self.runnable(*args, **kwargs)
         try:
-            entry = self._by_slot[context.slot]
+            entry = hot.by_slot[context.slot]
         except IndexError:
             entry = None
-        if (
-            entry is None
-            or entry.descriptor is not context.descriptor
-            or context.capture is not None
-        ):
+        if entry is None or entry.descriptor is not context.descriptor:
             entry = self._entry_or_none(context)
             if entry is None:
                 return self._first_call(context, args, kwargs)
-        if self._checked:
+        if hot.checked:
             self._check_inputs(entry, args, kwargs)
-        pool = self.pool
+        pool = hot.pool
         thread = get_ident()
         owner = pool.owner
         if owner is not None and owner != thread:
             raise pool.busy_error()
         pool.owner = thread
         try:
-            if pool.step is not context:
+            if hot.one_call_a_step:
+                if pool.step is not None:
+                    pool.leave_step(thread)
+                pool.generation += 1
+            elif pool.step is not context.token:
                 pool.enter_step(context, thread)
             if pool.has_streams:
                 pool.order_streams()
@@ -170,13 +200,12 @@ class GraphWrapper:
             else:
                 for part in entry.parts:
                     part.replay()
-            entry.replays += 1
             if pool.owner != thread:
                 # The check and the store above are two steps: a thread may slip in between.
                 raise pool.busy_error()
         finally:
             pool.owner = owner
-        if self._clones:
+        if hot.clones:
             return tree.map_tensors(torch.Tensor.clone, entry.outputs)
         return entry.outputs
 
@@ -214,7 +243,7 @@ class GraphWrapper:
         """Destroy every graph; the wrapper can capture again."""
         parts = [part for entry in self._entries.values() for part in entry.parts]
         self._entries.clear()
-        self._by_slot.clear()
+        self._hot.by_slot = [None]
         self.pool.platform.reset_graphs(graphs_of(parts))
         self._bridges.clear()
         self._statics.clear()
@@ -224,7 +253,8 @@ class GraphWrapper:
         """Destroy the graph of one descriptor, if there is one."""
         entry = self._entries.pop(descriptor, None)
         if entry is not None:
-            self._by_slot = [None if other is entry else other for other in self._by_slot]
+            hot = self._hot
+            hot.by_slot = [None if other is entry else other for other in hot.by_slot]
             self.pool.platform.reset_graphs(graphs_of(entry.parts))
 
     def _entry_or_none(self, context: ForwardContext) -> Entry | None:
@@ -286,18 +316,21 @@ class GraphWrapper:
         outputs = tree.map_tensors(capture.captured_ref, result)
         inputs = _layouts(args, kwargs)
         entry = Entry(descriptor, tuple(capture.parts), outputs, inputs, context.capture)
-        self._insert(entry, context.slot)
+        slot = context.slot
         if context.capture is not None:
+            slot = context.capture.slot
             context.capture.add(self, lambda: self.drop(descriptor))
-        if self._clones:
+        self._insert(entry, slot)
+        if self._hot.clones:
             return tree.map_tensors(torch.Tensor.clone, result)
         return result
 
     def _insert(self, entry: Entry, slot: int) -> None:
         self._entries[entry.descriptor] = entry
         if slot >= 0:
-            self._by_slot.extend([None] * (slot + 1 - len(self._by_slot)))
-            self._by_slot[slot] = entry
+            by_slot = self._hot.by_slot
+            by_slot.extend([None] * (slot + 2 - len(by_slot)))
+            by_slot[slot] = entry
 
     def _to_static(self, result: Any) -> Any:
         place = 0

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from graphrt.core.errors import CaptureError
 from graphrt.cpu.lowering import Call, Lowered
 from graphrt.cpu.modes import lift_function_mode
 from graphrt.cpu.refusals import HostReads
@@ -65,16 +64,16 @@ class CompiledCalls:
         if frame is not self._region:
             return
         self._region = None
-        self.tape.paused = False
         self._restore()
-        values = frame.f_locals
-        if not values.get("call_succeeded"):
-            return
         try:
-            self._record(frame, values)
-        except CaptureError as error:
+            values = frame.f_locals
+            if values.get("call_succeeded"):
+                self._record(frame, values)
+        except Exception as error:
             # Raised here it would skip the rest of Dynamo's own clean-up.
             self.tape.failure = error
+        finally:
+            self.tape.paused = False
 
     def _record(self, frame: FrameType, values: Any) -> None:
         tape = self.tape

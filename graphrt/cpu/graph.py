@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from graphrt.core.errors import CaptureError, NestedCaptureError, TaskContractError
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
-from graphrt.cpu.lowering import Call, ReplayGuard
+from graphrt.cpu.lowering import Call, replay_guard
 from graphrt.cpu.modes import dispatch_modes, lift_function_mode, remove_dispatch_mode
 from graphrt.cpu.program import TaskCall, assemble
 from graphrt.cpu.refusals import HostReads
@@ -22,6 +21,10 @@ from graphrt.cpu.task import TaskHandle, reissue
 from graphrt.cpu.tensors import tensors_in
 
 _thread = threading.local()
+_function_modes = torch._C._len_torch_function_stack
+_autocasts = torch.is_autocast_enabled
+_grad_enabled = torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
 
 
 class TapeGraph:
@@ -100,19 +103,25 @@ class TapeGraph:
         run = self._run
         if run is None:
             raise CaptureError("nothing was captured into this graph", advice="capture first")
-        if torch._C._len_torch_function_stack() or torch.is_autocast_enabled("cpu"):
-            self._replay_isolated(run)
-            return
-        with ReplayGuard(inference=self._inference):
-            run()
+        if _function_modes() or _autocasts("cpu"):
+            # What the caller has switched on would change the recorded operators.
+            with torch._C.DisableTorchFunction(), torch.autocast("cpu", enabled=False):
+                self._issue(run)
+        else:
+            self._issue(run)
 
-    def _replay_isolated(self, run: Callable[[], None]) -> None:
-        # What the caller has switched on would change the recorded operators.
-        with ExitStack() as stack:
-            stack.enter_context(torch._C.DisableTorchFunction())
-            stack.enter_context(torch.autocast("cpu", enabled=False))
-            stack.enter_context(ReplayGuard(inference=self._inference))
-            run()
+    def _issue(self, run: Callable[[], None]) -> None:
+        # Kernels of composite operators and Python bodies of custom ones look at the grad mode.
+        grad = _grad_enabled()
+        with replay_guard(inference=self._inference):
+            if not grad:
+                run()
+                return
+            _set_grad_enabled(False)
+            try:
+                run()
+            finally:
+                _set_grad_enabled(True)
 
     def reset(self) -> None:
         """Forget the capture; the addresses it used may be used again."""
@@ -181,7 +190,7 @@ class _OpenCapture:
 
     def open(self) -> None:
         self._host_reads.__enter__()  # type: ignore[no-untyped-call]
-        self.tape.__enter__()  # type: ignore[no-untyped-call]
+        self.tape.__enter__()
         self._compiled.open()
         self._is_open = True
 

@@ -8,8 +8,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphrt.cpu.modes import ThreadMode
 from graphrt.cpu.operators import Operator, operator_of
 from graphrt.cpu.tensors import tensors_in
 
@@ -52,43 +52,24 @@ class Lowered:
     checked: bool = False
 
 
-class ReplayGuard:
-    """The thread state under which calls are tried at capture and issued at replay.
+def replay_guard(*, inference: bool) -> Any:
+    """The dispatch state under which calls are tried at capture and issued at replay.
 
     Below autograd there is no graph to build and no version to count, which is what a device
     graph does too; a custom operator goes straight to its kernel.
     """
-
-    def __init__(self, *, inference: bool) -> None:
-        self._inference = inference
-
-    def __enter__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        guard: Any = (
-            torch._C._InferenceMode(True)
-            if self._inference
-            else torch._C._AutoDispatchBelowADInplaceOrView()
-        )
-        self._guard = guard
-        self._guard.__enter__()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *exc: object) -> None:
-        torch._C._set_grad_enabled(self._grad)
-        self._guard.__exit__(None, None, None)
+    if inference:
+        return torch._C._InferenceMode(True)
+    return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
-class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Probe(ThreadMode):
     """Sees which operator a Python call issues, without executing it."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.answer = answer
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import all of Dynamo at the first operator
 
     def __torch_dispatch__(
         self,

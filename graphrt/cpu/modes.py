@@ -3,10 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import _C
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+
+class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that is nothing but an entry on the stack of its thread.
+
+    Entering a mode the ordinary way also sets flags of the whole process, which two threads that
+    capture, or update tasks, at once would leave set.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Lets Dynamo compile with the mode on the stack; a tape records the call as a whole.
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import all of Dynamo at the first operator
+
+    def __enter__(self) -> Any:
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _pop_mode()
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
@@ -14,18 +44,16 @@ def dispatch_modes() -> list[TorchDispatchMode]:
     return list(_get_current_dispatch_mode_stack())
 
 
-def remove_dispatch_mode(mode: TorchDispatchMode) -> None:
+def remove_dispatch_mode(mode: ThreadMode) -> None:
     """Leave `mode`; modes that were entered after it stay as they are."""
     stack = dispatch_modes()
     if mode not in stack:
         return
     above = stack[stack.index(mode) + 1 :]
-    # The base class's enter and exit: those of the modes themselves may do more than push and pop.
-    for other in reversed(above):
-        TorchDispatchMode.__exit__(other, None, None, None)  # type: ignore[no-untyped-call]
-    TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+    for _ in range(len(above) + 1):
+        _pop_mode()
     for other in above:
-        TorchDispatchMode.__enter__(other)  # type: ignore[no-untyped-call]
+        _push_mode(other)
 
 
 def lift_function_mode(mode: TorchFunctionMode) -> Callable[[], None]:

@@ -19,6 +19,7 @@ _READ_ADVICE = (
 _SYNC_OPS = frozenset(
     "aten::" + name
     for name in (
+        "_linalg_check_errors",
         "_local_scalar_dense",
         "_pack_padded_sequence",
         "allclose",
@@ -45,8 +46,6 @@ def check(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if this call reads data on the host, or its output shape depends on data."""
     if op.name in _SYNC_OPS or torch.Tag.data_dependent_output in op.tags:
         _refuse_read(op.label)
-    if op.label == "aten.tensor_split.tensor_indices_or_sections":
-        _refuse_read(op.label)  # reads its tensor through a pointer, so no inner operator shows it
     if op.name in ("aten::index", "aten::index_put", "aten::index_put_"):
         if _masks(op, args, kwargs):
             _refuse_shape(op, "a boolean mask as an index gives a shape that depends on data")
@@ -113,6 +112,12 @@ _HOST_READS: frozenset[Callable[..., Any]] = frozenset(
         "tolist",
     )
 )
+# With sections or indices in a tensor it reads them through a pointer.
+_SPLITS = frozenset({torch.Tensor.tensor_split, torch.tensor_split})
+
+
+def _second(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
+    return args[1:2] + tuple((kwargs or {}).get(n) for n in ("tensor_indices_or_sections",))
 
 
 class HostReads(TorchFunctionMode):
@@ -127,4 +132,6 @@ class HostReads(TorchFunctionMode):
     ) -> Any:
         if func in _HOST_READS:
             _refuse_read(f"Tensor.{func.__name__}")
+        if func in _SPLITS and any(isinstance(v, torch.Tensor) for v in _second(args, kwargs)):
+            _refuse_read("tensor_split by a tensor")
         return func(*args, **(kwargs or {}))

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphrt.core.errors import CaptureError, RefusedOpError, TaskContractError
+from graphrt.core.errors import RefusedOpError, TaskContractError
 from graphrt.cpu import refusals
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.lowering import (
     Call,
     Lowered,
-    ReplayGuard,
     lower_again,
     lower_functional,
     lower_in_place,
+    replay_guard,
 )
+from graphrt.cpu.modes import ThreadMode
 from graphrt.cpu.operators import Operator, operator_of
 from graphrt.cpu.source import Source, user_source
 from graphrt.cpu.tensors import core, replace_tensors, storage_of, storages_of, tensors_in
@@ -44,7 +44,7 @@ class Step:
         return "compiled callable" if self.op is None else self.op.label
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape(ThreadMode):
     """Records what its thread issues between begin and end of a capture.
 
     Outputs that the forward sees own their block of the arena, so liveness is the forward's own
@@ -58,21 +58,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = False
         """Set inside compiled regions: operators run, and nothing is recorded."""
         self.in_task = False
-        self.failure: CaptureError | None = None
+        self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
-        self._guard = ReplayGuard(inference=inference)
+        self._inference = inference
         self._aliases: dict[tuple[object, ...], torch.Tensor] = {}
         self._read: set[int] = set()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # Lets Dynamo compile with this mode on the stack; `compiled` records the call as a whole.
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would import all of Dynamo at the first captured operator.
-        return False
 
     def __torch_dispatch__(
         self,
@@ -145,7 +135,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_task(op)
             return self._record_again(op, args, kwargs, result, {})
         weak_args, weak_kwargs = self.weak(args), self.weak(kwargs)
-        with self._guard:
+        with replay_guard(inference=self._inference):
             call = _with_autocast(op, lower_in_place(op, weak_args, weak_kwargs))
         self._add(op, weak_args, weak_kwargs, Lowered("in_place", call))
         return result
@@ -166,7 +156,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if op.repeatable and len(fresh) == len(tensors) and fresh:
             outs = [self.place(t, op) for t in fresh]
             weak_args, weak_kwargs = self.weak(args), self.weak(kwargs)
-            with self._guard:
+            with replay_guard(inference=self._inference):
                 lowered = lower_functional(
                     op, weak_args, weak_kwargs, fresh, [self.weak_output(t) for t in outs]
                 )
@@ -196,7 +186,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Replay by running the operator again and copying what it returns."""
         held = storages_of((args, kwargs))
         weak_args, weak_kwargs = self.weak(args), self.weak(kwargs)
-        with self._guard:
+        with replay_guard(inference=self._inference):
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
         replaced, copies, tokens = self.copy_fresh(result, held, op, placed)
         flat = isinstance(result, list | tuple) and all(isinstance(t, torch.Tensor) for t in result)

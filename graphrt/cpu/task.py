@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt.core.errors import TaskContractError
+from graphrt.cpu.modes import ThreadMode
 from graphrt.cpu.operators import Operator, operator_of
 from graphrt.cpu.tape import Step
 
@@ -50,15 +50,11 @@ def reissue(
     return mode.found
 
 
-class _Reissue(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Reissue(ThreadMode):
     def __init__(self, steps: Sequence[Step]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = steps
         self.found: list[NewArguments] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import all of Dynamo at the first operator
 
     def __torch_dispatch__(
         self,

@@ -37,7 +37,7 @@ class StubPlatform(Platform):
         return self._answer
 
     def get_static_graph_wrapper_cls(self) -> str:
-        return "collections.OrderedDict"
+        return "stub.Wrapper"
 
     def new_memory(self) -> Any: ...
 
@@ -353,23 +353,6 @@ def test_module_functions_use_the_default_registry(monkeypatch: pytest.MonkeyPat
     assert plugins.current_platform().name == "mine"
     assert plugins.get_platform() is plugins.get_platform("mine")
     assert [each.name for each in plugins.platforms()] == ["mine"]
-    assert plugins.resolve_platform("mine") is plugins.resolve_platform(None)
-    other = StubPlatform("other")
-    assert plugins.resolve_platform(other) is other
-
-
-def test_wrapper_class() -> None:
-    from collections import OrderedDict
-
-    assert plugins.wrapper_class(StubPlatform("one")) is OrderedDict
-
-
-@pytest.mark.parametrize("path", ["no_such_module.Cls", "collections.NoSuchClass", "plain"])
-def test_wrapper_class_that_is_not_there(path: str) -> None:
-    stub = StubPlatform("one")
-    stub.get_static_graph_wrapper_cls = lambda: path  # type: ignore[method-assign]
-    with pytest.raises(PlatformError, match=path):
-        plugins.wrapper_class(stub)
 
 
 def test_importing_finds_nothing_and_imports_no_platform() -> None:

@@ -86,6 +86,23 @@ def test_a_compiled_module_inside_a_forward_is_opaque(backend):
         assert same(out, forward(x))
 
 
+def test_a_graph_break_inside_a_compiled_function_is_issued_again_at_replay():
+    @torch.compile(backend="eager")
+    def inner(x):
+        y = x * 2
+        torch._dynamo.graph_break()
+        z = torch.tanh(y) if y.sum().item() > 0 else -y
+        return z + 1
+
+    x = torch.ones(3)
+    graph, out = capture(lambda x: inner(x) * 2, x)
+    assert [s.label for s in graph._steps] == ["compiled callable", "aten.mul.Tensor"]
+    for value in (2.0, -2.0):
+        x.fill_(value)
+        graph.replay()
+        assert same(out, inner(x) * 2)
+
+
 def test_host_reads_outside_the_compiled_region_are_still_refused():
     from graphrt.core.errors import CaptureSyncError
 

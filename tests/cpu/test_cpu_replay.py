@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 import torch
 from cpu_capturing import capture, same
@@ -175,8 +178,6 @@ def test_a_graph_without_a_capture_refuses_to_replay():
 
 
 def test_the_dump_lists_operators_with_addresses_and_source(tmp_path):
-    import json
-
     x = torch.ones(3)
     graph, out = capture(lambda: x.exp().sin_())
     graph.debug_dump(str(tmp_path / "graph.json"))
@@ -187,21 +188,14 @@ def test_the_dump_lists_operators_with_addresses_and_source(tmp_path):
 
 
 def test_replay_is_faster_than_eager():
-    import statistics
-    import time
-
     model, static = Llama(), step_inputs(1, 0)
     graph, _ = capture(model, *static)
-
-    def median_s(call):
-        times = []
-        for _ in range(60):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
+    times: dict[bool, list[float]] = {False: [], True: []}
+    # The best of many, taken in turns: the machine may be busy with other things.
     with torch.no_grad():
-        eager = min(median_s(lambda: model(*static)) for _ in range(3))
-        replay = min(median_s(graph.replay) for _ in range(3))
-    assert replay < eager
+        for _ in range(300):
+            for replaying, call in ((False, lambda: model(*static)), (True, graph.replay)):
+                start = time.perf_counter()
+                call()
+                times[replaying].append(time.perf_counter() - start)
+    assert min(times[True]) < min(times[False])

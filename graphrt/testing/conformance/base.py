@@ -78,8 +78,8 @@ class ConformanceBase:
         metadata: Any = None,
     ) -> Any:
         """Call `function` in a step that captures; rolled back if it fails."""
-        transaction = CaptureTransaction()
-        context = ForwardContext(mode, descriptor, slot, metadata=metadata, capture=transaction)
+        transaction = CaptureTransaction(slot)
+        context = ForwardContext(mode, descriptor, metadata=metadata, capture=transaction)
         try:
             with context:
                 return function(*args)

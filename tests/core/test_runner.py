@@ -1,0 +1,359 @@
+"""The runner on the CPU: padding, fallbacks and their reasons, hooks, threads, weights."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import (
+    Batch,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    HostArg,
+    InputSpec,
+    Reason,
+    UpdatableTask,
+    current_context,
+    eager_break,
+)
+from graphrt.core.errors import (
+    CaptureError,
+    CaptureSealedError,
+    GraphRTError,
+    InvalidBatchError,
+    InvalidInputError,
+    InvalidModeError,
+    InvalidOptionError,
+    InvalidSizesError,
+    PoolBusyError,
+    StaleInputError,
+    StateTooLargeError,
+    UnknownPlatformError,
+)
+
+INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}
+
+
+def runner(forward: Any = lambda x: x + 1, **options: Any) -> GraphRunner:
+    arguments: dict[str, Any] = {
+        "inputs": INPUTS,
+        "outputs": ("tokens", 4),
+        "mode": "FULL",
+        "sizes": [2, 4],
+        "platform": "cpu",
+        **options,
+    }
+    return GraphRunner(forward, **arguments)
+
+
+def rows(count: int, value: float = 1.0) -> torch.Tensor:
+    return torch.full((count, 4), value)
+
+
+def test_sizes_and_requests_are_read_off_the_inputs():
+    captured = runner()
+    captured.capture()
+    assert captured(x=rows(3)).shape == (3, 4)
+    assert captured.last_dispatch.descriptor.num_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("count", "reason"),
+    [(1, Reason.HIT), (4, Reason.HIT), (5, Reason.TOO_LARGE)],
+)
+def test_a_batch_larger_than_all_buffers_runs_eagerly_on_its_own_tensors(count, reason):
+    captured = runner()
+    captured.capture()
+    assert torch.equal(captured(x=rows(count)), rows(count, 2.0))
+    assert captured.last_dispatch.reason is reason
+    assert captured.report().reasons[reason] == 1
+
+
+def test_padding_is_reported():
+    captured = runner()
+    captured.capture()
+    captured(x=rows(3))
+    captured(x=rows(4))
+    report = captured.report()
+    assert (report.live_tokens, report.padded_tokens) == (7, 8)
+    assert report.padding == 1 - 7 / 8
+    assert report.pool_bytes > 0
+    assert [record.descriptor.num_tokens for record in report.graphs] == [4, 2]
+
+
+def test_excluded_modes_and_agreements_of_ranks_reach_the_dispatcher():
+    captured = runner()
+    captured.capture()
+    captured(Batch(1, 1, 1, exclude=frozenset({GraphMode.FULL})), x=rows(1))
+    assert captured.last_dispatch.reason is Reason.EXCLUDED
+    captured(Batch(1, 1, 1), x=rows(1), at_most_mode=GraphMode.NONE)
+    assert captured.last_dispatch.reason is Reason.RANKS_DISAGREE
+    captured(Batch(1, 1, 1), x=rows(1), at_least=3)
+    assert captured.last_dispatch.descriptor.num_tokens == 4
+
+
+def test_strict_refuses_a_batch_that_no_graph_serves_after_capture():
+    strict = runner(options=GraphOptions(strict=True))
+    strict(x=rows(9))
+    strict.capture()
+    with pytest.raises(CaptureSealedError, match="more tokens"):
+        strict(x=rows(9))
+    assert strict(x=rows(2)).shape == (2, 4)
+
+
+def test_lazy_capture_captures_the_graph_that_a_batch_needs():
+    lazy = runner(options=GraphOptions(lazy=True))
+    assert torch.equal(lazy(x=rows(3)), rows(3, 2.0))
+    assert lazy.last_dispatch.reason is Reason.HIT
+    assert len(lazy.report().graphs) == 1
+    lazy.seal()
+    lazy(x=rows(1))
+    assert lazy.last_dispatch.descriptor.num_tokens == 4
+
+
+def test_bind_is_called_in_every_phase_with_the_views_of_the_step():
+    calls = []
+
+    def bind(buffers, descriptor, phase):
+        calls.append((phase, descriptor.num_tokens, buffers["x"].shape[0]))
+
+    bound = runner(bind=bind, sizes=[4])
+    bound(x=rows(2))
+    bound.capture()
+    bound(x=rows(2))
+    assert calls == [("eager", 2, 2), ("warmup", 4, 4), ("capture", 4, 4), ("replay", 4, 4)]
+
+
+def test_the_capture_context_is_entered_once_around_all_captures():
+    events = []
+
+    @contextlib.contextmanager
+    def capture_context():
+        events.append("enter")
+        yield
+        events.append("exit")
+
+    def forward(x):
+        events.append("forward")
+        return x + 1
+
+    captured = runner(forward, capture_context=capture_context)
+    captured.capture()
+    assert events == ["enter", *["forward"] * 4, "exit"]
+
+
+def test_segment_hooks_surround_every_segment():
+    events = []
+
+    class Hooks:
+        def before_capture(self):
+            events.append("before_capture")
+
+        def end_of_capture(self):
+            events.append("end_of_capture")
+
+        def before_replay(self):
+            events.append("before_replay")
+
+    captured = runner(segment_hooks=Hooks(), sizes=[2])
+    captured.capture()
+    captured(x=rows(2))
+    assert events == ["before_capture", "end_of_capture", "before_replay"]
+
+
+def test_progress_is_reported_before_each_graph_and_at_the_end():
+    seen = []
+    runner().capture(lambda done, total, descriptor: seen.append((done, total)))
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_moved_weights_are_found_and_recapture_reads_the_new_ones():
+    weight = torch.nn.Linear(4, 4, bias=False)
+    captured = runner(lambda x: weight(x), parameters=weight)
+    captured.capture()
+    with torch.no_grad():
+        weight.weight.copy_(torch.eye(4))
+    captured.weights_changed()
+    assert torch.equal(captured(x=rows(2)), rows(2))
+    weight.weight = torch.nn.Parameter(torch.eye(4) * 3)
+    with pytest.raises(StaleInputError, match="weight"):
+        captured.weights_changed()
+    captured.recapture()
+    assert torch.equal(captured(x=rows(2)), rows(2, 3.0))
+
+
+def test_two_runners_in_two_threads_do_not_disturb_each_other():
+    failures = []
+
+    def work(offset: float) -> None:
+        own = runner(lambda x: (x + offset) * 2, mode="FULL_AND_PIECEWISE", max_num_reqs=4)
+        own.capture()
+        for turn in range(200):
+            count = turn % 4 + 1
+            batch = Batch(count, count, 1) if turn % 2 else Batch(count, 1)
+            out = own(batch, x=rows(count, float(turn)))
+            if not torch.equal(out, rows(count, (turn + offset) * 2)):
+                failures.append((offset, turn))
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in (1.0, 50.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_one_runner_in_two_threads_at_once_is_refused():
+    caught = []
+
+    @eager_break
+    def other_thread(x):
+        def call():
+            try:
+                shared(x=rows(2))
+            except PoolBusyError as error:
+                caught.append(error)
+
+        if current_context().metadata == "go":
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+        return x * 1
+
+    shared = runner(lambda x: other_thread(x + 1), mode="PIECEWISE")
+    shared.capture()
+    shared(x=rows(2), metadata="go")
+    assert len(caught) == 1
+
+
+def test_runners_that_share_a_pool_share_its_memory():
+    pool = GraphPool("cpu")
+    first, second = runner(pool=pool), runner(lambda x: x * 5, pool=pool)
+    first.capture()
+    alone = pool.bytes()
+    second.capture()
+    assert pool.bytes() == alone
+    assert torch.equal(first(x=rows(3)), rows(3, 2.0))
+    assert torch.equal(second(x=rows(3)), rows(3, 5.0))
+    first.close()
+    assert torch.equal(second(x=rows(3)), rows(3, 5.0))
+
+
+def test_host_arguments_of_a_step_travel_in_updates():
+    scale = UpdatableTask(
+        "scale",
+        lambda x, out, lengths: torch.add(x, x, alpha=sum(lengths), out=out),
+        {"lengths": HostArg("reqs")},
+        at_capture=lambda descriptor: {"lengths": [0]},
+    )
+
+    def forward(x):
+        out = torch.empty_like(x)
+        scale(x, out)
+        return out
+
+    tasked = runner(forward, max_num_reqs=4)
+    tasked.capture()
+    batch = Batch(3, 3, 1)
+    assert torch.equal(
+        tasked(batch, x=rows(3), updates={"scale": {"lengths": [1, 2, 3]}}), rows(3, 7.0)
+    )
+    assert torch.equal(tasked(x=rows(9), updates={"scale": {"lengths": [1]}}), rows(9, 2.0))
+
+
+def test_outputs_with_requests_and_nested_outputs_are_cut_to_their_live_rows():
+    inputs = {**INPUTS, "last": InputSpec(torch.int64, ("reqs",), index=True)}
+    captured = GraphRunner(
+        lambda x, last: {"hidden": x + 1, "picked": x[last], "constant": 3},
+        inputs=inputs,
+        outputs={"hidden": ("tokens", 4), "picked": ("reqs", 4)},
+        mode="FULL",
+        sizes=[4],
+        platform="cpu",
+    )
+    captured.capture()
+    out = captured(Batch(3, 2), x=rows(3), last=torch.tensor([0, 2]))
+    assert (out["hidden"].shape, out["picked"].shape, out["constant"]) == ((3, 4), (2, 4), 3)
+
+
+def test_a_capture_that_fails_half_way_keeps_what_it_has_and_goes_on_later():
+    broken = [True]
+
+    def forward(x):
+        if broken[0] and x.shape[0] == 2 and torch.is_grad_enabled() is False:
+            raise ValueError("small batches fail")
+        return x + 1
+
+    captured = runner(forward, options=GraphOptions(warmups=0))
+    with pytest.raises(CaptureError, match="small batches fail"):
+        captured.capture()
+    assert [found.descriptor.num_tokens for found in captured.dispatcher.published] == [4]
+    assert torch.equal(captured(x=rows(3)), rows(3, 2.0))
+    broken[0] = False
+    captured.capture()
+    assert len(captured.dispatcher.published) == 2
+
+
+def test_a_counter_that_the_forward_advances_gives_the_eager_results():
+    def make(mode: str) -> list[float]:
+        counter = torch.zeros((), dtype=torch.int64)
+
+        def forward(x):
+            counter.add_(1)
+            return x * counter
+
+        with runner(forward, mode=mode, state=[counter]) as decoding:
+            decoding.capture()
+            return [float(decoding(x=rows(2))[0, 0]) for _ in range(4)]
+
+    assert make("FULL") == make("PIECEWISE") == make("NONE") == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_state_over_the_limit_is_refused_before_anything_is_captured():
+    large = runner(state=[torch.zeros(100)], options=GraphOptions(state_limit_bytes=399))
+    with pytest.raises(StateTooLargeError, match="state_limit_bytes"):
+        large.capture()
+    assert large.dispatcher.published == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"mode": "HALF"}, InvalidModeError, "HALF"),
+        ({"sizes": []}, InvalidSizesError, "empty|no "),
+        ({"sizes": [4, 2]}, InvalidSizesError, "sorted"),
+        ({"sizes": [2, 2]}, InvalidSizesError, "2"),
+        ({"sizes": [-1, 2]}, InvalidSizesError, "-1"),
+        ({"sizes": [0]}, InvalidSizesError, "0"),
+        ({"sizes": None}, InvalidOptionError, "max_num_tokens"),
+        ({"platform": "abacus"}, UnknownPlatformError, "abacus"),
+        ({"pieces": "magic"}, GraphRTError, "magic"),
+    ],
+)
+def test_bad_configurations_are_named_errors(options, error, text):
+    with pytest.raises(error, match=text):
+        runner(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"x": rows(2).double()}, InvalidInputError, "float64"),
+        ({"x": torch.ones(2, 5)}, InvalidInputError, r"\(2, 5\)"),
+        ({}, InvalidInputError, "missing \\['x'\\]"),
+        ({"x": rows(2), "y": rows(2)}, InvalidInputError, "unknown \\['y'\\]"),
+        ({"x": torch.ones(0, 4)}, InvalidBatchError, "0"),
+    ],
+)
+def test_bad_steps_are_named_errors_and_the_next_step_works(arguments, error, text):
+    captured = runner()
+    captured.capture()
+    with pytest.raises(error, match=text):
+        captured(**arguments)
+    assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
