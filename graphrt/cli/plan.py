@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from graphrt.core.errors import InvalidOptionError
+from graphrt.core.lookup import resolve_platform
 from graphrt.core.modes import (
     AttentionSupport,
     ModeResolution,
     resolve_mode,
 )
-from graphrt.core.lookup import resolve_platform
 from graphrt.core.options import GraphOptions
 from graphrt.core.sizes import CaptureKey, SizePlan, descriptors_for, plan_sizes
 

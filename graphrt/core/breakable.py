@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import (
     _pop_mode,
 )
 
-from graphrt.core import tree
 from graphrt.core.bridges import Bridges, EagerPart
 from graphrt.core.errors import CaptureError, MissedBreakError, NestedCaptureError
 from graphrt.core.platform import DeviceGraph
@@ -196,11 +195,11 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     return breaking
 
 
-class _BreakWatch(TorchDispatchMode):
+class _BreakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of an open segment and breaks at those of the list."""
 
     def __init__(self, capture: Capture, breaks: frozenset[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._capture = capture
         self._breaks = breaks
         self._entered = False
@@ -209,7 +208,7 @@ class _BreakWatch(TorchDispatchMode):
     def resume(self) -> None:
         # While an operator is being handled torch has taken this mode off its stack already.
         if not self._handling and not self._entered:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
             self._entered = True
 
     def suspend(self) -> None:
@@ -223,7 +222,7 @@ class _BreakWatch(TorchDispatchMode):
                 advice="leave the mode before the eager break, or enter it outside of the wrapper",
             )
         self._entered = False
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Leave the mode for good, with whatever a failed forward left on top of it."""

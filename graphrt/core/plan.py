@@ -22,8 +22,8 @@ class StepPlan:
 
     __slots__ = (
         "_axes",
-        "_slices",
         "_sliced_from",
+        "_slices",
         "arguments",
         "call",
         "descriptor",

@@ -12,8 +12,8 @@ from typing import Any
 
 from graphrt.core.context import ForwardContext
 from graphrt.core.errors import PoolBusyError, PoolClosedError
-from graphrt.core.platform import Capability, Platform
 from graphrt.core.lookup import resolve_platform
+from graphrt.core.platform import Capability, Platform
 
 # The one thing that is process-wide, because the device is: two captures on one device at the
 # same time see each other's work, whoever they belong to.

@@ -130,14 +130,27 @@ class GraphRunner:
         *,
         updates: Any = None,
         metadata: Any = None,
-        at_least: int = 0,
-        at_most_mode: GraphMode | None = None,
         **values: Any,
     ) -> Any:
         """Run one step on its live rows; returns the live rows of the outputs.
 
         `batch` may be left out where the shapes of the inputs say everything. `updates` are the
         host arguments of updatable tasks, `metadata` is what eager parts read from the context.
+        """
+        return self.step(batch, values, updates=updates, metadata=metadata)
+
+    def step(
+        self,
+        batch: Batch | None,
+        values: Mapping[str, Any],
+        *,
+        updates: Any = None,
+        metadata: Any = None,
+        at_least: int = 0,
+        at_most_mode: GraphMode | None = None,
+    ) -> Any:
+        """Run one step like a call, with its inputs as a mapping.
+
         `at_least` tokens and `at_most_mode` are what ranks have agreed on.
         """
         if batch is None:
@@ -326,5 +339,3 @@ def _largest_batch(
             advice="sizes=[1, 2, 4, 8]",
         )
     return {"max_num_tokens": tokens, "max_num_reqs": max_num_reqs or tokens}
-
-

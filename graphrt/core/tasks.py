@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Literal
 
 from graphrt.core import tree
@@ -67,7 +68,7 @@ class HostArg:
 
 
 def _check_cumulative(key: str, values: list[int], descriptor: BatchDescriptor) -> None:
-    rising = all(a <= b for a, b in zip(values, values[1:], strict=False))
+    rising = all(a <= b for a, b in pairwise(values))
     if not rising or values[0] < 0 or values[-1] > descriptor.num_tokens:
         raise InvalidUpdateError(
             f"cumulative host argument {key!r} does not add up",

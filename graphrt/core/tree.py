@@ -26,11 +26,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, list):
         return [map_leaves(function, value) for value in tree]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        mapped = copy.copy(tree)
+        changed: Any = copy.copy(tree)
         for field in dataclasses.fields(tree):
             value = map_leaves(function, getattr(tree, field.name))
-            object.__setattr__(mapped, field.name, value)
-        return mapped
+            object.__setattr__(changed, field.name, value)
+        return changed
     return function(tree)
 
 

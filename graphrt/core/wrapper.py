@@ -85,7 +85,6 @@ class Entry:
                 part.replay()
 
 
-
 class _Hot:
     """What every call of a wrapper reads.
 

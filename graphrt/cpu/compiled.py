@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 
 from graphrt.cpu.lowering import Call, Lowered
-from graphrt.cpu.modes import lift_function_mode
 from graphrt.cpu.refusals import HostReads
 from graphrt.cpu.source import user_source
 from graphrt.cpu.tape import Step, Tape
@@ -22,7 +20,7 @@ from graphrt.cpu.tensors import storages_of
 # torch/_dynamo/eval_frame.py. It calls that module's `_callback_from_stance` right before the
 # user's function and its `set_eval_frame(None)` right after, with the result in a local. Both are
 # module globals, so while a capture is open they are wrapped: the first pauses the tape, the second
-# records the call and moves its result into the arena. Where a torch version has another shape
+# records the call; its result stays where it is. Where a torch version has another shape
 # (checked on the code object: before 2.12 the result is no local), nothing is paused, and the call
 # is recorded operator by operator, as Dynamo then runs it.
 _MODULE = "torch._dynamo.eval_frame"
@@ -56,7 +54,7 @@ class CompiledCalls:
         if self.tape.paused or not _supports(frame.f_code):
             return False
         self._region = frame
-        self._restore = lift_function_mode(self.host_reads)
+        self._restore = self.host_reads.pause()
         self.tape.paused = True
         return True
 
@@ -80,10 +78,8 @@ class CompiledCalls:
         args, kwargs, result = values["args"], values["kwargs"], values["result"]
         call = _Reissue(frame, values)
         weak_args, weak_kwargs = tape.weak_in_place((args, kwargs))
-        moved, copies, tokens = tape.copy_fresh(result, storages_of((args, kwargs)), None, {})
-        if copies and not _rebind(frame, "result", moved):
-            # The forward keeps the tensors it was given, so those become the recorded outputs.
-            moved, copies, tokens = tape.keep_fresh(result, storages_of((args, kwargs)))
+        # The forward keeps the tensors it was given, so those become the recorded outputs.
+        _, copies, tokens = tape.keep_fresh(result, storages_of((args, kwargs)))
         lowered = Lowered("opaque", Call(call, (weak_args, weak_kwargs)), copies, checked=True)
         tape.record(Step(None, weak_args, weak_kwargs, lowered, user_source(), tokens))
 
@@ -121,14 +117,6 @@ def _supports(code: CodeType) -> bool:
         and _NEEDED_LOCALS.issubset(code.co_varnames)
         and _NEEDED_CELLS.issubset(code.co_freevars)
     )
-
-
-def _rebind(frame: FrameType, name: str, value: object) -> bool:
-    frame.f_locals[name] = value
-    if sys.version_info < (3, 13):
-        # What debuggers do; from 3.13 on f_locals writes through.
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-    return frame.f_locals[name] is value
 
 
 def _install() -> None:

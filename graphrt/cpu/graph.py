@@ -13,7 +13,7 @@ from graphrt.core.errors import CaptureError, NestedCaptureError, TaskContractEr
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
 from graphrt.cpu.lowering import Call, replay_guard
-from graphrt.cpu.modes import dispatch_modes, lift_function_mode, remove_dispatch_mode
+from graphrt.cpu.modes import dispatch_modes, remove_dispatch_mode
 from graphrt.cpu.program import TaskCall, assemble
 from graphrt.cpu.refusals import HostReads
 from graphrt.cpu.tape import Step, Tape
@@ -189,7 +189,7 @@ class _OpenCapture:
         self._is_open = False
 
     def open(self) -> None:
-        self._host_reads.__enter__()  # type: ignore[no-untyped-call]
+        self._host_reads.open()
         self.tape.__enter__()
         self._compiled.open()
         self._is_open = True
@@ -219,7 +219,7 @@ class _OpenCapture:
         self._is_open = False
         self._compiled.close()
         remove_dispatch_mode(self.tape)
-        lift_function_mode(self._host_reads)
+        self._host_reads.close()
 
 
 def _describe(step: Step, arena: Arena | None) -> dict[str, Any]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import _C
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -54,31 +51,3 @@ def remove_dispatch_mode(mode: ThreadMode) -> None:
         _pop_mode()
     for other in above:
         _push_mode(other)
-
-
-def lift_function_mode(mode: TorchFunctionMode) -> Callable[[], None]:
-    """Take `mode` off the function mode stack; returns what puts it back where it was."""
-    above = _pop_down_to(mode)
-    if above is None:
-        return lambda: None
-    for other in above:
-        _C._push_on_torch_function_stack(other)
-
-    def put_back() -> None:
-        popped = [_C._pop_torch_function_stack() for _ in above]
-        _C._push_on_torch_function_stack(mode)
-        for other in reversed(popped):
-            _C._push_on_torch_function_stack(other)
-
-    return put_back
-
-
-def _pop_down_to(mode: TorchFunctionMode) -> list[TorchFunctionMode] | None:
-    depth = _C._len_torch_function_stack()
-    stack = [_C._get_function_stack_at(i) for i in range(depth)]
-    if mode not in stack:
-        return None
-    above = stack[stack.index(mode) + 1 :]
-    for _ in range(len(above) + 1):
-        _C._pop_torch_function_stack()
-    return above

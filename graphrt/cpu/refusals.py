@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from graphrt.core.errors import CaptureSyncError, RefusedOpError
 from graphrt.cpu.operators import Operator
@@ -98,40 +99,84 @@ def _where() -> str | None:
     return None if source is None else str(source)
 
 
-# Reads that do not go through the dispatcher. A function mode is thread local, so other threads
-# may go on reading their tensors while this one captures.
-_HOST_READS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        "__array__",
-        "__dlpack__",
-        "__format__",
-        "__reduce_ex__",
-        "__repr__",
-        "numpy",
-        "tolist",
-    )
+# Reads that do not go through the dispatcher. A function mode would see them too, but torch takes
+# it off its stack while it handles a call, and a segment may end inside of one. So the methods are
+# replaced while a capture is open, and refuse on the threads that capture.
+_HOST_READS = (
+    "__array__",
+    "__dlpack__",
+    "__format__",
+    "__reduce_ex__",
+    "__repr__",
+    "numpy",
+    "tolist",
 )
-# With sections or indices in a tensor it reads them through a pointer.
-_SPLITS = frozenset({torch.Tensor.tensor_split, torch.tensor_split})
+
+_lock = threading.Lock()
+_open_captures = 0
+_originals: dict[str, Any] = {}
+_thread = threading.local()
 
 
-def _second(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
-    return args[1:2] + tuple((kwargs or {}).get(n) for n in ("tensor_indices_or_sections",))
+class HostReads:
+    """Refuses the reads of this thread that no operator shows, from `open` to `close`."""
+
+    def open(self) -> None:
+        global _open_captures
+        _thread.refusing = True
+        with _lock:
+            if _open_captures == 0:
+                _replace_methods()
+            _open_captures += 1
+
+    def close(self) -> None:
+        global _open_captures
+        _thread.refusing = False
+        with _lock:
+            _open_captures -= 1
+            if _open_captures == 0:
+                _restore_methods()
+
+    def pause(self) -> Callable[[], None]:
+        """Allow reads until the returned function is called."""
+        _thread.refusing = False
+        return self._resume
+
+    def _resume(self) -> None:
+        _thread.refusing = True
 
 
-class HostReads(TorchFunctionMode):
-    """Refuses the reads of this thread that no operator shows."""
+def _replace_methods() -> None:
+    for name in (*_HOST_READS, "tensor_split"):
+        # What torch.Tensor inherits is restored by deleting what hides it.
+        _originals[name] = torch.Tensor.__dict__.get(name)
+        setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name)))
+    _originals["torch.tensor_split"] = torch.tensor_split
+    torch.tensor_split = _guarded("tensor_split", torch.tensor_split)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _HOST_READS:
-            _refuse_read(f"Tensor.{func.__name__}")
-        if func in _SPLITS and any(isinstance(v, torch.Tensor) for v in _second(args, kwargs)):
-            _refuse_read("tensor_split by a tensor")
-        return func(*args, **(kwargs or {}))
+
+def _restore_methods() -> None:
+    torch.tensor_split = _originals.pop("torch.tensor_split")
+    for name, original in _originals.items():
+        if original is None:
+            delattr(torch.Tensor, name)
+        else:
+            setattr(torch.Tensor, name, original)
+    _originals.clear()
+
+
+def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_thread, "refusing", False) and _reads(name, args, kwargs):
+            _refuse_read(f"Tensor.{name}")
+        return original(*args, **kwargs)
+
+    return guarded
+
+
+def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name != "tensor_split":
+        return True
+    # With sections or indices in a tensor it reads them through a pointer.
+    return any(isinstance(v, torch.Tensor) for v in (*args[1:2], *kwargs.values()))

@@ -87,22 +87,40 @@ class _Reissue(ThreadMode):
             _refuse(
                 f"operator {index} of the task is another than at capture", op.label, step.label
             )
-        if len(args) != len(step.args) or kwargs.keys() != step.kwargs.keys():
+        # The dispatcher leaves out arguments that equal their default, so both are completed first.
+        args, kwargs = _completed(op, args, kwargs)
+        old_args, old_kwargs = _completed(op, step.args, step.kwargs)
+        if len(args) != len(old_args) or kwargs.keys() != old_kwargs.keys():
             _refuse(
                 f"{op.label} was issued with other arguments than at capture",
                 f"{len(args)} positional, keywords {sorted(kwargs)}",
-                f"{len(step.args)} positional, keywords {sorted(step.kwargs)}",
+                f"{len(old_args)} positional, keywords {sorted(old_kwargs)}",
             )
         parameters = [a.name for a in op.schema.arguments]
         new_args = tuple(
             _merge(old, new, f"{op.label} argument {name!r}")
-            for old, new, name in zip(step.args, args, parameters, strict=False)
+            for old, new, name in zip(old_args, args, parameters, strict=False)
         )
         new_kwargs = {
-            name: _merge(step.kwargs[name], new, f"{op.label} argument {name!r}")
+            name: _merge(old_kwargs[name], new, f"{op.label} argument {name!r}")
             for name, new in kwargs.items()
         }
         self.found.append(NewArguments(new_args, new_kwargs))
+
+
+def _completed(
+    op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with every argument that has a default given."""
+    positional, keywords = list(args), dict(kwargs)
+    for place, argument in enumerate(op.schema.arguments):
+        if place < len(args) or argument.name in kwargs or not argument.has_default_value():
+            continue
+        if argument.kwarg_only:
+            keywords[argument.name] = argument.default_value
+        elif place == len(positional):
+            positional.append(argument.default_value)
+    return tuple(positional), keywords
 
 
 def _merge(old: Any, new: Any, where: str) -> Any:
@@ -113,13 +131,13 @@ def _merge(old: Any, new: Any, where: str) -> Any:
         return old
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
         _refuse(f"{where} changed between tensor and host value", _describe(new), _describe(old))
-    if isinstance(new, list | tuple):
-        if any(isinstance(v, torch.Tensor) for v in (*new, *(old or ()))):
-            if not isinstance(old, list | tuple) or len(old) != len(new):
-                _refuse(f"{where} is another list of tensors", _describe(new), _describe(old))
-            return [_merge(a, b, where) for a, b in zip(old, new, strict=True)]
+    if not isinstance(new, list | tuple):
+        return new
+    if not any(isinstance(v, torch.Tensor) for v in (*new, *(old or ()))):
         return list(new)
-    return new
+    if not isinstance(old, list | tuple) or len(old) != len(new):
+        _refuse(f"{where} is another list of tensors", _describe(new), _describe(old))
+    return [_merge(a, b, where) for a, b in zip(old, new, strict=True)]
 
 
 def _same_tensor(old: torch.Tensor, new: torch.Tensor) -> bool:

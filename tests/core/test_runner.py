@@ -92,9 +92,9 @@ def test_excluded_modes_and_agreements_of_ranks_reach_the_dispatcher():
     captured.capture()
     captured(Batch(1, 1, 1, exclude=frozenset({GraphMode.FULL})), x=rows(1))
     assert captured.last_dispatch.reason is Reason.EXCLUDED
-    captured(Batch(1, 1, 1), x=rows(1), at_most_mode=GraphMode.NONE)
+    captured.step(Batch(1, 1, 1), {"x": rows(1)}, at_most_mode=GraphMode.NONE)
     assert captured.last_dispatch.reason is Reason.RANKS_DISAGREE
-    captured(Batch(1, 1, 1), x=rows(1), at_least=3)
+    captured.step(Batch(1, 1, 1), {"x": rows(1)}, at_least=3)
     assert captured.last_dispatch.descriptor.num_tokens == 4
 
 

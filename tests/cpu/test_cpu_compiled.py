@@ -42,7 +42,7 @@ def test_a_compiled_function_is_one_opaque_call(backend, inference):
         "aten.mul.Tensor",
     ]
     assert same(out, expected)
-    assert all(arena.owns(t) for _, t in graph._steps[1].lowered.copies)
+    assert not any(arena.owns(t) for _, t in graph._steps[1].lowered.copies)
     for _ in range(2):
         x.copy_(torch.randn(4, 4))
         graph.replay()
@@ -129,18 +129,6 @@ def test_a_compiled_callable_of_an_unknown_shape_is_recorded_operator_by_operato
     from graphrt.cpu import compiled
 
     monkeypatch.setattr(compiled, "_NEEDED_LOCALS", frozenset({"not there"}))
-    inner = torch.compile(lambda x: (x * 2).sin(), backend="eager")
-    x = torch.randn(4)
-    graph, out = capture(lambda x: inner(x) + 1, x)
-    x.copy_(torch.randn(4))
-    graph.replay()
-    assert same(out, (x * 2).sin() + 1)
-
-
-def test_outputs_stay_static_where_the_result_cannot_be_exchanged(monkeypatch):
-    from graphrt.cpu import compiled
-
-    monkeypatch.setattr(compiled, "_rebind", lambda *_: False)
     inner = torch.compile(lambda x: (x * 2).sin(), backend="eager")
     x = torch.randn(4)
     graph, out = capture(lambda x: inner(x) + 1, x)

@@ -7,6 +7,9 @@ import torch
 from cpu_capturing import capture, same
 from torch.nn import functional as F
 
+from graphrt.cpu import lowering
+from graphrt.cpu.operators import operator_of
+
 
 @torch.library.custom_op("graphrt_cpu_test::scaled", mutates_args=())
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -35,6 +38,12 @@ def metadata_in_place(x):
     y.t_()
     z = y.unsqueeze_(0)
     return z * 2
+
+
+def transposed_in_place(x):
+    square = x[:, :4].clone()
+    square.t_()
+    return square * torch.arange(4.0)
 
 
 def given_outputs(x):
@@ -128,6 +137,7 @@ CASES = {
     "expanded_output": lambda x: torch.ops.aten._unsafe_view(x, (24,)).expand(2, 24) + 0,
     "in_place_on_view": in_place_on_view,
     "metadata_in_place": metadata_in_place,
+    "transposed_in_place": transposed_in_place,
     "given_outputs": given_outputs,
     "foreach": foreach,
     "index_put": put,
@@ -208,6 +218,44 @@ def test_the_user_may_end_a_profiler_range_inside_a_capture():
     graph, out = capture(forward)
     assert graph.kernels == 1
     assert out.tolist() == [2.0] * 3
+
+
+def test_an_out_variant_that_computes_something_else_is_not_used(monkeypatch):
+    other = operator_of(torch.ops.aten.expm1.out)
+    monkeypatch.setattr(lowering, "out_variant", lambda op: (other, ("out",), frozenset()))
+    x = torch.randn(5)
+    graph, out = capture(lambda: x.exp())
+    assert same(out, x.exp())
+    assert graph._steps[0].lowered.kind == "again"
+    x.copy_(torch.randn(5))
+    graph.replay()
+    assert same(out, x.exp())
+
+
+def test_a_binding_that_issues_another_operator_is_not_used(monkeypatch):
+    monkeypatch.setattr(lowering, "_bindings", lambda name: (torch._C._VariableFunctions.expm1,))
+    x = torch.randn(5)
+    graph, out = capture(lambda: x.exp())
+    assert graph._steps[0].lowered.call.fn is operator_of(torch.ops.aten.exp.out).raw
+    x.copy_(torch.randn(5))
+    graph.replay()
+    assert same(out, x.exp())
+
+
+def test_silent_updates_of_statistics_happen_once_per_call():
+    x, eager, captured = torch.randn(8, 3), torch.zeros(2, 3), torch.zeros(2, 3)
+
+    def forward(stats):
+        return torch.native_batch_norm(x, None, None, stats[0], stats[1], True, 0.5, 1e-5)
+
+    with torch.no_grad():
+        forward(eager)
+    graph, _ = capture(forward, captured)
+    assert same(captured, eager)
+    with torch.no_grad():
+        forward(eager)
+    graph.replay()
+    assert same(captured, eager)
 
 
 def test_an_output_that_nothing_reads_is_not_copied_at_replay():

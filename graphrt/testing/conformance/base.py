@@ -10,9 +10,9 @@ import torch
 
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.lookup import wrapper_class
 from graphrt.core.modes import GraphMode
 from graphrt.core.platform import Capability, Platform
-from graphrt.core.lookup import wrapper_class
 from graphrt.core.pool import GraphPool
 from graphrt.core.transaction import CaptureTransaction
 from graphrt.core.wrapper import GraphWrapper, WrapperOptions

@@ -45,7 +45,7 @@ class BreakConformance(ConformanceBase):
         def forward(x: torch.Tensor) -> torch.Tensor:
             for _ in range(3):
                 x = attention(x + 1)
-            return x
+            return x + 0
 
         wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
         x = self.tensor(0, 1, 2, 3)
@@ -81,7 +81,8 @@ class BreakConformance(ConformanceBase):
             q, k = x * 2, x * 3
             mixed = attention(q, k)
             scratch = mixed * 7
-            return attention(scratch, k) + q
+            result: torch.Tensor = attention(scratch, k) + q
+            return result
 
         wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
         x = self.tensor(1, 2, 3, 4)
@@ -101,7 +102,8 @@ class BreakConformance(ConformanceBase):
         def forward(x: torch.Tensor) -> torch.Tensor:
             kept = attention(x + 1)
             filler = x * 100
-            return kept + filler[:2] * 0
+            result: torch.Tensor = kept + filler[:2] * 0
+            return result
 
         wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
         x = self.tensor(1, 2, 3, 4)
@@ -123,7 +125,7 @@ class BreakConformance(ConformanceBase):
         def scaled(x: torch.Tensor) -> torch.Tensor:
             context = current_context()
             assert context is not None
-            return x * context.metadata
+            return torch.mul(x, context.metadata)
 
         wrapper = self.wrap(lambda x: eager_break(scaled)(x + 1), PIECEWISE, pool, breakable=True)
         x = self.tensor(1, 2, 3, 4)
