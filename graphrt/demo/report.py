@@ -67,16 +67,13 @@ class Comparison:
         return self.same_steps and self.wrong_tokens == self.wrong_rows == 0
 
 
-def run_prompts(
-    setup: Setup, options: GraphOptions, keep_logits: bool = False,
-    progress: Callable[[int, int, BatchDescriptor], None] | None = None,
-) -> Run:  # fmt: skip
-    """Capture, then generate from an empty cache until every prompt is finished."""
+def make_runner(setup: Setup, options: GraphOptions) -> GraphRunner:
+    """A runner of the decoder over an empty cache, with every input of a paged batch declared."""
     limits, config = setup.limits, setup.decoder.config
     cache = new_cache(config, limits.num_pages, limits.page_size, setup.decoder.embedding)
     per_token = InputSpec(torch.int64, ("tokens",))
     blocks = ("reqs", limits.pages(limits.context))
-    runner = GraphRunner(
+    return GraphRunner(
         functools.partial(setup.decoder, cache),
         platform=setup.platform,
         options=options,
@@ -92,15 +89,22 @@ def run_prompts(
         },
         outputs=("reqs", config.vocab_size),
     )
-    try:
-        engine = Engine(runner, limits, setup.eos_ids, keep_logits)
+
+
+def run_prompts(
+    setup: Setup,
+    options: GraphOptions,
+    keep_logits: bool = False,
+    progress: Callable[[int, int, BatchDescriptor], None] | None = None,
+) -> Run:
+    """Capture, then generate from an empty cache until every prompt is finished."""
+    with make_runner(setup, options) as runner:
+        engine = Engine(runner, setup.limits, setup.eos_ids, keep_logits)
         requests = [engine.submit(prompt, setup.max_new_tokens) for prompt in setup.prompts]
         runner.capture(progress=progress)
         while engine.waiting or engine.running:
             engine.step()
-    finally:
-        runner.close()
-    return Run([request.generated for request in requests], engine.steps)
+        return Run([request.generated for request in requests], engine.steps)
 
 
 def compare(graphs: Run, eager: Run) -> Comparison:

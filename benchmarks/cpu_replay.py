@@ -1,0 +1,125 @@
+"""Replay against eager on the CPU, and what the arena saves.
+
+    python benchmarks/cpu_replay.py [--json FILE]
+
+The demo's seeded decoder: whole runner calls at captured sizes, against the same callable run
+eagerly on the same padded inputs; taken in turns, medians of many calls, on one thread. Arena bytes are over all graphs of the demo's FULL_AND_PIECEWISE run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform as host_platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphrt import Batch, GraphMode, GraphOptions, get_platform
+from graphrt.demo.checkpoint import seeded_checkpoint
+from graphrt.demo.engine import EngineLimits
+from graphrt.demo.model import Decoder
+from graphrt.demo.report import Setup, make_runner
+
+ROUNDS = 200
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+
+
+def medians_us(*functions: Callable[[], Any]) -> list[float]:
+    """Medians of calls taken in turns, in microseconds."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(ROUNDS):
+        for function, found in zip(functions, times, strict=True):
+            started = time.perf_counter()
+            function()
+            found.append((time.perf_counter() - started) * 1e6)
+    return [statistics.median(found) for found in times]
+
+
+def demo_setup() -> Setup:
+    checkpoint, limits = seeded_checkpoint(), EngineLimits()
+    slots = limits.pages(limits.context) * limits.page_size
+    decoder = Decoder(checkpoint.config, checkpoint.weights, slots)
+    return Setup(decoder, get_platform("cpu"), limits, [], 1, frozenset())
+
+
+def step_inputs(limits: EngineLimits, tokens: int, reqs: int) -> dict[str, torch.Tensor]:
+    """`tokens` tokens of `reqs` requests, the last with what is left over."""
+    starts = torch.arange(reqs + 1, dtype=torch.int32)
+    starts[-1] = tokens
+    pages = limits.pages(limits.context)
+    return {
+        "input_ids": torch.randint(0, 256, (tokens,)),
+        "positions": torch.arange(tokens) % 16,
+        "slot_mapping": torch.arange(tokens) % limits.page_size + limits.page_size,
+        "block_table": torch.ones(reqs, pages, dtype=torch.int64),
+        "query_start_loc": starts,
+    }
+
+
+def demo(mode: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """A row for each captured size: eager and replayed whole runner calls."""
+    setup = demo_setup()
+    rows = []
+    with make_runner(setup, GraphOptions(mode=GraphMode.parse(mode), sizes=SIZES)) as runner:
+        runner.capture()
+        for size in (1, 4, 8, 16, 64):
+            reqs = min(size, setup.limits.max_num_reqs)
+            values = step_inputs(setup.limits, size, reqs)
+            batch = Batch(size, reqs, 1 if reqs == size else None)
+            found = runner.dispatcher.dispatch(batch)
+            eager, replayed = medians_us(
+                lambda b=batch, f=found, v=values: runner.run_padded_eagerly(b, f, v),
+                lambda b=batch, v=values: runner(b, **v),
+            )
+            rows.append(
+                {"mode": found.mode.name, "tokens": size, "eager_us": eager, "replay_us": replayed}
+            )
+        arena = runner.pool.memory
+        memory = {
+            "graphs": len(runner.keys),
+            "arena_bytes": arena.reserved_bytes,
+            "outputs_apart_bytes": arena.requested_bytes_total,
+            "ratio": arena.reserved_bytes / arena.requested_bytes_total,
+        }
+    return rows, memory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for mode in ("FULL", "FULL_AND_PIECEWISE"):
+        rows, memory = demo(mode)
+        results[mode] = {"steps": rows, "memory": memory}
+        print(f"demo model, mode {mode}")
+        for row in rows:
+            ratio = row["eager_us"] / row["replay_us"]
+            print(
+                f"  {row['mode']:<10}{row['tokens']:>4} tokens   eager {row['eager_us']:8.0f} us"
+                f"   replay {row['replay_us']:8.0f} us   {ratio:5.2f} times as fast"
+            )
+        print(
+            f"  arena of {memory['graphs']} graphs: {memory['arena_bytes'] / 2**20:.2f} MiB, "
+            f"outputs apart {memory['outputs_apart_bytes'] / 2**20:.2f} MiB, "
+            f"ratio {memory['ratio']:.3f}"
+        )
+    if options.json:
+        machine = {
+            "machine": host_platform.processor() or host_platform.machine(),
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "threads": 1,
+        }
+        options.json.write_text(json.dumps({**machine, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Importing graphrt is cheap: nothing heavy is loaded and no device is touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CHECK = """
+import sys, torch
+before = set(sys.modules)
+import graphrt
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
+heavy = {"typer", "rich", "triton", "torch_npu", "numpy", "safetensors", "tokenizers"} & loaded
+platforms = {n for n in sys.modules if n.startswith(("graphrt.cpu", "graphrt.cuda", "graphrt.asc"))}
+dynamo = "torch._dynamo" in set(sys.modules) - before
+print(sorted(heavy), sorted(platforms), dynamo, torch.cuda.is_initialized())
+print(all(hasattr(graphrt, name) for name in graphrt.__all__))
+"""
+
+
+def test_import_loads_nothing_heavy_and_touches_no_device():
+    result = subprocess.run(
+        [sys.executable, "-c", CHECK], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines() == ["[] [] False False", "True"]
