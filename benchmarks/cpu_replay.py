@@ -3,7 +3,8 @@
     python benchmarks/cpu_replay.py [--json FILE]
 
 The demo's seeded decoder: whole runner calls at captured sizes, against the same callable run
-eagerly on the same padded inputs; taken in turns, medians of many calls, on one thread. Arena bytes are over all graphs of the demo's FULL_AND_PIECEWISE run.
+eagerly on the same padded inputs; taken in turns, medians of many calls, on one thread. Arena
+bytes are over all graphs of a run.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class GraphSet:
         self._inputs = inputs
         self._outputs = outputs
         self._bind = bind
-        self._state = tuple(state)
+        self.state = tuple(state)
         self._capture_context = capture_context
         self._wrappers = self._wrap(mode, pieces, segment_hooks)
         self._piece_wrappers: dict[int, GraphWrapper] = {}
@@ -80,7 +80,7 @@ class GraphSet:
 
     def capture(self, keys: Iterable[CaptureKey], progress: Progress | None = None) -> None:
         """Capture and publish the graphs of `keys` in their order."""
-        saved = SavedState(self._state, self._options.state_limit_bytes)
+        saved = SavedState(self.state, self._options.state_limit_bytes)
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._plan(*key)) for key in keys
         ]

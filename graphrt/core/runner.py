@@ -26,6 +26,7 @@ from graphrt.core.segments import SegmentHooks
 from graphrt.core.sizes import check_sizes, descriptors_for, plan_sizes
 from graphrt.core.state import State
 from graphrt.core.stats import RunnerReport
+from graphrt.core.verify import verify_step
 
 
 class GraphRunner:
@@ -154,7 +155,7 @@ class GraphRunner:
         `at_least` tokens and `at_most_mode` are what ranks have agreed on.
         """
         if batch is None:
-            batch = self._batch_of(values)
+            batch = self.batch_of(values)
         found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
         if found.reason is Reason.NOT_CAPTURED and self.options.lazy:
             found = self._capture_lazily(batch, found)
@@ -178,6 +179,19 @@ class GraphRunner:
         """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
         context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
         return self._run_padded(batch, found.slot, values, context, eager=True)
+
+    def verify(
+        self,
+        batch: Batch | None = None,
+        /,
+        *,
+        updates: Any = None,
+        metadata: Any = None,
+        **values: Any,
+    ) -> Any:
+        """Run one step and prove it: like a call, but `VerificationError` if the replay differs
+        from the same padded step run eagerly. See `verify_step` for what happens twice."""
+        return verify_step(self, batch, values, updates=updates, metadata=metadata)
 
     def capture(self, progress: Progress | None = None) -> None:
         """Capture every planned graph that is not captured yet, then seal.
@@ -309,7 +323,8 @@ class GraphRunner:
         self.graphs.capture([(planned.mode, planned.descriptor)])
         return self.dispatcher.dispatch(batch)
 
-    def _batch_of(self, values: Mapping[str, Any]) -> Batch:
+    def batch_of(self, values: Mapping[str, Any]) -> Batch:
+        """The batch that the shapes of a step's inputs describe."""
         tokens, reqs = self.inputs.infer(values)
         # Only this much is certain: with as many tokens as requests, each has exactly one.
         return Batch(tokens, reqs, 1 if reqs is not None and tokens == reqs else None)

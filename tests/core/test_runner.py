@@ -35,6 +35,7 @@ from graphrt.core.errors import (
     StaleInputError,
     StateTooLargeError,
     UnknownPlatformError,
+    VerificationError,
 )
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}
@@ -313,6 +314,30 @@ def test_a_counter_that_the_forward_advances_gives_the_eager_results():
             return [float(decoding(x=rows(2))[0, 0]) for _ in range(4)]
 
     assert make("FULL") == make("PIECEWISE") == make("NONE") == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_verify_advances_declared_state_once_and_returns_the_step():
+    counter = torch.zeros(())
+
+    def forward(x):
+        counter.add_(1)
+        return {"sum": x + counter, "nan": x * float("nan")}
+
+    captured = runner(forward, outputs={"sum": ("tokens", 4)}, state=[counter])
+    captured.capture()
+    assert torch.equal(captured.verify(x=rows(3))["sum"], rows(3, 2.0))
+    assert torch.equal(captured.verify(x=rows(9))["sum"], rows(9, 3.0))
+    assert counter == 2
+
+
+def test_verify_finds_a_python_value_that_the_graph_has_baked_in():
+    scale = [2.0]
+    captured = runner(lambda x: x * scale[0])
+    captured.capture()
+    captured.verify(x=rows(3))
+    scale[0] = 3.0
+    with pytest.raises(VerificationError, match="12 of 12 values, by at most 1"):
+        captured.verify(x=rows(3))
 
 
 def test_state_over_the_limit_is_refused_before_anything_is_captured():
