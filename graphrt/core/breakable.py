@@ -17,7 +17,12 @@ from torch.utils._python_dispatch import (
 )
 
 from graphrt.core.bridges import Bridges, EagerPart
-from graphrt.core.errors import CaptureError, MissedBreakError, NestedCaptureError
+from graphrt.core.errors import (
+    CaptureError,
+    GraphRTError,
+    MissedBreakError,
+    NestedCaptureError,
+)
 from graphrt.core.platform import DeviceGraph
 from graphrt.core.pool import GraphPool
 from graphrt.core.segments import CapturedTask, HookedSegment, Part, SegmentHooks, TaskedSegment
@@ -77,12 +82,10 @@ class Capture:
                     self._end()
                 except BaseException as error:
                     self._roll_back()
-                    if not isinstance(error, Exception):
+                    # What is named already needs no explanation.
+                    if isinstance(error, GraphRTError) or not isinstance(error, Exception):
                         raise
-                    explained = self._platform.explain(error)
-                    if explained is error:
-                        raise
-                    raise explained from error
+                    raise self._platform.explain(error) from error
         finally:
             _active.reset(token)
 

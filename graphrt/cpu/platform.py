@@ -36,6 +36,11 @@ class CpuPlatform(Platform):
     )
     capture_executes = True
 
+    def __init__(self, *, max_pool_bytes: int | None = None) -> None:
+        """`max_pool_bytes` limits each pool: captured addresses never move, so a capture that does
+        not fit raises `PoolExhaustedError`."""
+        self._max_pool_bytes = max_pool_bytes
+
     def availability(self) -> Availability:
         return Availability(True)
 
@@ -46,7 +51,7 @@ class CpuPlatform(Platform):
         return {"torch": torch.__version__}
 
     def new_memory(self) -> Arena:
-        return Arena()
+        return Arena(max_bytes=self._max_pool_bytes)
 
     def new_graph(self) -> TapeGraph:
         return TapeGraph()

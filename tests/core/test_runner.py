@@ -32,11 +32,13 @@ from graphrt.core.errors import (
     InvalidOptionError,
     InvalidSizesError,
     PoolBusyError,
+    PoolExhaustedError,
     StaleInputError,
     StateTooLargeError,
     UnknownPlatformError,
     VerificationError,
 )
+from graphrt.cpu import CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}
 
@@ -338,6 +340,19 @@ def test_verify_finds_a_python_value_that_the_graph_has_baked_in():
     scale[0] = 3.0
     with pytest.raises(VerificationError, match="12 of 12 values, by at most 1"):
         captured.verify(x=rows(3))
+
+
+def test_a_pool_that_may_not_grow_refuses_and_what_is_captured_stays():
+    limited = CpuPlatform(max_pool_bytes=1 << 20)
+
+    def forward(x):
+        return (x.repeat(1, 1 << (4 + 14 * (x.shape[0] == 2))) + 1)[:, :4]
+
+    captured = runner(forward, platform=limited)
+    with pytest.raises(PoolExhaustedError, match="1048576"):
+        captured.capture()
+    assert [found.descriptor.num_tokens for found in captured.dispatcher.published] == [4]
+    assert torch.equal(captured(x=rows(3)), rows(3, 2.0))
 
 
 def test_state_over_the_limit_is_refused_before_anything_is_captured():
