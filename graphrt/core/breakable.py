@@ -10,10 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
-    _get_current_dispatch_mode,
-    _pop_mode,
 )
 
 from graphrt.core.bridges import Bridges, EagerPart
@@ -26,6 +23,7 @@ from graphrt.core.errors import (
 from graphrt.core.platform import DeviceGraph
 from graphrt.core.pool import GraphPool
 from graphrt.core.segments import CapturedTask, HookedSegment, Part, SegmentHooks, TaskedSegment
+from graphrt.core.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -198,7 +196,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     return breaking
 
 
-class _BreakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
     """Sees every operator of an open segment and breaks at those of the list."""
 
     def __init__(self, capture: Capture, breaks: frozenset[str]) -> None:
@@ -211,13 +209,13 @@ class _BreakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def resume(self) -> None:
         # While an operator is being handled torch has taken this mode off its stack already.
         if not self._handling and not self._entered:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()
             self._entered = True
 
     def suspend(self) -> None:
         if self._handling or not self._entered:
             return
-        top = _get_current_dispatch_mode()
+        top = dispatch_modes()[-1]
         if top is not self:
             raise CaptureError(
                 "a dispatch mode that the forward entered is still active where a segment ends",
@@ -225,12 +223,12 @@ class _BreakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 advice="leave the mode before the eager break, or enter it outside of the wrapper",
             )
         self._entered = False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__()
 
     def remove(self) -> None:
-        """Leave the mode for good, with whatever a failed forward left on top of it."""
-        while self._entered:
-            self._entered = _pop_mode() is not self
+        """Leave the mode for good, whatever a failed forward left on top of it."""
+        self._entered = False
+        remove_dispatch_mode(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -84,6 +84,7 @@ class StaticInput:
         pad = 0 if isinstance(spec.pad, str) else spec.pad
         self.buffer = torch.full(shape, pad, dtype=spec.dtype, device=device)
         self._pad = pad
+        self._on_device = self.buffer.device.type != "cpu"
         self._views: dict[int, torch.Tensor] = {}
         # Rows from here on hold the pad value, so only what earlier steps wrote is padded again.
         self._clean_from = 0
@@ -106,7 +107,9 @@ class StaticInput:
         if value.dtype is not self.spec.dtype or value.shape != live.shape:
             raise self._mismatch(value, live)
         if value.data_ptr() != live.data_ptr():
-            live.copy_(value, non_blocking=True)
+            # A pinned source may be written again by the host while a copy from it is under way.
+            asynchronous = self._on_device and value.device.type == "cpu" and not value.is_pinned()
+            live.copy_(value, non_blocking=asynchronous)
         if self.axis is not None:
             self._pad_rows(self.axis.size(tokens, reqs), self.axis.size(to_tokens, to_reqs))
 

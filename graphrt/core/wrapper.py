@@ -12,7 +12,7 @@ import torch
 
 from graphrt.core import tree
 from graphrt.core.breakable import Capture, graphs_of
-from graphrt.core.bridges import Bridges
+from graphrt.core.bridges import Bridges, EagerPart
 from graphrt.core.context import ForwardContext, current_context
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.errors import (
@@ -53,7 +53,15 @@ class WrapperOptions:
 class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
 
-    __slots__ = ("captured_in", "descriptor", "inputs", "outputs", "parts", "tasks")
+    __slots__ = (
+        "captured_in",
+        "descriptor",
+        "inputs",
+        "outputs",
+        "parts",
+        "runs_python",
+        "tasks",
+    )
 
     def __init__(
         self,
@@ -72,8 +80,22 @@ class Entry:
             task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks
         )
 
-    def launch_tasks(self, updates: Any) -> None:
-        """Replay all parts with the tasks' new host arguments, validated before any launch."""
+        self.runs_python = bool(self.tasks) or any(isinstance(p, EagerPart) for p in parts)
+
+    def launch(self, updates: Any) -> None:
+        """Replay parts that run Python: eager ones, and tasks with their new host arguments.
+
+        All updates are validated before anything is launched.
+        """
+        # With gradients on, a bridge that an eager result is copied into would grow a graph.
+        with torch.no_grad():
+            if self.tasks:
+                self._launch_tasks(updates)
+                return
+            for part in self.parts:
+                part.replay()
+
+    def _launch_tasks(self, updates: Any) -> None:
         values = resolve_updates(self.tasks, updates, self.descriptor)
         taken = 0
         for part in self.parts:
@@ -194,8 +216,8 @@ class GraphWrapper:
                 pool.enter_step(context, thread)
             if pool.has_streams:
                 pool.order_streams()
-            if entry.tasks:
-                entry.launch_tasks(context.updates)
+            if entry.runs_python:
+                entry.launch(context.updates)
             else:
                 for part in entry.parts:
                     part.replay()

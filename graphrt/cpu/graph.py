@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from graphrt.core.errors import CaptureError, NestedCaptureError, TaskContractError
+from graphrt.core.thread_mode import dispatch_modes, remove_dispatch_mode
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
 from graphrt.cpu.lowering import Call, replay_guard
-from graphrt.cpu.modes import dispatch_modes, remove_dispatch_mode
 from graphrt.cpu.program import TaskCall, assemble
 from graphrt.cpu.refusals import HostReads
 from graphrt.cpu.tape import Step, Tape
@@ -186,13 +187,16 @@ class _OpenCapture:
         self.task_start: int | None = None
         self._host_reads = HostReads()
         self._compiled = CompiledCalls(self.tape, self._host_reads)
-        self._is_open = False
+        self._undo = ExitStack()
 
     def open(self) -> None:
+        # Each is undone even if a later one fails to open.
+        self._undo.callback(self._host_reads.close)
         self._host_reads.open()
+        self._undo.callback(remove_dispatch_mode, self.tape)
         self.tape.__enter__()
+        self._undo.callback(self._compiled.close)
         self._compiled.open()
-        self._is_open = True
 
     def check_innermost(self) -> None:
         if self.tape.failure is not None:
@@ -214,12 +218,7 @@ class _OpenCapture:
         )
 
     def close(self) -> None:
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._compiled.close()
-        remove_dispatch_mode(self.tape)
-        self._host_reads.close()
+        self._undo.close()
 
 
 def _describe(step: Step, arena: Arena | None) -> dict[str, Any]:

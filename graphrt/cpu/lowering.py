@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.cpu.modes import ThreadMode
+from graphrt.core.thread_mode import ThreadMode
 from graphrt.cpu.operators import Operator, operator_of
 from graphrt.cpu.tensors import tensors_in
 

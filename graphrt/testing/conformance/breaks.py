@@ -110,6 +110,21 @@ class BreakConformance(ConformanceBase):
         assert self.first(self.capture(wrapper, PIECEWISE, x)) == [4, 6]
         assert self.first(self.step(wrapper, PIECEWISE, x)) == [4, 6]
 
+    def test_eager_parts_with_parameters_leave_no_autograd_graph_behind(
+        self, pool: GraphPool
+    ) -> None:
+        weight = torch.nn.Parameter(self.tensor(1, 1, 1, 1))
+        _, attention = self.breaking(lambda x: x * weight)
+        wrapper = self.wrap(lambda x: attention(x + 1) + 1, PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x)
+        with torch.enable_grad():
+            out = self.step(wrapper, PIECEWISE, x)
+        assert not out.requires_grad
+        (entry,) = wrapper.entries.values()
+        assert not entry.parts[1]._recorded.requires_grad  # type: ignore[attr-defined]
+        assert self.first(out) == [3, 4, 5, 6]
+
     def test_smaller_captures_share_the_largest_bridge(self, pool: GraphPool) -> None:
         _, attention = self.breaking(lambda x: x * 10)
         wrapper = self.wrap(lambda x: attention(x + 1) + 1, PIECEWISE, pool, breakable=True)

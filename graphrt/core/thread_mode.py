@@ -1,4 +1,4 @@
-"""Taking a mode off torch's stacks wherever it is, without disturbing the others."""
+"""Dispatch modes that touch nothing but the stack of their thread."""
 
 from __future__ import annotations
 
