@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.errors import InvalidBatchError
-from graphrt.core.index import BEST_FIRST, Candidate, GraphIndex, Table
+from graphrt.core.index import BEST_FIRST, GraphIndex, Table, serves
 from graphrt.core.modes import GraphMode
 
 __all__ = ["Dispatch", "GraphDispatcher", "Reason"]
@@ -66,7 +66,6 @@ class GraphDispatcher:
         self._contexts: list[ForwardContext] = []
         self._misses = dict.fromkeys(Reason, 0)
         self._reindex()
-        self._restricted = max_padding is not None
 
     def reserve(self, mode: GraphMode, descriptor: BatchDescriptor) -> int:
         """The slot of a planned graph; the same one when it is reserved again."""
@@ -98,7 +97,7 @@ class GraphDispatcher:
 
     def planned_for(self, batch: Batch) -> Dispatch | None:
         """The best graph for `batch` among those that are reserved but not published."""
-        planned = GraphIndex([Candidate(g.descriptor, g.mode, g) for g in self._planned(batch)])
+        planned = GraphIndex(self._planned(batch))
         found = (self._find(batch, batch.num_tokens, mode, planned) for mode in BEST_FIRST)
         return next((graph for graph in found if graph is not None), None)
 
@@ -122,57 +121,35 @@ class GraphDispatcher:
         take what ranks have agreed on. Never raises for a batch of at least one token; raises
         `InvalidBatchError` for one of none.
         """
-        num_tokens, num_reqs, query_len, bounds, loras, variant, excluded = batch
-        if num_tokens < 1:
+        if not (exclude or at_least or at_most_mode is not None or max_padding is not None):
+            slot = self._hit(batch)
+            if slot >= 0:
+                return self._graphs[slot]
+        if batch.num_tokens < 1:
             raise InvalidBatchError(
                 "a batch needs at least one token",
-                got=num_tokens,
+                got=batch.num_tokens,
                 expected="num_tokens >= 1",
                 advice="skip the step when nothing is scheduled",
             )
-        if (
-            loras
-            or bounds
-            or variant is not None
-            or excluded
-            or exclude
-            or at_least
-            or at_most_mode is not None
-            or max_padding is not None
-            or self._restricted
-        ):
-            return self._dispatch_any(batch, exclude, at_least, at_most_mode, max_padding)
-        if query_len is not None and (num_reqs is None or num_reqs * query_len != num_tokens):
-            num_reqs, query_len = _uniform(num_tokens, num_reqs, query_len)
-        try:
-            limit, result, more = self._plain.get(query_len, self._general)[num_tokens]
-        except IndexError:
-            if self._index is None:
-                self._built()
-                return self.dispatch(batch)
-            return self._miss(batch, exclude, at_least, at_most_mode, max_padding)
-        if num_reqs is not None and num_reqs > limit:
-            found = more.find(num_reqs)
-            if found is None:
-                return self._miss(batch, exclude, at_least, at_most_mode, max_padding)
-            result = found
-        self._hits[result.slot] += 1
-        return result
+        return self._dispatch_any(batch, exclude, at_least, at_most_mode, max_padding)
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
 
         Contexts are used again, so one thread at a time may do this with one dispatcher.
         """
-        found = self.dispatch(batch)
-        slot = found.slot
+        slot = self._hit(batch)
         if slot >= 0:
             context = self._contexts[slot]
             if context.token is None:
                 context.updates = updates
                 context.metadata = metadata
                 return context
-        return ForwardContext(found.mode, found.descriptor, slot, updates, metadata)
+            found = self._graphs[slot]
+        else:
+            found = self.dispatch(batch)
+        return ForwardContext(found.mode, found.descriptor, found.slot, updates, metadata)
 
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""
@@ -187,17 +164,41 @@ class GraphDispatcher:
         self._misses = dict.fromkeys(Reason, 0)
         self._hits = [0] * len(self._hits)
 
+    def _hit(self, batch: Batch) -> int:
+        """The slot of the best graph where one look into a table finds it, else -1."""
+        num_tokens, num_reqs, query_len, bounds, loras, variant, excluded = batch
+        if (
+            loras
+            or bounds
+            or excluded
+            or variant is not None
+            or self.max_padding is not None
+            or num_tokens < 1
+        ):
+            return -1
+        if query_len is not None and (num_reqs is None or num_reqs * query_len != num_tokens):
+            num_reqs, query_len = _uniform(num_tokens, num_reqs, query_len)
+        try:
+            limit, slot, more = self._plain.get(query_len, self._general)[num_tokens]
+        except IndexError:
+            return -1
+        if num_reqs is not None and num_reqs > limit:
+            slot = more.find(num_reqs)
+            if slot < 0:
+                return -1
+        self._hits[slot] += 1
+        return slot
+
     def _reindex(self) -> None:
         """Have the index built anew at the next dispatch: capture publishes graphs one by one."""
         self._index: GraphIndex | None = None
-        # Empty tables send the hot path to a rebuild.
+        # Empty tables make every look into them miss, and the search builds the index.
         self._plain: dict[int | None, Table] = {}
         self._general: Table = []
 
     def _built(self) -> GraphIndex:
         if self._index is None:
-            graphs = [self._graphs[slot] for slot in sorted(self._published)]
-            self._index = GraphIndex([Candidate(g.descriptor, g.mode, g) for g in graphs])
+            self._index = GraphIndex(self.published)
             self._plain = self._index.plain()
             self._general = self._plain[None]
         return self._index
@@ -230,9 +231,10 @@ class GraphDispatcher:
         reqs, query_len = batch.num_reqs, batch.query_len
         if query_len is not None:
             reqs, query_len = _uniform(batch.num_tokens, reqs, query_len)
-        return (index or self._built()).find(
+        slot = (index or self._built()).find(
             mode, tokens, reqs, query_len, batch.bounds, batch.num_active_loras, batch.variant
         )
+        return None if slot < 0 else self._graphs[slot]
 
     def _miss(
         self,
@@ -283,9 +285,7 @@ class GraphDispatcher:
             graph
             for graph in self._graphs
             if graph.slot not in self._published
-            and Candidate(graph.descriptor, graph.mode, graph).serves(
-                tokens, reqs, query_len, bounds, loras, variant
-            )
+            and serves(graph.descriptor, tokens, reqs, query_len, bounds, loras, variant)
         ]
 
 

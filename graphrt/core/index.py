@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.modes import GraphMode
-
-if TYPE_CHECKING:
-    from graphrt.core.dispatcher import Dispatch
 
 _INF = float("inf")
 BEST_FIRST = (GraphMode.FULL, GraphMode.PIECEWISE)
@@ -18,78 +15,78 @@ _DENSE_LIMIT = 1 << 16
 """Above so many tokens a table of one row per token count would be larger than it is worth."""
 
 
-class Candidate(NamedTuple):
-    """A graph that may serve a batch."""
-
-    descriptor: BatchDescriptor
-    mode: GraphMode
-    result: Dispatch
+class Graph(Protocol):
+    """A graph that may serve a batch, with the slot by which it is found."""
 
     @property
-    def reqs(self) -> float:
-        return _INF if self.descriptor.num_reqs is None else self.descriptor.num_reqs
+    def mode(self) -> GraphMode: ...
 
-    def bound(self, axis: int) -> float:
-        bounds = self.descriptor.bounds
-        return bounds[axis] if axis < len(bounds) else _INF
+    @property
+    def descriptor(self) -> BatchDescriptor: ...
 
-    def order(self, axes: int) -> tuple[object, ...]:
-        """Within one mode and token count: the least of the compatible ones is the best."""
-        descriptor = self.descriptor
-        return (
-            descriptor.num_tokens,
-            descriptor.lora_capacity,
-            not descriptor.uniform,
-            tuple(self.bound(axis) for axis in range(axes)),
-            self.reqs,
+    @property
+    def slot(self) -> int: ...
+
+
+def serves(
+    graph: BatchDescriptor,
+    tokens: int,
+    reqs: int | None,
+    query_len: int | None,
+    bounds: Sequence[int],
+    loras: int,
+    variant: Hashable,
+) -> bool:
+    """Whether a graph is compatible with a batch of these numbers."""
+    return (
+        graph.num_tokens >= tokens
+        and (reqs is None or _reqs(graph) >= reqs)
+        and (not graph.uniform or graph.query_len == query_len)
+        and graph.lora_capacity >= loras
+        and graph.variant == variant
+        and all(
+            axis < len(bounds) and bound >= bounds[axis] for axis, bound in enumerate(graph.bounds)
         )
+    )
 
-    def serves(
-        self,
-        tokens: int,
-        reqs: int | None,
-        query_len: int | None,
-        bounds: Sequence[int],
-        loras: int,
-        variant: Hashable,
-    ) -> bool:
-        """Whether the graph is compatible with a batch of these numbers."""
-        descriptor = self.descriptor
-        return (
-            descriptor.num_tokens >= tokens
-            and (reqs is None or self.reqs >= reqs)
-            and (not descriptor.uniform or descriptor.query_len == query_len)
-            and descriptor.lora_capacity >= loras
-            and descriptor.variant == variant
-            and all(
-                self.bound(axis) == _INF
-                or (axis < len(bounds) and self.bound(axis) >= bounds[axis])
-                for axis in range(len(descriptor.bounds))
-            )
-        )
+
+def _reqs(graph: BatchDescriptor) -> float:
+    return _INF if graph.num_reqs is None else graph.num_reqs
+
+
+def _bound(graph: BatchDescriptor, axis: int) -> float:
+    return graph.bounds[axis] if axis < len(graph.bounds) else _INF
 
 
 class Front:
     """Graphs in order of preference, each serving more requests than all before it."""
 
-    __slots__ = ("limits", "results")
+    __slots__ = ("limits", "slots")
 
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, graphs: Sequence[Graph]) -> None:
         self.limits: list[float] = []
-        self.results: list[Dispatch] = []
-        for candidate in candidates:
-            if not self.limits or candidate.reqs > self.limits[-1]:
-                self.limits.append(candidate.reqs)
-                self.results.append(candidate.result)
+        self.slots: list[int] = []
+        for graph in _pruned(graphs):
+            self.limits.append(_reqs(graph.descriptor))
+            self.slots.append(graph.slot)
 
-    def find(self, reqs: int | None) -> Dispatch | None:
-        if reqs is None:
-            return self.results[0] if self.results else None
-        place = bisect_left(self.limits, reqs)
-        return self.results[place] if place < len(self.results) else None
+    def find(self, reqs: int | None) -> int:
+        """The slot of the first graph for `reqs` requests (None: any), or -1."""
+        place = 0 if reqs is None else bisect_left(self.limits, reqs)
+        return self.slots[place] if place < len(self.slots) else -1
 
 
-Row = tuple[float, "Dispatch", Front]
+def _pruned(graphs: Sequence[Graph]) -> list[Graph]:
+    """Without those that serve no more requests than one that is preferred."""
+    kept: list[Graph] = []
+    for graph in graphs:
+        if not kept or _reqs(graph.descriptor) > _reqs(kept[-1].descriptor):
+            kept.append(graph)
+    return kept
+
+
+Row = tuple[float, int, Front]
+"""The requests and the slot of the preferred graph, and the front it is the first of."""
 
 
 class _Sparse:
@@ -107,17 +104,18 @@ Table = list[Row] | _Sparse
 
 
 class GraphIndex:
-    """An immutable index over captured graphs; the tables are built when first asked for."""
+    """An immutable index over graphs; most of its tables are built when first asked for."""
 
-    def __init__(self, candidates: Collection[Candidate]) -> None:
-        self._candidates = candidates
-        self._axes = max((len(c.descriptor.bounds) for c in candidates), default=0)
+    def __init__(self, graphs: Sequence[Graph]) -> None:
+        self._graphs = graphs
+        descriptors = [graph.descriptor for graph in graphs]
+        self._axes = max((len(d.bounds) for d in descriptors), default=0)
         self._bound_steps = [
-            sorted({c.bound(axis) for c in candidates} - {_INF}) for axis in range(self._axes)
+            sorted({_bound(d, axis) for d in descriptors} - {_INF}) for axis in range(self._axes)
         ]
-        self._lora_steps = sorted({c.descriptor.lora_capacity for c in candidates})
-        self._query_lens = {c.descriptor.query_len for c in candidates if c.descriptor.uniform}
-        self._variants = {c.descriptor.variant for c in candidates}
+        self._lora_steps = sorted({d.lora_capacity for d in descriptors})
+        self._query_lens = {d.query_len for d in descriptors if d.uniform}
+        self._variants = {d.variant for d in descriptors}
         self._tables: dict[object, Table] = {}
 
     def plain(self) -> dict[int | None, Table]:
@@ -137,13 +135,13 @@ class GraphIndex:
         bounds: Sequence[int],
         loras: int,
         variant: Hashable,
-    ) -> Dispatch | None:
-        """The best graph of `mode` for a batch of these numbers, or None."""
+    ) -> int:
+        """The slot of the best graph of `mode` for a batch of these numbers, or -1."""
         if variant not in self._variants:
-            return None
+            return -1
         lora_step = bisect_left(self._lora_steps, loras)
         if lora_step == len(self._lora_steps):
-            return None
+            return -1
         cell = tuple(self._step(axis, bounds) for axis in range(self._axes))
         # Query lengths that no graph is uniform in share one table, so hosts cannot grow the dict.
         if query_len not in self._query_lens:
@@ -156,7 +154,7 @@ class GraphIndex:
         try:
             row = table[tokens]
         except IndexError:
-            return None
+            return -1
         return row[2].find(reqs)
 
     def _step(self, axis: int, bounds: Sequence[int]) -> float:
@@ -173,49 +171,52 @@ class GraphIndex:
         cell: Sequence[float],
         variant: Hashable,
     ) -> Table:
+        def compatible(graph: BatchDescriptor) -> bool:
+            return (
+                (not graph.uniform or graph.query_len == query_len)
+                and graph.lora_capacity >= loras
+                and graph.variant == variant
+                and all(_bound(graph, axis) >= least for axis, least in enumerate(cell))
+            )
+
         by_mode = [
             sorted(
-                (
-                    c
-                    for c in self._candidates
-                    if c.mode is mode
-                    and (not c.descriptor.uniform or c.descriptor.query_len == query_len)
-                    and c.descriptor.lora_capacity >= loras
-                    and c.descriptor.variant == variant
-                    and all(c.bound(axis) >= least for axis, least in enumerate(cell))
-                ),
-                key=lambda c: c.order(self._axes),
+                (g for g in self._graphs if g.mode is mode and compatible(g.descriptor)),
+                key=self._preference,
             )
             for mode in modes
         ]
-        sizes = sorted({c.descriptor.num_tokens for group in by_mode for c in group})
+        sizes = sorted({g.descriptor.num_tokens for group in by_mode for g in group})
         return _spread(sizes, _rows(sizes, by_mode))
 
+    def _preference(self, graph: Graph) -> tuple[object, ...]:
+        """Within one mode, the least of the compatible graphs is the best."""
+        descriptor = graph.descriptor
+        return (
+            descriptor.num_tokens,
+            descriptor.lora_capacity,
+            not descriptor.uniform,
+            tuple(_bound(descriptor, axis) for axis in range(self._axes)),
+            _reqs(descriptor),
+        )
 
-def _rows(sizes: list[int], by_mode: list[list[Candidate]]) -> list[Row]:
+
+def _rows(sizes: list[int], by_mode: list[list[Graph]]) -> list[Row]:
     """For each size the front of what has at least as many tokens, the modes one after another."""
-    fronts: list[list[Candidate]] = [[] for _ in by_mode]
+    fronts: list[list[Graph]] = [[] for _ in by_mode]
     pending = [list(group) for group in by_mode]
     rows: list[Row] = []
     for size in reversed(sizes):
         for place, group in enumerate(pending):
-            same: list[Candidate] = []
+            same: list[Graph] = []
             while group and group[-1].descriptor.num_tokens >= size:
                 same.append(group.pop())
             if same:
                 fronts[place] = _pruned([*reversed(same), *fronts[place]])
-        front = Front([c for group in fronts for c in group])
-        rows.append((front.limits[0], front.results[0], front))
+        front = Front([graph for group in fronts for graph in group])
+        rows.append((front.limits[0], front.slots[0], front))
     rows.reverse()
     return rows
-
-
-def _pruned(candidates: list[Candidate]) -> list[Candidate]:
-    kept: list[Candidate] = []
-    for candidate in candidates:
-        if not kept or candidate.reqs > kept[-1].reqs:
-            kept.append(candidate)
-    return kept
 
 
 def _spread(sizes: list[int], rows: list[Row]) -> Table:

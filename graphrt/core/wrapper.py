@@ -12,7 +12,7 @@ import torch
 
 from graphrt.core import tree
 from graphrt.core.breakable import Capture, graphs_of
-from graphrt.core.bridges import Bridges, EagerPart
+from graphrt.core.bridges import Bridges
 from graphrt.core.context import ForwardContext, current_context
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.errors import (
@@ -56,10 +56,10 @@ class Entry:
     __slots__ = (
         "captured_in",
         "descriptor",
+        "graph",
         "inputs",
         "outputs",
         "parts",
-        "runs_python",
         "tasks",
     )
 
@@ -80,10 +80,12 @@ class Entry:
             task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks
         )
 
-        self.runs_python = bool(self.tasks) or any(isinstance(p, EagerPart) for p in parts)
+        # What most entries are: one graph and nothing else.
+        alone = len(parts) == 1 and not self.tasks
+        self.graph: Part | None = parts[0] if alone else None
 
     def launch(self, updates: Any) -> None:
-        """Replay parts that run Python: eager ones, and tasks with their new host arguments.
+        """Replay segments, eager parts and tasks with their new host arguments, in order.
 
         All updates are validated before anything is launched.
         """
@@ -216,11 +218,11 @@ class GraphWrapper:
                 pool.enter_step(context, thread)
             if pool.has_streams:
                 pool.order_streams()
-            if entry.runs_python:
+            graph = entry.graph
+            if graph is None:
                 entry.launch(context.updates)
             else:
-                for part in entry.parts:
-                    part.replay()
+                graph.replay()
             if pool.owner != thread:
                 # The check and the store above are two steps: a thread may slip in between.
                 raise pool.busy_error()
