@@ -16,6 +16,9 @@ class AddressBook:
     """Where a model's parameters and buffers were when its graphs were captured."""
 
     def __init__(self, parameters: Parameters) -> None:
+        if parameters is not None and not isinstance(parameters, torch.nn.Module | Mapping):
+            # A generator, which model.parameters() is, can be read only once.
+            parameters = list(parameters)
         self._parameters = parameters
         self._captured: dict[str, tuple[object, ...]] = {}
 

@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import (
 )
 
 from graphrt.core.bridges import Bridges, EagerPart
+from graphrt.core.context import ForwardContext
 from graphrt.core.errors import (
     CaptureError,
     GraphRTError,
+    InvalidOptionError,
     MissedBreakError,
     NestedCaptureError,
 )
@@ -40,6 +42,7 @@ class Capture:
         self,
         pool: GraphPool,
         bridges: Bridges,
+        context: ForwardContext,
         *,
         breakable: bool,
         breaks: frozenset[str] = frozenset(),
@@ -52,6 +55,8 @@ class Capture:
         self.parts: list[Part] = []
         self.graph: DeviceGraph | None = None
         self.tasks: list[CapturedTask] = []
+        self._context = context
+        self._depth = 0
         self._platform = pool.platform
         self._hooks = hooks
         self._sites = 0
@@ -72,8 +77,9 @@ class Capture:
                 advice="call the inner wrapper under mode NONE, or mark its caller @eager_break",
             )
         token = _active.set(self)
+        self._depth = len(dispatch_modes())
         try:
-            with self.pool.capturing():
+            with self.pool.capturing(self._context):
                 try:
                     self._begin()
                     yield
@@ -151,6 +157,8 @@ class Capture:
         graph, self.graph = self.graph, None
         if graph is not None:
             self._platform.abort_capture(graph)
+        for left in reversed(dispatch_modes()[self._depth :]):
+            left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._platform.reset_graphs(graphs_of(self.parts))
         self.parts.clear()
         self.tasks.clear()
@@ -203,6 +211,8 @@ class _BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._capture = capture
         self._breaks = breaks
+        for name in breaks:
+            _check_break(name)
         self._entered = False
         self._handling = False
 
@@ -252,3 +262,29 @@ class _BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
     def _listed(self, func: Any) -> bool:
         name: str = func._schema.name
         return name in self._breaks or f"{name}.{func._overloadname}" in self._breaks
+
+
+def _check_break(name: str) -> None:
+    """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
+    base, _, overload = name.partition(".")
+    overloads = [s.overload_name for s in torch._C._jit_get_schemas_for_operator(base)]
+    if overload:
+        overloads = [known for known in overloads if known == overload]
+    if not overloads:
+        raise InvalidOptionError(
+            "no operator of that name is registered",
+            got=repr(name),
+            expected='"namespace::name" or "namespace::name.overload"',
+            advice="import the module that registers it before the capture",
+        )
+    full_names = [f"{base}.{known}" if known else base for known in overloads]
+    if all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
+        for full in full_names
+    ):
+        raise InvalidOptionError(
+            "a composite operator is taken apart before it can be seen, so it cannot be a break",
+            got=repr(name),
+            expected="an operator with a kernel of its own",
+            advice="mark the function that calls it @eager_break, or name what it is made of",
+        )

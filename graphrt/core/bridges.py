@@ -9,16 +9,19 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrt.core import tree
-from graphrt.core.errors import BakedScalarError, BreakShapeError
+from graphrt.core.errors import BakedScalarError, BreakError, BreakShapeError
 
 if TYPE_CHECKING:
     from graphrt.core.breakable import Capture
 
 
 class EagerPart:
-    """A function that runs eagerly at every replay and leaves its results where they are read."""
+    """A function that runs eagerly at every replay and leaves its results where they are read.
 
-    __slots__ = ("_args", "_function", "_kwargs", "_recorded")
+    `aliased` holds the paths of results that were no new memory at capture.
+    """
+
+    __slots__ = ("_aliased", "_args", "_function", "_kwargs", "_recorded")
 
     def __init__(
         self,
@@ -26,17 +29,19 @@ class EagerPart:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         recorded: Any,
+        aliased: frozenset[str],
     ) -> None:
         self._function = function
         self._args = args
         self._kwargs = kwargs
         self._recorded = recorded
+        self._aliased = aliased
 
     def replay(self) -> None:
         result = self._function(*self._args, **self._kwargs)
         if result is None and self._recorded is None:
             return
-        deliver(self._recorded, result, self._function)
+        deliver(self._recorded, result, self._function, self._aliased)
 
 
 class Bridges:
@@ -60,27 +65,43 @@ class Bridges:
         """Run an eager part during capture: what to replay, and the results that readers see."""
         result = function(*args, **kwargs)
         known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
-        place = 0
-
-        def bridged(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal place
-            place += 1
-            aliases = tensor.untyped_storage().data_ptr() in known or capture.owns(tensor)
-            if tensor.numel() == 0 or aliases:
-                return tensor
-            buffer = self.buffer((site, place), tensor)
-            buffer.copy_(tensor)
-            return buffer
-
+        fresh: set[int] = set()
+        aliased: set[str] = set()
+        seen: list[torch.Tensor] = []
+        for path, leaf in tree.leaves(result):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            storage = leaf.untyped_storage().data_ptr()
+            if leaf.numel() == 0 or storage in known or capture.owns(leaf):
+                aliased.add(path)
+                seen.append(leaf)
+                continue
+            if storage in fresh:
+                raise BreakError(
+                    f"eager break {_name(function)} returned two tensors that share memory",
+                    got=f"the one at {path or 'the top'}",
+                    expected="separate tensors, which separate buffers can stand for",
+                    advice="return one of them, or clone it",
+                )
+            fresh.add(storage)
+            buffer = self.buffer((site, len(seen)), leaf)
+            buffer.copy_(leaf)
+            seen.append(buffer)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
-        seen = tree.map_tensors(bridged, result)
-        args, kwargs, recorded = tree.map_tensors(capture.captured_ref, (args, kwargs, seen))
-        return EagerPart(function, args, kwargs, recorded), seen
+        tensors = iter(seen)
+        readable = tree.map_tensors(lambda _: next(tensors), result)
+        args, kwargs, recorded = tree.map_tensors(capture.captured_ref, (args, kwargs, readable))
+        return EagerPart(function, args, kwargs, recorded, frozenset(aliased)), readable
 
     def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-        """The buffer of `key` with the shape and strides of `like`; grows if it is too small."""
+        """The buffer of `key` with the shape of `like`; grows if it is too small.
+
+        It has the strides of `like` too, unless elements of that share memory.
+        """
+        overlaps = any(s == 0 and n > 1 for n, s in zip(like.shape, like.stride(), strict=True))
+        strides = torch.empty(like.shape, device="meta").stride() if overlaps else like.stride()
         need = like.element_size() * (
-            1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+            1 + sum((n - 1) * s for n, s in zip(like.shape, strides, strict=False))
         )
         # Nothing of this may be recorded, and replays write outside of inference mode too.
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -92,21 +113,24 @@ class Bridges:
                 flat = torch.empty(need, dtype=torch.uint8, device=like.device)
                 self._buffers[key] = flat
             typed = torch.empty(0, dtype=like.dtype, device=like.device)
-            return typed.set_(flat.untyped_storage(), 0, like.shape, like.stride())
+            return typed.set_(flat.untyped_storage(), 0, like.shape, strides)
 
     def clear(self) -> None:
         self._buffers.clear()
         self._outgrown.clear()
 
 
-def deliver(recorded: Any, result: Any, function: Callable[..., Any]) -> None:
+def deliver(
+    recorded: Any, result: Any, function: Callable[..., Any], aliased: frozenset[str]
+) -> None:
     """Put an eager part's `result` where the captured readers look for it.
 
-    Raises `BreakShapeError` for another structure, shape or dtype than recorded and
-    `BakedScalarError` for another Python value.
+    Raises `BreakShapeError` for another structure, shape or dtype than recorded,
+    `BakedScalarError` for another Python value, and `BreakError` for new memory where there was
+    none at capture: copying it would overwrite an argument.
     """
     if isinstance(recorded, torch.Tensor) and isinstance(result, torch.Tensor):
-        _deliver_tensor("", recorded, result, function)
+        _deliver_tensor("", recorded, result, function, aliased)
         return
     old, new = list(tree.leaves(recorded)), list(tree.leaves(result))
     if [path for path, _ in old] != [path for path, _ in new]:
@@ -118,7 +142,7 @@ def deliver(recorded: Any, result: Any, function: Callable[..., Any]) -> None:
         )
     for (path, before), (_, now) in zip(old, new, strict=True):
         if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
-            _deliver_tensor(path, before, now, function)
+            _deliver_tensor(path, before, now, function, aliased)
         elif type(before) is not type(now) or before != now:
             raise BakedScalarError(
                 f"eager break {_name(function)} returned another value than the graph has baked in"
@@ -130,7 +154,11 @@ def deliver(recorded: Any, result: Any, function: Callable[..., Any]) -> None:
 
 
 def _deliver_tensor(
-    path: str, recorded: torch.Tensor, result: torch.Tensor, function: Callable[..., Any]
+    path: str,
+    recorded: torch.Tensor,
+    result: torch.Tensor,
+    function: Callable[..., Any],
+    aliased: frozenset[str],
 ) -> None:
     if recorded.shape != result.shape or recorded.dtype != result.dtype:
         raise BreakShapeError(
@@ -140,8 +168,17 @@ def _deliver_tensor(
             expected=f"{recorded.dtype} {tuple(recorded.shape)}",
             advice="return the padded shape; mask the padding rows instead of dropping them",
         )
-    if recorded.data_ptr() != result.data_ptr() or recorded.stride() != result.stride():
-        recorded.copy_(result)
+    if recorded.data_ptr() == result.data_ptr() and recorded.stride() == result.stride():
+        return
+    if path in aliased and recorded.numel():
+        raise BreakError(
+            f"eager break {_name(function)} returned memory of its own where it returned an "
+            f"argument at capture{', at ' + path if path else ''}",
+            got="a fresh tensor",
+            expected="the argument, or a view of it",
+            advice="write into the argument at every step, or return a fresh tensor at every step",
+        )
+    recorded.copy_(result)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+import torch
 
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import BatchDescriptor
@@ -15,8 +17,8 @@ from graphrt.core.modes import GraphMode
 from graphrt.core.plan import StepPlan
 from graphrt.core.pool import GraphPool
 from graphrt.core.state import SavedState
+from graphrt.core.tasks import WORST_CASE
 from graphrt.core.transaction import CaptureTransaction
-from graphrt.core.wrapper import GraphWrapper
 
 Phase = Literal["warmup", "capture", "replay", "eager"]
 Progress = Callable[[int, int, BatchDescriptor], None]
@@ -50,51 +52,77 @@ def capture_graphs(
     warmups: int,
     bind: Callable[[StepPlan, Phase], None],
     state: SavedState,
-    capture_context: AbstractContextManager[object],
-    publish: Callable[[PlannedGraph, GraphRecord, list[GraphWrapper]], None],
+    capture_context: Callable[[], AbstractContextManager[object]],
+    publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
     progress: Progress | None = None,
 ) -> None:
     """Capture `planned` in its order and publish each graph once all its wrappers have it.
 
     A graph that fails is rolled back and the error raised; those before it stay published.
-    `state` is restored after every forward, so that each starts from it.
+    `state` is restored after every forward, so that each starts from it. The pool is held all the
+    time: a step of another thread would read buffers that a capture fills.
     """
     graphs = list(planned)
-    with frozen_gc(), capture_context:
+    if not graphs:
+        return
+    session = _Session()
+    with frozen_gc(), pool.owned_by(session), capture_context():
         for done, graph in enumerate(graphs):
             if progress is not None:
                 progress(done, len(graphs), graph.descriptor)
             started = time.perf_counter()
             before = pool.bytes()
+            for _ in range(warmups):
+                bind(graph.plan, "warmup")
+                _run(graph, _context(graph, GraphMode.NONE, None), pool, session, state)
+            transaction = CaptureTransaction(graph.slot)
             try:
-                for _ in range(warmups):
-                    bind(graph.plan, "warmup")
-                    _run(graph, ForwardContext(GraphMode.NONE, graph.descriptor))
-                    state.restore()
-                transaction = CaptureTransaction(graph.slot)
                 bind(graph.plan, "capture")
-                _capture_one(graph, transaction)
-            finally:
-                state.restore()
-            after = pool.bytes()
-            grown = None if before is None or after is None else after - before
-            record = GraphRecord(graph.mode, graph.descriptor, time.perf_counter() - started, grown)
-            publish(graph, record, transaction.wrappers)
-        if progress is not None and graphs:
+                _run(graph, _context(graph, graph.mode, transaction), pool, session, state)
+                after = pool.bytes()
+                grown = None if before is None or after is None else after - before
+                seconds = time.perf_counter() - started
+                record = GraphRecord(graph.mode, graph.descriptor, seconds, grown)
+                publish(graph, record, transaction)
+            except BaseException as error:
+                transaction.rollback()
+                if hasattr(error, "add_note"):
+                    error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
+                raise
+        if progress is not None:
             progress(len(graphs), len(graphs), graphs[-1].descriptor)
 
 
-def _capture_one(graph: PlannedGraph, transaction: CaptureTransaction) -> None:
-    context = ForwardContext(graph.mode, graph.descriptor, capture=transaction)
+class _Session:
+    """Owns a pool between the forwards of a `capture()`."""
+
+    def __repr__(self) -> str:
+        return "capture()"
+
+
+def _context(
+    graph: PlannedGraph, mode: GraphMode, transaction: CaptureTransaction | None
+) -> ForwardContext:
+    return ForwardContext(
+        mode,
+        graph.descriptor,
+        updates=WORST_CASE,
+        capture=transaction,
+        num_reqs=graph.plan.reqs,
+    )
+
+
+def _run(
+    graph: PlannedGraph,
+    context: ForwardContext,
+    pool: GraphPool,
+    session: _Session,
+    state: SavedState,
+) -> None:
+    pool.hand_over(context)
     try:
-        _run(graph, context)
-    except BaseException as error:
-        transaction.rollback()
-        if hasattr(error, "add_note"):
-            error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
-        raise
-
-
-def _run(graph: PlannedGraph, context: ForwardContext) -> Any:
-    with context:
-        graph.plan.call(**graph.plan.arguments)
+        with torch.no_grad(), context:
+            graph.plan.call(**graph.plan.arguments())
+    finally:
+        pool.hand_over(session)
+        state.restore()

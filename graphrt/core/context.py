@@ -24,10 +24,20 @@ class ForwardContext:
     `metadata` is the host's, for eager parts that need this step's values. `slot` is the
     dispatcher's index of the graph (-1: look it up by descriptor). Entering it makes it
     `current_context()` for this thread. It may be entered again after it was left, which is
-    another step; `token` is unique to one step and None outside of one.
+    another step; `token` is unique to one step and None outside of one. `num_reqs` is the padded
+    number of requests where the descriptor leaves it open.
     """
 
-    __slots__ = ("capture", "descriptor", "metadata", "mode", "slot", "token", "updates")
+    __slots__ = (
+        "capture",
+        "descriptor",
+        "metadata",
+        "mode",
+        "num_reqs",
+        "slot",
+        "token",
+        "updates",
+    )
 
     def __init__(
         self,
@@ -37,7 +47,9 @@ class ForwardContext:
         updates: Any = None,
         metadata: Any = None,
         capture: CaptureTransaction | None = None,
+        num_reqs: int | None = None,
     ) -> None:
+        self.num_reqs = num_reqs
         self.mode = mode
         self.descriptor = descriptor
         self.slot = slot

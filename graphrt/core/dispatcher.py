@@ -64,6 +64,7 @@ class GraphDispatcher:
         self._published: set[int] = set()
         self._hits: list[int] = []
         self._contexts: list[ForwardContext] = []
+        self._last_context = ForwardContext(GraphMode.NONE)
         self._misses = dict.fromkeys(Reason, 0)
         self._reindex()
 
@@ -95,10 +96,20 @@ class GraphDispatcher:
         self._published.clear()
         self._reindex()
 
-    def planned_for(self, batch: Batch) -> Dispatch | None:
+    def planned_for(
+        self,
+        batch: Batch,
+        *,
+        at_least: int = 0,
+        at_most_mode: GraphMode | None = None,
+    ) -> Dispatch | None:
         """The best graph for `batch` among those that are reserved but not published."""
+        highest = 2 if at_most_mode is None else _LEVEL[at_most_mode]
+        banned = {GraphMode.parse(mode) for mode in batch.exclude}
+        modes = [m for m in BEST_FIRST if m not in banned and _LEVEL[m] <= highest]
+        tokens = max(batch.num_tokens, at_least)
         planned = GraphIndex(self._planned(batch))
-        found = (self._find(batch, batch.num_tokens, mode, planned) for mode in BEST_FIRST)
+        found = (self._find(batch, tokens, mode, planned) for mode in modes)
         return next((graph for graph in found if graph is not None), None)
 
     @property
@@ -132,7 +143,10 @@ class GraphDispatcher:
                 expected="num_tokens >= 1",
                 advice="skip the step when nothing is scheduled",
             )
-        return self._dispatch_any(batch, exclude, at_least, at_most_mode, max_padding)
+        if at_most_mode is not None:
+            at_most_mode = GraphMode.parse(at_most_mode)
+        banned = frozenset(GraphMode.parse(mode) for mode in (*exclude, *batch.exclude))
+        return self._dispatch_any(batch, banned, at_least, at_most_mode, max_padding)
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
@@ -143,6 +157,11 @@ class GraphDispatcher:
         if slot >= 0:
             context = self._contexts[slot]
             if context.token is None:
+                last = self._last_context
+                if last is not context and last.token is None:
+                    # Or every graph would keep what its last step was given.
+                    last.updates = last.metadata = None
+                self._last_context = context
                 context.updates = updates
                 context.metadata = metadata
                 return context
@@ -197,11 +216,14 @@ class GraphDispatcher:
         self._general: Table = []
 
     def _built(self) -> GraphIndex:
-        if self._index is None:
-            self._index = GraphIndex(self.published)
-            self._plain = self._index.plain()
+        index = self._index
+        if index is None:
+            index = GraphIndex(self.published)
+            self._plain = index.plain()
             self._general = self._plain[None]
-        return self._index
+            # Last: another thread that finds it set takes the tables for built.
+            self._index = index
+        return index
 
     def _dispatch_any(
         self,
@@ -211,7 +233,7 @@ class GraphDispatcher:
         at_most_mode: GraphMode | None,
         max_padding: float | None,
     ) -> Dispatch:
-        banned = frozenset(exclude) | frozenset(batch.exclude)
+        banned = exclude
         highest = 2 if at_most_mode is None else _LEVEL[at_most_mode]
         limit = self.max_padding if max_padding is None else max_padding
         tokens = max(batch.num_tokens, at_least)
@@ -260,7 +282,7 @@ class GraphDispatcher:
             return Reason.MODE_NONE
         limit = self.max_padding if max_padding is None else max_padding
         tokens = max(batch.num_tokens, at_least)
-        banned = frozenset(exclude) | frozenset(batch.exclude)
+        banned = exclude
         modes = [m for m in BEST_FIRST if m not in banned]
         agreed = 2 if at_most_mode is None else _LEVEL[at_most_mode]
         allowed = [m for m in modes if _LEVEL[m] <= agreed]

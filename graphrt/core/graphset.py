@@ -10,8 +10,9 @@ import torch
 
 from graphrt.core.addresses import AddressBook, Parameters
 from graphrt.core.capture import GraphRecord, Phase, PlannedGraph, Progress, capture_graphs
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.dispatcher import GraphDispatcher
+from graphrt.core.descriptor import Batch, BatchDescriptor
+from graphrt.core.dispatcher import Dispatch, GraphDispatcher
+from graphrt.core.errors import CaptureError
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.lookup import wrapper_class
 from graphrt.core.modes import GraphMode, PieceProvider
@@ -21,6 +22,7 @@ from graphrt.core.pool import GraphPool
 from graphrt.core.segments import SegmentHooks
 from graphrt.core.sizes import CaptureKey
 from graphrt.core.state import SavedState, State
+from graphrt.core.transaction import CaptureTransaction
 from graphrt.core.wrapper import GraphWrapper, WrapperOptions
 
 Bind = Callable[[Mapping[str, torch.Tensor], BatchDescriptor, Phase], None]
@@ -67,41 +69,67 @@ class GraphSet:
         self._bind = bind
         self.state = tuple(state)
         self._capture_context = capture_context
+        self.run_forward = _without_gradients(forward)
         self._wrappers = self._wrap(mode, pieces, segment_hooks)
-        self._piece_wrappers: dict[int, GraphWrapper] = {}
+        self._captured: list[tuple[GraphWrapper, BatchDescriptor]] = []
+        self._failed: set[int] = set()
 
     def capture_missing(self, progress: Progress | None = None) -> None:
         """Capture what is not captured yet, then seal."""
         captured = {(found.mode, found.descriptor) for found in self.dispatcher.published}
-        for wrapper in self.wrappers():
-            wrapper.unseal()
         self.capture([key for key in self.keys if key not in captured], progress)
         self.seal()
 
     def capture(self, keys: Iterable[CaptureKey], progress: Progress | None = None) -> None:
         """Capture and publish the graphs of `keys` in their order."""
+        if self.records:
+            # Graphs that are captured already read the old addresses.
+            self.addresses.check()
+        else:
+            self.addresses.record()
         saved = SavedState(self.state, self._options.state_limit_bytes)
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._plan(*key)) for key in keys
         ]
+        if self.eager_launch:
+            for graph in planned:
+                self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
+            return
+        self._pool.check_idle()
         try:
-            if self.eager_launch:
-                for graph in planned:
-                    self._publish(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0), [])
-                return
             capture_graphs(
                 planned,
                 pool=self._pool,
                 warmups=self._options.warmups,
                 bind=self._prepare,
                 state=saved,
-                capture_context=self._capture_context(),
+                capture_context=self._capture_context,
                 publish=self._publish,
                 progress=progress,
             )
         finally:
-            self._inputs.reset()
-            self.addresses.record()
+            if planned:
+                self._inputs.reset()
+
+    def wanted(
+        self,
+        batch: Batch,
+        found: Dispatch,
+        at_least: int = 0,
+        at_most_mode: GraphMode | None = None,
+    ) -> Dispatch | None:
+        """The planned graph that would serve `batch` better than what was found, or None."""
+        planned = self.dispatcher.planned_for(batch, at_least=at_least, at_most_mode=at_most_mode)
+        if planned is None or planned.slot in self._failed:
+            return None
+        better = found.slot < 0 or _preference(planned) < _preference(found)
+        return planned if better else None
+
+    def capture_wanted(self, wanted: Dispatch) -> None:
+        """Capture one graph while serving; one that fails is not tried again at every step."""
+        self._failed.add(wanted.slot)
+        self.capture([(wanted.mode, wanted.descriptor)])
+        self._failed.discard(wanted.slot)
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
@@ -110,23 +138,22 @@ class GraphSet:
             wrapper.seal()
 
     def release(self) -> None:
-        """Destroy all graphs; every key stays reserved."""
+        """Destroy all graphs of this set; every key stays reserved."""
+        self._pool.check_idle()
         self.dispatcher.withdraw_all()
         self.records.clear()
+        self.plans.clear()
+        self._failed.clear()
         self.sealed = False
-        for wrapper in self.wrappers():
-            wrapper.clear_graphs()
-        self._piece_wrappers.clear()
+        captured, self._captured = self._captured, []
+        for wrapper, descriptor in reversed(captured):
+            wrapper.drop(descriptor)
 
     def wrappers(self) -> list[GraphWrapper]:
         """The own wrappers, and those inside the forward that captured a piece."""
-        own = {id(wrapper): wrapper for wrapper in self._wrappers.values()}
-        return list({**self._piece_wrappers, **own}.values())
-
-    def run_forward(self, **arguments: Any) -> Any:
-        """The forward itself, which runs eagerly unless the context says otherwise."""
-        with torch.no_grad():
-            return self._forward(**arguments)
+        found = {id(wrapper): wrapper for wrapper in self._wrappers.values()}
+        found.update((id(wrapper), wrapper) for wrapper, _ in self._captured)
+        return list(found.values())
 
     def _wrap(
         self, mode: GraphMode, pieces: PieceProvider | None, hooks: SegmentHooks | None
@@ -160,7 +187,13 @@ class GraphSet:
         # Pieces that the forward brings along itself are reached by running it.
         wrapper = None if self.eager_launch else self._wrappers.get(mode)
         call = self.run_forward if wrapper is None else wrapper
-        return StepPlan(descriptor, self._inputs, call, self._outputs)
+        return StepPlan(
+            descriptor,
+            self._inputs,
+            call,
+            self._outputs,
+            same_outputs=wrapper is not None and self._options.outputs != "clone",
+        )
 
     def _prepare(self, plan: StepPlan, phase: Phase) -> None:
         self._inputs.reset()
@@ -168,10 +201,36 @@ class GraphSet:
             self._bind(plan.views, plan.descriptor, phase)
 
     def _publish(
-        self, graph: PlannedGraph, record: GraphRecord, wrappers: list[GraphWrapper]
+        self, graph: PlannedGraph, record: GraphRecord, transaction: CaptureTransaction
     ) -> None:
+        captured = transaction.commit()
+        if not captured:
+            raise CaptureError(
+                "nothing captured anything in the forward",
+                got=f"{graph.mode.name} [{graph.descriptor}] and no wrapper of that mode",
+                expected="a GraphWrapper for every piece",
+                advice='wrap the pieces, or use pieces="breakable"',
+            )
+        self._captured += captured
+        graph.plan.task_names = frozenset(transaction.task_names)
+        self._add(graph, record)
+
+    def _add(self, graph: PlannedGraph, record: GraphRecord) -> None:
         self.plans.extend([None] * (graph.slot + 1 - len(self.plans)))
         self.plans[graph.slot] = graph.plan
         self.records.append(record)
-        self._piece_wrappers.update((id(wrapper), wrapper) for wrapper in wrappers)
         self.dispatcher.publish(graph.mode, graph.descriptor)
+
+
+def _preference(found: Dispatch) -> tuple[bool, int]:
+    return found.mode is not GraphMode.FULL, found.descriptor.num_tokens
+
+
+def _without_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward itself, which runs eagerly unless the context says otherwise."""
+
+    def run_forward(**arguments: Any) -> Any:
+        with torch.no_grad():
+            return forward(**arguments)
+
+    return run_forward

@@ -52,11 +52,11 @@ class InputSpec:
             raise InvalidInputError(
                 "unknown padding", got=repr(self.pad), expected='a number, "repeat" or "keep"'
             )
-        if self.index and self.pad == "keep":
+        if self.index and isinstance(self.pad, str):
             raise InvalidInputError(
-                "an index input cannot keep old values in its padding rows: they would point at "
-                "live memory",
-                got='pad="keep", index=True',
+                "padding rows of an index input cannot hold old or live values: they would read "
+                "and write live memory",
+                got=f"pad={self.pad!r}, index=True",
                 expected="a pad value that reads and writes nothing live",
                 advice="pad=-1 if the kernel skips it, or the slot of a dummy page",
             )
@@ -82,12 +82,12 @@ class StaticInput:
                 self.axis, self.dim = Axis.parse(size), dim
         shape = [s if isinstance(s, int) else Axis.parse(s).size(tokens, reqs) for s in spec.shape]
         pad = 0 if isinstance(spec.pad, str) else spec.pad
-        self.buffer = torch.full(shape, pad, dtype=spec.dtype, device=device)
+        # Steps write it, in inference mode and outside of it.
+        with torch.inference_mode(False):
+            self.buffer = torch.full(shape, pad, dtype=spec.dtype, device=device)
         self._pad = pad
         self._on_device = self.buffer.device.type != "cpu"
         self._views: dict[int, torch.Tensor] = {}
-        # Rows from here on hold the pad value, so only what earlier steps wrote is padded again.
-        self._clean_from = 0
 
     def view(self, tokens: int, reqs: int) -> torch.Tensor:
         """The rows that a batch of this size uses."""
@@ -104,32 +104,46 @@ class StaticInput:
     ) -> None:
         """Copy the live rows in and pad up to the captured size; raises `InvalidInputError`."""
         live = self.view(tokens, reqs)
-        if value.dtype is not self.spec.dtype or value.shape != live.shape:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dtype is not self.spec.dtype
+            or value.shape != live.shape
+        ):
             raise self._mismatch(value, live)
+        if value.requires_grad:
+            value = value.detach()
         if value.data_ptr() != live.data_ptr():
             # A pinned source may be written again by the host while a copy from it is under way.
             asynchronous = self._on_device and value.device.type == "cpu" and not value.is_pinned()
             live.copy_(value, non_blocking=asynchronous)
+        elif value.stride() != live.stride():
+            live.copy_(value.clone())
         if self.axis is not None:
             self._pad_rows(self.axis.size(tokens, reqs), self.axis.size(to_tokens, to_reqs))
 
     def reset(self) -> None:
         """Make every row a padding row."""
         self.buffer.fill_(self._pad)
-        self._clean_from = 0
 
     def _pad_rows(self, live: int, padded: int) -> None:
+        # At every step anew: the forward, or `bind`, may have written the padding rows.
         pad = self.spec.pad
+        if padded <= live or pad == "keep":
+            return
+        rows = self.buffer.narrow(self.dim, live, padded - live)
         if pad == "repeat":
-            if padded > live:
-                last = self.buffer.narrow(self.dim, live - 1, 1)
-                self.buffer.narrow(self.dim, live, padded - live).copy_(last)
-        elif pad != "keep":
-            if live < self._clean_from:
-                self.buffer.narrow(self.dim, live, self._clean_from - live).fill_(self._pad)
-            self._clean_from = live
+            rows.copy_(self.buffer.narrow(self.dim, live - 1, 1))
+        else:
+            rows.fill_(self._pad)
 
-    def _mismatch(self, value: torch.Tensor, live: torch.Tensor) -> InvalidInputError:
+    def _mismatch(self, value: Any, live: torch.Tensor) -> InvalidInputError:
+        if not isinstance(value, torch.Tensor):
+            return InvalidInputError(
+                f"input {self.name!r} is no tensor",
+                got=type(value).__name__,
+                expected=f"a tensor of {self.spec.dtype}",
+                advice=f"torch.tensor({self.name}, dtype={self.spec.dtype})",
+            )
         if value.dtype is not self.spec.dtype:
             return InvalidInputError(
                 f"input {self.name!r} has the wrong dtype",
@@ -187,6 +201,12 @@ class StaticInputs:
                 raise
             item.fill(value, tokens, reqs, to_tokens, to_reqs)
 
+    def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """A step's inputs by (dotted) name; raises `InvalidInputError` for wrong names."""
+        found = dict(_flat(values))
+        self.check_names(found)
+        return found
+
     def reset(self) -> None:
         """Make every row of every buffer a padding row."""
         for item in self._items:
@@ -213,7 +233,7 @@ class StaticInputs:
             value = flat[item.name]
             if item.axis is None:
                 continue
-            if value.dim() != item.buffer.dim():
+            if not isinstance(value, torch.Tensor) or value.dim() != item.buffer.dim():
                 raise item._mismatch(value, item.buffer)
             rows = value.shape[item.dim] - item.axis.extra
             if found.setdefault(item.axis.name, rows) != rows:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphrt.core.context import ForwardContext
-from graphrt.core.errors import PoolBusyError, PoolClosedError
+from graphrt.core.errors import InvalidOptionError, PoolBusyError, PoolClosedError
 from graphrt.core.lookup import resolve_platform
 from graphrt.core.platform import Capability, Platform
+
+if TYPE_CHECKING:
+    from graphrt.core.wrapper import GraphWrapper
 
 # The one thing that is process-wide, because the device is: two captures on one device at the
 # same time see each other's work, whoever they belong to.
@@ -24,8 +28,9 @@ class GraphPool:
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
 
     A replay may overwrite the outputs of any other graph in the pool, so outputs are valid until
-    the next step. `generation` counts the steps. Use from two threads at once raises
-    `PoolBusyError`; replays from two streams are ordered by an event.
+    the next step. `generation` counts the steps. A step that begins before another one is over,
+    in another thread or inside of it, raises `PoolBusyError`; replays from two streams are ordered
+    by an event.
     """
 
     def __init__(self, platform: Platform | str | None = None) -> None:
@@ -34,35 +39,50 @@ class GraphPool:
         self.stream: Any = self.platform.new_stream()
         self.generation = 0
         self.closed = False
-        # The wrapper's replay path reads and writes the following directly.
-        self.owner: int | None = None
+        # The wrapper's replay path reads and writes the following directly. The owner is the
+        # context of the step, or the capture, that is under way.
+        self.owner: object | None = None
         self.step: Token[ForwardContext | None] | None = None
         self.has_streams = Capability.STREAMS in self.platform.capabilities
         self._step_context: ForwardContext | None = None
-        self._step_thread = 0
         self._last_stream_id: int | None = None
         self._last_stream: Any = None
+        self._wrappers: weakref.WeakSet[GraphWrapper] = weakref.WeakSet()
 
-    def enter_step(self, context: ForwardContext, thread: int) -> None:
-        """Count a new step of several pieces; raises `PoolBusyError` inside another thread's."""
-        self.leave_step(thread)
+    @contextmanager
+    def owned_by(self, owner: object) -> Iterator[None]:
+        """Keep everything else out of the pool; raises `PoolBusyError` if something is in it."""
+        outer = self.owner
+        if outer is not None and outer is not owner:
+            raise self.busy_error(owner)
+        self.owner = owner
+        try:
+            yield
+        finally:
+            self.owner = outer
+
+    def hand_over(self, owner: object) -> None:
+        """Let the owner of the pool name another one in its place, with no gap in between."""
+        self.owner = owner
+
+    def enter_step(self, context: ForwardContext) -> None:
+        """Count a new step of several pieces; raises `PoolBusyError` inside another one."""
+        self.leave_step(context)
         self.step = context.token
         self._step_context = context
-        self._step_thread = thread
         self.generation += 1
 
-    def leave_step(self, thread: int) -> None:
-        """Forget the step of several pieces; raises `PoolBusyError` if another thread is in it."""
-        context = self._step_context
-        if (
-            context is not None
-            and context.token is not None
-            and context.token is self.step
-            and self._step_thread != thread
-        ):
-            raise self.busy_error()
+    def leave_step(self, context: ForwardContext) -> None:
+        """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
+        last = self._step_context
+        if last is not None and last is not context and last.token is self.step is not None:
+            raise self.busy_error(context)
         self.step = None
         self._step_context = None
+
+    def add_wrapper(self, wrapper: GraphWrapper) -> None:
+        """Note a wrapper whose graphs `close` must destroy."""
+        self._wrappers.add(wrapper)
 
     def order_streams(self) -> None:
         """Make the current stream wait for the one that replayed last, if that is another."""
@@ -74,20 +94,15 @@ class GraphPool:
             self._last_stream = self.platform.current_stream()
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
+    def capturing(self, context: object) -> Iterator[None]:
         """Hold the device's capture lock and this pool, with the capture stream current."""
         self.check_open()
-        thread = get_ident()
-        with _capture_locks[self.platform.device_type]:
-            owner = self.owner
-            if owner is not None and owner != thread:
-                raise self.busy_error()
-            self.owner = thread
-            try:
-                with self.platform.on_stream(self.stream):
-                    yield
-            finally:
-                self.owner = owner
+        with (
+            _capture_locks[self.platform.device_type],
+            self.owned_by(context),
+            self.platform.on_stream(self.stream),
+        ):
+            yield
 
     def allocate(self) -> Any:
         """A context in which this thread's allocations come from the pool."""
@@ -98,8 +113,11 @@ class GraphPool:
         return None if self.closed else self.platform.memory_bytes(self.memory)
 
     def close(self) -> None:
-        """Give the memory back. All graphs of the pool must have been cleared before."""
+        """Destroy the graphs of all wrappers of the pool and give its memory back."""
         if not self.closed:
+            self.check_idle()
+            for wrapper in list(self._wrappers):
+                wrapper.clear_graphs()
             self.closed = True
             self.step = self._step_context = None
             with _capture_locks[self.platform.device_type]:
@@ -111,13 +129,30 @@ class GraphPool:
             raise PoolClosedError(
                 "the graph pool is closed",
                 expected="an open pool",
-                advice="create a new GraphPool, or call runner.recapture() before using it again",
+                advice="create a new GraphPool and new wrappers or runners over it",
             )
 
-    def busy_error(self) -> PoolBusyError:
+    def check_platform(self, platform: Platform | str) -> None:
+        """Raise `InvalidOptionError` if the pool is another platform's."""
+        name = platform if isinstance(platform, str) else platform.name
+        if name != self.platform.name:
+            raise InvalidOptionError(
+                "the pool belongs to another platform",
+                got=f"platform={name!r}, pool of {self.platform.name!r}",
+                expected="one platform",
+                advice="leave platform= out where pool= is given",
+            )
+
+    def check_idle(self) -> None:
+        """Raise `PoolBusyError` while a step or a capture is under way."""
+        if self.owner is not None:
+            raise self.busy_error(None)
+
+    def busy_error(self, context: object) -> PoolBusyError:
         return PoolBusyError(
-            "two threads use one graph pool at the same time",
-            got=f"thread {get_ident()} while thread {self.owner or self._step_thread} is in a step",
-            expected="one thread at a time",
-            advice="give each thread a GraphPool of its own",
+            "two steps use one graph pool at the same time",
+            got=f"{context!r} in thread {get_ident()} while {self.owner or self._step_context!r} "
+            "is under way",
+            expected="one step at a time, from one thread at a time",
+            advice="give what runs at the same time a GraphPool of its own",
         )

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from threading import get_ident
 from typing import Any
 
 import torch
 
+from graphrt.core import tree
 from graphrt.core.addresses import Parameters
 from graphrt.core.capture import Progress
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch
 from graphrt.core.dispatcher import Dispatch, Reason
-from graphrt.core.errors import CaptureSealedError, InvalidOptionError, PoolClosedError
+from graphrt.core.errors import (
+    CaptureSealedError,
+    InvalidBatchError,
+    PoolClosedError,
+)
 from graphrt.core.graphset import Bind, CaptureContext, GraphSet
 from graphrt.core.inputs import InputSpec, StaticInputs, nest
+from graphrt.core.limits import largest_batch, too_many_requests
 from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
 from graphrt.core.options import GraphOptions
 from graphrt.core.plan import OutputAxes
 from graphrt.core.platform import Platform
 from graphrt.core.pool import GraphPool
 from graphrt.core.segments import SegmentHooks
-from graphrt.core.sizes import check_sizes, descriptors_for, plan_sizes
+from graphrt.core.sizes import descriptors_for, plan_sizes
 from graphrt.core.state import State
 from graphrt.core.stats import RunnerReport
+from graphrt.core.tasks import UNCHANGED, check_names
 from graphrt.core.verify import verify_step
 
 
@@ -74,6 +80,8 @@ class GraphRunner:
         self.options = (options or GraphOptions()).merged(
             {key: value for key, value in given.items() if value is not None}
         )
+        if pool is not None and platform is not None:
+            pool.check_platform(platform)
         self._owns_pool = pool is None
         self.pool = GraphPool(platform) if pool is None else pool
         self.platform = self.pool.platform
@@ -86,7 +94,7 @@ class GraphRunner:
         )
         self.mode = self.resolution.mode
         self.sizes = plan_sizes(
-            **_largest_batch(max_num_tokens, max_num_reqs, self.options.sizes),
+            **largest_batch(max_num_tokens, max_num_reqs, self.options.sizes),
             query_lens=query_lens,
             sizes=self.options.sizes,
             max_size=self.options.max_size,
@@ -97,8 +105,8 @@ class GraphRunner:
         )
         self.inputs = StaticInputs(
             inputs,
-            tokens=self.sizes.max_num_tokens,
-            reqs=self.sizes.max_num_reqs,
+            tokens=max(self.sizes.max_num_tokens, *(key[1].num_tokens for key in self.keys), 1),
+            reqs=max(self.sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in self.keys), 1),
             device=device or self.platform.device_type,
         )
         self.graphs = GraphSet(
@@ -121,6 +129,8 @@ class GraphRunner:
         self._bind = bind
         self._plans = self.graphs.plans
         self._eager_launch = self.graphs.eager_launch
+        self._clones = self.options.outputs == "clone"
+        self._last_updates: Any = UNCHANGED
         self._live_tokens = 0
         self._closed = False
 
@@ -157,9 +167,18 @@ class GraphRunner:
         if batch is None:
             batch = self.batch_of(values)
         found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
-        if found.reason is Reason.NOT_CAPTURED and self.options.lazy:
-            found = self._capture_lazily(batch, found)
+        if self.options.lazy and not self.graphs.sealed:
+            wanted = self.graphs.wanted(batch, found, at_least, at_most_mode)
+            if wanted is not None:
+                # They may live in the buffers that a capture fills.
+                values = tree.map_tensors(torch.Tensor.clone, dict(values))
+                self.graphs.capture_wanted(wanted)
+                found = self.dispatcher.dispatch(
+                    batch, at_least=at_least, at_most_mode=at_most_mode
+                )
         self.last_dispatch = found
+        if updates is not None:
+            updates = self._checked_updates(updates, found)
         if found.slot < 0:
             return self._run_unpadded(batch, found, values, updates, metadata)
         mode = GraphMode.NONE if self._eager_launch else found.mode
@@ -177,6 +196,14 @@ class GraphRunner:
         metadata: Any = None,
     ) -> Any:
         """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
+        if found.slot < 0:
+            raise InvalidBatchError(
+                "there is no graph whose padding the step could have",
+                got=found.reason.name,
+                expected="a dispatch with Reason.HIT",
+            )
+        if updates is not None:
+            updates = self._checked_updates(updates, found)
         context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
         return self._run_padded(batch, found.slot, values, context, eager=True)
 
@@ -265,25 +292,26 @@ class GraphRunner:
     ) -> Any:
         plan = self._plans[slot]
         assert plan is not None
-        pool, thread = self.pool, get_ident()
-        owner = pool.owner
-        if owner is not None and owner != thread:
-            raise pool.busy_error()
-        # Held from here, so that no other thread fills the buffers between our fill and replay.
-        pool.owner = thread
-        try:
-            tokens, reqs = batch[0], batch[1]
-            if reqs is None:
-                reqs = self._reqs_of(batch, values)
+        context.num_reqs = plan.reqs
+        tokens, reqs = batch[0], batch[1]
+        if reqs is None:
+            reqs = self._reqs_of(batch, values)
+        if reqs > plan.reqs:
+            raise too_many_requests(reqs, plan.reqs)
+        # Held from here, so that nothing else fills the buffers between our fill and our replay.
+        with self.pool.owned_by(context):
             self.inputs.fill(values, tokens, reqs, plan.tokens, plan.reqs)
             if self._bind is not None:
-                phase = "eager" if eager or self._eager_launch else "replay"
-                self._bind(plan.views, plan.descriptor, phase)  # type: ignore[arg-type]
+                self._bind(
+                    plan.views,
+                    plan.descriptor,
+                    "eager" if eager or self._eager_launch else "replay",
+                )
             call = self.graphs.run_forward if eager else plan.call
             with context:
-                outputs = call(**plan.arguments)
-        finally:
-            pool.owner = owner
+                outputs = call(**plan.arguments())
+            if self._clones and (eager or self._eager_launch):
+                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
         return plan.live(outputs, tokens, reqs)
 
     def _run_unpadded(
@@ -295,7 +323,7 @@ class GraphRunner:
         metadata: Any,
     ) -> Any:
         self._check_open()
-        if self.graphs.sealed and self.options.strict:
+        if self.options.strict and self.graphs.sealed and self._should_have_a_graph(batch, found):
             raise CaptureSealedError(
                 f"no graph serves the batch: {found.reason.value}",
                 got=batch,
@@ -303,25 +331,40 @@ class GraphRunner:
                 advice="add the size to sizes=, or use strict=False to run it eagerly",
             )
         tokens, reqs = batch.num_tokens, self._reqs_of(batch, values)
-        if tokens <= self.inputs.tokens and reqs <= self.inputs.reqs:
-            self.inputs.fill(values, tokens, reqs, tokens, reqs)
-            views = self.inputs.views(tokens, reqs)
-        else:
-            # Larger than the buffers: the forward reads the host's own tensors.
-            self.inputs.check_names(values)
-            views = dict(values)
-        if self._bind is not None:
-            self._bind(views, found.descriptor, "eager")
-        context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
-        with context:
-            return self.graphs.run_forward(**(nest(views) if self.inputs.nested else views))
+        context = ForwardContext(
+            GraphMode.NONE, found.descriptor, -1, updates, metadata, num_reqs=reqs
+        )
+        with self.pool.owned_by(context):
+            if tokens <= self.inputs.tokens and reqs <= self.inputs.reqs:
+                self.inputs.fill(values, tokens, reqs, tokens, reqs)
+                views = self.inputs.views(tokens, reqs)
+            else:
+                # Larger than the buffers: the forward reads the host's own tensors.
+                views = self.inputs.flat(values)
+            if self._bind is not None:
+                self._bind(views, found.descriptor, "eager")
+            with context:
+                outputs = self.graphs.run_forward(**(nest(views) if self.inputs.nested else views))
+            return tree.map_tensors(torch.Tensor.clone, outputs) if self._clones else outputs
 
-    def _capture_lazily(self, batch: Batch, found: Dispatch) -> Dispatch:
-        planned = self.dispatcher.planned_for(batch)
-        if self._closed or self.graphs.sealed or planned is None:
-            return found
-        self.graphs.capture([(planned.mode, planned.descriptor)])
-        return self.dispatcher.dispatch(batch)
+    def _should_have_a_graph(self, batch: Batch, found: Dispatch) -> bool:
+        """Whether the plan has graphs for batches of this kind, so that a miss is a mistake."""
+        decode = batch.query_len in self.sizes.decode
+        wanted = self.mode.decode_mode if decode else self.mode.mixed_mode
+        missing = found.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
+        return missing and wanted is not GraphMode.NONE
+
+    def _checked_updates(self, updates: Any, found: Dispatch) -> Any:
+        """`updates` for this step: known names only, and for eager steps nothing left out."""
+        graph = found.slot >= 0 and not self._eager_launch
+        if updates is UNCHANGED:
+            return updates if graph else self._last_updates
+        self._last_updates = updates
+        if graph and isinstance(updates, Mapping):
+            plan = self._plans[found.slot]
+            assert plan is not None
+            check_names(updates, plan.task_names)
+        return updates
 
     def batch_of(self, values: Mapping[str, Any]) -> Batch:
         """The batch that the shapes of a step's inputs describe."""
@@ -340,17 +383,3 @@ class GraphRunner:
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
-
-
-def _largest_batch(
-    max_num_tokens: int | None, max_num_reqs: int | None, sizes: Sequence[int] | None
-) -> dict[str, int]:
-    """The host's limits; what it leaves out follows from its sizes, or from the other limit."""
-    tokens = max_num_tokens or (max(check_sizes(sizes)) if sizes is not None else max_num_reqs)
-    if tokens is None:
-        raise InvalidOptionError(
-            "the largest batch is unknown",
-            expected="max_num_tokens, max_num_reqs or sizes",
-            advice="sizes=[1, 2, 4, 8]",
-        )
-    return {"max_num_tokens": tokens, "max_num_reqs": max_num_reqs or tokens}

@@ -59,7 +59,7 @@ class State:
             copy = tensor[rows].clone()
 
         def put_back() -> None:
-            with torch.no_grad():
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor[rows] = copy
 
         return put_back

@@ -7,7 +7,8 @@ and validated first, and then the platform applies them in the order that its de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -20,13 +21,18 @@ from graphrt.core.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.segments import CapturedTask, HostValues
 
 
-class _Unchanged:
+class _Marker:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
     def __repr__(self) -> str:
-        return "UNCHANGED"
+        return self._name
 
 
-UNCHANGED: Final = _Unchanged()
-"""As `updates=`: every task keeps the host arguments of the replay before."""
+UNCHANGED: Final = _Marker("UNCHANGED")
+"""As `updates=`: every task keeps the host arguments of the step before."""
+WORST_CASE: Final = _Marker("WORST_CASE")
+"""As `updates=`: every task takes its `at_capture` arguments, for warm-up and capture."""
 
 
 @dataclass(frozen=True)
@@ -41,39 +47,39 @@ class HostArg:
     axis: Literal["reqs", "tokens"] | None = "reqs"
     pad: Literal["zero", "repeat", "cumulative"] = "zero"
 
-    def fitted(self, key: str, value: Any, descriptor: BatchDescriptor) -> Any:
-        """`value` padded for `descriptor`; raises `InvalidUpdateError` if it does not fit."""
+    def fitted(self, key: str, value: Any, tokens: int, reqs: int | None) -> Any:
+        """`value` padded for a graph of `tokens` and `reqs`; raises `InvalidUpdateError`."""
         if self.axis is None:
-            return value
+            # A copy, so that a list that the host changes in place is seen as changed.
+            return copy.copy(value)
         values = [int(v) for v in value]
-        size = descriptor.num_reqs if self.axis == "reqs" else descriptor.num_tokens
+        if self.pad == "cumulative":
+            _check_cumulative(key, values, tokens)
+        size = reqs if self.axis == "reqs" else tokens
         if size is None:
             return values
         if not values or len(values) > size:
             raise InvalidUpdateError(
                 f"host argument {key!r} has the wrong length",
                 got=len(values),
-                expected=f"1 to {size} ({self.axis} of the graph: {descriptor})",
+                expected=f"1 to {size} ({self.axis} of the graph)",
                 advice="pass one value for each live request",
             )
         missing = size - len(values)
         if self.pad == "zero":
             return values + [0] * missing
-        if self.pad == "repeat":
+        if self.pad == "repeat" or not missing:
             return values + [values[-1]] * missing
-        _check_cumulative(key, values, descriptor)
-        if missing:
-            return values + [values[-1]] * (missing - 1) + [descriptor.num_tokens]
-        return values
+        return values + [values[-1]] * (missing - 1) + [tokens]
 
 
-def _check_cumulative(key: str, values: list[int], descriptor: BatchDescriptor) -> None:
+def _check_cumulative(key: str, values: list[int], tokens: int) -> None:
     rising = all(a <= b for a, b in pairwise(values))
-    if not rising or values[0] < 0 or values[-1] > descriptor.num_tokens:
+    if not values or not rising or values[0] < 0 or values[-1] > tokens:
         raise InvalidUpdateError(
             f"cumulative host argument {key!r} does not add up",
             got=values,
-            expected=f"rising values of at most {descriptor.num_tokens} tokens",
+            expected=f"rising values of at most {tokens} tokens",
             advice="pass the running sum of the query lengths",
         )
 
@@ -83,8 +89,7 @@ class UpdatableTask:
 
     `issue(*tensors, **host_values)` calls the operator into given outputs and workspace: it may not
     allocate, synchronise, or touch other tensors than those it was captured with. `at_capture`
-    gives the worst-case host values for a descriptor, used by warm-up and capture when the
-    context carries no updates.
+    gives the worst-case host values for a descriptor, which warm-up and capture use.
     """
 
     def __init__(
@@ -105,6 +110,8 @@ class UpdatableTask:
         name = self.group if task is None else task
         context = current_context()
         capture = current_capture()
+        if context is not None and context.capture is not None:
+            context.capture.task_names.update((name, self.group))
         values = self._values(context, name)
         if capture is None:
             self.issue(*args, **kwargs, **values)
@@ -114,21 +121,22 @@ class UpdatableTask:
     def _values(self, context: ForwardContext | None, name: str) -> HostValues:
         descriptor = None if context is None else context.descriptor
         given = None if context is None else context.updates
-        if given is None or given is UNCHANGED:
-            if self.at_capture is None or descriptor is None:
-                raise MissingUpdateError(
-                    f"task {name!r} needs its host arguments",
-                    got=given,
-                    expected=f"updates={{{self.group!r}: {{{', '.join(self.host_args)}}}}}",
-                    advice="pass updates= to the runner or forward_context(), and at_capture= to "
-                    "the task",
-                )
+        if given is None and context is not None and context.capture is not None:
+            given = WORST_CASE
+        if given is WORST_CASE and self.at_capture is not None and descriptor is not None:
             given = {name: self.at_capture(descriptor)}
-        assert descriptor is not None
-        return self.fitted(name, given, descriptor)
+        if context is None or descriptor is None or not isinstance(given, Mapping):
+            raise MissingUpdateError(
+                f"task {name!r} needs its host arguments",
+                got=given,
+                expected=f"updates={{{self.group!r}: {{{', '.join(self.host_args)}}}}}",
+                advice="pass updates= to the runner or forward_context(), and at_capture= to the "
+                "task for warm-up and capture",
+            )
+        return self.fitted(name, given, context)
 
     def fitted(
-        self, name: str, updates: Mapping[str, HostValues], descriptor: BatchDescriptor
+        self, name: str, updates: Mapping[str, HostValues], context: ForwardContext
     ) -> HostValues:
         """The padded host values of task `name`, by its own name or else its group's."""
         values = updates.get(name)
@@ -148,8 +156,11 @@ class UpdatableTask:
                 expected=sorted(self.host_args),
                 advice="pass exactly the declared host arguments",
             )
+        descriptor = context.descriptor
+        assert descriptor is not None
+        reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
         return {
-            key: host_arg.fitted(key, values[key], descriptor)
+            key: host_arg.fitted(key, values[key], descriptor.num_tokens, reqs)
             for key, host_arg in self.host_args.items()
         }
 
@@ -173,22 +184,33 @@ def _record(
 
 
 def resolve_updates(
-    tasks: Sequence[CapturedTask], updates: Any, descriptor: BatchDescriptor
+    tasks: Sequence[CapturedTask], context: ForwardContext, *, all_known: bool
 ) -> list[HostValues] | None:
     """The validated host values of every task, in order; None if nothing changed.
 
+    With `all_known` these are all tasks of the step, and other names in the updates are errors.
     Raises `MissingUpdateError` or `InvalidUpdateError`; nothing was launched then.
     """
+    updates = context.updates
     if updates is UNCHANGED:
         return None
-    if updates is None:
+    if not isinstance(updates, Mapping):
         raise MissingUpdateError(
             "a graph with updatable tasks was replayed without updates",
+            got=updates,
             expected=", ".join(dict.fromkeys(task.spec.group for task in tasks)),
             advice="pass updates= for this step, or updates=UNCHANGED",
         )
-    known = {name for task in tasks for name in (task.name, task.spec.group)}
-    unknown = sorted(set(updates) - known)
+    if all_known:
+        check_names(updates, {name for task in tasks for name in (task.name, task.spec.group)})
+    values = [task.spec.fitted(task.name, updates, context) for task in tasks]
+    unchanged = all(new == task.values for new, task in zip(values, tasks, strict=True))
+    return None if unchanged else values
+
+
+def check_names(updates: Mapping[str, HostValues], known: Collection[str]) -> None:
+    """Raise `InvalidUpdateError` for updates of tasks that the step does not have."""
+    unknown = sorted(set(updates) - set(known))
     if unknown:
         raise InvalidUpdateError(
             "updates name tasks that the graph does not have",
@@ -196,6 +218,3 @@ def resolve_updates(
             expected=sorted(known),
             advice="use the group's name to reach all of its layers",
         )
-    values = [task.spec.fitted(task.name, updates, descriptor) for task in tasks]
-    unchanged = all(new == task.values for new, task in zip(values, tasks, strict=True))
-    return None if unchanged else values

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from graphrt.core.descriptor import BatchDescriptor
 
 if TYPE_CHECKING:
     from graphrt.core.wrapper import GraphWrapper
@@ -13,21 +14,26 @@ class CaptureTransaction:
     """Allows wrappers to capture while it is in the context, and takes back what they did.
 
     `slot` is where their entries will be found; a context that captures has none itself, so that
-    its calls take the path that looks twice.
+    its calls take the path that looks twice. `task_names` collects the tasks, and their groups,
+    that the step has.
     """
 
     def __init__(self, slot: int = -1) -> None:
         self.slot = slot
-        self.wrappers: list[GraphWrapper] = []
-        self._undo: list[Callable[[], None]] = []
+        self.task_names: set[str] = set()
+        self._captured: list[tuple[GraphWrapper, BatchDescriptor]] = []
 
-    def add(self, wrapper: GraphWrapper, undo: Callable[[], None]) -> None:
-        """Note that `wrapper` captured an entry, and how to take it back."""
-        self.wrappers.append(wrapper)
-        self._undo.append(undo)
+    def add(self, wrapper: GraphWrapper, descriptor: BatchDescriptor) -> None:
+        """Note that `wrapper` captured an entry."""
+        self._captured.append((wrapper, descriptor))
+
+    def commit(self) -> list[tuple[GraphWrapper, BatchDescriptor]]:
+        """Keep what was captured; returns it."""
+        captured, self._captured = self._captured, []
+        return captured
 
     def rollback(self) -> None:
         """Take everything back, the last capture first."""
-        self.wrappers.clear()
-        while self._undo:
-            self._undo.pop()()
+        while self._captured:
+            wrapper, descriptor = self._captured.pop()
+            wrapper.drop(descriptor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from graphrt.core.breakable import Capture, graphs_of
 from graphrt.core.bridges import Bridges
 from graphrt.core.context import ForwardContext, current_context
 from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.entry import Entry, layouts
 from graphrt.core.errors import (
     CaptureError,
     CaptureSealedError,
@@ -23,9 +23,7 @@ from graphrt.core.errors import (
 )
 from graphrt.core.modes import GraphMode
 from graphrt.core.pool import GraphPool
-from graphrt.core.segments import Part, SegmentHooks, TaskedSegment
-from graphrt.core.tasks import resolve_updates
-from graphrt.core.transaction import CaptureTransaction
+from graphrt.core.segments import SegmentHooks
 
 
 @dataclass(frozen=True)
@@ -48,65 +46,6 @@ class WrapperOptions:
     strict: bool = False
     check_addresses: bool = False
     segment_hooks: SegmentHooks | None = None
-
-
-class Entry:
-    """What one descriptor captured: its parts, its outputs and the addresses it reads."""
-
-    __slots__ = (
-        "captured_in",
-        "descriptor",
-        "graph",
-        "inputs",
-        "outputs",
-        "parts",
-        "tasks",
-    )
-
-    def __init__(
-        self,
-        descriptor: BatchDescriptor,
-        parts: tuple[Part, ...],
-        outputs: Any,
-        inputs: tuple[tuple[str, tuple[object, ...]], ...],
-        captured_in: CaptureTransaction | None,
-    ) -> None:
-        self.descriptor = descriptor
-        self.parts = parts
-        self.outputs = outputs
-        self.inputs = inputs
-        self.captured_in = captured_in
-        self.tasks = tuple(
-            task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks
-        )
-
-        # What most entries are: one graph and nothing else.
-        alone = len(parts) == 1 and not self.tasks
-        self.graph: Part | None = parts[0] if alone else None
-
-    def launch(self, updates: Any) -> None:
-        """Replay segments, eager parts and tasks with their new host arguments, in order.
-
-        All updates are validated before anything is launched.
-        """
-        # With gradients on, a bridge that an eager result is copied into would grow a graph.
-        with torch.no_grad():
-            if self.tasks:
-                self._launch_tasks(updates)
-                return
-            for part in self.parts:
-                part.replay()
-
-    def _launch_tasks(self, updates: Any) -> None:
-        values = resolve_updates(self.tasks, updates, self.descriptor)
-        taken = 0
-        for part in self.parts:
-            if isinstance(part, TaskedSegment):
-                count = len(part.tasks)
-                part.replay_with(None if values is None else values[taken : taken + count])
-                taken += count
-            else:
-                part.replay()
 
 
 class _Hot:
@@ -162,7 +101,8 @@ class GraphWrapper:
         read_context: Callable[[], ForwardContext | None] = current_context,
         options: WrapperOptions | None = None,
     ) -> None:
-        """`read_context` is called with no arguments and returns this step's context or None.
+        """`read_context` is called with no arguments and returns this step's `ForwardContext`, or
+        None; a host with a context of its own builds one from it, once for each of its steps.
 
         Raises `InvalidModeError` unless the mode is PIECEWISE or FULL.
         """
@@ -179,6 +119,7 @@ class GraphWrapper:
         self.options = options or WrapperOptions()
         self.calls_without_context = 0
         self.eager_calls_after_seal = 0
+        self.pool.add_wrapper(self)
         self._hot = _Hot(self.runtime_mode, self.pool, self.options, read_context)
         self._entries: dict[BatchDescriptor, Entry] = {}
         self._bridges = Bridges()
@@ -204,32 +145,33 @@ class GraphWrapper:
         if hot.checked:
             self._check_inputs(entry, args, kwargs)
         pool = hot.pool
-        thread = get_ident()
         owner = pool.owner
-        if owner is not None and owner != thread:
-            raise pool.busy_error()
-        pool.owner = thread
+        if owner is not None and owner is not context:
+            raise pool.busy_error(context)
+        pool.owner = context
         try:
             if hot.one_call_a_step:
                 if pool.step is not None:
-                    pool.leave_step(thread)
+                    pool.leave_step(context)
                 pool.generation += 1
-            elif pool.step is not context.token:
-                pool.enter_step(context, thread)
+            elif pool.step is not context.token or context.token is None:
+                pool.enter_step(context)
             if pool.has_streams:
                 pool.order_streams()
             graph = entry.graph
             if graph is None:
-                entry.launch(context.updates)
+                entry.launch(context, all_tasks=hot.one_call_a_step)
             else:
                 graph.replay()
-            if pool.owner != thread:
+            if pool.owner is not context:
                 # The check and the store above are two steps: a thread may slip in between.
-                raise pool.busy_error()
+                raise pool.busy_error(context)
+            if hot.clones:
+                return tree.map_tensors(torch.Tensor.clone, entry.outputs)
         finally:
             pool.owner = owner
-        if hot.clones:
-            return tree.map_tensors(torch.Tensor.clone, entry.outputs)
+        if entry.container:
+            return tree.map_leaves(_itself, entry.outputs)
         return entry.outputs
 
     def __getattr__(self, name: str) -> Any:
@@ -263,7 +205,11 @@ class GraphWrapper:
         self._sealed = False
 
     def clear_graphs(self) -> None:
-        """Destroy every graph; the wrapper can capture again."""
+        """Destroy every graph; the wrapper can capture again.
+
+        Raises `PoolBusyError` while a step is under way in the pool.
+        """
+        self.pool.check_idle()
         parts = [part for entry in self._entries.values() for part in entry.parts]
         self._entries.clear()
         self._hot.by_slot = [None]
@@ -279,12 +225,18 @@ class GraphWrapper:
             hot = self._hot
             hot.by_slot = [None if other is entry else other for other in hot.by_slot]
             self.pool.platform.reset_graphs(graphs_of(entry.parts))
+            if not self._entries:
+                self._bridges.clear()
+                self._statics.clear()
 
     def _entry_or_none(self, context: ForwardContext) -> Entry | None:
         descriptor = context.descriptor
         entry = None if descriptor is None else self._entries.get(descriptor)
-        if entry is not None and context.capture is not None:
-            again = entry.captured_in is context.capture
+        if entry is None:
+            return None
+        under_way = context.capture or context.token
+        again = under_way is not None and entry.captured_in is under_way
+        if again or context.capture is not None:
             raise CaptureError(
                 "a wrapper was called twice in the step that captures it"
                 if again
@@ -295,14 +247,15 @@ class GraphWrapper:
                 if again
                 else "call clear_graphs() or drop(descriptor) before capturing again",
             )
+        self._insert(entry, context.slot)
         return entry
 
     def _first_call(
         self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         descriptor = context.descriptor
-        allowed = context.capture is not None or self.options.lazy
-        if descriptor is None or not allowed or self._sealed:
+        allowed = context.capture is not None or (self.options.lazy and not self._sealed)
+        if descriptor is None or not allowed:
             if self._sealed and self.options.strict:
                 raise CaptureSealedError(
                     "a graph would have to be captured after seal()",
@@ -326,6 +279,7 @@ class GraphWrapper:
         capture = Capture(
             self.pool,
             self._bridges,
+            context,
             breakable=piecewise and options.breakable,
             breaks=options.breaks,
             must_break=piecewise,
@@ -337,19 +291,21 @@ class GraphWrapper:
             if options.outputs == "static":
                 result = self._to_static(result)
         outputs = tree.map_tensors(capture.captured_ref, result)
-        inputs = _layouts(args, kwargs)
-        entry = Entry(descriptor, tuple(capture.parts), outputs, inputs, context.capture)
-        slot = context.slot
-        if context.capture is not None:
-            slot = context.capture.slot
-            context.capture.add(self, lambda: self.drop(descriptor))
-        self._insert(entry, slot)
+        inputs = layouts(args, kwargs)
+        transaction = context.capture
+        entry = Entry(
+            descriptor, tuple(capture.parts), outputs, inputs, transaction or context.token
+        )
+        self._entries[descriptor] = entry
+        if transaction is not None:
+            transaction.add(self, descriptor)
+            self._insert(entry, transaction.slot)
+        # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
         if self._hot.clones:
             return tree.map_tensors(torch.Tensor.clone, result)
         return result
 
     def _insert(self, entry: Entry, slot: int) -> None:
-        self._entries[entry.descriptor] = entry
         if slot >= 0:
             by_slot = self._hot.by_slot
             by_slot.extend([None] * (slot + 2 - len(by_slot)))
@@ -361,6 +317,8 @@ class GraphWrapper:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal place
             place += 1
+            if tensor.numel() == 0:
+                return tensor
             buffer = self._statics.buffer((0, place), tensor)
             buffer.copy_(tensor)
             return buffer
@@ -368,7 +326,7 @@ class GraphWrapper:
         return tree.map_tensors(copied, result)
 
     def _check_inputs(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now = _layouts(args, kwargs)
+        now = layouts(args, kwargs)
         if now == entry.inputs:
             return
         before = dict(entry.inputs)
@@ -388,13 +346,5 @@ class GraphWrapper:
         )
 
 
-def _layouts(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    found = []
-    for path, leaf in tree.leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor):
-            found.append((path, tree.layout(leaf)))
-        elif isinstance(leaf, int | float | str | None):
-            found.append((path, (leaf,)))
-    return tuple(found)
+def _itself(leaf: Any) -> Any:
+    return leaf

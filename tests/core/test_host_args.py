@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from graphrt import BatchDescriptor, HostArg
+from graphrt import HostArg
 from graphrt.core.errors import InvalidUpdateError
 
-UNIFORM = BatchDescriptor(8, 4, uniform=True, query_len=2)
-MIXED = BatchDescriptor(8, 4)
+TOKENS, REQS = 8, 4
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,7 @@ MIXED = BatchDescriptor(8, 4)
     ],
 )
 def test_values_are_padded_to_the_graph(arg, value, expected):
-    assert arg.fitted("lengths", value, MIXED) == expected
+    assert arg.fitted("lengths", value, TOKENS, REQS) == expected
 
 
 @pytest.mark.parametrize(
@@ -38,4 +37,4 @@ def test_values_are_padded_to_the_graph(arg, value, expected):
 )
 def test_values_that_do_not_fit_are_named_errors(arg, value):
     with pytest.raises(InvalidUpdateError, match="lengths"):
-        arg.fitted("lengths", value, UNIFORM)
+        arg.fitted("lengths", value, TOKENS, REQS)

@@ -82,10 +82,12 @@ class ConformanceBase:
         context = ForwardContext(mode, descriptor, metadata=metadata, capture=transaction)
         try:
             with context:
-                return function(*args)
+                result = function(*args)
         except BaseException:
             transaction.rollback()
             raise
+        transaction.commit()
+        return result
 
     def step(
         self,

@@ -1,0 +1,102 @@
+"""What a wrapper captured for one descriptor, and how it is replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphrt.core import tree
+from graphrt.core.context import ForwardContext
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import MissingUpdateError
+from graphrt.core.segments import Part, TaskedSegment
+from graphrt.core.tasks import UNCHANGED, resolve_updates
+
+
+class Entry:
+    """What one descriptor captured: its parts, its outputs and the addresses it reads."""
+
+    __slots__ = (
+        "_mixed",
+        "captured_in",
+        "container",
+        "descriptor",
+        "graph",
+        "inputs",
+        "outputs",
+        "parts",
+        "tasks",
+    )
+
+    def __init__(
+        self,
+        descriptor: BatchDescriptor,
+        parts: tuple[Part, ...],
+        outputs: Any,
+        inputs: tuple[tuple[str, tuple[object, ...]], ...],
+        captured_in: object,
+    ) -> None:
+        self.descriptor = descriptor
+        self.parts = parts
+        self.outputs = outputs
+        self.inputs = inputs
+        # What was under way: called again in the same, the wrapper would replay itself.
+        self.captured_in = captured_in
+        # The caller may change what it gets, so a container is made anew for every step.
+        self.container = not isinstance(outputs, torch.Tensor | None)
+        self._mixed = False
+        self.tasks = tuple(
+            task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks
+        )
+
+        # What most entries are: one graph and nothing else.
+        alone = len(parts) == 1 and not self.tasks
+        self.graph: Part | None = parts[0] if alone else None
+
+    def launch(self, context: ForwardContext, *, all_tasks: bool) -> None:
+        """Replay segments, eager parts and tasks with their new host arguments, in order.
+
+        All updates are validated before anything is launched.
+        """
+        # With gradients on, a bridge that an eager result is copied into would grow a graph.
+        with torch.no_grad():
+            if self.tasks:
+                self._launch_tasks(context, all_tasks)
+                return
+            for part in self.parts:
+                part.replay()
+
+    def _launch_tasks(self, context: ForwardContext, all_tasks: bool) -> None:
+        values = resolve_updates(self.tasks, context, all_known=all_tasks)
+        if values is None and self._mixed:
+            if context.updates is UNCHANGED:
+                raise MissingUpdateError(
+                    "the step before failed half-way, so its host arguments cannot be repeated",
+                    got="UNCHANGED",
+                    expected="updates for every task",
+                    advice="pass the updates of this step",
+                )
+            values = [task.values for task in self.tasks]
+        self._mixed = True
+        taken = 0
+        for part in self.parts:
+            if isinstance(part, TaskedSegment):
+                count = len(part.tasks)
+                part.replay_with(None if values is None else values[taken : taken + count])
+                taken += count
+            else:
+                part.replay()
+        self._mixed = False
+
+
+def layouts(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    found = []
+    for path, leaf in tree.leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            found.append((path, tree.layout(leaf)))
+        elif isinstance(leaf, int | float | str | None):
+            found.append((path, (leaf,)))
+    return tuple(found)
