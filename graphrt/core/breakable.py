@@ -277,8 +277,9 @@ def _check_break(name: str) -> None:
             expected='"namespace::name" or "namespace::name.overload"',
             advice="import the module that registers it before the capture",
         )
-    full_names = [f"{base}.{known}" if known else base for known in overloads]
-    if all(
+    functional = [known for known in overloads if not known.endswith("out")] or overloads
+    full_names = [f"{base}.{known}" if known else base for known in functional]
+    if any(
         torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
         for full in full_names
     ):

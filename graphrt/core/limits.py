@@ -22,10 +22,11 @@ def largest_batch(
     return {"max_num_tokens": tokens, "max_num_reqs": max_num_reqs or tokens}
 
 
-def too_many_requests(reqs: int, most: int) -> InvalidBatchError:
+def wrong_requests(reqs: int, most: int) -> InvalidBatchError:
+    """The error for a batch of no requests, or of more than there are rows for."""
     return InvalidBatchError(
-        "the batch has more requests than the runner has rows for",
+        "the batch has more requests than the runner has rows for, or none",
         got=reqs,
-        expected=f"at most {most}",
-        advice=f"max_num_reqs={reqs}",
+        expected=f"1 to {most}",
+        advice=f"max_num_reqs={max(reqs, 1)}",
     )

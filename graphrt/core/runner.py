@@ -21,7 +21,7 @@ from graphrt.core.errors import (
 )
 from graphrt.core.graphset import Bind, CaptureContext, GraphSet
 from graphrt.core.inputs import InputSpec, StaticInputs, nest
-from graphrt.core.limits import largest_batch, too_many_requests
+from graphrt.core.limits import largest_batch, wrong_requests
 from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
 from graphrt.core.options import GraphOptions
 from graphrt.core.plan import OutputAxes
@@ -69,11 +69,15 @@ class GraphRunner:
         device: torch.device | str | None = None,
     ) -> None:
         """`inputs` names every tensor argument of `forward`; `outputs` gives the axes of what it
-        returns. `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host;
-        by default the largest of `sizes`. `mode` and `sizes` go before those of `options`.
+        returns (without them, tensors are cut whose first dimension has the padded size, so name
+        them where that could be chance). `max_num_tokens` (T) and `max_num_reqs` (S) are the
+        largest batch of the host; by default the largest of `sizes`. `mode` and `sizes` go before
+        those of `options`.
 
         `bind(buffers, descriptor, phase)` is called before every warm-up, capture, replay and
-        eager step. `pool` shares memory with what never runs at the same time as this runner.
+        eager step. At warm-up and capture all rows of the inputs are padding: what decides which
+        kernels run (query lengths, the longest context) must be written there at its worst case.
+        `pool` shares memory with what never runs at the same time as this runner.
         Raises the named errors of bad modes, sizes, inputs and platforms.
         """
         given = {"mode": mode, "sizes": sizes}
@@ -272,11 +276,13 @@ class GraphRunner:
             resolution=self.resolution,
             graphs=records,
             steps=steps,
-            reasons=self.dispatcher.counts(),
+            reasons={
+                **self.dispatcher.counts(),
+                Reason.NO_CONTEXT: sum(w.calls_without_context for w in wrappers),
+                Reason.SEALED: sum(w.eager_calls_after_seal for w in wrappers),
+            },
             live_tokens=self._live_tokens,
             padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
-            calls_without_context=sum(w.calls_without_context for w in wrappers),
-            eager_calls_after_seal=sum(w.eager_calls_after_seal for w in wrappers),
             pool_bytes=self.pool.bytes(),
             capture_s=sum(record.capture_s for record in records),
         )
@@ -296,8 +302,10 @@ class GraphRunner:
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = self._reqs_of(batch, values)
-        if reqs > plan.reqs:
-            raise too_many_requests(reqs, plan.reqs)
+        if not 1 <= reqs <= plan.reqs:
+            raise wrong_requests(reqs, plan.reqs)
+        if self.pool.closed:
+            self.pool.check_open()
         # Held from here, so that nothing else fills the buffers between our fill and our replay.
         with self.pool.owned_by(context):
             self.inputs.fill(values, tokens, reqs, plan.tokens, plan.reqs)

@@ -14,9 +14,9 @@ from graphrt.core.modes import GraphMode, ModeResolution
 class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
 
-    `steps` counts batches by graph, `reasons` by why they ran as they did. `live_tokens` and
-    `padded_tokens` are over the steps that a graph served. `calls_without_context` and
-    `eager_calls_after_seal` are over the runner's wrappers.
+    `steps` counts batches by graph, `reasons` by why they ran as they did; NO_CONTEXT and SEALED
+    count calls of the runner's wrappers. `live_tokens` and `padded_tokens` are over the steps that
+    a graph served.
     """
 
     resolution: ModeResolution
@@ -25,8 +25,6 @@ class RunnerReport:
     reasons: dict[Reason, int]
     live_tokens: int
     padded_tokens: int
-    calls_without_context: int
-    eager_calls_after_seal: int
     pool_bytes: int | None
     capture_s: float
 

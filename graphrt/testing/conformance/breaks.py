@@ -9,7 +9,12 @@ import torch
 
 from graphrt.core.breakable import eager_break
 from graphrt.core.context import current_context
-from graphrt.core.errors import BakedScalarError, BreakShapeError, MissedBreakError
+from graphrt.core.errors import (
+    BakedScalarError,
+    BreakError,
+    BreakShapeError,
+    MissedBreakError,
+)
 from graphrt.core.pool import GraphPool
 from graphrt.testing.conformance.base import D2, FULL, PIECEWISE, ConformanceBase, Counting
 
@@ -109,6 +114,53 @@ class BreakConformance(ConformanceBase):
         x = self.tensor(1, 2, 3, 4)
         assert self.first(self.capture(wrapper, PIECEWISE, x)) == [4, 6]
         assert self.first(self.step(wrapper, PIECEWISE, x)) == [4, 6]
+        assert not wrapper._bridges._buffers
+
+    def test_new_memory_where_an_argument_was_returned_is_an_error(self, pool: GraphPool) -> None:
+        fresh = [False]
+        _, attention = self.breaking(lambda x: x * 2 if fresh[0] else x)
+        wrapper = self.wrap(lambda x: attention(x + 1) + 1, PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x)
+        assert self.first(self.step(wrapper, PIECEWISE, x)) == [3, 4, 5, 6]
+        fresh[0] = True
+        with pytest.raises(BreakError, match="argument"):
+            self.step(wrapper, PIECEWISE, x)
+
+    def test_two_results_that_share_memory_are_refused(self, pool: GraphPool) -> None:
+        def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            both = x * 2
+            return both[:2], both[2:]
+
+        _, attention = self.breaking(halves)
+        wrapper = self.wrap(lambda x: attention(x + 1)[0] + 1, PIECEWISE, pool, breakable=True)
+        with pytest.raises(BreakError, match="share"):
+            self.capture(wrapper, PIECEWISE, self.tensor(1, 2, 3, 4))
+
+    def test_another_dtype_from_an_eager_part_is_an_error(self, pool: GraphPool) -> None:
+        dtype = [torch.float32]
+        _, attention = self.breaking(lambda x: (x * 2).view(dtype[0]))
+        wrapper = self.wrap(
+            lambda x: attention(x + 1).view(torch.float32) + 1, PIECEWISE, pool, breakable=True
+        )
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, PIECEWISE, x)
+        dtype[0] = torch.int32
+        with pytest.raises(BreakShapeError, match="int32"):
+            self.step(wrapper, PIECEWISE, x)
+
+    def test_a_bridge_that_a_larger_capture_outgrows_is_still_read(self, pool: GraphPool) -> None:
+        _, attention = self.breaking(lambda x: x * 10)
+        wrapper = self.wrap(lambda x: attention(x + 1) + 1, PIECEWISE, pool, breakable=True)
+        big, small = self.tensor(1, 2, 3, 4), self.tensor(5, 6)
+        self.capture(wrapper, PIECEWISE, small, descriptor=D2)
+        self.capture(wrapper, PIECEWISE, big)
+        for _ in range(2):
+            out = self.step(wrapper, PIECEWISE, small, descriptor=D2)
+            assert self.first(out) == [61, 71]
+            assert self.first(self.step(wrapper, PIECEWISE, big)) == [21, 31, 41, 51]
+        wrapper.clear_graphs()
+        assert not wrapper._bridges._buffers
 
     def test_eager_parts_with_parameters_leave_no_autograd_graph_behind(
         self, pool: GraphPool

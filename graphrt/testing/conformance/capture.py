@@ -134,6 +134,15 @@ class CaptureConformance(ConformanceBase):
         self.capture(wrapper, FULL, x)
         assert self.first(self.step(wrapper, FULL, x)) == [2, 3, 4, 5]
 
+    def test_a_dropped_descriptor_runs_eagerly(self, pool: GraphPool) -> None:
+        forward = Counting(lambda x: x + 1)
+        wrapper = self.wrap(forward, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x, slot=0)
+        wrapper.drop(D4)
+        self.step(wrapper, FULL, x, slot=0)
+        assert forward.calls == 2
+
     def test_a_full_wrapper_around_piecewise_ones_replays_in_both_modes(
         self, pool: GraphPool
     ) -> None:

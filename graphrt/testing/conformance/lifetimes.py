@@ -92,6 +92,11 @@ class LifetimeConformance(ConformanceBase):
         self.step(model, PIECEWISE, x)
         self.step(model, PIECEWISE, x)
         assert pool.generation == before + 2
+        full = self.wrap(lambda x: x + 1, FULL, pool)
+        self.capture(full, FULL, x)
+        before = pool.generation
+        self.step(full, FULL, x)
+        assert pool.generation == before + 1
 
     @pytest.mark.parametrize(
         "dtype",

@@ -1,0 +1,478 @@
+"""What must not go wrong silently: overlapping steps, half-done captures, state that leaks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from test_runner import rows, runner
+
+from graphrt import (
+    UNCHANGED,
+    Batch,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    HostArg,
+    InputSpec,
+    Reason,
+    State,
+    UpdatableTask,
+    WrapperOptions,
+    current_context,
+    eager_break,
+)
+from graphrt.core.errors import (
+    CaptureError,
+    InvalidBatchError,
+    InvalidOptionError,
+    InvalidUpdateError,
+    MissingUpdateError,
+    PoolBusyError,
+    PoolClosedError,
+)
+from graphrt.cpu import CPUGraphWrapper
+
+
+def in_thread(call: Any) -> Any:
+    """What `call` raised in another thread, or what it returned."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def interrupted(meanwhile: Any) -> tuple[Any, list[Any]]:
+    """A PIECEWISE runner that calls `meanwhile` in the middle of a step with metadata "go"."""
+    found: list[Any] = []
+
+    @eager_break
+    def middle(hidden):
+        if current_context().metadata == "go":
+            found.append(meanwhile())
+        return hidden * 1
+
+    captured = runner(lambda x: middle(x + 1) + x, mode="PIECEWISE")
+    captured.capture()
+    return captured, found
+
+
+@pytest.mark.parametrize("what", ["unpadded", "capture", "release", "close"])
+def test_nothing_else_gets_into_a_step_under_way(what):
+    calls = {
+        "unpadded": lambda: captured(
+            Batch(2, 2, 1, exclude=frozenset({GraphMode.PIECEWISE})), x=rows(2, 100.0)
+        ),
+        "capture": lambda: captured.recapture(),
+        "release": lambda: captured.release(),
+        "close": lambda: captured.close(),
+    }
+    captured, found = interrupted(lambda: in_thread(calls[what]))
+    assert torch.equal(captured(x=rows(2), metadata="go"), rows(2, 3.0))
+    assert isinstance(found[0], PoolBusyError)
+    assert torch.equal(captured(x=rows(2)), rows(2, 3.0))
+
+
+def test_a_draft_inside_a_step_of_its_target_needs_a_pool_of_its_own():
+    pool = GraphPool("cpu")
+    draft = runner(lambda x: x * 1000, pool=pool)
+    draft.capture()
+
+    @eager_break
+    def middle(hidden):
+        if current_context().metadata == "go":
+            draft(x=rows(2))
+        return hidden * 1
+
+    target = runner(lambda x: middle(x + 1) + x, mode="PIECEWISE", pool=pool)
+    target.capture()
+    with pytest.raises(PoolBusyError, match="GraphPool of its own"):
+        target(x=rows(2), metadata="go")
+    assert torch.equal(target(x=rows(2)), rows(2, 3.0))
+    assert torch.equal(draft(x=rows(2)), rows(2, 1000.0))
+
+
+def test_padding_rows_stay_padding_when_the_forward_advances_its_inputs():
+    writes = torch.zeros(8)
+
+    def forward(slot):
+        writes.index_add_(0, slot, torch.ones(4))
+        slot.add_(1)
+        return slot * 1
+
+    captured = runner(
+        forward,
+        inputs={"slot": InputSpec(torch.int64, ("tokens",), pad=0, index=True)},
+        outputs=("tokens",),
+        sizes=[4],
+        state=[writes],
+    )
+    captured.capture()
+    for _ in range(3):
+        captured(slot=torch.tensor([5]))
+    assert writes.tolist() == [9, 0, 0, 0, 0, 3, 0, 0]
+
+
+def pieces(pool: GraphPool, *functions: Any) -> list[CPUGraphWrapper]:
+    return [
+        CPUGraphWrapper(function, "PIECEWISE", pool=pool, options=WrapperOptions())
+        for function in functions
+    ]
+
+
+def chain(wrappers: list[CPUGraphWrapper]) -> Any:
+    def forward(x):
+        for wrapper in wrappers:
+            x = wrapper(x)
+        return x
+
+    return forward
+
+
+def test_a_runner_rolls_back_every_piece_when_the_third_of_five_fails():
+    fail = [True]
+
+    def third(x):
+        if fail[0] and current_context().mode is GraphMode.PIECEWISE:
+            raise ValueError("third")
+        return x + 1
+
+    pool = GraphPool("cpu")
+    plain = [lambda x: x + 1] * 2
+    wrappers = pieces(pool, *plain, third, *plain)
+    captured = runner(chain(wrappers), mode="PIECEWISE", pieces="fx", pool=pool)
+    with pytest.raises(CaptureError, match="third"):
+        captured.capture()
+    assert [len(wrapper.entries) for wrapper in wrappers] == [0] * 5
+    assert captured.dispatcher.published == ()
+    fail[0] = False
+    captured.capture()
+    assert torch.equal(captured(x=rows(2)), rows(2, 6.0))
+
+
+def test_a_graph_that_nothing_captured_is_not_published():
+    captured = runner(lambda x: x + 1, mode="PIECEWISE", pieces="fx")
+    with pytest.raises(CaptureError, match="nothing captured"):
+        captured.capture()
+    assert captured.dispatcher.published == ()
+    assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
+
+
+def test_releasing_one_runner_leaves_the_pieces_that_another_one_captured():
+    pool = GraphPool("cpu")
+    calls = []
+
+    def piece(x):
+        calls.append(1)
+        return x + 1
+
+    wrappers = pieces(pool, piece)
+    options = {"mode": "PIECEWISE", "pieces": "fx", "pool": pool}
+    first = runner(chain(wrappers), sizes=[4], **options)
+    second = runner(chain(wrappers), sizes=[2], **options)
+    first.capture()
+    second.capture()
+    first.release()
+    calls.clear()
+    assert torch.equal(second(x=rows(2)), rows(2, 2.0))
+    assert calls == []
+
+
+def test_every_warm_up_and_capture_starts_from_the_declared_state_and_padding_inputs():
+    counter, seen = torch.zeros(()), []
+
+    def forward(x):
+        counter.add_(1)
+        x.add_(7)
+        return x + counter
+
+    captured = runner(
+        forward,
+        state=[counter],
+        bind=lambda buffers, _, phase: seen.append((phase, counter.item(), buffers["x"].sum())),
+        options=GraphOptions(warmups=2),
+        sizes=[2],
+    )
+    captured(x=rows(2))
+    counter.zero_()
+    captured.capture()
+    assert seen[1:] == [("warmup", 0, 0), ("warmup", 0, 0), ("capture", 0, 0)]
+    assert captured.inputs.buffers["x"].sum() == 0
+    assert counter == 0
+
+
+def test_a_failing_restore_rolls_the_capture_back():
+    fail = [False]
+
+    def restore(_):
+        if fail[0]:
+            raise RuntimeError("restore")
+
+    captured = runner(
+        state=[State(save=lambda: None, restore=restore)], options=GraphOptions(warmups=0)
+    )
+    fail[0] = True
+    with pytest.raises(RuntimeError, match="restore"):
+        captured.capture()
+    fail[0] = False
+    captured.capture()
+    assert len(captured.dispatcher.published) == 2
+
+
+def test_the_collector_is_still_during_capture_only():
+    enabled = []
+    captured = runner(lambda x: (enabled.append(gc.isenabled()), x + 1)[1], sizes=[2])
+    captured.capture()
+    assert enabled == [False, False]
+    assert gc.isenabled()
+
+
+def test_forwards_run_without_gradients_everywhere():
+    weight = torch.nn.Parameter(torch.ones(4))
+    cache, grads = torch.zeros(2, 4), []
+
+    def forward(x):
+        grads.append(torch.is_grad_enabled())
+        if x.shape[0] == 2:
+            cache.copy_(x * weight)
+        return x * weight
+
+    captured = runner(forward, sizes=[2])
+    captured(x=rows(1).requires_grad_())
+    captured.capture()
+    for _ in range(3):
+        captured(x=rows(2).requires_grad_())
+    captured(x=rows(5))
+    assert not any(grads)
+    assert not cache.requires_grad
+    assert captured.inputs.buffers["x"].grad_fn is None
+
+
+def test_buffers_made_in_inference_mode_work_outside_of_it():
+    with torch.inference_mode():
+        captured = runner()
+        captured.capture()
+    assert torch.equal(captured(x=rows(1)), rows(1, 2.0))
+
+
+def test_a_dropped_runner_gives_its_memory_back_at_once():
+    gc.disable()
+    try:
+        captured = runner(mode="FULL_AND_PIECEWISE")
+        captured.capture()
+        captured(x=rows(3))
+        memory = weakref.ref(captured.pool.memory)
+        del captured
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
+def test_a_released_runner_reports_no_graphs_and_its_graphs_are_gone():
+    captured = runner()
+    captured.capture()
+    (wrapper,) = captured.graphs.wrappers()
+    graph = next(iter(wrapper.entries.values())).parts[0]
+    captured.release()
+    assert captured.report().graphs == ()
+    with pytest.raises(CaptureError, match="nothing was captured"):
+        graph.replay()
+    captured.recapture()
+    assert len(captured.report().graphs) == 2
+
+
+def test_a_closed_shared_pool_is_not_replayed_from():
+    pool = GraphPool("cpu")
+    captured = runner(pool=pool)
+    captured.capture()
+    pool.close()
+    with pytest.raises(PoolClosedError):
+        captured(x=rows(2))
+
+
+def test_what_a_caller_does_to_its_outputs_does_not_reach_the_next_step():
+    captured = runner(lambda x: {"y": x * 2, "z": [x]}, outputs={"y": ("tokens", 4)}, sizes=[2])
+    captured.capture()
+    for count in (1, 2):
+        out = captured(x=rows(count, 3.0))
+        out["y"] = out.pop("y") * 100
+        out["z"].clear()
+        assert torch.equal(captured(x=rows(count, 3.0))["y"], rows(count, 6.0))
+
+
+def test_cloned_outputs_outlive_eager_steps_too():
+    captured = runner(lambda x: x[:, :], options=GraphOptions(outputs="clone"))
+    kept = captured(x=rows(9, 7.0)), captured(x=rows(3, 7.0))
+    captured(x=rows(3, 1.0))
+    assert [tensor[0, 0].item() for tensor in kept] == [7, 7]
+
+
+def test_each_element_of_a_tuple_output_has_axes_of_its_own():
+    captured = runner(lambda x: (x + 1, x.sum(1)), outputs=(("tokens", 4), ("tokens",)), sizes=[4])
+    captured.capture()
+    first, second = captured(x=rows(3))
+    assert (first.shape, second.shape) == ((3, 4), (3,))
+
+
+def test_an_output_that_is_not_there_is_a_named_error():
+    captured = runner(lambda x: {"y": x}, outputs={"z": ("tokens", 4)}, sizes=[4])
+    captured.capture()
+    with pytest.raises(InvalidOptionError, match="'z'"):
+        captured(x=rows(3))
+
+
+def test_lazy_capture_keeps_to_what_ranks_have_agreed_on():
+    lazy = runner(mode="FULL_AND_PIECEWISE", options=GraphOptions(lazy=True), sizes=[2, 4])
+    lazy.step(Batch(2, 2, 1), {"x": rows(2)}, at_least=4, at_most_mode=GraphMode.PIECEWISE)
+    found = lazy.last_dispatch
+    assert (found.mode, found.descriptor.num_tokens) == (GraphMode.PIECEWISE, 4)
+    assert len(lazy.report().graphs) == 1
+
+
+def test_a_large_lazy_graph_does_not_serve_small_batches_for_ever():
+    lazy = runner(options=GraphOptions(lazy=True), sizes=[2, 4])
+    served = []
+    for count in (4, 1):
+        lazy(x=rows(count))
+        served.append(lazy.last_dispatch.descriptor.num_tokens)
+    assert served == [4, 2]
+
+
+def test_a_lazy_capture_that_fails_is_not_tried_at_every_step():
+    def forward(x):
+        if torch._C._len_torch_dispatch_stack():
+            raise ValueError("cannot be captured")
+        return x + 1
+
+    lazy = runner(forward, options=GraphOptions(lazy=True), sizes=[2])
+    with pytest.raises(CaptureError, match="cannot be captured"):
+        lazy(x=rows(2))
+    assert torch.equal(lazy(x=rows(2)), rows(2, 2.0))
+    assert lazy.last_dispatch.reason is Reason.NOT_CAPTURED
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("aten::sigmoidd", "no operator"), ("aten::softmax", "composite"), ("aten::linear", "comp")],
+)
+def test_a_break_that_could_never_be_seen_is_refused(name, text):
+    captured = runner(mode="PIECEWISE", options=GraphOptions(breaks=(name,)))
+    with pytest.raises(InvalidOptionError, match=text):
+        captured.capture()
+
+
+@pytest.mark.parametrize("reqs", [0, 9])
+def test_a_batch_of_no_requests_or_too_many_is_a_named_error(reqs):
+    captured = runner(mode="PIECEWISE", max_num_reqs=4)
+    captured.capture()
+    with pytest.raises(InvalidBatchError):
+        captured(Batch(2, reqs), x=rows(2))
+
+
+# Tasks ---------------------------------------------------------------------------------------
+
+
+def scaling(group: str, issued: list[Any] | None = None) -> UpdatableTask:
+    """out = x * (1 + sum of the lengths)."""
+
+    def issue(x, out, lengths):
+        if issued is not None:
+            issued.append(list(lengths))
+        if sum(lengths) == 99:
+            raise ValueError("refused")
+        torch.add(x, x, alpha=sum(lengths), out=out)
+
+    return UpdatableTask(
+        group,
+        issue,
+        {"lengths": HostArg("reqs")},
+        at_capture=lambda descriptor: {"lengths": [1000]},
+    )
+
+
+def apply(task: UpdatableTask, x: torch.Tensor, name: str) -> torch.Tensor:
+    out = torch.empty_like(x)
+    task(x, out, task=name)
+    return out
+
+
+def test_updates_reach_the_tasks_of_all_pieces_and_unknown_names_are_refused():
+    task, pool = scaling("attention"), GraphPool("cpu")
+    wrappers = pieces(
+        pool, lambda x: apply(task, x, "layer.0"), lambda x: apply(task, x, "layer.1")
+    )
+    tasked = runner(chain(wrappers), mode="PIECEWISE", pieces="fx", pool=pool, sizes=[2])
+    tasked.capture()
+    own = {"layer.0": {"lengths": [1]}, "layer.1": {"lengths": [2]}}
+    assert torch.equal(tasked(x=rows(2), updates=own), rows(2, 6.0))
+    with pytest.raises(InvalidUpdateError, match="mlp"):
+        tasked(x=rows(2), updates={**own, "mlp": {"lengths": [1]}})
+
+
+def test_host_arguments_are_padded_alike_in_every_mode():
+    seen: list[Any] = []
+    task = scaling("attention", seen)
+    tasked = runner(
+        lambda x: apply(task, x, "layer.0"), mode="FULL_AND_PIECEWISE", sizes=[4], max_num_reqs=4
+    )
+    tasked.capture()
+    for query_len in (1, None):
+        seen.clear()
+        tasked(Batch(3, 3, query_len), x=rows(3), updates={"attention": {"lengths": [1, 2, 3]}})
+        assert seen == [[1, 2, 3, 0]]
+
+
+def test_an_eager_step_without_updates_raises_and_unchanged_repeats_the_last():
+    tasked = runner(lambda x: apply(scaling("attention"), x, "layer.0"), sizes=[2])
+    with pytest.raises(MissingUpdateError):
+        tasked(x=rows(2))
+    with pytest.raises(MissingUpdateError):
+        tasked(x=rows(2), updates=UNCHANGED)
+    tasked.capture()
+    tasked(x=rows(2), updates={"attention": {"lengths": [4]}})
+    assert torch.equal(tasked(x=rows(2), updates=UNCHANGED), rows(2, 5.0))
+    assert torch.equal(tasked(x=rows(9), updates=UNCHANGED), rows(9, 5.0))
+
+
+def test_after_a_failed_update_the_old_arguments_cannot_be_repeated():
+    task = scaling("attention")
+    tasked = runner(lambda x: apply(task, apply(task, x, "a"), "b"), sizes=[2])
+    tasked.capture()
+    tasked(x=rows(2), updates={"attention": {"lengths": [1]}})
+    with pytest.raises(ValueError, match="refused"):
+        tasked(x=rows(2), updates={"a": {"lengths": [2]}, "b": {"lengths": [99]}})
+    with pytest.raises(MissingUpdateError, match="half-way"):
+        tasked(x=rows(2), updates=UNCHANGED)
+    assert torch.equal(tasked(x=rows(2), updates={"attention": {"lengths": [1]}}), rows(2, 4.0))
+
+
+def test_segment_hooks_run_before_segments_with_tasks_too():
+    events: list[str] = []
+
+    class Hooks:
+        def before_capture(self):
+            events.append("capture")
+
+        def end_of_capture(self):
+            events.append("end")
+
+        def before_replay(self):
+            events.append("replay")
+
+    task = scaling("attention")
+    tasked = runner(lambda x: apply(task, x, "a"), sizes=[2], segment_hooks=Hooks())
+    tasked.capture()
+    tasked(x=rows(2), updates={"attention": {"lengths": [1]}})
+    assert events == ["capture", "end", "replay"]
