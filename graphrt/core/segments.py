@@ -79,7 +79,7 @@ class HookedSegment:
 class TaskedSegment:
     """A segment whose tasks are issued anew at every replay."""
 
-    __slots__ = ("_hooks", "_mixed", "_platform", "graph", "tasks")
+    __slots__ = ("_hooks", "_platform", "graph", "tasks")
 
     def __init__(
         self,
@@ -92,7 +92,6 @@ class TaskedSegment:
         self.tasks = tasks
         self._platform = platform
         self._hooks = hooks
-        self._mixed = False
 
     def replay(self) -> None:
         """Replay with the host arguments of the replay before."""
@@ -104,10 +103,6 @@ class TaskedSegment:
             self._hooks.before_replay()
         current = [task.values for task in self.tasks] if values is None else values
         updates = [task.update(new) for task, new in zip(self.tasks, current, strict=True)]
-        changed = values is not None or self._mixed
-        # Should it raise, some tasks have new arguments and others old ones: then all are stale.
-        self._mixed = True
-        self._platform.replay_updated(self.graph, updates, changed=changed)
-        self._mixed = False
+        self._platform.replay_updated(self.graph, updates, changed=values is not None)
         for task, new in zip(self.tasks, current, strict=True):
             task.values = new

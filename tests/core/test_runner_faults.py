@@ -23,8 +23,10 @@ from graphrt import (
     State,
     UpdatableTask,
     WrapperOptions,
+    carry_context,
     current_context,
     eager_break,
+    forward_context,
 )
 from graphrt.core.errors import (
     CaptureError,
@@ -83,6 +85,37 @@ def test_nothing_else_gets_into_a_step_under_way(what):
     assert torch.equal(captured(x=rows(2), metadata="go"), rows(2, 3.0))
     assert isinstance(found[0], PoolBusyError)
     assert torch.equal(captured(x=rows(2)), rows(2, 3.0))
+
+
+def test_nothing_fills_the_buffers_between_a_steps_own_fill_and_its_replay():
+    found = []
+
+    def bind(buffers, descriptor, phase):
+        if buffers["x"][0, 0] == 1 and phase == "replay":
+            found.append(in_thread(lambda: captured(x=rows(2, 100.0))))
+
+    captured = runner(bind=bind)
+    captured.capture()
+    assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
+    assert isinstance(found[0], PoolBusyError)
+
+
+def test_a_carried_function_can_run_in_several_threads_at_once():
+    meet = threading.Barrier(2, timeout=10)
+
+    def work():
+        meet.wait()
+        return current_context().metadata
+
+    with forward_context("NONE", metadata="step"):
+        carried = carry_context(work)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(carried())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["step", "step"]
 
 
 def test_a_draft_inside_a_step_of_its_target_needs_a_pool_of_its_own():
