@@ -11,6 +11,10 @@ import torch
 from graphrt.core.errors import InvalidInputError
 
 
+_CACHED_TAILS = 4096
+"""Views of padding rows that an input keeps; beyond so many they are made anew."""
+
+
 class Axis(NamedTuple):
     """A batch axis in a shape: "tokens" or "reqs", with a constant added ("reqs+1")."""
 
@@ -88,6 +92,7 @@ class StaticInput:
         self._pad = pad
         self._on_device = self.buffer.device.type != "cpu"
         self._views: dict[int, torch.Tensor] = {}
+        self._tails: dict[tuple[int, int], torch.Tensor] = {}
 
     def view(self, tokens: int, reqs: int) -> torch.Tensor:
         """The rows that a batch of this size uses."""
@@ -130,7 +135,11 @@ class StaticInput:
         pad = self.spec.pad
         if padded <= live or pad == "keep":
             return
-        rows = self.buffer.narrow(self.dim, live, padded - live)
+        rows = self._tails.get((live, padded))
+        if rows is None:
+            rows = self.buffer.narrow(self.dim, live, padded - live)
+            if len(self._tails) < _CACHED_TAILS:
+                self._tails[live, padded] = rows
         if pad == "repeat":
             rows.copy_(self.buffer.narrow(self.dim, live - 1, 1))
         else:
