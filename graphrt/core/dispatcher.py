@@ -44,6 +44,19 @@ class Dispatch(NamedTuple):
     slot: int = -1
 
 
+class _Limits(NamedTuple):
+    """What one batch may have: not these modes, at least so many tokens, at most this level."""
+
+    banned: frozenset[GraphMode]
+    tokens: int
+    highest: int
+    max_padding: float | None
+
+    def wasted_by(self, found: Dispatch) -> bool:
+        ratio = self.max_padding
+        return ratio is not None and found.descriptor.num_tokens > self.tokens * ratio
+
+
 _LEVEL = {GraphMode.NONE: 0, GraphMode.PIECEWISE: 1, GraphMode.FULL: 2}
 _NO_MODES: frozenset[GraphMode] = frozenset()
 
@@ -143,10 +156,21 @@ class GraphDispatcher:
                 expected="num_tokens >= 1",
                 advice="skip the step when nothing is scheduled",
             )
-        if at_most_mode is not None:
-            at_most_mode = GraphMode.parse(at_most_mode)
-        banned = frozenset(GraphMode.parse(mode) for mode in (*exclude, *batch.exclude))
-        return self._dispatch_any(batch, banned, at_least, at_most_mode, max_padding)
+        limits = _Limits(
+            frozenset(GraphMode.parse(mode) for mode in (*exclude, *batch.exclude)),
+            max(batch.num_tokens, at_least),
+            _LEVEL[GraphMode.FULL if at_most_mode is None else GraphMode.parse(at_most_mode)],
+            self.max_padding if max_padding is None else max_padding,
+        )
+        for mode in BEST_FIRST:
+            if mode not in limits.banned and _LEVEL[mode] <= limits.highest:
+                found = self._find(batch, limits.tokens, mode)
+                if found is not None and not limits.wasted_by(found):
+                    self._hits[found.slot] += 1
+                    return found
+        reason = self._why_not(batch, limits)
+        self._misses[reason] += 1
+        return Dispatch(GraphMode.NONE, _unpadded(batch), reason)
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
@@ -225,27 +249,6 @@ class GraphDispatcher:
             self._index = index
         return index
 
-    def _dispatch_any(
-        self,
-        batch: Batch,
-        exclude: Collection[GraphMode],
-        at_least: int,
-        at_most_mode: GraphMode | None,
-        max_padding: float | None,
-    ) -> Dispatch:
-        banned = exclude
-        highest = 2 if at_most_mode is None else _LEVEL[at_most_mode]
-        limit = self.max_padding if max_padding is None else max_padding
-        tokens = max(batch.num_tokens, at_least)
-        for mode in BEST_FIRST:
-            if mode in banned or _LEVEL[mode] > highest:
-                continue
-            found = self._find(batch, tokens, mode)
-            if found is not None and not _wasteful(found, tokens, limit):
-                self._hits[found.slot] += 1
-                return found
-        return self._miss(batch, exclude, at_least, at_most_mode, max_padding)
-
     def _find(
         self, batch: Batch, tokens: int, mode: GraphMode, index: GraphIndex | None = None
     ) -> Dispatch | None:
@@ -258,45 +261,32 @@ class GraphDispatcher:
         )
         return None if slot < 0 else self._graphs[slot]
 
-    def _miss(
-        self,
-        batch: Batch,
-        exclude: Collection[GraphMode],
-        at_least: int,
-        at_most_mode: GraphMode | None,
-        max_padding: float | None,
-    ) -> Dispatch:
-        reason = self._why_not(batch, exclude, at_least, at_most_mode, max_padding)
-        self._misses[reason] += 1
-        return Dispatch(GraphMode.NONE, _unpadded(batch), reason)
-
-    def _why_not(
-        self,
-        batch: Batch,
-        exclude: Collection[GraphMode],
-        at_least: int,
-        at_most_mode: GraphMode | None,
-        max_padding: float | None,
-    ) -> Reason:
+    def _why_not(self, batch: Batch, limits: _Limits) -> Reason:
         if self.mode is GraphMode.NONE:
             return Reason.MODE_NONE
-        limit = self.max_padding if max_padding is None else max_padding
-        tokens = max(batch.num_tokens, at_least)
-        banned = exclude
-        modes = [m for m in BEST_FIRST if m not in banned]
-        agreed = 2 if at_most_mode is None else _LEVEL[at_most_mode]
-        allowed = [m for m in modes if _LEVEL[m] <= agreed]
-        if any(self._find(batch, tokens, m) for m in allowed):
+        modes = [mode for mode in BEST_FIRST if mode not in limits.banned]
+        allowed = [mode for mode in modes if _LEVEL[mode] <= limits.highest]
+        if any(self._find(batch, limits.tokens, mode) for mode in allowed):
             return Reason.PADDING
-        local = [self._find(batch, batch.num_tokens, m) for m in modes]
-        if any(f is not None and not _wasteful(f, batch.num_tokens, limit) for f in local):
+        alone = limits._replace(tokens=batch.num_tokens)
+        local = [self._find(batch, batch.num_tokens, mode) for mode in modes]
+        if any(found is not None and not alone.wasted_by(found) for found in local):
             return Reason.RANKS_DISAGREE
-        if any(self._find(batch, batch.num_tokens, m) for m in banned if m in _LEVEL):
+        if any(self._find(batch, batch.num_tokens, m) for m in BEST_FIRST if m in limits.banned):
             return Reason.EXCLUDED
         if any(found.mode in modes for found in self._planned(batch)):
             return Reason.NOT_CAPTURED
-        largest = max((g.descriptor.num_tokens for g in self.published), default=0)
-        return Reason.TOO_LARGE if tokens > largest > 0 else Reason.NO_GRAPH
+        return Reason.TOO_LARGE if self._too_large(batch, limits.tokens) else Reason.NO_GRAPH
+
+    def _too_large(self, batch: Batch, tokens: int) -> bool:
+        """Whether a smaller batch of the same kind would have a graph."""
+        _, _, query_len, bounds, loras, variant, _ = batch
+        kin = [
+            graph.descriptor.num_tokens
+            for graph in self.published
+            if serves(graph.descriptor, 1, None, query_len, bounds, loras, variant)
+        ]
+        return bool(kin) and tokens > max(kin)
 
     def _planned(self, batch: Batch) -> list[Dispatch]:
         """The graphs that are reserved but not published and could serve the batch."""
@@ -320,10 +310,6 @@ def _uniform(
     if num_reqs is not None and num_reqs * query_len == num_tokens:
         return num_reqs, query_len
     return num_reqs, None
-
-
-def _wasteful(found: Dispatch, tokens: int, max_padding: float | None) -> bool:
-    return max_padding is not None and found.descriptor.num_tokens > tokens * max_padding
 
 
 def _unpadded(batch: Batch) -> BatchDescriptor:

@@ -10,7 +10,6 @@ import torch
 
 from graphrt.core.errors import InvalidInputError
 
-
 _CACHED_TAILS = 4096
 """Views of padding rows that an input keeps; beyond so many they are made anew."""
 

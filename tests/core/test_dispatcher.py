@@ -176,6 +176,13 @@ def ladder() -> GraphDispatcher:
     return dispatcher
 
 
+def test_a_mixed_batch_where_only_decode_has_graphs_has_no_graph_whatever_its_size():
+    dispatcher = GraphDispatcher("FULL_DECODE_ONLY")
+    dispatcher.publish(FULL, BatchDescriptor(8, 8, uniform=True, query_len=1))
+    assert dispatcher.dispatch(Batch(64, 3)).reason is Reason.NO_GRAPH
+    assert dispatcher.dispatch(Batch(64, 64, 1)).reason is Reason.TOO_LARGE
+
+
 def test_a_hit_returns_the_same_prebuilt_object():
     dispatcher = ladder()
     batch = Batch(3, 3, 1)
