@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -127,6 +127,10 @@ class AscendPlatform(Platform):
         # The other form of this call first waits for torch_npu's queue of launches.
         raw: int = c._npu_getCurrentRawStreamNoWait(c._npu_getDevice())
         return raw
+
+    def stream_id_reader(self) -> Callable[[], int]:
+        c = self._torch_npu._C
+        return partial(c._npu_getCurrentRawStreamNoWait, c._npu_getDevice())
 
     def current_stream(self) -> Any:
         return self._npu.current_stream()

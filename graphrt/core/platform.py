@@ -179,8 +179,15 @@ class Platform(ABC):
         return nullcontext()
 
     def current_stream_id(self) -> int:
-        """An integer that tells two streams apart; called at every replay, so it must be cheap."""
+        """An integer that tells two streams apart."""
         return 0
+
+    def stream_id_reader(self) -> Callable[[], int]:
+        """What gives the current stream's id on the device that is current now.
+
+        It is called at every replay, so a platform returns the cheapest function it has.
+        """
+        return self.current_stream_id
 
     def current_stream(self) -> Any:
         """The current stream itself; asked for only when its id has changed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from threading import get_ident
@@ -43,9 +43,11 @@ class GraphPool:
         # context of the step, or the capture, that is under way.
         self.owner: object | None = None
         self.step: Token[ForwardContext | None] | None = None
-        self.has_streams = Capability.STREAMS in self.platform.capabilities
+        self.read_stream_id: Callable[[], int] | None = None
+        if Capability.STREAMS in self.platform.capabilities:
+            self.read_stream_id = self.platform.stream_id_reader()
+        self.stream_id: int | None = None
         self._step_context: ForwardContext | None = None
-        self._last_stream_id: int | None = None
         self._last_stream: Any = None
         self._wrappers: weakref.WeakSet[GraphWrapper] = weakref.WeakSet()
 
@@ -84,14 +86,12 @@ class GraphPool:
         """Note a wrapper whose graphs `close` must destroy."""
         self._wrappers.add(wrapper)
 
-    def order_streams(self) -> None:
-        """Make the current stream wait for the one that replayed last, if that is another."""
-        current = self.platform.current_stream_id()
-        if current != self._last_stream_id:
-            if self._last_stream_id is not None:
-                self.platform.order_after(self._last_stream)
-            self._last_stream_id = current
-            self._last_stream = self.platform.current_stream()
+    def change_stream(self, stream_id: int) -> None:
+        """Make the current stream, which has this id, wait for the one that replayed last."""
+        if self.stream_id is not None:
+            self.platform.order_after(self._last_stream)
+        self.stream_id = stream_id
+        self._last_stream = self.platform.current_stream()
 
     @contextmanager
     def capturing(self, context: object) -> Iterator[None]:

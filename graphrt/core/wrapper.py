@@ -62,6 +62,7 @@ class _Hot:
         "one_call_a_step",
         "pool",
         "read_context",
+        "read_stream_id",
     )
 
     def __init__(
@@ -79,6 +80,7 @@ class _Hot:
         self.one_call_a_step = mode is GraphMode.FULL
         self.pool = pool
         self.read_context = read_context
+        self.read_stream_id = pool.read_stream_id
 
 
 class GraphWrapper:
@@ -156,8 +158,10 @@ class GraphWrapper:
                 pool.generation += 1
             elif pool.step is not context.token or context.token is None:
                 pool.enter_step(context)
-            if pool.has_streams:
-                pool.order_streams()
+            if hot.read_stream_id is not None:
+                stream_id = hot.read_stream_id()
+                if stream_id != pool.stream_id:
+                    pool.change_stream(stream_id)
             graph = entry.graph
             if graph is None:
                 entry.launch(context, all_tasks=hot.one_call_a_step)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,6 +105,9 @@ class CudaPlatform(Platform):
 
     def current_stream_id(self) -> int:
         return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+
+    def stream_id_reader(self) -> Callable[[], int]:
+        return partial(torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice())
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
