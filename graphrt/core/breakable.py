@@ -159,7 +159,7 @@ class Capture:
             self._platform.abort_capture(graph)
         for left in reversed(dispatch_modes()[self._depth :]):
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._platform.reset_graphs(graphs_of(self.parts))
+        self.pool.reset_graphs(graphs_of(self.parts))
         self.parts.clear()
         self.tasks.clear()
 

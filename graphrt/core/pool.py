@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Token
 from threading import get_ident
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from graphrt.core.context import ForwardContext
 from graphrt.core.errors import InvalidOptionError, PoolBusyError, PoolClosedError
 from graphrt.core.lookup import resolve_platform
-from graphrt.core.platform import Capability, Platform
+from graphrt.core.platform import Capability, DeviceGraph, Platform
 
 if TYPE_CHECKING:
     from graphrt.core.wrapper import GraphWrapper
@@ -103,6 +103,13 @@ class GraphPool:
             self.platform.on_stream(self.stream),
         ):
             yield
+
+    def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
+        """Destroy graphs of this pool; waits for captures of other threads on the device."""
+        if graphs:
+            # It may synchronise the device, which would break a capture that is open.
+            with _capture_locks[self.platform.device_type]:
+                self.platform.reset_graphs(graphs)
 
     def allocate(self) -> Any:
         """A context in which this thread's allocations come from the pool."""

@@ -217,7 +217,7 @@ class GraphWrapper:
         parts = [part for entry in self._entries.values() for part in entry.parts]
         self._entries.clear()
         self._hot.by_slot = [None]
-        self.pool.platform.reset_graphs(graphs_of(parts))
+        self.pool.reset_graphs(graphs_of(parts))
         self._bridges.clear()
         self._statics.clear()
         self._sealed = False
@@ -228,7 +228,7 @@ class GraphWrapper:
         if entry is not None:
             hot = self._hot
             hot.by_slot = [None if other is entry else other for other in hot.by_slot]
-            self.pool.platform.reset_graphs(graphs_of(entry.parts))
+            self.pool.reset_graphs(graphs_of(entry.parts))
             if not self._entries:
                 self._bridges.clear()
                 self._statics.clear()
