@@ -92,18 +92,18 @@ class GraphMemory:
         version = (reserved["allocated"], reserved["freed"])
         if version == self._ranges_version:
             return
-        self._ranges = []
-        kept = []
-        for handle in self._handles:
-            segments = [
-                segment
-                for segment in self._npu.memory_snapshot(handle)
-                if segment["device"] == self.device
-            ]
-            self._ranges += [(s["address"], s["address"] + s["total_size"]) for s in segments]
-            if segments or handle == self._handles[-1]:
-                kept.append(handle)
-        self._handles = kept
+        # Of all pools: asked for one, torch_npu 2.13 releases the integers of its id once too often,
+        # which corrupts memory from the 257th pool on (Python never frees smaller integers).
+        segments = [
+            segment
+            for segment in self._npu.memory_snapshot()
+            if segment["device"] == self.device and segment["segment_pool_id"] in self._handles
+        ]
+        self._ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments]
+        used = {segment["segment_pool_id"] for segment in segments}
+        self._handles = [
+            handle for handle in self._handles if handle in used or handle == self._handles[-1]
+        ]
         self._ranges_version = version
 
     def _new_handle(self) -> PoolHandle:
