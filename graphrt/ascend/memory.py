@@ -92,8 +92,8 @@ class GraphMemory:
         version = (reserved["allocated"], reserved["freed"])
         if version == self._ranges_version:
             return
-        # Of all pools: asked for one, torch_npu 2.13 releases the integers of its id once too often,
-        # which corrupts memory from the 257th pool on (Python never frees smaller integers).
+        # Of all pools: asked for one, torch_npu 2.13 releases the integers of its id once too
+        # often, which corrupts memory from the 257th pool on (Python frees no smaller integers).
         segments = [
             segment
             for segment in self._npu.memory_snapshot()
