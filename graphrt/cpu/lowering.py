@@ -208,6 +208,10 @@ def _mutated(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return values[0] if len(values) == 1 else tuple(values)
 
 
+# How torch says that a call does not exist or does not fit. Anything else is a fault and is raised.
+_REFUSALS = (TypeError, ValueError, RuntimeError, IndexError)
+
+
 def _same_call(reference: Call, call: Call, answer: Any) -> bool:
     wanted, got = _issued(reference, answer), _issued(call, answer)
     return wanted is not None and got is not None and _equal(wanted, got)
@@ -217,7 +221,7 @@ def _issued(call: Call, answer: Any) -> tuple[Any, tuple[Any, ...], dict[str, An
     try:
         with _Probe(answer) as probe:
             call()
-    except Exception:
+    except _REFUSALS:
         return None  # this spelling does not exist; the caller tries the next
     return probe.seen[0] if len(probe.seen) == 1 else None
 
@@ -244,7 +248,7 @@ def _computes(call: Call, results: Sequence[torch.Tensor], outs: Sequence[torch.
     layout = [_layout(t) for t in outs]
     try:
         call()
-    except Exception:
+    except _REFUSALS:
         return False  # not every out variant takes every argument; the operator is run again
     return [_layout(t) for t in outs] == layout and all(map(same_bits, results, outs))
 
