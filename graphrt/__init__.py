@@ -5,7 +5,7 @@ from graphrt.core.context import ForwardContext, carry_context, current_context,
 from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.dispatcher import Dispatch, GraphDispatcher, Reason
 from graphrt.core.errors import GraphRTError
-from graphrt.core.inputs import InputSpec
+from graphrt.core.input_spec import InputSpec
 from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
 from graphrt.core.options import CompileOptions, GraphOptions
 from graphrt.core.platform import Capability, Platform

@@ -196,7 +196,7 @@ class GraphSet:
         )
 
     def _prepare(self, plan: StepPlan, phase: Phase) -> None:
-        self._inputs.reset()
+        self._inputs.reset(plan.layout)
         if self._bind is not None:
             self._bind(plan.views, plan.descriptor, phase)
 

@@ -1,213 +1,133 @@
-"""Static inputs: buffers at fixed addresses, filled and padded for every step."""
+"""Static inputs: a runner's buffers, filled and padded for every step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from ctypes import memmove, memset
+from typing import Any
 
 import torch
 
 from graphrt.core.errors import InvalidInputError
+from graphrt.core.fixed_input import FixedInput
+from graphrt.core.input_spec import InputSpec, check_value
+from graphrt.core.layout import FieldMove, InputLayout
+from graphrt.core.platform import Platform
+from graphrt.core.staging import Staging, Window
 
-_CACHED_TAILS = 4096
-"""Views of padding rows that an input keeps; beyond so many they are made anew."""
-
-
-class Axis(NamedTuple):
-    """A batch axis in a shape: "tokens" or "reqs", with a constant added ("reqs+1")."""
-
-    name: str
-    extra: int
-
-    @classmethod
-    def parse(cls, text: str) -> Axis:
-        """From text like "tokens" or "reqs+1"; raises `InvalidInputError`."""
-        name, _, extra = text.replace(" ", "").partition("+")
-        if name not in ("tokens", "reqs") or (extra and not extra.isdigit()):
-            raise InvalidInputError(
-                "unknown batch axis in a shape",
-                got=repr(text),
-                expected='"tokens", "reqs", "reqs+1" or an int',
-            )
-        return cls(name, int(extra or 0))
-
-    def size(self, tokens: int, reqs: int) -> int:
-        return (tokens if self.name == "tokens" else reqs) + self.extra
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One input of a forward: its dtype, its shape with named batch axes, and its padding.
-
-    `pad` is the value of padding rows, or "repeat" (the last live row) or "keep" (whatever was
-    there). `index=True` marks what kernels use as an address (slot mappings, block tables): its
-    padding must point where nothing live is, so "keep" is refused.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int | str, ...]
-    pad: int | float | bool | str = 0
-    index: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.pad, str) and self.pad not in ("repeat", "keep"):
-            raise InvalidInputError(
-                "unknown padding", got=repr(self.pad), expected='a number, "repeat" or "keep"'
-            )
-        if self.index and isinstance(self.pad, str):
-            raise InvalidInputError(
-                "padding rows of an index input cannot hold old or live values: they would read "
-                "and write live memory",
-                got=f"pad={self.pad!r}, index=True",
-                expected="a pad value that reads and writes nothing live",
-                advice="pad=-1 if the kernel skips it, or the slot of a dummy page",
-            )
-        axes = [place for place, size in enumerate(self.shape) if isinstance(size, str)]
-        for place in axes:
-            Axis.parse(str(self.shape[place]))
-        if len(axes) > 1:
-            raise InvalidInputError(
-                "an input has at most one batch axis", got=self.shape, expected="one of them named"
-            )
-
-
-class StaticInput:
-    """One buffer at the largest size, with the views of it that steps have used."""
-
-    def __init__(self, name: str, spec: InputSpec, tokens: int, reqs: int, device: Any) -> None:
-        self.name = name
-        self.spec = spec
-        self.axis: Axis | None = None
-        self.dim = 0
-        for dim, size in enumerate(spec.shape):
-            if isinstance(size, str):
-                self.axis, self.dim = Axis.parse(size), dim
-        shape = [s if isinstance(s, int) else Axis.parse(s).size(tokens, reqs) for s in spec.shape]
-        pad = 0 if isinstance(spec.pad, str) else spec.pad
-        # Steps write it, in inference mode and outside of it.
-        with torch.inference_mode(False):
-            self.buffer = torch.full(shape, pad, dtype=spec.dtype, device=device)
-        self._pad = pad
-        self._on_device = self.buffer.device.type != "cpu"
-        self._views: dict[int, torch.Tensor] = {}
-        self._tails: dict[tuple[int, int], torch.Tensor] = {}
-
-    def view(self, tokens: int, reqs: int) -> torch.Tensor:
-        """The rows that a batch of this size uses."""
-        if self.axis is None:
-            return self.buffer
-        rows = self.axis.size(tokens, reqs)
-        found = self._views.get(rows)
-        if found is None:
-            found = self._views[rows] = self.buffer.narrow(self.dim, 0, rows)
-        return found
-
-    def fill(
-        self, value: torch.Tensor, tokens: int, reqs: int, to_tokens: int, to_reqs: int
-    ) -> None:
-        """Copy the live rows in and pad up to the captured size; raises `InvalidInputError`."""
-        live = self.view(tokens, reqs)
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.dtype is not self.spec.dtype
-            or value.shape != live.shape
-        ):
-            raise self._mismatch(value, live)
-        if value.requires_grad:
-            value = value.detach()
-        if value.data_ptr() != live.data_ptr():
-            # A pinned source may be written again by the host while a copy from it is under way.
-            asynchronous = self._on_device and value.device.type == "cpu" and not value.is_pinned()
-            live.copy_(value, non_blocking=asynchronous)
-        elif value.stride() != live.stride():
-            live.copy_(value.clone())
-        if self.axis is not None:
-            self._pad_rows(self.axis.size(tokens, reqs), self.axis.size(to_tokens, to_reqs))
-
-    def reset(self) -> None:
-        """Make every row a padding row."""
-        self.buffer.fill_(self._pad)
-
-    def _pad_rows(self, live: int, padded: int) -> None:
-        # At every step anew: the forward, or `bind`, may have written the padding rows.
-        pad = self.spec.pad
-        if padded <= live or pad == "keep":
-            return
-        rows = self._tails.get((live, padded))
-        if rows is None:
-            rows = self.buffer.narrow(self.dim, live, padded - live)
-            if len(self._tails) < _CACHED_TAILS:
-                self._tails[live, padded] = rows
-        if pad == "repeat":
-            rows.copy_(self.buffer.narrow(self.dim, live - 1, 1))
-        else:
-            rows.fill_(self._pad)
-
-    def _mismatch(self, value: Any, live: torch.Tensor) -> InvalidInputError:
-        if not isinstance(value, torch.Tensor):
-            return InvalidInputError(
-                f"input {self.name!r} is no tensor",
-                got=type(value).__name__,
-                expected=f"a tensor of {self.spec.dtype}",
-                advice=f"torch.tensor({self.name}, dtype={self.spec.dtype})",
-            )
-        if value.dtype is not self.spec.dtype:
-            return InvalidInputError(
-                f"input {self.name!r} has the wrong dtype",
-                got=value.dtype,
-                expected=self.spec.dtype,
-                advice=f"{self.name}.to({self.spec.dtype}), or change its InputSpec",
-            )
-        return InvalidInputError(
-            f"input {self.name!r} has the wrong shape",
-            got=tuple(value.shape),
-            expected=f"{tuple(live.shape)} from {self.spec.shape}",
-            advice="pass the live rows only; graphrt pads them",
-        )
+_CACHED_LAYOUTS = 4096
+_CACHED_MOVES = 1024
+"""Per layout: pairs of live tokens and requests."""
 
 
 class StaticInputs:
-    """All inputs of a runner. Nested mappings of specs become dotted names."""
+    """All inputs of a runner. Nested mappings of specs become dotted names.
+
+    The packed ones share a slab: at each size they lie one after the other, so that all that come
+    from the host, padding included, go over in one copy.
+    """
 
     def __init__(
-        self, specs: Mapping[str, Any], *, tokens: int, reqs: int, device: Any = None
+        self, specs: Mapping[str, Any], *, platform: Platform, tokens: int, reqs: int, device: Any
     ) -> None:
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
-        self._items = [StaticInput(name, spec, tokens, reqs, device) for name, spec in _flat(specs)]
         self.tokens = tokens
         self.reqs = reqs
-        self._names = {item.name for item in self._items}
+        self._specs: dict[str, InputSpec] = dict(_flat(specs))
+        self._packed = {name: spec for name, spec in self._specs.items() if spec.packed}
+        self._fixed = [
+            FixedInput(name, spec, tokens, reqs, device)
+            for name, spec in self._specs.items()
+            if not spec.packed
+        ]
+        self._axes = {name: spec.batch_axis() for name, spec in self._specs.items()}
+        self._pads = {name: _PadSource(spec) for name, spec in self._packed.items()}
+        self._layouts: dict[tuple[int, int], InputLayout] = {}
+        nbytes = InputLayout(self._packed, tokens, reqs).nbytes
+        with torch.inference_mode(False):
+            self._slab = Window(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        self._low = self._slab.buffer.data_ptr()
+        self._high = self._low + nbytes
+        on_host = self._slab.buffer.device.type == "cpu"
+        self._staging = None if on_host else Staging(platform, nbytes)
+        self.reset()
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The whole buffers by name."""
-        return {item.name: item.buffer for item in self._items}
+        """The buffers at the largest size by name; packed ones move with the size."""
+        return self.layout(self.tokens, self.reqs).views
 
-    def views(self, tokens: int, reqs: int) -> dict[str, torch.Tensor]:
-        """The buffers' rows for a batch of this size, by (dotted) name."""
-        return {item.name: item.view(tokens, reqs) for item in self._items}
+    @property
+    def staging_waits(self) -> int:
+        """How often the host had to wait until its staging memory was free."""
+        return 0 if self._staging is None else self._staging.waits
 
-    def fill(
-        self,
-        values: Mapping[str, Any],
-        tokens: int,
-        reqs: int,
-        to_tokens: int,
-        to_reqs: int,
-    ) -> None:
-        """Copy a step's live rows into the buffers and pad them up to the captured size."""
+    def layout(self, tokens: int, reqs: int) -> InputLayout:
+        """Where the inputs of a batch of this size lie."""
+        found = self._layouts.get((tokens, reqs))
+        if found is None:
+            found = InputLayout(self._packed, tokens, reqs)
+            found.place(self._slab.buffer)
+            found.views.update({own.name: own.view(tokens, reqs) for own in self._fixed})
+            if len(self._layouts) >= _CACHED_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[tokens, reqs] = found
+        return found
+
+    def fill(self, values: Mapping[str, Any], layout: InputLayout, tokens: int, reqs: int) -> None:
+        """Copy a step's live rows into the buffers and pad them up to the size of `layout`.
+
+        Everything is checked before anything is written; raises `InvalidInputError`.
+        """
         if self.nested:
             values = dict(_flat(values))
-        if len(values) != len(self._items):
+        if len(values) != len(self._specs):
             self.check_names(values)
-        for item in self._items:
+        moves = layout.moves(tokens, reqs, _CACHED_MOVES)
+        sources: list[torch.Tensor | None] = []
+        kinds = ""
+        for move in moves.fields:
             try:
-                value = values[item.name]
+                value = values[move.name]
             except KeyError:
                 self.check_names(values)
                 raise
-            item.fill(value, tokens, reqs, to_tokens, to_reqs)
+            if (
+                not isinstance(value, torch.Tensor)
+                or value.dtype is not move.dtype
+                or value.shape != move.shape
+            ):
+                raise _wrong_value(move, value)
+            address = value.data_ptr()
+            if self._low <= address < self._high:
+                if address == self._low + move.offset and move.lies_in(value):
+                    sources.append(None)
+                    kinds += "k"
+                    continue
+                # What is written next may lie under it.
+                value = value.detach().clone()
+            if not value.is_cpu:
+                sources.append(value)
+                kinds += "d"
+                continue
+            if not value.is_contiguous() or (move.may_negate and _has_lazy_bits(value)):
+                value = value.detach().resolve_conj().resolve_neg().contiguous()
+            sources.append(value)
+            kinds += "h"
+        for own in self._fixed:
+            own.check(values.get(own.name), tokens, reqs)
+        if self._staging is None:
+            self._write(moves.fields, sources, kinds, self._low)
+        else:
+            spans = moves.whole if kinds.count("h") == len(kinds) else moves.spans(kinds)
+            if spans:
+                slot = self._staging.take()
+                self._write(moves.fields, sources, kinds, slot.address)
+                slot.copy_to(self._slab, spans)
+        if "d" in kinds or (self._staging is not None and "k" in kinds):
+            self._write_on_device(moves.fields, sources, kinds)
+        for own in self._fixed:
+            own.fill(values[own.name], tokens, reqs, layout.tokens, layout.reqs)
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """A step's inputs by (dotted) name; raises `InvalidInputError` for wrong names."""
@@ -215,20 +135,21 @@ class StaticInputs:
         self.check_names(found)
         return found
 
-    def reset(self) -> None:
-        """Make every row of every buffer a padding row."""
-        for item in self._items:
-            item.reset()
+    def reset(self, layout: InputLayout | None = None) -> None:
+        """Make every row of `layout`, by default of the largest one, a padding row."""
+        (layout or self.layout(self.tokens, self.reqs)).reset()
+        for own in self._fixed:
+            own.reset()
 
     def check_names(self, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` for missing or unknown input names."""
-        missing = sorted(self._names - values.keys())
-        unknown = sorted(values.keys() - self._names)
+        missing = sorted(self._specs.keys() - values.keys())
+        unknown = sorted(values.keys() - self._specs.keys())
         if missing or unknown:
             raise InvalidInputError(
                 "the step's inputs are not the declared ones",
                 got=f"missing {missing}, unknown {unknown}",
-                expected=sorted(self._names),
+                expected=sorted(self._specs),
                 advice="declare every input of the forward in inputs= and pass each of them",
             )
 
@@ -237,21 +158,107 @@ class StaticInputs:
         found: dict[str, int] = {}
         flat = dict(_flat(values)) if self.nested else values
         self.check_names(flat)
-        for item in self._items:
-            value = flat[item.name]
-            if item.axis is None:
+        for name, spec in self._specs.items():
+            value = flat[name]
+            axis, dim = self._axes[name]
+            if axis is None:
                 continue
-            if not isinstance(value, torch.Tensor) or value.dim() != item.buffer.dim():
-                raise item._mismatch(value, item.buffer)
-            rows = value.shape[item.dim] - item.axis.extra
-            if found.setdefault(item.axis.name, rows) != rows:
+            if not isinstance(value, torch.Tensor) or value.dim() != len(spec.shape):
+                wrong = check_value(name, spec, value, spec.sizes(self.tokens, self.reqs))
+                assert wrong is not None
+                raise wrong
+            rows = value.shape[dim] - axis.extra
+            if found.setdefault(axis.name, rows) != rows:
                 raise InvalidInputError(
-                    f"the inputs disagree on the number of {item.axis.name}",
-                    got=f"{rows} by {item.name!r}",
-                    expected=found[item.axis.name],
+                    f"the inputs disagree on the number of {axis.name}",
+                    got=f"{rows} by {name!r}",
+                    expected=found[axis.name],
                 )
         reqs = found.get("reqs")
         return found.get("tokens", reqs or 0), reqs
+
+    def _write(
+        self,
+        moves: list[FieldMove],
+        sources: list[torch.Tensor | None],
+        kinds: str,
+        base: int,
+    ) -> None:
+        """Write live rows and padding to the host memory at `base`: the slab, or a slot for it."""
+        in_slab = self._staging is None
+        for move, source, kind in zip(moves, sources, kinds, strict=True):
+            if kind == "h" and source is not None:
+                address = source.data_ptr()
+                for to, start, size in move.copies:
+                    memmove(base + to, address + start, size)
+            if move.pads:
+                self._pads[move.name].write(base, move.pads)
+            elif move.repeats and (kind == "h" or in_slab):
+                for start, to, size in move.repeats:
+                    _repeat(base + start, base + to, move.field.row_bytes, size)
+
+    def _write_on_device(
+        self, moves: list[FieldMove], sources: list[torch.Tensor | None], kinds: str
+    ) -> None:
+        """Copy what lives on a device already, in one fused copy, and pad what needs it there."""
+        places: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for move, source, kind in zip(moves, sources, kinds, strict=True):
+            if kind == "d" and source is not None:
+                places.append(move.live)
+                values.append(source.detach())
+        if len(places) == 1:
+            places[0].copy_(values[0])
+        elif places:
+            torch._foreach_copy_(places, values)
+        for move, kind in zip(moves, kinds, strict=True):
+            # Constant padding came with the copy from the host, but for tails in several pieces.
+            padded = move.repeats or (kind == "k" and move.pads and not move.one_block)
+            if kind in "dk" and padded:
+                move.pad_on_device()
+
+
+class _PadSource:
+    """Writes constant padding into host memory."""
+
+    def __init__(self, spec: InputSpec) -> None:
+        self._element = torch.full((1,), spec.pad_value, dtype=spec.dtype)
+        octets = bytes(self._element.view(torch.uint8).tolist())
+        self._octet = octets[0] if len(set(octets)) == 1 else None
+        self._pattern = self._element
+
+    def write(self, base: int, pads: list[tuple[int, int]]) -> None:
+        if self._octet is not None:
+            for to, size in pads:
+                memset(base + to, self._octet, size)
+            return
+        longest = pads[0][1]
+        if self._pattern.nbytes < longest:
+            self._pattern = self._element.expand(longest // self._element.nbytes).contiguous()
+        pattern = self._pattern.data_ptr()
+        for to, size in pads:
+            memmove(base + to, pattern, size)
+
+
+def _repeat(row: int, to: int, row_bytes: int, size: int) -> None:
+    """Fill `size` bytes at address `to` with copies of the row at address `row`."""
+    if size:
+        memmove(to, row, row_bytes)
+    done = row_bytes
+    while done < size:
+        more = min(done, size - done)
+        memmove(to + done, to, more)
+        done += more
+
+
+def _has_lazy_bits(value: torch.Tensor) -> bool:
+    return value.is_neg() or value.is_conj()
+
+
+def _wrong_value(move: FieldMove, value: object) -> InvalidInputError:
+    wrong = check_value(move.name, move.field.spec, value, tuple(move.shape))
+    assert wrong is not None
+    return wrong
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

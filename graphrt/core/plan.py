@@ -11,7 +11,8 @@ import torch
 from graphrt.core import tree
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.errors import InvalidOptionError
-from graphrt.core.inputs import Axis, StaticInputs, nest
+from graphrt.core.input_spec import Axis
+from graphrt.core.inputs import StaticInputs, nest
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
 """Axes of an output, or of several by name or place: see `sliced`."""
@@ -30,6 +31,7 @@ class StepPlan:
         "_slices",
         "call",
         "descriptor",
+        "layout",
         "reqs",
         "task_names",
         "tokens",
@@ -50,7 +52,8 @@ class StepPlan:
         self.tokens = descriptor.num_tokens
         # Every request has a token, so a graph for any number of requests needs no more rows.
         self.reqs = descriptor.num_reqs or min(descriptor.num_tokens, inputs.reqs)
-        self.views = inputs.views(self.tokens, self.reqs)
+        self.layout = inputs.layout(self.tokens, self.reqs)
+        self.views = self.layout.views
         self.call = call
         self.task_names: frozenset[str] = frozenset()
         self._nested = inputs.nested

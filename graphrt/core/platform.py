@@ -64,6 +64,19 @@ class DeviceGraph(Protocol):
     def reset(self) -> None: ...
 
 
+class DeviceEvent(Protocol):
+    """A point in a stream. `torch.cuda.Event` and `torch.npu.Event` satisfy it as they are."""
+
+    def record(self) -> None:
+        """Mark this point of the current stream."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until it has."""
+
+
 @dataclass(frozen=True)
 class TaskUpdate:
     """One task of a graph and how to issue it again.
@@ -201,6 +214,15 @@ class Platform(ABC):
     def synchronize(self) -> None:
         """Wait on the host until the device is idle."""
         return None
+
+    def new_event(self) -> DeviceEvent | None:
+        """An event; None where copies from `host_buffer` are over when they return."""
+        return None
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8 [nbytes], from which a step's inputs are copied to the device:
+        page-locked where the platform has events, so that the host need not wait."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     # Figures, limits, errors -----------------------------------------------------------------
 

@@ -86,6 +86,13 @@ class GraphPool:
         """Note a wrapper whose graphs `close` must destroy."""
         self._wrappers.add(wrapper)
 
+    def follow_stream(self) -> None:
+        """Let the current stream wait if another one used the pool last."""
+        if self.read_stream_id is not None:
+            stream_id = self.read_stream_id()
+            if stream_id != self.stream_id:
+                self.change_stream(stream_id)
+
     def change_stream(self, stream_id: int) -> None:
         """Make the current stream, which has this id, wait for the one that replayed last."""
         if self.stream_id is not None:

@@ -20,7 +20,8 @@ from graphrt.core.errors import (
     PoolClosedError,
 )
 from graphrt.core.graphset import Bind, CaptureContext, GraphSet
-from graphrt.core.inputs import InputSpec, StaticInputs, nest
+from graphrt.core.input_spec import InputSpec
+from graphrt.core.inputs import StaticInputs, nest
 from graphrt.core.limits import largest_batch, wrong_requests
 from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
 from graphrt.core.options import GraphOptions
@@ -109,6 +110,7 @@ class GraphRunner:
         )
         self.inputs = StaticInputs(
             inputs,
+            platform=self.platform,
             tokens=max(self.sizes.max_num_tokens, *(key[1].num_tokens for key in self.keys), 1),
             reqs=max(self.sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in self.keys), 1),
             device=device or self.platform.device_type,
@@ -285,6 +287,7 @@ class GraphRunner:
             padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
             pool_bytes=self.pool.bytes(),
             capture_s=sum(record.capture_s for record in records),
+            staging_waits=self.inputs.staging_waits,
         )
 
     def _run_padded(
@@ -308,7 +311,8 @@ class GraphRunner:
             self.pool.check_open()
         # Held from here, so that nothing else fills the buffers between our fill and our replay.
         with self.pool.owned_by(context):
-            self.inputs.fill(values, tokens, reqs, plan.tokens, plan.reqs)
+            self.pool.follow_stream()
+            self.inputs.fill(values, plan.layout, tokens, reqs)
             if self._bind is not None:
                 self._bind(
                     plan.views,
@@ -343,9 +347,11 @@ class GraphRunner:
             GraphMode.NONE, found.descriptor, -1, updates, metadata, num_reqs=reqs
         )
         with self.pool.owned_by(context):
+            self.pool.follow_stream()
             if tokens <= self.inputs.tokens and reqs <= self.inputs.reqs:
-                self.inputs.fill(values, tokens, reqs, tokens, reqs)
-                views = self.inputs.views(tokens, reqs)
+                layout = self.inputs.layout(tokens, reqs)
+                self.inputs.fill(values, layout, tokens, reqs)
+                views = layout.views
             else:
                 # Larger than the buffers: the forward reads the host's own tensors.
                 views = self.inputs.flat(values)

@@ -27,6 +27,8 @@ class RunnerReport:
     padded_tokens: int
     pool_bytes: int | None
     capture_s: float
+    staging_waits: int = 0
+    """Steps whose host had to wait until the memory that stages inputs was free again."""
 
     @property
     def padding(self) -> float:

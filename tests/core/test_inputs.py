@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from graphrt import InputSpec
 from graphrt.core.errors import InvalidInputError
 from graphrt.core.inputs import StaticInputs, nest
+from graphrt.core.plugins import get_platform
+from graphrt.core.staging import Staging, Window
+from graphrt.cpu.platform import CpuPlatform
 
 SPECS = {
     "ids": InputSpec(torch.int64, ("tokens",), pad=7),
@@ -18,6 +21,10 @@ SPECS = {
     "starts": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
     "loose": InputSpec(torch.float32, ("tokens", 2), pad="keep"),
 }
+
+
+def static(specs, tokens: int, reqs: int) -> StaticInputs:
+    return StaticInputs(specs, platform=get_platform("cpu"), tokens=tokens, reqs=reqs, device="cpu")
 
 
 def values(tokens: int, reqs: int) -> dict[str, torch.Tensor]:
@@ -30,29 +37,154 @@ def values(tokens: int, reqs: int) -> dict[str, torch.Tensor]:
     }
 
 
-@given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 4)), min_size=1, max_size=6))
-def test_after_any_steps_live_rows_are_live_and_padding_rows_are_padding(steps):
-    inputs = StaticInputs(SPECS, tokens=8, reqs=4)
-    addresses = {name: buffer.data_ptr() for name, buffer in inputs.buffers.items()}
-    for tokens, reqs in steps:
-        given_values = values(tokens, reqs)
-        inputs.fill(given_values, tokens, reqs, 8, 4)
-        views = inputs.views(8, 4)
-        assert {name: view.data_ptr() for name, view in views.items()} == addresses
-        assert torch.equal(views["ids"][:tokens], given_values["ids"])
+class HeldEvent:
+    """An event that passes when the test says so, as that of a device far behind."""
+
+    def __init__(self) -> None:
+        self.passed = True
+        self.waited = 0
+
+    def record(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+        self.waited += 1
+
+
+class StagingPlatform(CpuPlatform):
+    """The CPU with what a device has: events, and host memory apart from its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[HeldEvent] = []
+
+    def new_event(self) -> HeldEvent:
+        self.events.append(HeldEvent())
+        return self.events[-1]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 8), st.integers(1, 4), st.sets(st.sampled_from(list(SPECS)))),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_after_any_steps_live_rows_are_live_and_padding_rows_are_padding(staged, steps):
+    inputs = static(SPECS, 8, 4)
+    if staged:
+        inputs._staging = Staging(StagingPlatform(), 4096)
+    for tokens, reqs, in_place in steps:
+        layout = inputs.layout(8, 4)
+        views = layout.views
+        for name in views.keys() - {"loose"}:
+            views[name].fill_(99)
+        given_values = expected = values(tokens, reqs)
+        live = live_rows(views, tokens, reqs)
+        for name in in_place:
+            live[name].copy_(expected[name])
+            given_values = {**given_values, name: live[name]}
+        inputs.fill(given_values, layout, tokens, reqs)
+        for name, rows in live.items():
+            assert torch.equal(rows, expected[name]), name
         assert (views["ids"][tokens:] == 7).all()
-        assert torch.equal(views["mrope"][:, :tokens], given_values["mrope"])
         assert (views["mrope"][:, tokens:] == -1).all()
         assert (views["table"][reqs:] == 0).all()
         assert (views["starts"][reqs:] == reqs).all()
 
 
+def live_rows(views, tokens: int, reqs: int):
+    cut = {"mrope": (slice(None), slice(tokens)), "table": slice(reqs), "starts": slice(reqs + 1)}
+    return {name: view[cut.get(name, slice(tokens))] for name, view in views.items()}
+
+
+def test_rows_beyond_the_live_ones_are_kept_where_padding_says_so():
+    inputs = static(SPECS, 8, 4)
+    layout = inputs.layout(8, 4)
+    layout.views["loose"].fill_(5)
+    inputs.fill(values(3, 2), layout, 3, 2)
+    assert layout.views["loose"].tolist() == [[1, 1]] * 3 + [[5, 5]] * 5
+
+
+def test_inputs_of_one_size_stay_where_they_are():
+    inputs = static(SPECS, 8, 4)
+    before = {name: view.data_ptr() for name, view in inputs.layout(4, 2).views.items()}
+    inputs.fill(values(8, 4), inputs.layout(8, 4), 8, 4)
+    inputs.fill(values(3, 1), inputs.layout(4, 2), 3, 1)
+    after = {name: view.data_ptr() for name, view in inputs.layout(4, 2).views.items()}
+    assert before == after
+    assert all(address % 4 == 0 for address in after.values())
+
+
+def test_a_fixed_input_has_one_address_at_all_sizes():
+    specs = {
+        "wide": InputSpec(torch.int64, ("tokens", 3)),
+        "own": InputSpec(torch.int64, ("tokens",), fixed=True),
+    }
+    inputs = static(specs, 8, 8)
+    addresses = {inputs.layout(size, size).views["own"].data_ptr() for size in (1, 2, 5, 8)}
+    assert addresses == {inputs.buffers["own"].data_ptr()}
+    step = {"wide": torch.ones(2, 3, dtype=torch.int64), "own": torch.tensor([1, 2])}
+    inputs.fill(step, inputs.layout(4, 4), 2, 2)
+    assert inputs.layout(4, 4).views["own"].tolist() == [1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_value_that_lies_in_the_buffers_at_another_place_is_copied_whole(staged):
+    specs = {name: InputSpec(torch.int64, ("tokens",)) for name in "abc"}
+    inputs = static(specs, 64, 64)
+    if staged:
+        inputs._staging = Staging(StagingPlatform(), 4096)
+    small = inputs.layout(32, 32).views
+    step = {name: torch.arange(32) + 100 * place for place, name in enumerate("abc")}
+    inputs.fill(step, inputs.layout(32, 32), 32, 32)
+    # "b" and "c" of this size lie where "a" and "b" of the larger one will be written.
+    inputs.fill({**step, "b": small["b"], "c": small["c"]}, inputs.layout(64, 64), 32, 32)
+    found = inputs.layout(64, 64).views
+    for name, value in step.items():
+        assert torch.equal(found[name][:32], value)
+        assert not found[name][32:].any()
+
+
+def test_the_host_waits_for_a_staging_slot_only_when_all_are_under_way():
+    platform = StagingPlatform()
+    staging = Staging(platform, 64, max_slots=3)
+    slab = Window(torch.zeros(64, dtype=torch.uint8))
+
+    def step() -> int:
+        slot = staging.take()
+        slot.copy_to(slab, [(0, 64)])
+        return slot.address
+
+    first = [step() for _ in range(3)]
+    assert len(set(first)) == 3 and staging.waits == 0
+    assert step() == first[0]
+    assert staging.waits == 1 and platform.events[0].waited == 1
+    platform.events[1].passed = True
+    assert step() == first[1]
+    assert staging.waits == 1
+
+
+def test_a_slot_that_is_free_again_is_used_before_a_new_one_is_made():
+    platform = StagingPlatform()
+    staging = Staging(platform, 64)
+    for _ in range(5):
+        staging.take().copy_to(Window(torch.zeros(64, dtype=torch.uint8)), [(0, 64)])
+        platform.events[0].passed = True
+    assert len(platform.events) == 1
+
+
 def test_an_input_that_lives_in_its_buffer_is_not_copied():
-    inputs = StaticInputs({"ids": SPECS["ids"]}, tokens=8, reqs=8)
-    own = inputs.views(3, 3)["ids"]
+    inputs = static({"ids": SPECS["ids"]}, 8, 8)
+    own = inputs.layout(3, 3).views["ids"]
     own.copy_(torch.tensor([4, 5, 6]))
     version = own._version
-    inputs.fill({"ids": own}, 3, 3, 3, 3)
+    inputs.fill({"ids": own}, inputs.layout(3, 3), 3, 3)
     assert own._version == version
     assert own.tolist() == [4, 5, 6]
 
@@ -70,13 +202,13 @@ def test_an_input_that_lives_in_its_buffer_is_not_copied():
     ],
 )
 def test_a_bad_input_is_a_named_error_and_the_next_fill_works(change, text):
-    inputs = StaticInputs(SPECS, tokens=8, reqs=4)
+    inputs = static(SPECS, 8, 4)
     wrong = {**values(3, 2), **change}
     wrong = {name: value for name, value in wrong.items() if value is not None}
     with pytest.raises(InvalidInputError, match=text):
-        inputs.fill(wrong, 3, 2, 8, 4)
-    inputs.fill(values(3, 2), 3, 2, 8, 4)
-    assert inputs.views(8, 4)["ids"].tolist() == [1, 2, 3, 7, 7, 7, 7, 7]
+        inputs.fill(wrong, inputs.layout(8, 4), 3, 2)
+    inputs.fill(values(3, 2), inputs.layout(8, 4), 3, 2)
+    assert inputs.layout(8, 4).views["ids"].tolist() == [1, 2, 3, 7, 7, 7, 7, 7]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +227,7 @@ def test_a_bad_spec_is_a_named_error(arguments):
 
 
 def test_sizes_are_read_off_the_shapes():
-    inputs = StaticInputs(SPECS, tokens=8, reqs=4)
+    inputs = static(SPECS, 8, 4)
     assert inputs.infer(values(5, 3)) == (5, 3)
     with pytest.raises(InvalidInputError, match="disagree"):
         inputs.infer({**values(5, 3), "ids": torch.zeros(4, dtype=torch.int64)})
@@ -103,8 +235,8 @@ def test_sizes_are_read_off_the_shapes():
 
 def test_nested_inputs_keep_their_structure():
     specs = {"ids": SPECS["ids"], "stage": {"hidden": InputSpec(torch.float32, ("tokens", 2))}}
-    inputs = StaticInputs(specs, tokens=4, reqs=4)
+    inputs = static(specs, 4, 4)
     step = {"ids": torch.tensor([1, 2]), "stage": {"hidden": torch.ones(2, 2)}}
-    inputs.fill(step, 2, 2, 4, 4)
-    seen = nest(inputs.views(4, 4))
+    inputs.fill(step, inputs.layout(4, 4), 2, 2)
+    seen = nest(inputs.layout(4, 4).views)
     assert seen["stage"]["hidden"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]

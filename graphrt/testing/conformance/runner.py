@@ -11,7 +11,7 @@ from graphrt.core.breakable import eager_break
 from graphrt.core.descriptor import Batch
 from graphrt.core.dispatcher import Reason
 from graphrt.core.errors import CaptureError, PoolClosedError
-from graphrt.core.inputs import InputSpec
+from graphrt.core.input_spec import InputSpec
 from graphrt.core.modes import GraphMode
 from graphrt.core.runner import GraphRunner
 from graphrt.testing.conformance.base import ConformanceBase
