@@ -79,8 +79,9 @@ class AscendPlatform(Platform):
     def begin_capture(self, graph: Any, memory: GraphMemory) -> None:
         self._captures.begin(graph, memory)
 
-    def end_capture(self, graph: Any) -> None:
+    def end_capture(self, graph: Any) -> bool:
         self._captures.end(graph)
+        return True
 
     def abort_capture(self, graph: Any) -> None:
         self._captures.abort(graph)

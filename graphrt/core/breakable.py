@@ -25,6 +25,7 @@ from graphrt.core.errors import (
 from graphrt.core.platform import DeviceGraph
 from graphrt.core.pool import GraphPool
 from graphrt.core.segments import CapturedTask, HookedSegment, Part, SegmentHooks, TaskedSegment
+from graphrt.core.source import source_of
 from graphrt.core.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode
 
 P = ParamSpec("P")
@@ -89,7 +90,7 @@ class Capture:
                     # What is named already needs no explanation.
                     if isinstance(error, GraphRTError) or not isinstance(error, Exception):
                         raise
-                    raise self._platform.explain(error) from error
+                    raise self._platform.explain(error).at(source_of(error)) from error
         finally:
             _active.reset(token)
 
@@ -137,9 +138,11 @@ class Capture:
             self._watch.suspend()
         if self._hooks is not None:
             self._hooks.end_of_capture()
-        self._platform.end_capture(graph)
+        recorded = self._platform.end_capture(graph)
         self.graph = None
         tasks, self.tasks = self.tasks, []
+        if not recorded:
+            return
         segment = self._segment(graph, tasks)
         self.parts.append(segment)
         if not self._platform.capture_executes:

@@ -12,6 +12,7 @@ import torch
 
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import GraphRTError, ResourceExhaustedError
 from graphrt.core.frozen_gc import frozen_gc
 from graphrt.core.modes import GraphMode
 from graphrt.core.plan import StepPlan
@@ -36,6 +37,15 @@ class GraphRecord:
 
 
 @dataclass(frozen=True)
+class DroppedGraph:
+    """A graph that did not fit on the device; its sizes run eagerly."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    reason: str
+
+
+@dataclass(frozen=True)
 class PlannedGraph:
     """A graph to capture: its key, its slot, and the step it will serve."""
 
@@ -54,11 +64,13 @@ def capture_graphs(
     state: SavedState,
     capture_context: Callable[[], AbstractContextManager[object]],
     publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
+    drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
     progress: Progress | None = None,
 ) -> None:
     """Capture `planned` in its order and publish each graph once all its wrappers have it.
 
-    A graph that fails is rolled back and the error raised; those before it stay published.
+    A graph that fails is rolled back and the error raised; those before it stay published. One
+    that the device has no room for is rolled back and dropped: smaller ones after it may fit.
     `state` is restored after every forward, so that each starts from it. The pool is held all the
     time: a step of another thread would read buffers that a capture fills.
     """
@@ -70,13 +82,12 @@ def capture_graphs(
         for done, graph in enumerate(graphs):
             if progress is not None:
                 progress(done, len(graphs), graph.descriptor)
-            started = time.perf_counter()
-            before = pool.bytes()
-            for _ in range(warmups):
-                bind(graph.plan, "warmup")
-                _run(graph, _context(graph, GraphMode.NONE, None), pool, session, state)
             transaction = CaptureTransaction(graph.slot)
+            started, before = time.perf_counter(), pool.bytes()
             try:
+                for _ in range(warmups):
+                    bind(graph.plan, "warmup")
+                    _run(graph, _context(graph, GraphMode.NONE, None), pool, session, state)
                 bind(graph.plan, "capture")
                 _run(graph, _context(graph, graph.mode, transaction), pool, session, state)
                 after = pool.bytes()
@@ -86,11 +97,24 @@ def capture_graphs(
                 publish(graph, record, transaction)
             except BaseException as error:
                 transaction.rollback()
+                exhausted = _exhausted(error, pool)
+                if exhausted is not None:
+                    drop(graph, exhausted)
+                    # Its traceback holds what the forward had allocated, and this frame.
+                    del exhausted
+                    continue
                 if hasattr(error, "add_note"):
                     error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
                 raise
         if progress is not None:
             progress(len(graphs), len(graphs), graphs[-1].descriptor)
+
+
+def _exhausted(error: BaseException, pool: GraphPool) -> ResourceExhaustedError | None:
+    """What `error` says if it says that the device has no room; warm-ups raise it unexplained."""
+    if isinstance(error, Exception) and not isinstance(error, GraphRTError):
+        error = pool.platform.explain(error)
+    return error if isinstance(error, ResourceExhaustedError) else None
 
 
 class _Session:

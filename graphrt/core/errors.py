@@ -102,11 +102,26 @@ class CaptureError(GraphRTError):
     ) -> None:
         self.op = op
         self.source = source
+        lines = what
         if op is not None:
-            what = f"{what}\n  operator: {op}"
+            lines = f"{lines}\n  operator: {op}"
         if source is not None:
-            what = f"{what}\n  at: {source}"
-        super().__init__(what, got=got, expected=expected, advice=advice)
+            lines = f"{lines}\n  at: {source}"
+        super().__init__(lines, got=got, expected=expected, advice=advice)
+        self.what = what
+
+    def at(self, source: object) -> CaptureError:
+        """The same error with a source line, unless it has one or there is none."""
+        if self.source is not None or source is None:
+            return self
+        return type(self)(
+            self.what,
+            op=self.op,
+            source=str(source),
+            got=self.got,
+            expected=self.expected,
+            advice=self.advice,
+        )
 
 
 class CaptureSyncError(CaptureError):
@@ -123,6 +138,14 @@ class MissedBreakError(CaptureError):
 
 class ResourceExhaustedError(CaptureError):
     """The device ran out of memory, streams or graphs in the middle of a capture."""
+
+
+class PoolExhaustedError(ResourceExhaustedError, MemoryError):
+    """The pool may not grow any further: what is captured never moves."""
+
+
+class GraphsDroppedWarning(UserWarning):
+    """Graphs of a plan did not fit on the device; their sizes run eagerly."""
 
 
 class NestedCaptureError(CaptureError):
@@ -151,10 +174,6 @@ class PoolError(GraphRTError):
 
 class PoolBusyError(PoolError):
     """Two threads used one `GraphPool` at the same time."""
-
-
-class PoolExhaustedError(PoolError, MemoryError):
-    """The pool may not grow any further without moving captured addresses."""
 
 
 class PoolClosedError(PoolError):

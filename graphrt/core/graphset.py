@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,10 +10,17 @@ from typing import Any
 import torch
 
 from graphrt.core.addresses import AddressBook, Parameters
-from graphrt.core.capture import GraphRecord, Phase, PlannedGraph, Progress, capture_graphs
+from graphrt.core.capture import (
+    DroppedGraph,
+    GraphRecord,
+    Phase,
+    PlannedGraph,
+    Progress,
+    capture_graphs,
+)
 from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.dispatcher import Dispatch, GraphDispatcher
-from graphrt.core.errors import CaptureError
+from graphrt.core.errors import CaptureError, GraphsDroppedWarning, ResourceExhaustedError
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.lookup import wrapper_class
 from graphrt.core.modes import GraphMode, PieceProvider
@@ -55,6 +63,7 @@ class GraphSet:
         self.keys = tuple(keys)
         self.plans: list[StepPlan | None] = []
         self.records: list[GraphRecord] = []
+        self.dropped: list[DroppedGraph] = []
         self.sealed = False
         self.eager_launch = options.launch == "eager"
         self.dispatcher = GraphDispatcher(mode, max_padding=options.max_padding)
@@ -76,9 +85,12 @@ class GraphSet:
 
     def capture_missing(self, progress: Progress | None = None) -> None:
         """Capture what is not captured yet, then seal."""
+        self.dropped.clear()
         captured = {(found.mode, found.descriptor) for found in self.dispatcher.published}
         self.capture([key for key in self.keys if key not in captured], progress)
         self.seal()
+        if self.dropped:
+            self._tell_dropped()
 
     def capture(self, keys: Iterable[CaptureKey], progress: Progress | None = None) -> None:
         """Capture and publish the graphs of `keys` in their order."""
@@ -105,6 +117,7 @@ class GraphSet:
                 state=saved,
                 capture_context=self._capture_context,
                 publish=self._publish,
+                drop=self._drop,
                 progress=progress,
             )
         finally:
@@ -128,8 +141,10 @@ class GraphSet:
     def capture_wanted(self, wanted: Dispatch) -> None:
         """Capture one graph while serving; one that fails is not tried again at every step."""
         self._failed.add(wanted.slot)
+        dropped = len(self.dropped)
         self.capture([(wanted.mode, wanted.descriptor)])
-        self._failed.discard(wanted.slot)
+        if len(self.dropped) == dropped:
+            self._failed.discard(wanted.slot)
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
@@ -142,6 +157,7 @@ class GraphSet:
         self._pool.check_idle()
         self.dispatcher.withdraw_all()
         self.records.clear()
+        self.dropped.clear()
         self.plans.clear()
         self._failed.clear()
         self.sealed = False
@@ -220,6 +236,26 @@ class GraphSet:
         self.plans[graph.slot] = graph.plan
         self.records.append(record)
         self.dispatcher.publish(graph.mode, graph.descriptor)
+
+    def _drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:
+        self.dropped.append(DroppedGraph(graph.mode, graph.descriptor, str(error)))
+
+    def _tell_dropped(self) -> None:
+        names = ", ".join(f"{each.mode.name} [{each.descriptor}]" for each in self.dropped)
+        if self._options.strict:
+            raise ResourceExhaustedError(
+                f"{len(self.dropped)} of {len(self.keys)} graphs did not fit on the device",
+                got=f"{names}\n  the first: {self.dropped[0].reason}",
+                expected="every planned graph (strict=True)",
+                advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
+                "serves",
+            )
+        warnings.warn(
+            f"{len(self.dropped)} of {len(self.keys)} graphs did not fit on the device and run "
+            f"eagerly: {names}; the first: {self.dropped[0].reason}",
+            GraphsDroppedWarning,
+            stacklevel=4,
+        )
 
 
 def _preference(found: Dispatch) -> tuple[bool, int]:

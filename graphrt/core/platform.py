@@ -138,8 +138,11 @@ class Platform(ABC):
         """Start recording this thread's work on the current stream into `graph`."""
 
     @abstractmethod
-    def end_capture(self, graph: Any) -> None:
-        """Finish recording; afterwards `graph.replay()` works."""
+    def end_capture(self, graph: Any) -> bool:
+        """Finish recording; afterwards `graph.replay()` works.
+
+        False says that nothing was recorded: `graph` is reset then, and no step replays it.
+        """
 
     @abstractmethod
     def abort_capture(self, graph: Any) -> None:

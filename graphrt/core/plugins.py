@@ -25,6 +25,7 @@ PLATFORM_VARIABLE = "GRAPHRT_PLATFORM"
 BUILT_IN_PLATFORMS: Mapping[str, str] = {
     "ascend": "graphrt.ascend.platform:AscendPlatform",
     "cuda": "graphrt.cuda.platform:CudaPlatform",
+    "accelerator": "graphrt.accelerator.platform:AcceleratorPlatform",
     "cpu": "graphrt.cpu.platform:CpuPlatform",
 }
 """Dotted paths in order of preference; those whose module is not installed are left out."""

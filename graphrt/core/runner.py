@@ -230,7 +230,9 @@ class GraphRunner:
         """Capture every planned graph that is not captured yet, then seal.
 
         `progress(done, total, descriptor)` is called before each graph and at the end. A failed
-        capture raises; the graphs before it serve, and a further call tries the rest again.
+        capture raises; the graphs before it serve, and a further call tries the rest again. Graphs
+        that the device has no room for are dropped (`report().dropped`) with a
+        `GraphsDroppedWarning`, or under `strict` a `ResourceExhaustedError` when the rest is done.
         """
         self._check_open()
         self.graphs.capture_missing(progress)
@@ -287,6 +289,7 @@ class GraphRunner:
             padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
             pool_bytes=self.pool.bytes(),
             capture_s=sum(record.capture_s for record in records),
+            dropped=tuple(self.graphs.dropped),
             staging_waits=self.inputs.staging_waits,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphrt.core.capture import GraphRecord
+from graphrt.core.capture import DroppedGraph, GraphRecord
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.dispatcher import Reason
 from graphrt.core.modes import GraphMode, ModeResolution
@@ -27,6 +27,8 @@ class RunnerReport:
     padded_tokens: int
     pool_bytes: int | None
     capture_s: float
+    dropped: tuple[DroppedGraph, ...] = ()
+    """Planned graphs that did not fit on the device."""
     staging_waits: int = 0
     """Steps whose host had to wait until the memory that stages inputs was free again."""
 

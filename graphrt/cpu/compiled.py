@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from graphrt.core.source import user_source
 from graphrt.cpu.lowering import Call, Lowered
 from graphrt.cpu.refusals import HostReads
-from graphrt.cpu.source import user_source
 from graphrt.cpu.tape import Step, Tape
 from graphrt.cpu.tensors import storages_of
 

@@ -59,8 +59,9 @@ class CpuPlatform(Platform):
     def begin_capture(self, graph: TapeGraph, memory: Arena) -> None:
         graph.capture_begin(memory)
 
-    def end_capture(self, graph: TapeGraph) -> None:
+    def end_capture(self, graph: TapeGraph) -> bool:
         graph.capture_end()
+        return True
 
     def abort_capture(self, graph: TapeGraph) -> None:
         graph.capture_abort()

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 
 from graphrt.core.errors import CaptureSyncError, RefusedOpError
+from graphrt.core.source import user_source
 from graphrt.cpu.operators import Operator
-from graphrt.cpu.source import user_source
 
 _READ_ADVICE = (
     "keep the value on the device (torch.where, masked arithmetic), pass it in as an argument of "

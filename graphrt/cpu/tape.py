@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.core.errors import RefusedOpError, TaskContractError
+from graphrt.core.source import Source, user_source
 from graphrt.core.thread_mode import ThreadMode
 from graphrt.cpu import refusals
 from graphrt.cpu.arena import Arena
@@ -21,7 +22,6 @@ from graphrt.cpu.lowering import (
     replay_guard,
 )
 from graphrt.cpu.operators import Operator, operator_of
-from graphrt.cpu.source import Source, user_source
 from graphrt.cpu.tensors import core, replace_tensors, storage_of, storages_of, tensors_in
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -31,7 +31,8 @@ class Captures:
         graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         memory.add(graph)
 
-    def end(self, graph: Any) -> None:
+    def end(self, graph: Any) -> bool:
+        """Finish the capture; False if it recorded nothing, and the graph is reset."""
         stream, _ = self._open[graph]
         # capture_end() of an invalidated capture leaves the allocator in a state that depends on
         # the version of torch; abort() leaves a clean one.
@@ -40,8 +41,16 @@ class Captures:
                 "an error that the forward caught, or did not notice, had ended the capture",
                 advice="do not catch errors of device work inside the captured forward",
             )
-        graph.capture_end()
+        if driver.captured_nodes(stream.cuda_stream) != 0:
+            graph.capture_end()
+            del self._open[graph]
+            return True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            graph.capture_end()
         del self._open[graph]
+        graph.reset()
+        return False
 
     def abort(self, graph: Any) -> None:
         opened = self._open.pop(graph, None)

@@ -26,6 +26,20 @@ def capture_is_invalidated(stream: int) -> bool:
     return status.value == _INVALIDATED
 
 
+def captured_nodes(stream: int) -> int | None:
+    """How many nodes the capture open on `stream` has; None if that cannot be told."""
+    library = _library()
+    if library is None:
+        return None
+    status, graph, count = ctypes.c_int(0), ctypes.c_void_p(), ctypes.c_size_t(0)
+    failed = library.cuStreamGetCaptureInfo_v2(
+        _pointer(stream), ctypes.byref(status), None, ctypes.byref(graph), None, None
+    )
+    if failed or library.cuGraphGetNodes(graph, None, ctypes.byref(count)):
+        return None
+    return count.value
+
+
 def restart_capture(stream: int) -> bool:
     """Drop what `stream` captures, be it valid or not, and begin an empty capture instead."""
     library = _library()

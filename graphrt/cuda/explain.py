@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from graphrt.core.errors import CaptureError, CaptureSyncError
+from graphrt.core.errors import CaptureError, CaptureSyncError, ResourceExhaustedError
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
     "or mark the function around them @eager_break"
 )
+_SMALLER = "capture fewer or smaller sizes, or leave the KV cache less memory"
 _RERUN = "run the same forward eagerly; if that passes, look for work CUDA cannot capture"
 
 # The first pattern found in the chain of errors decides, so the specific ones come first and the
@@ -21,9 +22,15 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
     ),
     (
         "out of memory",
-        CaptureError,
-        "the device ran out of memory during the capture",
-        "capture fewer or smaller sizes, or leave the KV cache less memory",
+        ResourceExhaustedError,
+        "the device ran out of memory",
+        _SMALLER,
+    ),
+    (
+        "cublas_status_alloc_failed",
+        ResourceExhaustedError,
+        "cuBLAS could not allocate memory",
+        _SMALLER,
     ),
     (
         "unjoined work",

@@ -46,6 +46,8 @@ class CudaPlatform(Platform):
         return "graphrt.cuda.CUDAGraphWrapper"
 
     def versions(self) -> dict[str, str]:
+        if torch.version.hip is not None:
+            return {"torch": torch.__version__, "hip": torch.version.hip}
         return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
 
     # Graphs and their memory -----------------------------------------------------------------
@@ -59,8 +61,8 @@ class CudaPlatform(Platform):
     def begin_capture(self, graph: Any, memory: GraphMemory) -> None:
         self._captures.begin(graph, memory)
 
-    def end_capture(self, graph: Any) -> None:
-        self._captures.end(graph)
+    def end_capture(self, graph: Any) -> bool:
+        return self._captures.end(graph)
 
     def abort_capture(self, graph: Any) -> None:
         self._captures.abort(graph)
@@ -117,6 +119,12 @@ class CudaPlatform(Platform):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     # Figures, limits, errors -----------------------------------------------------------------
 

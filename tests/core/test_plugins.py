@@ -339,7 +339,7 @@ def test_broken_import_inside_a_built_in_is_not_taken_for_absence(
 
 
 def test_default_registry_knows_where_built_ins_are() -> None:
-    assert list(plugins.BUILT_IN_PLATFORMS) == ["ascend", "cuda", "cpu"]
+    assert list(plugins.BUILT_IN_PLATFORMS) == ["ascend", "cuda", "accelerator", "cpu"]
     assert all(path.startswith("graphrt.") for path in plugins.BUILT_IN_PLATFORMS.values())
 
 
@@ -364,8 +364,9 @@ def test_importing_finds_nothing_and_imports_no_platform() -> None:
         "    return scan(**k)\n"
         "m.entry_points = refuse\n"
         "import graphrt.core.plugins\n"
+        "platforms = ('cpu', 'cuda', 'ascend', 'accelerator')\n"
         "found = [n for n in sys.modules if n.split('.')[:2] in"
-        " (['graphrt', 'cpu'], ['graphrt', 'cuda'], ['graphrt', 'ascend'])]\n"
+        " [['graphrt', each] for each in platforms]]\n"
         "assert not found and 'torch_npu' not in sys.modules, found\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

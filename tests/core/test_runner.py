@@ -26,13 +26,14 @@ from graphrt.core.errors import (
     CaptureError,
     CaptureSealedError,
     GraphRTError,
+    GraphsDroppedWarning,
     InvalidBatchError,
     InvalidInputError,
     InvalidModeError,
     InvalidOptionError,
     InvalidSizesError,
     PoolBusyError,
-    PoolExhaustedError,
+    ResourceExhaustedError,
     StaleInputError,
     StateTooLargeError,
     UnknownPlatformError,
@@ -342,17 +343,27 @@ def test_verify_finds_a_python_value_that_the_graph_has_baked_in():
         captured.verify(x=rows(3))
 
 
-def test_a_pool_that_may_not_grow_refuses_and_what_is_captured_stays():
+@pytest.mark.parametrize("strict", [False, True])
+def test_graphs_that_do_not_fit_are_dropped_and_what_is_captured_stays(strict):
     limited = CpuPlatform(max_pool_bytes=1 << 20)
 
     def forward(x):
         return (x.repeat(1, 1 << (4 + 14 * (x.shape[0] == 2))) + 1)[:, :4]
 
-    captured = runner(forward, platform=limited)
-    with pytest.raises(PoolExhaustedError, match="1048576"):
+    captured = runner(forward, platform=limited, options=GraphOptions(strict=strict))
+    told = (
+        pytest.raises(ResourceExhaustedError, match="1048576")
+        if strict
+        else pytest.warns(GraphsDroppedWarning, match="1 of 2 graphs")
+    )
+    with told:
         captured.capture()
     assert [found.descriptor.num_tokens for found in captured.dispatcher.published] == [4]
+    (dropped,) = captured.report().dropped
+    assert (dropped.mode, dropped.descriptor.num_tokens) == (GraphMode.FULL, 2)
+    assert "1048576" in dropped.reason
     assert torch.equal(captured(x=rows(3)), rows(3, 2.0))
+    assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
 
 
 def test_state_over_the_limit_is_refused_before_anything_is_captured():
