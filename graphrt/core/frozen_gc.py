@@ -15,15 +15,15 @@ _restore: tuple[bool, bool] = (False, False)
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """Collect once, then no collection until the last user leaves; restored as it was.
+    """No collection until the last user leaves; restored as it was.
 
     A finalizer that runs inside a capture may free device memory or unload a module, which
-    invalidates the capture.
+    invalidates the capture. What is garbage already is frozen too: not even an explicit
+    collection by the forward finalizes it.
     """
     global _depth, _restore
     with _lock:
         if _depth == 0:
-            gc.collect()
             # What the host froze itself must not be thawed with ours.
             thaw = gc.get_freeze_count() == 0
             _restore = (gc.isenabled(), thaw)

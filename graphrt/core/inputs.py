@@ -74,8 +74,17 @@ class StaticInputs:
             self._layouts[tokens, reqs] = found
         return found
 
-    def fill(self, values: Mapping[str, Any], layout: InputLayout, tokens: int, reqs: int) -> None:
+    def fill(
+        self,
+        values: Mapping[str, Any],
+        layout: InputLayout,
+        tokens: int,
+        reqs: int,
+        stream: Any = None,
+    ) -> None:
         """Copy a step's live rows into the buffers and pad them up to the size of `layout`.
+
+        `stream` is the current one, on platforms that have streams.
 
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
@@ -123,7 +132,7 @@ class StaticInputs:
             if spans:
                 slot = self._staging.take()
                 self._write(moves.fields, sources, kinds, slot.address)
-                slot.copy_to(self._slab, spans)
+                slot.copy_to(self._slab, spans, stream)
         if "d" in kinds or (self._staging is not None and "k" in kinds):
             self._write_on_device(moves.fields, sources, kinds)
         for own in self._fixed:
@@ -201,16 +210,18 @@ class StaticInputs:
         self, moves: list[FieldMove], sources: list[torch.Tensor | None], kinds: str
     ) -> None:
         """Copy what lives on a device already, in one fused copy, and pad what needs it there."""
-        places: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        # Tensors of one dtype are one kernel; of several, torch would copy each by itself.
+        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for move, source, kind in zip(moves, sources, kinds, strict=True):
             if kind == "d" and source is not None:
+                places, values = copies.setdefault(move.dtype, ([], []))
                 places.append(move.live)
-                values.append(source.detach())
-        if len(places) == 1:
-            places[0].copy_(values[0])
-        elif places:
-            torch._foreach_copy_(places, values)
+                values.append(source.detach() if source.requires_grad else source)
+        for places, values in copies.values():
+            if len(places) == 1:
+                places[0].copy_(values[0])
+            else:
+                torch._foreach_copy_(places, values)
         for move, kind in zip(moves, kinds, strict=True):
             # Constant padding came with the copy from the host, but for tails in several pieces.
             padded = move.repeats or (kind == "k" and move.pads and not move.one_block)

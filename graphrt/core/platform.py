@@ -67,8 +67,8 @@ class DeviceGraph(Protocol):
 class DeviceEvent(Protocol):
     """A point in a stream. `torch.cuda.Event` and `torch.npu.Event` satisfy it as they are."""
 
-    def record(self) -> None:
-        """Mark this point of the current stream."""
+    def record(self, stream: Any) -> None:
+        """Mark this point of `stream`."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""

@@ -48,7 +48,7 @@ class GraphPool:
             self.read_stream_id = self.platform.stream_id_reader()
         self.stream_id: int | None = None
         self._step_context: ForwardContext | None = None
-        self._last_stream: Any = None
+        self.last_stream: Any = None
         self._wrappers: weakref.WeakSet[GraphWrapper] = weakref.WeakSet()
 
     @contextmanager
@@ -86,19 +86,20 @@ class GraphPool:
         """Note a wrapper whose graphs `close` must destroy."""
         self._wrappers.add(wrapper)
 
-    def follow_stream(self) -> None:
-        """Let the current stream wait if another one used the pool last."""
+    def follow_stream(self) -> Any:
+        """Let the current stream wait if another one used the pool last; returns the current."""
         if self.read_stream_id is not None:
             stream_id = self.read_stream_id()
             if stream_id != self.stream_id:
                 self.change_stream(stream_id)
+        return self.last_stream
 
     def change_stream(self, stream_id: int) -> None:
         """Make the current stream, which has this id, wait for the one that replayed last."""
         if self.stream_id is not None:
-            self.platform.order_after(self._last_stream)
+            self.platform.order_after(self.last_stream)
         self.stream_id = stream_id
-        self._last_stream = self.platform.current_stream()
+        self.last_stream = self.platform.current_stream()
 
     @contextmanager
     def capturing(self, context: object) -> Iterator[None]:

@@ -314,8 +314,8 @@ class GraphRunner:
             self.pool.check_open()
         # Held from here, so that nothing else fills the buffers between our fill and our replay.
         with self.pool.owned_by(context):
-            self.pool.follow_stream()
-            self.inputs.fill(values, plan.layout, tokens, reqs)
+            stream = self.pool.follow_stream()
+            self.inputs.fill(values, plan.layout, tokens, reqs, stream)
             if self._bind is not None:
                 self._bind(
                     plan.views,
@@ -350,10 +350,10 @@ class GraphRunner:
             GraphMode.NONE, found.descriptor, -1, updates, metadata, num_reqs=reqs
         )
         with self.pool.owned_by(context):
-            self.pool.follow_stream()
+            stream = self.pool.follow_stream()
             if tokens <= self.inputs.tokens and reqs <= self.inputs.reqs:
                 layout = self.inputs.layout(tokens, reqs)
-                self.inputs.fill(values, layout, tokens, reqs)
+                self.inputs.fill(values, layout, tokens, reqs, stream)
                 views = layout.views
             else:
                 # Larger than the buffers: the forward reads the host's own tensors.

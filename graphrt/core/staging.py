@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -57,8 +58,9 @@ class Slot:
         if self._event is not None:
             self._event.synchronize()
 
-    def copy_to(self, slab: Window, spans: Iterable[tuple[int, int]]) -> None:
-        """Copy the bytes of `spans` to the same places of `slab`, on the current stream."""
+    def copy_to(self, slab: Window, spans: Iterable[tuple[int, int]], stream: Any) -> None:
+        """Copy the bytes of `spans` to the same places of `slab`, on the current stream, which is
+        `stream`."""
         # Without an event nobody could tell when the host may write the memory again.
         asynchronous = self._event is not None
         try:
@@ -66,7 +68,7 @@ class Slot:
                 slab.part(span).copy_(self._window.part(span), non_blocking=asynchronous)
         finally:
             if self._event is not None:
-                self._event.record()
+                self._event.record(stream)
                 self._in_use = True
 
 

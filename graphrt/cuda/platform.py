@@ -121,7 +121,7 @@ class CudaPlatform(Platform):
         torch.cuda.synchronize()
 
     def new_event(self) -> torch.cuda.Event:
-        return torch.cuda.Event()
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -44,7 +44,7 @@ class HeldEvent:
         self.passed = True
         self.waited = 0
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.passed = False
 
     def query(self) -> bool:
@@ -158,7 +158,7 @@ def test_the_host_waits_for_a_staging_slot_only_when_all_are_under_way():
 
     def step() -> int:
         slot = staging.take()
-        slot.copy_to(slab, [(0, 64)])
+        slot.copy_to(slab, [(0, 64)], None)
         return slot.address
 
     first = [step() for _ in range(3)]
@@ -174,7 +174,7 @@ def test_a_slot_that_is_free_again_is_used_before_a_new_one_is_made():
     platform = StagingPlatform()
     staging = Staging(platform, 64)
     for _ in range(5):
-        staging.take().copy_to(Window(torch.zeros(64, dtype=torch.uint8)), [(0, 64)])
+        staging.take().copy_to(Window(torch.zeros(64, dtype=torch.uint8)), [(0, 64)], None)
         platform.events[0].passed = True
     assert len(platform.events) == 1
 
