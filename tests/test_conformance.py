@@ -17,6 +17,12 @@ class TestCuda(PlatformConformance):
     platform = get_platform("cuda", must_be_available=False)
 
 
+class TestAccelerator(PlatformConformance):
+    """Skipped, with the reason, where no device registers graphs with torch."""
+
+    platform = get_platform("accelerator", must_be_available=False)
+
+
 @pytest.mark.npu
 class TestAscend(PlatformConformance):
     platform = get_platform("ascend", must_be_available=False)

@@ -11,7 +11,8 @@ before = set(sys.modules)
 import graphrt
 loaded = {name.split(".")[0] for name in set(sys.modules) - before}
 heavy = {"typer", "rich", "triton", "torch_npu", "numpy", "safetensors", "tokenizers"} & loaded
-platforms = {n for n in sys.modules if n.startswith(("graphrt.cpu", "graphrt.cuda", "graphrt.asc"))}
+packages = ("graphrt.cpu", "graphrt.cuda", "graphrt.ascend", "graphrt.accelerator")
+platforms = {n for n in sys.modules if n.startswith(packages)}
 dynamo = "torch._dynamo" in set(sys.modules) - before
 print(sorted(heavy), sorted(platforms), dynamo, torch.cuda.is_initialized())
 print(all(hasattr(graphrt, name) for name in graphrt.__all__))

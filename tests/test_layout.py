@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "graphrt"
 FILES = sorted(PACKAGE.rglob("*.py"))
-PLATFORMS = ("cpu", "cuda", "ascend")
+PLATFORMS = ("cpu", "cuda", "ascend", "accelerator")
 MOST_LINES = 400
 
 THIRD_PARTY = {
@@ -21,6 +21,7 @@ THIRD_PARTY = {
     "cpu": {"torch", "pluggy"},
     "cuda": {"torch", "pluggy", "cuda", "triton"},
     "ascend": {"torch", "pluggy", "torch_npu", "acl"},
+    "accelerator": {"torch", "pluggy"},
 }
 
 
@@ -90,6 +91,7 @@ def test_no_file_is_too_long(path: Path) -> None:
         ("cpu", "from graphrt.cuda import x"),
         ("cpu", "from graphrt.demo import x"),
         ("cuda", "import torch_npu"),
+        ("accelerator", "from graphrt.cuda import x"),
     ],
 )
 def test_the_check_finds_breaches(layer: str, source: str) -> None:

@@ -49,6 +49,7 @@ class Capture:
         breaks: frozenset[str] = frozenset(),
         must_break: bool = False,
         hooks: SegmentHooks | None = None,
+        share_executables: bool = False,
     ) -> None:
         self.pool = pool
         self.bridges = bridges
@@ -60,6 +61,7 @@ class Capture:
         self._depth = 0
         self._platform = pool.platform
         self._hooks = hooks
+        self._share = share_executables
         self._sites = 0
         self._watch = _BreakWatch(self, breaks) if breaks and (breakable or must_break) else None
 
@@ -121,7 +123,8 @@ class Capture:
     def _begin(self) -> None:
         if self._hooks is not None:
             self._hooks.before_capture()
-        graph = self._platform.new_graph()
+        platform = self._platform
+        graph = platform.new_shareable_graph() if self._share else platform.new_graph()
         try:
             self._platform.begin_capture(graph, self.pool.memory)
         except BaseException:
@@ -148,6 +151,8 @@ class Capture:
         if not self._platform.capture_executes:
             # A capturing call has the effect of one eager call, and what follows reads its results.
             segment.replay()
+        if self._share and not tasks:
+            self._platform.share_executable(graph, self.pool.memory)
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
         if tasks:

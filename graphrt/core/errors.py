@@ -196,6 +196,10 @@ class TaskContractError(TaskError):
     """A task re-issued other operators or tensors than the ones captured."""
 
 
+class ExecutableSwitchError(GraphRTError):
+    """A device refused to switch a shared executable from one graph to another."""
+
+
 class VerificationError(GraphRTError):
     """A replay differed from the same callable run eagerly on the same inputs."""
 

@@ -183,6 +183,7 @@ class GraphSet:
             "strict": options.strict,
             "check_addresses": options.check_addresses,
             "segment_hooks": hooks,
+            "share_executables": options.share_executables,
         }
         wrappers: dict[GraphMode, GraphWrapper] = {}
         inner = self._forward

@@ -45,8 +45,11 @@ class GraphOptions:
 
     `breaks` are the operators at which breakable capture breaks, and which may not be captured;
     `splitting_ops` those at which a traced graph is split. `max_size` is the largest size to
-    capture. `max_padding` is the ratio of padding that dispatch still accepts. Values are checked
-    when the options are made; raises `InvalidOptionError`, `InvalidModeError`, `InvalidSizesError`.
+    capture. `max_padding` is the ratio of padding that dispatch still accepts. `share_executables`
+    trades a switch between graphs of equal structure for the memory of an executable each.
+
+    Values are checked when the options are made; raises `InvalidOptionError`, `InvalidModeError`,
+    `InvalidSizesError`.
     """
 
     mode: GraphMode | None = None
@@ -60,6 +63,7 @@ class GraphOptions:
     strict: bool = False
     launch: Literal["graph", "eager"] = "graph"
     check_addresses: bool = False
+    share_executables: bool = False
     state_limit_bytes: int = 64 * _MIB
     max_padding: float | None = None
     compile: CompileOptions = field(default_factory=CompileOptions)
@@ -335,6 +339,7 @@ _GRAPH_CHECKS: dict[str, Check] = {
     "strict": _flag,
     "launch": _choice("graph", "eager"),
     "check_addresses": _flag,
+    "share_executables": _flag,
     "state_limit_bytes": _whole(0, 64 * _MIB),
     "max_padding": _optional(_ratio),
     "compile": _compile,

@@ -53,6 +53,19 @@ class MemoryFigures:
     total_bytes: int
 
 
+@dataclass(frozen=True)
+class SharingFigures:
+    """What it brought, and costs, that graphs of equal structure share executables."""
+
+    graphs: int
+    executables: int
+    switches: int
+    switch_s: float
+    """Host seconds of all switches; replaying the same graph again needs none."""
+    saved_bytes: int
+    """Device memory that became free when executables were given up."""
+
+
 class DeviceGraph(Protocol):
     """A captured graph. `torch.cuda.CUDAGraph` and `torch.npu.NPUGraph` satisfy it as they are.
 
@@ -119,6 +132,16 @@ class Platform(ABC):
         """Whether hosts may use graphs here at all (the name engines ask by)."""
         return Capability.CAPTURE in self.capabilities
 
+    def require(self, capability: Capability, option: str) -> None:
+        """Raise `MissingCapabilityError` if `option` asks for what the platform cannot do."""
+        if capability not in self.capabilities:
+            raise MissingCapabilityError(
+                f"platform {self.name!r} lacks what {option} needs",
+                got=f"{option}=True",
+                expected=f"a platform with {capability.name}",
+                advice=f"leave {option} out",
+            )
+
     def versions(self) -> dict[str, str]:
         """Versions worth printing in `graphrt doctor`, by library name."""
         return {}
@@ -159,6 +182,19 @@ class Platform(ABC):
             self.synchronize()
         for graph in graphs:
             graph.reset()
+
+    def new_shareable_graph(self) -> DeviceGraph:
+        """A graph that `share_executable` may be called with (capability EXEC_DEDUP)."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot share executables")
+
+    def share_executable(self, graph: Any, memory: Any) -> None:
+        """Let a graph that was replayed once run on the executable of an earlier one in `memory`
+        that has the same structure, where that is safe; it stays as it is where it is not."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot share executables")
+
+    def sharing_figures(self, memory: Any) -> SharingFigures | None:
+        """What sharing brought in `memory`; None if nothing was shared."""
+        return None
 
     def allocate_in(self, memory: Any) -> AbstractContextManager[object]:
         """Route this thread's allocations into `memory`; where not supported, does nothing."""

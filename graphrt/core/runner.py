@@ -31,7 +31,7 @@ from graphrt.core.pool import GraphPool
 from graphrt.core.segments import SegmentHooks
 from graphrt.core.sizes import descriptors_for, plan_sizes
 from graphrt.core.state import State
-from graphrt.core.stats import RunnerReport
+from graphrt.core.stats import RunnerReport, report_of
 from graphrt.core.tasks import UNCHANGED, check_names
 from graphrt.core.verify import verify_step
 
@@ -273,25 +273,7 @@ class GraphRunner:
 
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
-        steps = self.dispatcher.hits()
-        wrappers = self.graphs.wrappers()
-        records = tuple(self.graphs.records)
-        return RunnerReport(
-            resolution=self.resolution,
-            graphs=records,
-            steps=steps,
-            reasons={
-                **self.dispatcher.counts(),
-                Reason.NO_CONTEXT: sum(w.calls_without_context for w in wrappers),
-                Reason.SEALED: sum(w.eager_calls_after_seal for w in wrappers),
-            },
-            live_tokens=self._live_tokens,
-            padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
-            pool_bytes=self.pool.bytes(),
-            capture_s=sum(record.capture_s for record in records),
-            dropped=tuple(self.graphs.dropped),
-            staging_waits=self.inputs.staging_waits,
-        )
+        return report_of(self, self._live_tokens)
 
     def _run_padded(
         self,

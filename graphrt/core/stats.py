@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from graphrt.core.capture import DroppedGraph, GraphRecord
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.dispatcher import Reason
 from graphrt.core.modes import GraphMode, ModeResolution
+from graphrt.core.platform import SharingFigures
+
+if TYPE_CHECKING:
+    from graphrt.core.runner import GraphRunner
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class RunnerReport:
     padded_tokens: int
     pool_bytes: int | None
     capture_s: float
+    sharing: SharingFigures | None = None
+    """Of the whole pool, where executables are shared."""
     dropped: tuple[DroppedGraph, ...] = ()
     """Planned graphs that did not fit on the device."""
     staging_waits: int = 0
@@ -36,3 +43,27 @@ class RunnerReport:
     def padding(self) -> float:
         """The share of the tokens that graphs computed which were padding, 0 to 1."""
         return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0
+
+
+def report_of(runner: GraphRunner, live_tokens: int) -> RunnerReport:
+    """What `GraphRunner.report()` returns."""
+    steps = runner.dispatcher.hits()
+    wrappers = runner.graphs.wrappers()
+    records = tuple(runner.graphs.records)
+    return RunnerReport(
+        resolution=runner.resolution,
+        graphs=records,
+        steps=steps,
+        reasons={
+            **runner.dispatcher.counts(),
+            Reason.NO_CONTEXT: sum(w.calls_without_context for w in wrappers),
+            Reason.SEALED: sum(w.eager_calls_after_seal for w in wrappers),
+        },
+        live_tokens=live_tokens,
+        padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
+        pool_bytes=runner.pool.bytes(),
+        capture_s=sum(record.capture_s for record in records),
+        sharing=runner.pool.sharing_figures(),
+        dropped=tuple(runner.graphs.dropped),
+        staging_waits=runner.inputs.staging_waits,
+    )

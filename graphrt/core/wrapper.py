@@ -22,6 +22,7 @@ from graphrt.core.errors import (
     StaleInputError,
 )
 from graphrt.core.modes import GraphMode
+from graphrt.core.platform import Capability
 from graphrt.core.pool import GraphPool
 from graphrt.core.segments import SegmentHooks
 
@@ -36,7 +37,8 @@ class WrapperOptions:
     `breaks` ("ns::op" or "ns::op.overload"); in a PIECEWISE wrapper that is not breakable those
     operators are errors. `lazy` captures at the first call of a descriptor. `strict` raises where
     a sealed wrapper sees an unseen descriptor. `check_addresses` compares every tensor argument of
-    every replay with the captured one.
+    every replay with the captured one. `share_executables` lets graphs of equal structure share
+    one executable on the device: less memory, and a switch where the graph changes.
     """
 
     outputs: Literal["pool", "static", "clone"] = "pool"
@@ -46,6 +48,7 @@ class WrapperOptions:
     strict: bool = False
     check_addresses: bool = False
     segment_hooks: SegmentHooks | None = None
+    share_executables: bool = False
 
 
 class _Hot:
@@ -119,6 +122,8 @@ class GraphWrapper:
             )
         self.pool = GraphPool(self.platform_name) if pool is None else pool
         self.options = options or WrapperOptions()
+        if self.options.share_executables:
+            self.pool.platform.require(Capability.EXEC_DEDUP, "share_executables")
         self.calls_without_context = 0
         self.eager_calls_after_seal = 0
         self.pool.add_wrapper(self)
@@ -288,6 +293,7 @@ class GraphWrapper:
             breaks=options.breaks,
             must_break=piecewise,
             hooks=options.segment_hooks,
+            share_executables=options.share_executables,
         )
         result: Any = None
         with torch.no_grad(), capture.recording():

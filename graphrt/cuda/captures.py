@@ -9,6 +9,7 @@ import torch
 
 from graphrt.core.errors import CaptureError, NestedCaptureError
 from graphrt.cuda import driver
+from graphrt.cuda.forks import ForkWatch
 from graphrt.cuda.memory import GraphMemory
 
 
@@ -17,6 +18,7 @@ class Captures:
 
     def __init__(self) -> None:
         self._open: dict[Any, tuple[torch.cuda.Stream, GraphMemory]] = {}
+        self._forks = ForkWatch()
 
     def begin(self, graph: Any, memory: GraphMemory) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -30,10 +32,12 @@ class Captures:
         # "global" would fail this capture for an unsafe call of any other thread.
         graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         memory.add(graph)
+        self._forks.begin()
 
     def end(self, graph: Any) -> bool:
         """Finish the capture; False if it recorded nothing, and the graph is reset."""
         stream, _ = self._open[graph]
+        self._forks.end()
         # capture_end() of an invalidated capture leaves the allocator in a state that depends on
         # the version of torch; abort() leaves a clean one.
         if driver.capture_is_invalidated(stream.cuda_stream):
@@ -41,6 +45,7 @@ class Captures:
                 "an error that the forward caught, or did not notice, had ended the capture",
                 advice="do not catch errors of device work inside the captured forward",
             )
+        self._forks.check_joined(stream.cuda_stream)
         if driver.captured_nodes(stream.cuda_stream) != 0:
             graph.capture_end()
             del self._open[graph]
@@ -53,6 +58,7 @@ class Captures:
         return False
 
     def abort(self, graph: Any) -> None:
+        self._forks.end()
         opened = self._open.pop(graph, None)
         if opened is None:
             graph.reset()

@@ -9,6 +9,8 @@ from weakref import WeakSet
 
 import torch
 
+from graphrt.cuda.sharing import Sharing
+
 PoolHandle = NewType("PoolHandle", tuple[int, int])
 
 
@@ -17,6 +19,7 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self.device = torch.cuda.current_device()
+        self.sharing = Sharing()
         self._handles = [_new_handle()]
         self._graphs: WeakSet[Any] = WeakSet()
         self._used = False
@@ -68,6 +71,7 @@ class GraphMemory:
 
     def clear(self) -> None:
         self._graphs.clear()
+        self.sharing = Sharing()
         self._handles = [_new_handle()]
         self._used = False
         self._ranges_version = None

@@ -10,10 +10,17 @@ from typing import Any
 import torch
 
 from graphrt.core.errors import CaptureError
-from graphrt.core.platform import Availability, Capability, MemoryFigures, Platform
+from graphrt.core.platform import (
+    Availability,
+    Capability,
+    MemoryFigures,
+    Platform,
+    SharingFigures,
+)
 from graphrt.cuda.captures import Captures
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory
+from graphrt.cuda.sharing import ShareableGraph
 
 
 class CudaPlatform(Platform):
@@ -21,6 +28,7 @@ class CudaPlatform(Platform):
 
     name = "cuda"
     device_type = "cuda"
+    # HIP has graphs and streams like CUDA; its driver is not asked for more.
     capabilities = frozenset(
         {
             Capability.CAPTURE,
@@ -29,6 +37,7 @@ class CudaPlatform(Platform):
             Capability.RANDOM,
             Capability.MEMORY_FIGURES,
         }
+        | ({Capability.EXEC_DEDUP} if torch.version.hip is None else set())
     )
 
     def __init__(self) -> None:
@@ -57,6 +66,16 @@ class CudaPlatform(Platform):
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         return torch.cuda.CUDAGraph()
+
+    def new_shareable_graph(self) -> ShareableGraph:
+        return ShareableGraph()
+
+    def share_executable(self, graph: Any, memory: GraphMemory) -> None:
+        memory.sharing.add(graph)
+
+    def sharing_figures(self, memory: GraphMemory) -> SharingFigures | None:
+        figures = memory.sharing.figures()
+        return figures if figures.graphs else None
 
     def begin_capture(self, graph: Any, memory: GraphMemory) -> None:
         self._captures.begin(graph, memory)

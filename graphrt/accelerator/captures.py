@@ -1,0 +1,127 @@
+"""The captures under way: begun, ended, or taken back so that the next one works."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphrt.accelerator.memory import GraphMemory, PoolHandle, captured_pool
+from graphrt.core.errors import CaptureError, NestedCaptureError
+
+_undead: list[Any] = []
+
+
+@dataclass
+class _Open:
+    stream: torch.Stream
+    memory: GraphMemory
+    handle: PoolHandle | None
+    begun: bool = False
+
+
+class Captures:
+    """The stream and the memory of every open capture, and the streams that were lost to one."""
+
+    def __init__(self) -> None:
+        self._open: dict[Any, _Open] = {}
+        self._lost: set[int] = set()
+        self._replaced: dict[int, torch.Stream] = {}
+
+    def begin(self, graph: Any, memory: GraphMemory) -> None:
+        """Raises `NestedCaptureError` if the current stream is being captured already, and
+        `CaptureError` if a capture on it could not be ended and the device has no other."""
+        stream = torch.accelerator.current_stream()
+        if self.is_lost(stream):
+            raise CaptureError(
+                "captures that failed could not be ended, and the device has no further stream",
+                got=f"{len(self._lost)} streams lost",
+                advice="find out why captures fail, and start the process anew",
+            )
+        if is_capturing(stream):
+            raise NestedCaptureError(
+                "the current stream is being captured already",
+                expected="a stream outside of any capture",
+                advice="do not call graphrt inside `with torch.accelerator.Graph()`",
+            )
+        opened = _Open(stream, memory, memory.handle())
+        self._open[graph] = opened
+        graph.graph_pool = opened.handle
+        # In the device's own error mode: XPU warns about every other one at every capture.
+        graph.capture_begin()
+        opened.begun = True
+
+    def end(self, graph: Any) -> None:
+        graph.capture_end()
+        self._open.pop(graph).memory.add(graph)
+
+    def abort(self, graph: Any) -> None:
+        opened = self._open.pop(graph, None)
+        if opened is None or (opened.begun and _ended(graph, opened.stream)):
+            graph.reset()
+            return
+        # There is no call that takes back half a begin or a failed end: allocators may still ask
+        # this graph whether an allocation on this stream is part of it.
+        _undead.append(graph)
+        opened.memory.abandon(opened.handle)
+        self._lost.add(opened.stream.stream_id)
+
+    def new_stream(self) -> torch.Stream:
+        """A stream that no capture was lost on."""
+        stream = torch.Stream()
+        # Devices hand out a fixed number of streams in turn.
+        for _ in range(64):
+            if not self.is_lost(stream):
+                break
+            stream = torch.Stream()
+        return stream
+
+    def usable(self, stream: torch.Stream) -> torch.Stream:
+        """`stream`, or the one that takes its place since a capture on it could not be ended."""
+        if not self.is_lost(stream):
+            return stream
+        other = self._replaced.get(stream.stream_id)
+        if other is None or self.is_lost(other):
+            other = self._replaced[stream.stream_id] = self.new_stream()
+        return other
+
+    def is_lost(self, stream: torch.Stream) -> bool:
+        """Whether a capture on this stream could not be ended, so that it may be open still."""
+        return stream.stream_id in self._lost
+
+
+def is_capturing(stream: torch.Stream) -> bool:
+    """Whether the stream is being captured; False where the device does not say."""
+    try:
+        return bool(stream.is_capturing())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+@contextmanager
+def current(stream: torch.Stream) -> Iterator[None]:
+    """Make `stream` current, and the caller's device and stream again afterwards."""
+    # Not `with stream`: what that restores is kept in the object, which threads may share.
+    caller = torch.accelerator.current_stream()
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(caller)
+
+
+def _ended(graph: Any, stream: torch.Stream) -> bool:
+    """End a failed capture as what it got to; False if the device refuses."""
+    if captured_pool(graph) is not None:
+        return True  # the end itself failed, after the capture was over
+    with current(stream), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the graph is empty
+        try:
+            graph.capture_end()
+        except Exception:
+            return captured_pool(graph) is not None
+    return True

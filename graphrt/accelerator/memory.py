@@ -1,0 +1,99 @@
+"""The allocator pools behind one `GraphPool`, as far as the device lets graphs share one."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from graphrt.accelerator.library import Snapshot
+
+PoolHandle = tuple[int, int]
+
+
+class GraphMemory:
+    """The graphs that were captured for one `GraphPool` and the allocator pools they hold.
+
+    `snapshot` tells which memory a pool has; without it nothing is owned, so that whatever a
+    graph reads or writes is referenced strongly and no later capture gets its memory.
+    """
+
+    def __init__(self, snapshot: Snapshot | None = None) -> None:
+        self.device: int = torch.accelerator.current_device_index()
+        self._snapshot = snapshot
+        self._graphs: WeakSet[Any] = WeakSet()
+        self._abandoned: set[PoolHandle] = set()
+        self._ranges: list[tuple[int, int]] = []
+        self._ranges_version: object = None
+
+    def handle(self) -> PoolHandle | None:
+        """The allocator pool to capture into now; None lets the device make a new one."""
+        # Only a graph that still holds its capture keeps its pool alive: to enter a pool whose
+        # last graph was reset trips assertions of allocators.
+        return next((pool for pool in self._pools() if pool not in self._abandoned), None)
+
+    def add(self, graph: Any) -> None:
+        """Count `graph`, once it is captured, among those that keep a pool alive."""
+        self._graphs.add(graph)
+
+    def abandon(self, handle: PoolHandle | None) -> None:
+        """Never capture into this pool again: an allocator may still route into it."""
+        if handle is not None:
+            self._abandoned.add(handle)
+
+    def owns(self, address: int) -> bool:
+        """Whether the address is memory of one of the pools; False where that cannot be told."""
+        self._refresh()
+        return any(start <= address < end for start, end in self._ranges)
+
+    def bytes(self) -> int | None:
+        """What the pools hold from the device, or None where that cannot be told."""
+        if self._snapshot is None:
+            return None
+        self._refresh()
+        return sum(end - start for start, end in self._ranges)
+
+    def clear(self) -> None:
+        """Forget all graphs; they are reset already."""
+        self._graphs.clear()
+        self._ranges = []
+        self._ranges_version = None
+
+    def _pools(self) -> list[PoolHandle]:
+        found = [captured_pool(graph) for graph in self._graphs]
+        return sorted({pool for pool in found if pool is not None})
+
+    def _refresh(self) -> None:
+        if self._snapshot is None:
+            return
+        pools = self._pools()
+        version = (pools, *_device_allocations(self.device))
+        if None not in version and version == self._ranges_version:
+            return
+        # Of all pools: devices differ in how a snapshot is asked for one.
+        self._ranges = [
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in self._snapshot()
+            if segment["device"] == self.device and tuple(segment["segment_pool_id"]) in pools
+        ]
+        self._ranges_version = version
+
+
+def captured_pool(graph: Any) -> PoolHandle | None:
+    """The pool of a graph that holds a finished capture, else None."""
+    try:
+        pool: PoolHandle = tuple(graph.pool())
+    except RuntimeError:
+        return None
+    return pool
+
+
+def _device_allocations(device: int) -> tuple[int | None, int | None]:
+    """Counters that change with every segment that comes or goes; None where there are none."""
+    try:
+        stats = torch.accelerator.memory_stats(device)
+    except (AttributeError, RuntimeError):
+        return None, None
+    counted = "reserved_bytes.all.allocated", "reserved_bytes.all.freed"
+    return stats.get(counted[0]), stats.get(counted[1])

@@ -1,0 +1,135 @@
+"""The floor: capture and replay on any device that registers graphs with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphrt.accelerator import library
+from graphrt.accelerator.captures import Captures, current
+from graphrt.accelerator.memory import GraphMemory
+from graphrt.core.platform import Availability, Capability, MemoryFigures, Platform
+
+
+class AcceleratorPlatform(Platform):
+    """Graphs of `torch.accelerator.Graph`; all calls are about the current device.
+
+    `availability()` finds the device: only after it `device_type` is the accelerator's, and
+    `capabilities` has what depends on the device. SHARED_POOL is there where the device's own
+    module tells which memory a pool has; elsewhere tensors are referenced strongly, and what
+    graphs share is only the memory of what no reference is left to.
+    """
+
+    name = "accelerator"
+    device_type = "cpu"
+    capabilities = frozenset({Capability.CAPTURE, Capability.STREAMS})
+
+    def __init__(self) -> None:
+        self._captures = Captures()
+        self._snapshot: library.Snapshot | None = None
+        self._found = Availability(False)
+
+    def availability(self) -> Availability:
+        # Once found it is not asked again: that works on the device, which every new pool would
+        # do while another thread may be capturing.
+        if not self._found.available:
+            self._found = library.availability()
+            if self._found.available:
+                self._look_at(library.device_type() or self.device_type)
+        return self._found
+
+    def _look_at(self, device_type: str) -> None:
+        self.device_type = device_type
+        self._snapshot = library.pool_snapshot(device_type)
+        optional = {
+            Capability.SHARED_POOL: self._snapshot is not None,
+            Capability.MEMORY_FIGURES: library.memory_info() is not None,
+        }
+        self.capabilities = type(self).capabilities.union(
+            capability for capability, there in optional.items() if there
+        )
+
+    def get_static_graph_wrapper_cls(self) -> str:
+        return "graphrt.accelerator.AcceleratorGraphWrapper"
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__, "accelerator": self.device_type}
+
+    # Graphs and their memory -----------------------------------------------------------------
+
+    def new_memory(self) -> GraphMemory:
+        return GraphMemory(self._snapshot)
+
+    def new_graph(self) -> torch.accelerator.Graph:
+        return torch.accelerator.Graph()
+
+    def begin_capture(self, graph: Any, memory: GraphMemory) -> None:
+        self._captures.begin(graph, memory)
+
+    def end_capture(self, graph: Any) -> bool:
+        self._captures.end(graph)
+        return True  # torch.accelerator does not tell an empty graph from another one
+
+    def abort_capture(self, graph: Any) -> None:
+        self._captures.abort(graph)
+
+    def owns(self, memory: GraphMemory, tensor: torch.Tensor) -> bool:
+        # "No" is always safe: core then keeps a strong reference where it would keep a weak one,
+        # and copies what an eager part returns where it might have read it in place.
+        device = tensor.device
+        if device.type != self.device_type or device.index not in (None, memory.device):
+            return False
+        return memory.owns(tensor.untyped_storage().data_ptr())
+
+    def weak_ref(self, memory: GraphMemory, tensor: torch.Tensor) -> torch.Tensor:
+        return library.alias(tensor)
+
+    def memory_bytes(self, memory: GraphMemory) -> int | None:
+        return memory.bytes()
+
+    def release_memory(self, memory: GraphMemory) -> None:
+        memory.clear()
+        torch.accelerator.empty_cache()
+
+    # Streams ---------------------------------------------------------------------------------
+
+    def new_stream(self) -> torch.Stream:
+        return self._captures.new_stream()
+
+    @contextmanager
+    def on_stream(self, stream: torch.Stream) -> Iterator[None]:
+        stream = self._captures.usable(stream)
+        caller = torch.accelerator.current_stream()
+        stream.wait_stream(caller)
+        try:
+            with current(stream):
+                yield
+        finally:
+            # To wait for a stream whose capture is still open would draw the caller's into it.
+            if not self._captures.is_lost(stream):
+                caller.wait_stream(stream)
+
+    def current_stream_id(self) -> int:
+        return torch.accelerator.current_stream().stream_id
+
+    def stream_id_reader(self) -> Callable[[], int]:
+        read, device = torch.accelerator.current_stream, torch.accelerator.current_device_index()
+        return lambda: read(device).stream_id
+
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    def order_after(self, stream: torch.Stream) -> None:
+        torch.accelerator.current_stream().wait_stream(stream)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+    # Figures ---------------------------------------------------------------------------------
+
+    def memory_figures(self) -> MemoryFigures | None:
+        found = library.memory_info()
+        return None if found is None else MemoryFigures(*found)

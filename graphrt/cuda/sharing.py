@@ -1,0 +1,150 @@
+"""Graphs of equal structure on one executable, which is switched between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from graphrt.core.errors import ExecutableSwitchError
+from graphrt.core.platform import SharingFigures
+from graphrt.cuda import driver
+from graphrt.cuda.signature import signature_of
+
+
+class ShareableGraph:
+    """A `torch.cuda.CUDAGraph` that keeps its template, so that it can give up its executable.
+
+    Launches are those of torch's graphs, so profilers see them; what is missing there for a graph
+    that was switched in is the state of random generators, so a graph that draws random numbers
+    is never shared.
+    """
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self.random: bool | None = None
+        self.template = 0
+        self.group: Group | None = None
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.graph.capture_begin(pool=pool, capture_error_mode=capture_error_mode)
+
+    def capture_end(self) -> None:
+        self.graph.capture_end()
+
+    def pool(self) -> Any:
+        return self.graph.pool()
+
+    def replay(self) -> None:
+        group = self.group
+        if group is not None:
+            if group.current is not self:
+                group.switch(self)
+            group.owner.graph.replay()
+            return
+        if self.random is None:
+            before = _random_offset()
+            self.graph.replay()
+            self.random = _random_offset() != before
+            return
+        self.graph.replay()
+
+    def reset(self) -> None:
+        group, self.group = self.group, None
+        if group is None:
+            self.graph.reset()
+            return
+        group.remove(self)
+
+
+class Group:
+    """Graphs of one structure; the owner's executable has the parameters of the current one."""
+
+    def __init__(self, owner: ShareableGraph, sharing: Sharing, signature: Hashable) -> None:
+        self.owner = owner
+        self.current = owner
+        self.members = {owner}
+        self._sharing = sharing
+        self._signature = signature
+
+    def switch(self, graph: ShareableGraph) -> None:
+        """Give the executable the parameters of `graph`, for its coming launches."""
+        started = time.perf_counter()
+        if not driver.update_executable(self.owner.graph.raw_cuda_graph_exec(), graph.template):
+            raise ExecutableSwitchError(
+                "the driver refused to switch a shared executable to another graph",
+                expected="what it accepted when the graph was captured",
+                advice="use share_executables=False",
+            )
+        self.current = graph
+        self._sharing.switches += 1
+        self._sharing.switch_s += time.perf_counter() - started
+
+    def join(self, graph: ShareableGraph) -> bool:
+        """Take `graph` in and destroy its own executable; False if the driver refuses."""
+        template = driver.clone_graph(graph.graph.raw_cuda_graph())
+        if not driver.update_executable(self.owner.graph.raw_cuda_graph_exec(), template):
+            driver.destroy_graph(template)
+            return False
+        # Freed memory is only seen when no launch of the executable is under way.
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        graph.graph.reset()
+        self._sharing.saved_bytes += max(0, torch.cuda.mem_get_info()[0] - before)
+        graph.template = template
+        graph.group = self
+        self.members.add(graph)
+        self.current = graph
+        return True
+
+    def remove(self, graph: ShareableGraph) -> None:
+        """Let `graph` go; the executable lives until the last one has gone."""
+        self.members.discard(graph)
+        if graph is not self.owner:
+            driver.destroy_graph(graph.template)
+        if not self.members:
+            self._sharing.groups.pop(self._signature, None)
+            self.owner.graph.reset()
+
+
+class Sharing:
+    """The executables that graphs of one pool share."""
+
+    def __init__(self) -> None:
+        self.groups: dict[Hashable, Group] = {}
+        self.unshared = 0
+        self.switches = 0
+        self.switch_s = 0.0
+        self.saved_bytes = 0
+
+    def add(self, graph: ShareableGraph) -> None:
+        """Share the executable of a graph that was replayed once, if that is safe."""
+        signature = (
+            None if graph.random is not False else signature_of(graph.graph.raw_cuda_graph())
+        )
+        if signature is None:
+            self.unshared += 1
+            return
+        group = self.groups.get(signature)
+        if group is None:
+            graph.template = graph.graph.raw_cuda_graph()
+            graph.group = self.groups[signature] = Group(graph, self, signature)
+        elif not group.join(graph):
+            self.unshared += 1
+
+    def figures(self) -> SharingFigures:
+        return SharingFigures(
+            graphs=self.unshared + sum(len(group.members) for group in self.groups.values()),
+            executables=self.unshared + len(self.groups),
+            switches=self.switches,
+            switch_s=self.switch_s,
+            saved_bytes=self.saved_bytes,
+        )
+
+
+def _random_offset() -> int:
+    # A replay moves the default generator by what the graph draws.
+    device = torch.cuda.current_device()
+    return int(torch.cuda.default_generators[device].get_offset())
