@@ -34,6 +34,9 @@ class GraphRecord:
     capture_s: float
     pool_bytes: int | None
     """Bytes by which the pool grew; None where the platform cannot tell."""
+    driver_bytes: int | None = None
+    """Bytes that the device's driver took for the executable graphs, with what else it took
+    meanwhile, for other processes too; None where the platform cannot tell."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def capture_graphs(
     graphs = list(planned)
     if not graphs:
         return
-    session = _Session()
+    session, platform = _Session(), pool.platform
     with frozen_gc(), pool.owned_by(session), capture_context():
         for done, graph in enumerate(graphs):
             if progress is not None:
@@ -88,12 +91,16 @@ def capture_graphs(
                 for _ in range(warmups):
                     bind(graph.plan, "warmup")
                     _run(graph, _context(graph, GraphMode.NONE, None), pool, session, state)
+                outside = platform.driver_bytes()
                 bind(graph.plan, "capture")
                 _run(graph, _context(graph, graph.mode, transaction), pool, session, state)
-                after = pool.bytes()
-                grown = None if before is None or after is None else after - before
-                seconds = time.perf_counter() - started
-                record = GraphRecord(graph.mode, graph.descriptor, seconds, grown)
+                record = GraphRecord(
+                    graph.mode,
+                    graph.descriptor,
+                    time.perf_counter() - started,
+                    _growth(before, pool.bytes()),
+                    _growth(outside, platform.driver_bytes()),
+                )
                 publish(graph, record, transaction)
             except BaseException as error:
                 transaction.rollback()
@@ -108,6 +115,10 @@ def capture_graphs(
                 raise
         if progress is not None:
             progress(len(graphs), len(graphs), graphs[-1].descriptor)
+
+
+def _growth(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
 
 
 def _exhausted(error: BaseException, pool: GraphPool) -> ResourceExhaustedError | None:

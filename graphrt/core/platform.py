@@ -212,6 +212,11 @@ class Platform(ABC):
         """Bytes that `memory` holds from the device, or None if that cannot be told."""
         return None
 
+    def driver_bytes(self) -> int | None:
+        """Device memory in use that the tensor allocator does not hold, which is where executable
+        graphs live, or None. Asked for around every capture, so it must be cheap."""
+        return None
+
     def release_memory(self, memory: Any) -> None:
         """Give `memory` back to the device; all its graphs are reset already. Called under the
         capture lock, because an allocator must not return memory while another capture is open."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ class RunnerReport:
     live_tokens: int
     padded_tokens: int
     pool_bytes: int | None
+    driver_bytes: int | None
+    """What the driver took for the executables of all graphs: see `GraphRecord.driver_bytes`."""
     capture_s: float
     sharing: SharingFigures | None = None
     """Of the whole pool, where executables are shared."""
@@ -62,8 +65,14 @@ def report_of(runner: GraphRunner, live_tokens: int) -> RunnerReport:
         live_tokens=live_tokens,
         padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
         pool_bytes=runner.pool.bytes(),
+        driver_bytes=_total(record.driver_bytes for record in records),
         capture_s=sum(record.capture_s for record in records),
         sharing=runner.pool.sharing_figures(),
         dropped=tuple(runner.graphs.dropped),
         staging_waits=runner.inputs.staging_waits,
     )
+
+
+def _total(figures: Iterable[int | None]) -> int | None:
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if known else None

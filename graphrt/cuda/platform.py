@@ -105,6 +105,11 @@ class CudaPlatform(Platform):
     def memory_bytes(self, memory: GraphMemory) -> int:
         return memory.bytes()
 
+    def driver_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info()
+        reserved = torch._C._cuda_memoryStats(torch.cuda.current_device())["reserved_bytes"]["all"]
+        return total - free - int(reserved["current"])
+
     def release_memory(self, memory: GraphMemory) -> None:
         memory.clear()
         torch.cuda.empty_cache()

@@ -55,9 +55,15 @@ def synchronises_the_device(x, side):
 
 def waits_for_uncaptured_work(x, side):
     with torch.cuda.stream(side):
-        table = torch.ones_like(x)
+        x.add_(0)
     torch.cuda.current_stream().wait_stream(side)  # offends
-    return x + table
+    return x + 1
+
+
+def allocates_on_a_stream_outside(x, side):
+    with torch.cuda.stream(side):
+        table = torch.ones(1 << 22, device=x.device)  # offends
+    return x + table.shape[0]
 
 
 def forks_onto_the_legacy_stream(x, side):
@@ -75,7 +81,7 @@ def allocates_too_much(x, side):
 
 
 def forgets_to_join(x, side):
-    side.wait_stream(torch.cuda.current_stream())
+    side.wait_stream(torch.cuda.current_stream())  # offends
     with torch.cuda.stream(side):
         forgotten = x * 2
     return x + forgotten.shape[0]
@@ -87,7 +93,7 @@ def between(x):
 
 
 def forks_before_a_break_and_joins_after_it(x, side):
-    side.wait_stream(torch.cuda.current_stream())
+    side.wait_stream(torch.cuda.current_stream())  # offends
     with torch.cuda.stream(side):
         doubled = x * 2
     attended = between(x + 1)
@@ -118,6 +124,7 @@ CASES = [
     Case(takes_the_nonzero, CaptureSyncError, "host"),
     Case(synchronises_the_device, CaptureSyncError, "host"),
     Case(waits_for_uncaptured_work, CaptureError, "not being captured"),
+    Case(allocates_on_a_stream_outside, CaptureSyncError, "not captured"),
     Case(forks_onto_the_legacy_stream, CaptureError, "default stream"),
     Case(allocates_too_much, ResourceExhaustedError, "memory"),
     Case(reads_an_item, CaptureSyncError, "host", PIECEWISE),
@@ -185,8 +192,7 @@ class TestErrors(ConformanceBase):
         error = self.failed(pool, case, side)
         assert case.says in str(error)
         assert hex(side.cuda_stream) in str(error).lower()
-        if case.forward is forgets_to_join:
-            assert error.source is None
+        assert case.place is not None and case.place in str(error.source)
 
     def test_each_of_many_failures_leaves_the_next_capture_usable(self, pool: GraphPool) -> None:
         for case in (*UNJOINED, *CASES):
