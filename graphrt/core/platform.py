@@ -59,11 +59,13 @@ class SharingFigures:
 
     graphs: int
     executables: int
+    nodes: int
+    """Nodes of the executables there are."""
+    nodes_saved: int
+    """Nodes of the executables that were given up; memory is about in proportion."""
     switches: int
     switch_s: float
     """Host seconds of all switches; replaying the same graph again needs none."""
-    saved_bytes: int
-    """Device memory that became free when executables were given up."""
 
 
 class DeviceGraph(Protocol):

@@ -43,6 +43,15 @@ class RunnerReport:
     """Steps whose host had to wait until the memory that stages inputs was free again."""
 
     @property
+    def saved_bytes(self) -> int | None:
+        """Estimate of what shared executables save, by the driver's bytes for a node; None where
+        nothing is shared or the driver's bytes are not known."""
+        sharing = self.sharing
+        if sharing is None or not sharing.nodes or self.driver_bytes is None:
+            return None
+        return int(self.driver_bytes * sharing.nodes_saved / sharing.nodes)
+
+    @property
     def padding(self) -> float:
         """The share of the tokens that graphs computed which were padding, 0 to 1."""
         return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0

@@ -30,13 +30,10 @@ def capture_is_invalidated(stream: int) -> bool:
 
 def captured_nodes(stream: int) -> int | None:
     """How many nodes the capture open on `stream` has; None if that cannot be told."""
-    library = _library()
-    if library is None:
+    if _library() is None:
         return None
-    count = ctypes.c_size_t(0)
     graph = capture_dependencies(stream)[0]
-    failed = library.cuGraphGetNodes(_pointer(graph), None, ctypes.byref(count))
-    return None if failed or not graph else count.value
+    return node_count(graph) if graph else None
 
 
 def capture_dependencies(stream: int) -> tuple[int, list[int]]:
@@ -134,15 +131,22 @@ class KernelParameters(ctypes.Structure):
     )
 
 
+def node_count(graph: int) -> int:
+    """How many nodes a template has."""
+    count = ctypes.c_size_t(0)
+    status = _need().cuGraphGetNodes(_pointer(graph), None, ctypes.byref(count))
+    _check("cuGraphGetNodes", status)
+    return count.value
+
+
 def nodes(graph: int) -> list[int]:
     """The nodes of a template in the order in which they were added."""
-    count = ctypes.c_size_t(0)
-    library = _need()
-    _check("cuGraphGetNodes", library.cuGraphGetNodes(_pointer(graph), None, ctypes.byref(count)))
+    count = ctypes.c_size_t(node_count(graph))
     if not count.value:
-        return []
+        return []  # arrays of no length are refused
     found = (ctypes.c_void_p * count.value)()
-    _check("cuGraphGetNodes", library.cuGraphGetNodes(_pointer(graph), found, ctypes.byref(count)))
+    status = _need().cuGraphGetNodes(_pointer(graph), found, ctypes.byref(count))
+    _check("cuGraphGetNodes", status)
     return [node or 0 for node in found]
 
 
@@ -185,15 +189,28 @@ def kernel_attribute(node: int, attribute: int) -> bytes | None:
     return None if status else bytes(value)
 
 
-def kernel_name(parameters: KernelParameters) -> str | None:
-    """The (mangled) name of a kernel; None if the driver does not tell."""
-    library, name = _need(), ctypes.c_char_p()
-    # A graph that is made of kernels of a library (CUkernel) has no function for them.
+def function_of(parameters: KernelParameters) -> int | None:
+    """The function that a kernel node launches; None if the driver does not tell."""
     if parameters.function:
-        status = library.cuFuncGetName(ctypes.byref(name), _pointer(parameters.function))
-    else:
-        status = library.cuKernelGetName(ctypes.byref(name), _pointer(parameters.kernel))
+        return int(parameters.function)
+    # A kernel of a library (CUkernel) has a function in each context.
+    function = ctypes.c_void_p()
+    status = _need().cuKernelGetFunction(ctypes.byref(function), _pointer(parameters.kernel))
+    return None if status else function.value
+
+
+def function_name(function: int) -> str | None:
+    """The (mangled) name of a function; None if the driver does not tell."""
+    name = ctypes.c_char_p()
+    status = _need().cuFuncGetName(ctypes.byref(name), _pointer(function))
     return None if status or name.value is None else name.value.decode(errors="replace")
+
+
+def function_attribute(function: int, attribute: int) -> int | None:
+    """An attribute of a function (CUfunction_attribute); None if the driver does not tell."""
+    value = ctypes.c_int(0)
+    status = _need().cuFuncGetAttribute(ctypes.byref(value), attribute, _pointer(function))
+    return None if status else value.value
 
 
 def _need() -> ctypes.CDLL:

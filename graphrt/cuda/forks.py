@@ -39,7 +39,7 @@ class ForkWatch:
         """Raise `CaptureError` if work of another stream would be left out of the capture that is
         open on `stream`."""
         forked = {other: at for other, at in self._waits.items() if other != stream}
-        if not forked:
+        if not forked or not driver.available():
             return
         graph, joined = driver.capture_dependencies(stream)
         before: dict[int, list[int]] = {}

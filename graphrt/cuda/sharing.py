@@ -88,11 +88,8 @@ class Group:
         if not driver.update_executable(self.owner.graph.raw_cuda_graph_exec(), template):
             driver.destroy_graph(template)
             return False
-        # Freed memory is only seen when no launch of the executable is under way.
-        torch.cuda.synchronize()
-        before = torch.cuda.mem_get_info()[0]
+        # A launch of it that is under way still ends: the driver frees it afterwards.
         graph.graph.reset()
-        self._sharing.saved_bytes += max(0, torch.cuda.mem_get_info()[0] - before)
         graph.template = template
         graph.group = self
         self.members.add(graph)
@@ -115,32 +112,35 @@ class Sharing:
     def __init__(self) -> None:
         self.groups: dict[Hashable, Group] = {}
         self.unshared = 0
+        self.nodes = 0
+        self.nodes_saved = 0
         self.switches = 0
         self.switch_s = 0.0
-        self.saved_bytes = 0
 
     def add(self, graph: ShareableGraph) -> None:
         """Share the executable of a graph that was replayed once, if that is safe."""
-        signature = (
-            None if graph.random is not False else signature_of(graph.graph.raw_cuda_graph())
-        )
-        if signature is None:
+        template = graph.graph.raw_cuda_graph()
+        nodes = driver.node_count(template)
+        signature = None if graph.random is not False else signature_of(template)
+        group = None if signature is None else self.groups.get(signature)
+        if group is not None and group.join(graph):
+            self.nodes_saved += nodes
+            return
+        self.nodes += nodes
+        if signature is None or group is not None:
             self.unshared += 1
             return
-        group = self.groups.get(signature)
-        if group is None:
-            graph.template = graph.graph.raw_cuda_graph()
-            graph.group = self.groups[signature] = Group(graph, self, signature)
-        elif not group.join(graph):
-            self.unshared += 1
+        graph.template = template
+        graph.group = self.groups[signature] = Group(graph, self, signature)
 
     def figures(self) -> SharingFigures:
         return SharingFigures(
             graphs=self.unshared + sum(len(group.members) for group in self.groups.values()),
             executables=self.unshared + len(self.groups),
+            nodes=self.nodes,
+            nodes_saved=self.nodes_saved,
             switches=self.switches,
             switch_s=self.switch_s,
-            saved_bytes=self.saved_bytes,
         )
 
 

@@ -85,14 +85,21 @@ def test_graphs_that_draw_random_numbers_are_not_shared_and_advance():
         assert not torch.equal(first, second)
 
 
-def test_other_kernels_mean_another_executable():
-    with runner(lambda x: x.exp() if x.shape[0] > 8 else x.sin()) as shared:
+def by_size(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 8:
+        return x.exp()
+    return x.sin() if x.shape[0] > 2 else x.cos().sum(1, keepdim=True) + x
+
+
+def test_graphs_of_other_kernels_and_of_another_structure_keep_their_results():
+    with runner(by_size) as shared:
         shared.capture()
-        assert shared.report().sharing.executables >= 2
-        for rows in (4, 32, 4, 16):
+        figures = shared.report().sharing
+        assert figures.graphs == len(SIZES)
+        assert 2 <= figures.executables < len(SIZES)
+        for rows in (4, 32, 1, 4, 16, 2, 32):
             x = torch.randn(rows, 64, device="cuda")
-            expected = x.exp() if rows > 8 else x.sin()
-            assert torch.equal(shared(x=x), expected)
+            assert torch.equal(shared(x=x), by_size(x))
 
 
 def test_an_executable_lives_until_the_last_graph_on_it_is_gone():
