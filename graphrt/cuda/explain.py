@@ -59,8 +59,8 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
     (
         "not permitted when stream is capturing",
         CaptureSyncError,
-        "the forward made the host wait for the device, read device data on the host, or allocated "
-        "on a stream that is not captured",
+        "the forward made the host wait for the device, read device data on the host, or "
+        + "allocated on a stream that is not captured",
         _KEEP_OUT,
     ),
     (

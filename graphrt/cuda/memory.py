@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NewType, cast
@@ -24,6 +25,8 @@ class GraphMemory:
         self._graphs: WeakSet[Any] = WeakSet()
         self._used = False
         self._ranges: list[tuple[int, int]] = []
+        self._starts: list[int] = []
+        self._foreign: set[int] = set()
         self._ranges_version: tuple[int, int] | None = None
 
     def handle(self) -> PoolHandle:
@@ -62,8 +65,24 @@ class GraphMemory:
             torch._C._cuda_releasePool(self.device, handle)
 
     def owns(self, address: int) -> bool:
+        """Whether an address is in the pool; to be asked while a graph keeps the pool alive.
+
+        Ranges of a living pool never go away, so only a miss needs the allocator. A miss that is
+        remembered too long is safe: what is not known for pool memory is held and copied.
+        """
+        if address in self._foreign:
+            return False
+        if self._in_ranges(address):
+            return True
         self._refresh()
-        return any(start <= address < end for start, end in self._ranges)
+        if self._in_ranges(address):
+            return True
+        self._foreign.add(address)
+        return False
+
+    def _in_ranges(self, address: int) -> bool:
+        place = bisect_right(self._starts, address) - 1
+        return place >= 0 and address < self._ranges[place][1]
 
     def bytes(self) -> int:
         self._refresh()
@@ -74,12 +93,18 @@ class GraphMemory:
         self.sharing = Sharing()
         self._handles = [_new_handle()]
         self._used = False
-        self._ranges_version = None
+        self._forget_ranges()
 
     def _renew(self) -> None:
         self._handles.append(_new_handle())
         self._graphs = WeakSet()
         self._used = False
+        self._forget_ranges()
+
+    def _forget_ranges(self) -> None:
+        self._ranges, self._starts = [], []
+        self._foreign.clear()
+        self._ranges_version = None
 
     def _refresh(self) -> None:
         # Segments only come and go with device allocations, which these two count.
@@ -94,7 +119,9 @@ class GraphMemory:
             for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             if segment["device"] == self.device and segment["segment_pool_id"] in self._handles
         ]
-        self._ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments]
+        self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in segments)
+        self._starts = [start for start, _ in self._ranges]
+        self._foreign.clear()
         used = {segment["segment_pool_id"] for segment in segments}
         self._handles = [
             handle for handle in self._handles if handle in used or handle == self._handles[-1]

@@ -1,0 +1,272 @@
+"""What capturing the default sizes takes, in seconds and MiB: graphrt and loops of one's own.
+
+    PYTHONPATH=. python3 benchmarks/gpu/capture.py [--model 1b] [--breakdown] [--json FILE]
+
+Every contestant runs in a process of its own, several times, all taking turns; figures are
+medians. Before the clock starts the model has run eagerly at the largest and the smallest size.
+All of them warm each size up once and go from the largest size to the smallest. Seconds end when
+the device is idle. MiB are what the free memory of the device and torch's own memory lost and
+gained, with the allocator's cache emptied before and after. Then the graphs of the largest and of
+the smallest size must give what the eager model gives, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from breakdown import Breakdown
+from byhand import Buffers, FullGraphs, PieceGraphs
+from common import arguments, environment, finish, left_out, release_cache, show, synchronizer
+from llama import CONFIGS, Llama
+from torch import Tensor
+
+from graphrt import Batch
+
+SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+
+BY_HAND = {"full": "FULL by hand", "pieces": "pieces by hand", "both": "both by hand"}
+GRAPHRT = {
+    "FULL_DECODE_ONLY": "graphrt FULL",
+    "PIECEWISE": "graphrt PIECEWISE",
+    "FULL_AND_PIECEWISE": "graphrt FULL_AND_PIECEWISE",
+}
+TITLES = {
+    name: title
+    for pair in zip(BY_HAND.items(), GRAPHRT.items(), strict=True)
+    for name, title in pair
+}
+
+
+@dataclass
+class Contestant:
+    """`capture` is what is timed; `steps` run a batch of a captured size, by kind of graph."""
+
+    capture: Callable[[], None]
+    steps: dict[str, Callable[[int, dict[str, Tensor]], Tensor]]
+    figures: Callable[[], dict[str, Any]]
+
+
+@contextmanager
+def by_hand(name: str, model: Llama, sizes: list[int]) -> Iterator[Contestant]:
+    buffers, pool = Buffers(model, max(sizes)), torch.cuda.graph_pool_handle()
+    kinds: dict[str, Any] = {}
+    # In the order of graphrt: pieces first.
+    if name in ("pieces", "both"):
+        kinds["pieces"] = PieceGraphs(model, buffers, pool)
+    if name in ("full", "both"):
+        kinds["full"] = FullGraphs(model, buffers, pool)
+
+    def capture() -> None:
+        for graphs in kinds.values():
+            graphs.capture(sizes)
+
+    def step(graphs: Any) -> Callable[[int, dict[str, Tensor]], Tensor]:
+        return lambda tokens, values: graphs.step(tokens, values)
+
+    yield Contestant(capture, {kind: step(graphs) for kind, graphs in kinds.items()}, dict)
+
+
+@contextmanager
+def by_graphrt(
+    mode: str, model: Llama, sizes: list[int], breakdown: Breakdown | None
+) -> Iterator[Contestant]:
+    settings = {} if breakdown is None else breakdown.settings(model.embedding.device.type)
+    with model.runner(mode, sizes, **settings) as runner:
+
+        def capture() -> None:
+            if breakdown is None:
+                runner.capture()
+            else:
+                with breakdown.measuring():
+                    runner.capture()
+
+        def decode(tokens: int, values: dict[str, Tensor]) -> Tensor:
+            return runner(Batch(tokens, tokens, 1), **values)
+
+        def mixed(tokens: int, values: dict[str, Tensor]) -> Tensor:
+            # Of no known query length, so that FULL graphs of decode batches do not serve it.
+            return runner(Batch(tokens, tokens), **values)
+
+        steps = {"decode": decode}
+        if mode == "FULL_AND_PIECEWISE":
+            steps["mixed"] = mixed
+
+        def figures() -> dict[str, Any]:
+            report = runner.report()
+            served = {
+                f"{key[0].name} {key[1].num_tokens}": count
+                for key, count in report.steps.items()
+                if count
+            }
+            return {
+                "graphs": len(report.graphs),
+                "report_capture_s": report.capture_s,
+                "report_pool_mib": _mib(report.pool_bytes),
+                "served": served,
+                "dropped": getattr(report, "dropped", None),
+            }
+
+        yield Contestant(capture, steps, figures)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One contestant, in this process."""
+    device, sizes = options.device, sorted(options.sizes)
+    synchronize = synchronizer(device)
+    model = Llama(
+        CONFIGS[options.model], max_batch=max(sizes), context=options.context, device=device
+    )
+    with torch.no_grad():
+        for tokens in (max(sizes), min(sizes)):
+            model(**{key: value.to(device) for key, value in model.inputs(tokens).items()})
+    release_cache(device)
+    before = memory(device)
+    breakdown = Breakdown() if options.breakdown else None
+    found: dict[str, Any] = {}
+    with (
+        by_hand(name, model, sizes)
+        if name in BY_HAND
+        else by_graphrt(name, model, sizes, breakdown)
+    ) as contestant:
+        gc.collect()
+        synchronize()
+        started = time.perf_counter()
+        contestant.capture()
+        synchronize()
+        found["seconds"] = time.perf_counter() - started
+        release_cache(device)
+        after = memory(device)
+        for kind in after:
+            found[kind] = after[kind] - before[kind]
+        found["equal_to_eager"] = equal_to_eager(model, contestant, sizes)
+        found.update(contestant.figures())
+    if breakdown is not None and name in GRAPHRT:
+        found["breakdown"] = breakdown.shares(found["seconds"])
+    return found
+
+
+def memory(device: str) -> dict[str, float]:
+    """MiB in use on the device, and MiB that torch has reserved of it."""
+    if device != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "device_mib": (total - free) / 2**20,
+        "reserved_mib": torch.cuda.memory_reserved() / 2**20,
+    }
+
+
+def equal_to_eager(model: Llama, contestant: Contestant, sizes: list[int]) -> dict[str, bool]:
+    found = {}
+    for kind, step in contestant.steps.items():
+        for tokens in (max(sizes), min(sizes)):
+            values = model.inputs(tokens)
+            with torch.no_grad():
+                eager = model(
+                    **{key: value.to(model.embedding.device) for key, value in values.items()}
+                )
+            found[f"{kind} {tokens}"] = torch.equal(step(tokens, values), eager)
+    return found
+
+
+def in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """`measure` in a fresh process."""
+    command = [sys.executable, __file__, "--contestant", name, "--device", options.device]
+    command += ["--model", options.model, "--context", str(options.context), "--sizes"]
+    command += map(str, options.sizes)
+    if options.breakdown:
+        command.append("--breakdown")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{TITLES[name]} failed:\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians and ratios, printed as tables."""
+    kinds = ["seconds", "device_mib", "reserved_mib", "report_capture_s", "report_pool_mib"]
+    results: dict[str, Any] = {}
+    for name, found in runs.items():
+        medians = {
+            kind: statistics.median(run[kind] for run in found)
+            for kind in kinds
+            if found[0].get(kind) is not None
+        }
+        equal = all(all(run["equal_to_eager"].values()) for run in found)
+        results[name] = {**medians, "equal_to_eager": equal, "runs": found}
+    rows = []
+    for own, reference in zip(GRAPHRT, BY_HAND, strict=True):
+        for name in (reference, own):
+            if name in results:
+                result = results[name]
+                compared = name == own and reference in results
+                ratio = result["seconds"] / results[reference]["seconds"] if compared else None
+                result["seconds_ratio"] = ratio
+                span = [run["seconds"] for run in result["runs"]]
+                rows.append(
+                    [TITLES[name], result["seconds"], f"{min(span):.3f} to {max(span):.3f}", ratio]
+                    + [result.get(kind) for kind in kinds[1:]]
+                    + ["yes" if result["equal_to_eager"] else "NO"]
+                )
+    columns = ["", "s", "runs", "to by hand", "device MiB", "reserved MiB"]
+    show("Capture", [*columns, "report s", "report MiB", "equal"], rows)
+    for name, found in runs.items():
+        if "breakdown" in found[0]:
+            parts = {
+                part: [
+                    statistics.median(run["breakdown"][part][i] for run in found) for i in (0, 1)
+                ]
+                for part in found[0]["breakdown"]
+            }
+            results[name]["breakdown"] = parts
+            whole = results[name]["seconds"]
+            rows = [
+                [part, seconds, f"{seconds / whole:.1%}", int(calls) or None]
+                for part, (seconds, calls) in parts.items()
+            ]
+            show(f"{TITLES[name]}: where the time goes", ["", "s", "share", "calls"], rows)
+    return results
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / 2**20
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--model", choices=list(CONFIGS), default="1b")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--breakdown", action="store_true", help="of graphrt; costs a little time")
+    parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
+    parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contestant:
+        print(json.dumps(measure(options.contestant, options)))
+        return
+    names = options.only
+    if left_out(options.device, [BY_HAND[name] for name in names if name in BY_HAND]):
+        names = [name for name in names if name in GRAPHRT]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for turn in range(options.repeats):
+        for name in names:
+            runs[name].append(in_process(name, options))
+            seconds = runs[name][-1]["seconds"]
+            print(f"run {turn + 1}: {TITLES[name]} {seconds:.3f} s", flush=True)
+    finish("capture", options, environment(options.device), summarise(runs))
+
+
+if __name__ == "__main__":
+    main()
