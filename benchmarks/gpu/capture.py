@@ -3,7 +3,8 @@
     PYTHONPATH=. python3 benchmarks/gpu/capture.py [--model 1b] [--breakdown] [--json FILE]
 
 Every contestant runs in a process of its own, several times, all taking turns; figures are
-medians. Before the clock starts the model has run eagerly at the largest and the smallest size.
+medians. Before the clock starts the model has run eagerly at every size, so that no kernel is
+loaded for the first time; with `--cold` only at the largest and the smallest size.
 All of them warm each size up once and go from the largest size to the smallest. Seconds end when
 the device is idle. MiB are what the free memory of the device and torch's own memory lost and
 gained, with the allocator's cache emptied before and after. Then the graphs of the largest and of
@@ -128,7 +129,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         CONFIGS[options.model], max_batch=max(sizes), context=options.context, device=device
     )
     with torch.no_grad():
-        for tokens in (max(sizes), min(sizes)):
+        for tokens in (max(sizes), min(sizes)) if options.cold else sizes:
             model(**{key: value.to(device) for key, value in model.inputs(tokens).items()})
     release_cache(device)
     before = memory(device)
@@ -185,8 +186,7 @@ def in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--contestant", name, "--device", options.device]
     command += ["--model", options.model, "--context", str(options.context), "--sizes"]
     command += map(str, options.sizes)
-    if options.breakdown:
-        command.append("--breakdown")
+    command += [f"--{flag}" for flag in ("breakdown", "cold") if getattr(options, flag)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{TITLES[name]} failed:\n{done.stdout}{done.stderr}")
@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--breakdown", action="store_true", help="of graphrt; costs a little time")
+    parser.add_argument("--cold", action="store_true", help="kernels are loaded by the capture")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
     options = parser.parse_args()

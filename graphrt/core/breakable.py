@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-)
 
 from graphrt.core.bridges import Bridges, EagerPart
 from graphrt.core.context import ForwardContext
@@ -26,7 +24,7 @@ from graphrt.core.platform import DeviceGraph
 from graphrt.core.pool import GraphPool
 from graphrt.core.segments import CapturedTask, HookedSegment, Part, SegmentHooks, TaskedSegment
 from graphrt.core.source import source_of
-from graphrt.core.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode
+from graphrt.core.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode, unseen
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,6 +61,7 @@ class Capture:
         self._hooks = hooks
         self._share = share_executables
         self._sites = 0
+        self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._watch = _BreakWatch(self, breaks) if breaks and (breakable or must_break) else None
 
     @property
@@ -110,11 +109,17 @@ class Capture:
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
+        known = self._aliases.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
         if not self.owns(tensor):
             return tensor
         # The alias itself must not be recorded, and replays outside of inference mode write it too.
-        with _disable_current_modes(), torch.inference_mode(False):
-            return self._platform.weak_ref(self.pool.memory, tensor)
+        with unseen():
+            alias = self._platform.weak_ref(self.pool.memory, tensor)
+        # What one step computes for all layers is an argument of every break.
+        self._aliases[id(tensor)] = weakref.ref(tensor), alias
+        return alias
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is memory of the pool."""

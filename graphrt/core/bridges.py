@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrt.core import tree
 from graphrt.core.errors import BakedScalarError, BreakError, BreakShapeError
+from graphrt.core.thread_mode import unseen
 
 if TYPE_CHECKING:
     from graphrt.core.breakable import Capture
@@ -104,7 +104,7 @@ class Bridges:
             1 + sum((n - 1) * s for n, s in zip(like.shape, strides, strict=False))
         )
         # Nothing of this may be recorded, and replays write outside of inference mode too.
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with unseen():
             flat = self._buffers.get(key)
             if flat is None or flat.numel() < need or flat.device != like.device:
                 if flat is not None:

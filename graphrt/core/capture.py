@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -63,6 +63,7 @@ def capture_graphs(
     *,
     pool: GraphPool,
     warmups: int,
+    share_warmups: bool,
     bind: Callable[[StepPlan, Phase], None],
     state: SavedState,
     capture_context: Callable[[], AbstractContextManager[object]],
@@ -74,6 +75,7 @@ def capture_graphs(
 
     A graph that fails is rolled back and the error raised; those before it stay published. One
     that the device has no room for is rolled back and dropped: smaller ones after it may fit.
+    With `share_warmups` graphs of one size and kind, FULL and PIECEWISE, are warmed up once.
     `state` is restored after every forward, so that each starts from it. The pool is held all the
     time: a step of another thread would read buffers that a capture fills.
     """
@@ -81,6 +83,7 @@ def capture_graphs(
     if not graphs:
         return
     session, platform = _Session(), pool.platform
+    warm: set[Hashable] = set()
     with frozen_gc(), pool.owned_by(session), capture_context():
         for done, graph in enumerate(graphs):
             if progress is not None:
@@ -88,9 +91,12 @@ def capture_graphs(
             transaction = CaptureTransaction(graph.slot)
             started, before = time.perf_counter(), pool.bytes()
             try:
-                for _ in range(warmups):
+                kind = _kind(graph)
+                for _ in range(0 if kind in warm else warmups):
                     bind(graph.plan, "warmup")
                     _run(graph, _context(graph, GraphMode.NONE, None), pool, session, state)
+                if share_warmups:
+                    warm.add(kind)
                 outside = platform.driver_bytes()
                 bind(graph.plan, "capture")
                 _run(graph, _context(graph, graph.mode, transaction), pool, session, state)
@@ -115,6 +121,12 @@ def capture_graphs(
                 raise
         if progress is not None:
             progress(len(graphs), len(graphs), graphs[-1].descriptor)
+
+
+def _kind(graph: PlannedGraph) -> Hashable:
+    """What is equal for graphs whose warm-ups read the same inputs."""
+    own, plan = graph.descriptor, graph.plan
+    return plan.tokens, plan.reqs, own.has_lora, own.num_active_loras, own.bounds, own.variant
 
 
 def _growth(before: int | None, after: int | None) -> int | None:

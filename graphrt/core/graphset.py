@@ -113,6 +113,8 @@ class GraphSet:
                 planned,
                 pool=self._pool,
                 warmups=self._options.warmups,
+                # What `bind` does may depend on the descriptor; inputs alone depend on the size.
+                share_warmups=self._bind is None,
                 bind=self._prepare,
                 state=saved,
                 capture_context=self._capture_context,

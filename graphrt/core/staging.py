@@ -10,8 +10,10 @@ import torch
 
 from graphrt.core.platform import DeviceEvent, Platform
 
-MAX_SLOTS = 16
-"""Steps that can be under way before the host waits for the oldest one's copy."""
+MAX_SLOTS = 64
+"""Steps that can be under way before the host waits for the oldest one's copy; less for slots of
+which so many would take more than `MAX_BYTES`."""
+MAX_BYTES = 32 << 20
 
 _CACHED_PARTS = 1024
 
@@ -78,20 +80,28 @@ class Staging:
     def __init__(self, platform: Platform, nbytes: int, max_slots: int = MAX_SLOTS) -> None:
         self.waits = 0
         self._platform = platform
-        self._nbytes = nbytes
-        self._max_slots = max_slots
+        # Slots are cut from one buffer, so that each begins where a copy is fast.
+        self._nbytes = -(-nbytes // 256) * 256
+        self._max_slots = max(2, min(max_slots, MAX_BYTES // max(1, nbytes)))
         self._slots: deque[Slot] = deque()
 
     def take(self) -> Slot:
         """A slot that the host may write now; the oldest one if it is free."""
         slots = self._slots
-        if slots and slots[0].free:
-            slot = slots.popleft()
-        elif len(slots) < self._max_slots:
-            slot = Slot(self._platform.host_buffer(self._nbytes), self._platform.new_event())
-        else:
-            self.waits += 1
-            slot = slots.popleft()
-            slot.wait()
+        if not slots or not slots[0].free:
+            if len(slots) < self._max_slots:
+                self._grow()
+            else:
+                self.waits += 1
+                slots[0].wait()
+        slot = slots.popleft()
         slots.append(slot)
         return slot
+
+    def _grow(self) -> None:
+        """Twice as many slots: page-locked memory is slow to get, so it comes in few pieces."""
+        more = min(max(1, len(self._slots)), self._max_slots - len(self._slots))
+        buffer = self._platform.host_buffer(more * self._nbytes)
+        for place in range(more):
+            part = buffer[place * self._nbytes : (place + 1) * self._nbytes]
+            self._slots.appendleft(Slot(part, self._platform.new_event()))

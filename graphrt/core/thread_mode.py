@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
@@ -34,6 +39,29 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc: object) -> None:
         _pop_mode()
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Keeps what is done in it from every dispatch mode, autograd and inference mode.
+
+    Mostly none of them is on, and to find that out is far cheaper than to leave them.
+    """
+    if (
+        _len_torch_dispatch_stack() == 0
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_grad_enabled()
+    ):
+        return _NOTHING
+    return _unseen()
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+_NOTHING = nullcontext()
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

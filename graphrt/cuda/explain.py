@@ -8,6 +8,10 @@ _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
     "or mark the function around them @eager_break"
 )
+_SYNC = (
+    "the forward made the host wait for the device, read device data on the host, or allocated "
+    "on a stream that is not captured"
+)
 _SMALLER = "capture fewer or smaller sizes, or leave the KV cache less memory"
 _RERUN = "run the same forward eagerly; if that passes, look for work CUDA cannot capture"
 
@@ -59,8 +63,7 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
     (
         "not permitted when stream is capturing",
         CaptureSyncError,
-        "the forward made the host wait for the device, read device data on the host, or "
-        + "allocated on a stream that is not captured",
+        _SYNC,
         _KEEP_OUT,
     ),
     (
