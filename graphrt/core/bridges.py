@@ -98,11 +98,14 @@ class Bridges:
 
         It has the strides of `like` too, unless elements of that share memory.
         """
-        overlaps = any(s == 0 and n > 1 for n, s in zip(like.shape, like.stride(), strict=True))
-        strides = torch.empty(like.shape, device="meta").stride() if overlaps else like.stride()
-        need = like.element_size() * (
-            1 + sum((n - 1) * s for n, s in zip(like.shape, strides, strict=False))
-        )
+        shape, strides = like.shape, like.stride()
+        if like.is_contiguous():
+            need = like.nbytes
+        else:
+            if any(s == 0 and n > 1 for n, s in zip(shape, strides, strict=True)):
+                strides = torch.empty(shape, device="meta").stride()
+            last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            need = like.element_size() * (1 + last)
         # Nothing of this may be recorded, and replays write outside of inference mode too.
         with unseen():
             flat = self._buffers.get(key)
@@ -113,7 +116,7 @@ class Bridges:
                 flat = torch.empty(need, dtype=torch.uint8, device=like.device)
                 self._buffers[key] = flat
             typed = torch.empty(0, dtype=like.dtype, device=like.device)
-            return typed.set_(flat.untyped_storage(), 0, like.shape, strides)
+            return typed.set_(flat.untyped_storage(), 0, shape, strides)
 
     def clear(self) -> None:
         self._buffers.clear()

@@ -12,7 +12,7 @@ import torch
 
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import GraphRTError, ResourceExhaustedError
+from graphrt.core.errors import CaptureError, GraphRTError, ResourceExhaustedError
 from graphrt.core.frozen_gc import frozen_gc
 from graphrt.core.modes import GraphMode
 from graphrt.core.plan import StepPlan
@@ -62,8 +62,7 @@ def capture_graphs(
     planned: Iterable[PlannedGraph],
     *,
     pool: GraphPool,
-    warmups: int,
-    share_warmups: bool,
+    warm_ups: WarmUps,
     bind: Callable[[StepPlan, Phase], None],
     state: SavedState,
     capture_context: Callable[[], AbstractContextManager[object]],
@@ -75,47 +74,22 @@ def capture_graphs(
 
     A graph that fails is rolled back and the error raised; those before it stay published. One
     that the device has no room for is rolled back and dropped: smaller ones after it may fit.
-    With `share_warmups` graphs of one size and kind, FULL and PIECEWISE, are warmed up once.
     `state` is restored after every forward, so that each starts from it. The pool is held all the
     time: a step of another thread would read buffers that a capture fills.
     """
     graphs = list(planned)
     if not graphs:
         return
-    session, platform = _Session(), pool.platform
-    warm: set[Hashable] = set()
+    session = _Session(pool, warm_ups, bind, state)
     with frozen_gc(), pool.owned_by(session), capture_context():
         for done, graph in enumerate(graphs):
             if progress is not None:
                 progress(done, len(graphs), graph.descriptor)
-            transaction = CaptureTransaction(graph.slot)
-            started, before = time.perf_counter(), pool.bytes()
             try:
-                kind = _kind(graph)
-                for _ in range(0 if kind in warm else warmups):
-                    bind(graph.plan, "warmup")
-                    _run(graph, _context(graph, GraphMode.NONE, None), pool, session, state)
-                if share_warmups:
-                    warm.add(kind)
-                outside = platform.driver_bytes()
-                bind(graph.plan, "capture")
-                _run(graph, _context(graph, graph.mode, transaction), pool, session, state)
-                record = GraphRecord(
-                    graph.mode,
-                    graph.descriptor,
-                    time.perf_counter() - started,
-                    _growth(before, pool.bytes()),
-                    _growth(outside, platform.driver_bytes()),
-                )
-                publish(graph, record, transaction)
+                publish(graph, *session.capture(graph))
+            except ResourceExhaustedError as error:
+                drop(graph, error)
             except BaseException as error:
-                transaction.rollback()
-                exhausted = _exhausted(error, pool)
-                if exhausted is not None:
-                    drop(graph, exhausted)
-                    # Its traceback holds what the forward had allocated, and this frame.
-                    del exhausted
-                    continue
                 if hasattr(error, "add_note"):
                     error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
                 raise
@@ -123,53 +97,121 @@ def capture_graphs(
             progress(len(graphs), len(graphs), graphs[-1].descriptor)
 
 
-def _kind(graph: PlannedGraph) -> Hashable:
-    """What is equal for graphs whose warm-ups read the same inputs."""
-    own, plan = graph.descriptor, graph.plan
-    return plan.tokens, plan.reqs, own.has_lora, own.num_active_loras, own.bounds, own.variant
+class WarmUps:
+    """Which graphs are warmed up before their capture, and how often.
 
+    With `each` all are, but those of one size and kind together if they are `alike`: if the mode
+    alone makes no difference to the forward. Without, only the first of each kind is.
+    """
 
-def _growth(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before
+    def __init__(self, count: int, *, each: bool = True, alike: bool = False) -> None:
+        self.count = count
+        self._each = each
+        self._alike = alike
+        self._done: set[Hashable] = set()
 
+    def needed(self, graph: PlannedGraph) -> bool:
+        return self.count > 0 and self._kind(graph) not in self._done
 
-def _exhausted(error: BaseException, pool: GraphPool) -> ResourceExhaustedError | None:
-    """What `error` says if it says that the device has no room; warm-ups raise it unexplained."""
-    if isinstance(error, Exception) and not isinstance(error, GraphRTError):
-        error = pool.platform.explain(error)
-    return error if isinstance(error, ResourceExhaustedError) else None
+    def done(self, graph: PlannedGraph) -> None:
+        self._done.add(self._kind(graph))
+
+    def _kind(self, graph: PlannedGraph) -> Hashable:
+        own, plan = graph.descriptor, graph.plan
+        serves = own.has_lora, own.num_active_loras, own.bounds, own.variant
+        decode = graph.mode, own.uniform, own.query_len
+        if not self._each:
+            return *serves, *decode
+        size = plan.tokens, plan.reqs
+        return (*serves, *size) if self._alike else (*serves, *size, *decode)
 
 
 class _Session:
-    """Owns a pool between the forwards of a `capture()`."""
+    """One `capture()`; it owns the pool between the forwards."""
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        warm_ups: WarmUps,
+        bind: Callable[[StepPlan, Phase], None],
+        state: SavedState,
+    ) -> None:
+        self._pool = pool
+        self._warm_ups = warm_ups
+        self._bind = bind
+        self._state = state
 
     def __repr__(self) -> str:
         return "capture()"
 
+    def capture(self, graph: PlannedGraph) -> tuple[GraphRecord, CaptureTransaction]:
+        """Warm up and capture one graph; nothing of it is left if that fails."""
+        pool, platform = self._pool, self._pool.platform
+        started, before = time.perf_counter(), pool.bytes()
+        warm = self._warm_ups.needed(graph)
+        if warm:
+            self._warm_up(graph)
+        outside = platform.driver_bytes()
+        try:
+            transaction = self._attempt(graph)
+        except ResourceExhaustedError:
+            raise
+        except CaptureError:
+            if warm or not self._warm_ups.count:
+                raise
+            self._warm_up(graph)
+            transaction = self._attempt(graph)
+        record = GraphRecord(
+            graph.mode,
+            graph.descriptor,
+            time.perf_counter() - started,
+            _growth(before, pool.bytes()),
+            _growth(outside, platform.driver_bytes()),
+        )
+        return record, transaction
 
-def _context(
-    graph: PlannedGraph, mode: GraphMode, transaction: CaptureTransaction | None
-) -> ForwardContext:
-    return ForwardContext(
-        mode,
-        graph.descriptor,
-        updates=WORST_CASE,
-        capture=transaction,
-        num_reqs=graph.plan.reqs,
-    )
+    def _warm_up(self, graph: PlannedGraph) -> None:
+        try:
+            for _ in range(self._warm_ups.count):
+                self._bind(graph.plan, "warmup")
+                self._run(graph, GraphMode.NONE, None)
+        except Exception as error:
+            # Nobody has explained it: the device may just have no room for this size.
+            if not isinstance(error, GraphRTError):
+                explained = self._pool.platform.explain(error)
+                if isinstance(explained, ResourceExhaustedError):
+                    raise explained from error
+            raise
+        self._warm_ups.done(graph)
+
+    def _attempt(self, graph: PlannedGraph) -> CaptureTransaction:
+        transaction = CaptureTransaction(graph.slot)
+        try:
+            self._bind(graph.plan, "capture")
+            self._run(graph, graph.mode, transaction)
+        except BaseException:
+            transaction.rollback()
+            raise
+        return transaction
+
+    def _run(
+        self, graph: PlannedGraph, mode: GraphMode, transaction: CaptureTransaction | None
+    ) -> None:
+        context = ForwardContext(
+            mode,
+            graph.descriptor,
+            updates=WORST_CASE,
+            capture=transaction,
+            num_reqs=graph.plan.reqs,
+        )
+        self._pool.hand_over(context)
+        try:
+            with torch.no_grad(), context:
+                graph.plan.call(**graph.plan.arguments())
+        finally:
+            self._pool.hand_over(self)
+            self._state.restore()
 
 
-def _run(
-    graph: PlannedGraph,
-    context: ForwardContext,
-    pool: GraphPool,
-    session: _Session,
-    state: SavedState,
-) -> None:
-    pool.hand_over(context)
-    try:
-        with torch.no_grad(), context:
-            graph.plan.call(**graph.plan.arguments())
-    finally:
-        pool.hand_over(session)
-        state.restore()
+def _growth(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before

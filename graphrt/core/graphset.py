@@ -16,6 +16,7 @@ from graphrt.core.capture import (
     Phase,
     PlannedGraph,
     Progress,
+    WarmUps,
     capture_graphs,
 )
 from graphrt.core.descriptor import Batch, BatchDescriptor
@@ -112,9 +113,12 @@ class GraphSet:
             capture_graphs(
                 planned,
                 pool=self._pool,
-                warmups=self._options.warmups,
-                # What `bind` does may depend on the descriptor; inputs alone depend on the size.
-                share_warmups=self._bind is None,
+                warm_ups=WarmUps(
+                    self._options.warmups,
+                    each=self._options.warm_up_each,
+                    # What `bind` does may depend on the descriptor; inputs depend on the size.
+                    alike=self._bind is None,
+                ),
                 bind=self._prepare,
                 state=saved,
                 capture_context=self._capture_context,

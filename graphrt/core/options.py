@@ -45,8 +45,10 @@ class GraphOptions:
 
     `breaks` are the operators at which breakable capture breaks, and which may not be captured;
     `splitting_ops` those at which a traced graph is split. `max_size` is the largest size to
-    capture. `max_padding` is the ratio of padding that dispatch still accepts. `share_executables`
-    trades a switch between graphs of equal structure for the memory of an executable each.
+    capture. `warm_up_each=False` warms up only the largest graph of each kind, and another one only
+    if its capture fails without. `max_padding` is the ratio of padding that dispatch still accepts.
+    `share_executables` trades a switch between graphs of equal structure for the memory of an
+    executable each.
 
     Values are checked when the options are made; raises `InvalidOptionError`, `InvalidModeError`,
     `InvalidSizesError`.
@@ -56,6 +58,7 @@ class GraphOptions:
     sizes: tuple[int, ...] | None = None
     max_size: int | None = None
     warmups: int = 1
+    warm_up_each: bool = True
     breaks: tuple[str, ...] = ()
     splitting_ops: tuple[str, ...] = ()
     outputs: Literal["pool", "static", "clone"] = "pool"
@@ -332,6 +335,7 @@ _GRAPH_CHECKS: dict[str, Check] = {
     "sizes": _optional(_sizes),
     "max_size": _optional(_whole(1, 512)),
     "warmups": _whole(0, 1),
+    "warm_up_each": _flag,
     "breaks": _operators,
     "splitting_ops": _operators,
     "outputs": _choice("pool", "static", "clone"),

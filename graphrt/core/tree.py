@@ -56,9 +56,25 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of the tree in a fixed order."""
-    return (leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """Every tensor of the tree in the order of `leaves`."""
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            _collect(value, found)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            _collect(value, found)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            _collect(getattr(tree, field.name), found)
 
 
 def layout(tensor: torch.Tensor) -> tuple[object, ...]:

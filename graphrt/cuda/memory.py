@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NewType, cast
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -23,6 +23,7 @@ class GraphMemory:
         self.sharing = Sharing()
         self._handles = [_new_handle()]
         self._graphs: WeakSet[Any] = WeakSet()
+        self._keeper: ref[Any] | None = None
         self._used = False
         self._ranges: list[tuple[int, int]] = []
         self._starts: list[int] = []
@@ -33,11 +34,21 @@ class GraphMemory:
         """The allocator pool to use now."""
         # A pool whose last graph was reset is being freed: to enter it again trips an assertion
         # of the allocator ("use_count > 0").
-        if self._used and not any(has_captured(graph) for graph in self._graphs):
+        if self._used and not self._alive():
             self._renew()
             torch.cuda.empty_cache()
         self._used = True
         return self._handles[-1]
+
+    def _alive(self) -> bool:
+        keeper = None if self._keeper is None else self._keeper()
+        if keeper is not None and has_captured(keeper):
+            return True
+        for graph in self._graphs:
+            if has_captured(graph):
+                self._keeper = ref(graph)
+                return True
+        return False
 
     def add(self, graph: Any) -> None:
         """Count `graph` among those that keep the present pool alive."""

@@ -90,7 +90,7 @@ class CudaPlatform(Platform):
         return memory.allocating()
 
     def owns(self, memory: GraphMemory, tensor: torch.Tensor) -> bool:
-        if tensor.device.type != "cuda" or tensor.device.index != memory.device:
+        if not tensor.is_cuda or tensor.get_device() != memory.device:
             return False
         return memory.owns(tensor.untyped_storage().data_ptr())
 
