@@ -20,6 +20,7 @@ from graphrt.core.errors import (
     MissedBreakError,
     NestedCaptureError,
 )
+from graphrt.core.frozen_gc import frozen_gc
 from graphrt.core.platform import DeviceGraph
 from graphrt.core.pool import GraphPool
 from graphrt.core.segments import CapturedTask, HookedSegment, Part, SegmentHooks, TaskedSegment
@@ -81,7 +82,8 @@ class Capture:
         token = _active.set(self)
         self._depth = len(dispatch_modes())
         try:
-            with self.pool.capturing(self._context):
+            # A collection may destroy the graphs of others, which no device allows meanwhile.
+            with frozen_gc(), self.pool.capturing(self._context):
                 try:
                     self._begin()
                     yield

@@ -17,6 +17,7 @@ from graphrt.core.platform import (
     Platform,
     SharingFigures,
 )
+from graphrt.core.sizes import default_cap
 from graphrt.cuda.captures import Captures
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory
@@ -155,6 +156,9 @@ class CudaPlatform(Platform):
     def memory_figures(self) -> MemoryFigures:
         free, total = torch.cuda.mem_get_info()
         return MemoryFigures(free, total)
+
+    def default_max_size(self) -> int:
+        return default_cap(torch.cuda.get_device_capability())
 
     def explain(self, error: BaseException) -> CaptureError:
         return error if isinstance(error, CaptureError) else explain(error)

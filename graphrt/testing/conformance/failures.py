@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -29,6 +30,31 @@ class FailureConformance(ConformanceBase):
         self.capture(wrapper, FULL, x)
         x.copy_(self.tensor(5, 6, 7, 8))
         assert self.first(self.step(wrapper, FULL, x)) == [6, 7, 8, 9]
+
+    def test_a_collection_in_the_forward_does_not_end_the_capture(self, pool: GraphPool) -> None:
+        x = self.tensor(1, 2, 3, 4)
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            for _ in range(3):
+                garbage = self.wrap(lambda x: x + 1, FULL, GraphPool(self.platform))
+                self.capture(garbage, FULL, x)
+                garbage.cycle = garbage
+                del garbage
+
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                gc.collect()
+                return x * 2
+
+            wrapper = self.wrap(forward, FULL, pool)
+            self.capture(wrapper, FULL, x)
+        finally:
+            if enabled:
+                gc.enable()
+        x.copy_(self.tensor(5, 6, 7, 8))
+        assert self.first(self.step(wrapper, FULL, x)) == [10, 12, 14, 16]
+        gc.collect()
+        self.check_usable(pool)
 
     @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
     def test_an_exception_in_the_forward_leaves_the_pool_usable(
