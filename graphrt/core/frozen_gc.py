@@ -18,8 +18,9 @@ def frozen_gc() -> Iterator[None]:
     """No collection until the last user leaves; restored as it was.
 
     A finalizer that runs inside a capture may free device memory or unload a module, which
-    invalidates the capture. What is garbage already is frozen too: not even an explicit
-    collection by the forward finalizes it.
+    invalidates the capture. What is garbage already is frozen, so that not even an explicit
+    collection by the forward finalizes it; where the host has frozen something itself, which
+    ours must not thaw, it is collected before instead.
     """
     global _depth, _restore
     with _lock:
@@ -30,6 +31,8 @@ def frozen_gc() -> Iterator[None]:
             gc.disable()
             if thaw:
                 gc.freeze()
+            else:
+                gc.collect()
         _depth += 1
     try:
         yield

@@ -37,10 +37,10 @@ class FailureConformance(ConformanceBase):
         gc.disable()
         try:
             for _ in range(3):
-                garbage = self.wrap(lambda x: x + 1, FULL, GraphPool(self.platform))
-                self.capture(garbage, FULL, x)
-                garbage.cycle = garbage
-                del garbage
+                wrapper = self.wrap(lambda x: x + 1, FULL, GraphPool(self.platform))
+                self.capture(wrapper, FULL, x)
+                garbage: list[Any] = [wrapper]
+                garbage.append(garbage)
 
             def forward(x: torch.Tensor) -> torch.Tensor:
                 gc.collect()
