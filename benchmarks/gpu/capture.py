@@ -32,7 +32,7 @@ from common import arguments, environment, finish, left_out, release_cache, show
 from llama import CONFIGS, Llama
 from torch import Tensor
 
-from graphrt import Batch
+from graphrt import Batch, GraphOptions
 
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
@@ -80,9 +80,14 @@ def by_hand(name: str, model: Llama, sizes: list[int]) -> Iterator[Contestant]:
 
 @contextmanager
 def by_graphrt(
-    mode: str, model: Llama, sizes: list[int], breakdown: Breakdown | None
+    mode: str,
+    model: Llama,
+    sizes: list[int],
+    breakdown: Breakdown | None,
+    first_only: bool,
 ) -> Iterator[Contestant]:
     settings = {} if breakdown is None else breakdown.settings(model.embedding.device.type)
+    settings["options"] = GraphOptions(warm_up_each=not first_only)
     with model.runner(mode, sizes, **settings) as runner:
 
         def capture() -> None:
@@ -138,7 +143,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with (
         by_hand(name, model, sizes)
         if name in BY_HAND
-        else by_graphrt(name, model, sizes, breakdown)
+        else by_graphrt(name, model, sizes, breakdown, options.first_only)
     ) as contestant:
         gc.collect()
         synchronize()
@@ -187,6 +192,7 @@ def in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     command += ["--model", options.model, "--context", str(options.context), "--sizes"]
     command += map(str, options.sizes)
     command += [f"--{flag}" for flag in ("breakdown", "cold") if getattr(options, flag)]
+    command += ["--first-only"] if options.first_only else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{TITLES[name]} failed:\n{done.stdout}{done.stderr}")
@@ -251,6 +257,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--breakdown", action="store_true", help="of graphrt; costs a little time")
     parser.add_argument("--cold", action="store_true", help="kernels are loaded by the capture")
+    parser.add_argument("--first-only", action="store_true", help="graphrt with warm_up_each=False")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
     options = parser.parse_args()
