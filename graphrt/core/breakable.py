@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from graphrt.core.bridges import Bridges, EagerPart
+from graphrt.core.bridges import Bridges, EagerPart, separate_strides
 from graphrt.core.context import ForwardContext
 from graphrt.core.errors import (
     CaptureError,
@@ -21,7 +21,7 @@ from graphrt.core.errors import (
     NestedCaptureError,
 )
 from graphrt.core.frozen_gc import frozen_gc
-from graphrt.core.platform import DeviceGraph
+from graphrt.core.platform import Capability, DeviceGraph
 from graphrt.core.pool import GraphPool
 from graphrt.core.segments import CapturedTask, HookedSegment, Part, SegmentHooks, TaskedSegment
 from graphrt.core.source import source_of
@@ -62,6 +62,7 @@ class Capture:
         self._hooks = hooks
         self._share = share_executables
         self._sites = 0
+        self._keeps_pool = False
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._watch = _BreakWatch(self, breaks) if breaks and (breakable or must_break) else None
 
@@ -123,6 +124,17 @@ class Capture:
         self._aliases[id(tensor)] = weakref.ref(tensor), alias
         return alias
 
+    def pooled_like(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Pool memory with the shape and dtype of `like`; None where there can be none."""
+        # Only a graph that is captured already keeps the pool alive as long as the entry.
+        if not self._keeps_pool or like.device.type != self._platform.device_type:
+            return None
+        with unseen(), self.pool.allocate():
+            found = torch.empty_strided(
+                like.shape, separate_strides(like), dtype=like.dtype, device=like.device
+            )
+        return found if self.owns(found) else None
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is memory of the pool."""
         return self._platform.owns(self.pool.memory, tensor)
@@ -153,6 +165,7 @@ class Capture:
         tasks, self.tasks = self.tasks, []
         if not recorded:
             return
+        self._keeps_pool = Capability.ALLOCATE_IN_POOL in self._platform.capabilities
         segment = self._segment(graph, tasks)
         self.parts.append(segment)
         if not self._platform.capture_executes:

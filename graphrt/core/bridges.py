@@ -45,9 +45,12 @@ class EagerPart:
 
 
 class Bridges:
-    """One buffer per break site and result, as large as the largest capture needed.
+    """Fixed places for the results of eager parts.
 
-    Smaller captures use a part of it: only one step runs in a pool at a time.
+    Where tensors can be allocated in the pool a place is pool memory, which is free again once its
+    last captured reader is done. Elsewhere there is one buffer per break site and result, as large
+    as the largest capture needed; smaller captures use a part of it, as only one step runs in a
+    pool at a time.
     """
 
     def __init__(self) -> None:
@@ -84,7 +87,9 @@ class Bridges:
                     advice="return one of them, or clone it",
                 )
             fresh.add(storage)
-            buffer = self.buffer((site, len(seen)), leaf)
+            buffer = capture.pooled_like(leaf)
+            if buffer is None:
+                buffer = self.buffer((site, len(seen)), leaf)
             buffer.copy_(leaf)
             seen.append(buffer)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
@@ -98,12 +103,9 @@ class Bridges:
 
         It has the strides of `like` too, unless elements of that share memory.
         """
-        shape, strides = like.shape, like.stride()
-        if like.is_contiguous():
-            need = like.nbytes
-        else:
-            if any(s == 0 and n > 1 for n, s in zip(shape, strides, strict=True)):
-                strides = torch.empty(shape, device="meta").stride()
+        shape, strides = like.shape, separate_strides(like)
+        need = like.nbytes
+        if not like.is_contiguous():
             last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             need = like.element_size() * (1 + last)
         # Nothing of this may be recorded, and replays write outside of inference mode too.
@@ -121,6 +123,14 @@ class Bridges:
     def clear(self) -> None:
         self._buffers.clear()
         self._outgrown.clear()
+
+
+def separate_strides(like: torch.Tensor) -> tuple[int, ...]:
+    """The strides of `like`, or those of a contiguous tensor if its elements share memory."""
+    strides = like.stride()
+    if any(s == 0 and n > 1 for n, s in zip(like.shape, strides, strict=True)):
+        return torch.empty(like.shape, device="meta").stride()
+    return strides
 
 
 def deliver(

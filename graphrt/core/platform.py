@@ -19,6 +19,7 @@ class Capability(enum.Enum):
 
     CAPTURE = "capture"
     SHARED_POOL = "shared_pool"
+    ALLOCATE_IN_POOL = "allocate_in_pool"
     STREAMS = "streams"
     TASK_UPDATE = "task_update"
     EXTERNAL_EVENTS = "external_events"
@@ -199,7 +200,8 @@ class Platform(ABC):
         return None
 
     def allocate_in(self, memory: Any) -> AbstractContextManager[object]:
-        """Route this thread's allocations into `memory`; where not supported, does nothing."""
+        """Route this thread's allocations into `memory` (capability ALLOCATE_IN_POOL); a graph that
+        is captured keeps the memory alive."""
         return nullcontext()
 
     def owns(self, memory: Any, tensor: torch.Tensor) -> bool:

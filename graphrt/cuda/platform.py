@@ -34,6 +34,7 @@ class CudaPlatform(Platform):
         {
             Capability.CAPTURE,
             Capability.SHARED_POOL,
+            Capability.ALLOCATE_IN_POOL,
             Capability.STREAMS,
             Capability.RANDOM,
             Capability.MEMORY_FIGURES,
