@@ -40,11 +40,20 @@ _SHAPE_ADVICE = {
     "aten::repeat_interleave": "pass output_size=, which fixes the shape",
     "aten::bincount": "use scatter_add_ into a tensor of fixed size",
 }
+_COLLECTIVES = ("c10d::", "_c10d_functional::")
 _STATIC_SHAPE_ADVICE = "compute it outside the graph, in an eager break, or pad it to a fixed size"
 
 
 def check(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if this call reads data on the host, or its output shape depends on data."""
+    """Raise if this call reads data on the host, its output shape depends on data, or it goes on
+    behind the call."""
+    if op.name.startswith(_COLLECTIVES):
+        raise RefusedOpError(
+            "a collective goes on behind the call, and a replay would not wait for it",
+            op=op.label,
+            source=_where(),
+            advice="mark the function around it and its wait @eager_break",
+        )
     if op.name in _SYNC_OPS or torch.Tag.data_dependent_output in op.tags:
         _refuse_read(op.label)
     if op.name in ("aten::index", "aten::index_put", "aten::index_put_"):
