@@ -54,6 +54,95 @@ def test_settings_go_to_the_options():
     assert (plan["mode"], plan["sizes"]["mixed"]) == ("FULL", [1, 2])
 
 
+NPU = ["plan", "--platform", "ascend"]
+
+
+def test_the_streams_of_an_npu_are_planned_without_one():
+    plan = json.loads(run(*NPU, "--device", "A2", "--layers", "64", "--domain", "tp", "--json"))
+    assert plan["mode"] == "FULL_AND_PIECEWISE"
+    streams = plan["streams"]
+    assert (streams["profile"], streams["usable"]) == ("structural", 1902)
+    assert (streams["full"], streams["piecewise"], streams["pieces"]) == (3, 195, 65)
+    assert sum(count for _, count in streams["terms"]) == streams["usable"]
+    full = [graph["num_tokens"] for graph in plan["graphs"] if graph["mode"] == "FULL"]
+    pieces = [graph["num_tokens"] for graph in plan["graphs"] if graph["mode"] == "PIECEWISE"]
+    assert (len(full), full[0], full[-1]) == (35, 256, 1)
+    assert (len(pieces), pieces[:2], pieces[-1]) == (9, [512, 384], 1)
+    assert plan["total"]["streams"] == 35 * 3 + 9 * 195 <= plan["budget"]["streams"] == 1902
+    assert len(plan["left_out"]) == 51 - 9
+    assert "needs 195 streams" in plan["left_out"][0]["why"]
+
+
+def test_the_budget_is_printed_line_by_line():
+    text = run(*NPU, "--device", "A2", "--layers", "64", "--domain", "tp")
+    assert "documented for A2" in text and "kept in reserve" in text
+    assert "a full graph holds 3, a piecewise size 195 (65 pieces)" in text
+    assert "PIECEWISE [512 tokens]: 195 streams" in text
+    assert "left out: PIECEWISE [496 tokens]: needs 195 streams; free: 42 of 1902" in text
+    assert "padded to 512" in text
+
+
+def test_a_profile_of_the_formula_shows_what_hosts_got():
+    arguments = ["--layers", "36", "--domain", "tp", "--mode", "PIECEWISE", "--profile", "0.20"]
+    text = run(*NPU, *arguments)
+    assert "1 16 40 72 96 128 152 184 216 240 288 336 400 448 512" in text
+    plan = json.loads(run(*NPU, *arguments, "--json"))
+    assert len(plan["streams"]["formula_sizes"]) == 15
+    assert [graph["streams"] for graph in plan["graphs"]] == [111] * 15
+
+
+def test_a_budget_without_room_for_pieces_is_a_mode_step():
+    arguments = ["--layers", "94", "--draft-layers", "1", "--budget", "streams=200"]
+    plan = json.loads(run(*NPU, *arguments, "--json"))
+    assert plan["mode"] == "FULL_DECODE_ONLY"
+    assert plan["steps"][-1]["rule"] == "budget"
+    assert {graph["mode"] for graph in plan["graphs"]} == {"FULL"}
+    text = run(*NPU, *arguments)
+    assert "200 by --budget" in text
+    assert "becomes FULL_DECODE_ONLY" in text
+    assert json.loads(run(*NPU, *arguments, "--min-piecewise", "0", "--json"))["steps"] == []
+
+
+def test_without_layers_the_plan_says_what_it_needs():
+    assert "--layers" in run(*NPU)
+    plan = json.loads(run(*NPU, "--json"))
+    assert plan["streams"] is None and plan["left_out"] == []
+
+
+def test_bytes_seconds_and_traffic_are_planned_on_any_platform():
+    arguments = ["--mode", "FULL", "--max-num-reqs", "16", "--budget", "bytes=100MiB"]
+    arguments += ["--cost", "bytes=25MiB", "--cost", "seconds=0.5", "--platform", "cpu"]
+    arguments += ["--traffic", "3=0.9", "--traffic", "20=0.1"]
+    plan = json.loads(run("plan", *arguments, "--json"))
+    assert [graph["num_tokens"] for graph in plan["graphs"]] == [32, 16, 4, 1]
+    assert plan["total"]["capture_s"] == 2.0
+    assert "100.0 of 100.0 MiB" in run("plan", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--profile", "0.20", "--platform", "cpu"],
+        ["--device", "A2", "--platform", "cpu"],
+        ["--platform", "ascend", "--layers", "4", "--profile", "1.0"],
+        ["--platform", "ascend", "--layers", "4", "--device", "A9"],
+        ["--platform", "ascend", "--layers", "4", "--domain", "pp"],
+        ["--budget", "streams=many"],
+        ["--budget", "streams=4MiB"],
+        ["--cost", "kernels=4"],
+        ["--traffic", "64"],
+        ["--traffic", "0=1"],
+    ],
+)
+def test_budgets_that_cannot_be_read(arguments, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["graphrt", "plan", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    text = capsys.readouterr().err
+    assert "InvalidOptionError" in text and "try:" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [(["--mode", "HALF"], InvalidModeError), (["--sizes", "4,2"], InvalidSizesError)],

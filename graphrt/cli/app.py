@@ -87,9 +87,45 @@ def plan(
     pieces: Annotated[str, typer.Option(help="breakable, fx, inductor or none.")] = "breakable",
     platform: Platform = None,
     config: Settings = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the model; a piecewise size has one more.")
+    ] = None,
+    draft_layers: Annotated[int, typer.Option(min=0, help="Layers of a draft model.")] = 0,
+    domain: Annotated[
+        list[str] | None,
+        typer.Option(help="A communication domain: tp, dp, ep, etp, pcp, dcp; may be repeated."),
+    ] = None,
+    aiv: Annotated[
+        bool, typer.Option("--aiv", help="Collectives run on vector cores (HCCL AIV).")
+    ] = False,
+    moe: Annotated[bool, typer.Option("--moe", help="The model has experts.")] = False,
+    multi_stream: Annotated[
+        int, typer.Option(min=0, help="Side streams that the model opens itself.")
+    ] = 0,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="How NPU streams are counted: structural, 0.9.1, 0.11, ... or last."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="NPU generation: A2, A3, 950, 310P.")] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help="A limit, such as streams=1000, bytes=2GiB, seconds=60, graphs=500."),
+    ] = None,
+    cost: Annotated[
+        list[str] | None,
+        typer.Option(help="What one size takes, such as bytes=20MiB or seconds=0.5."),
+    ] = None,
+    traffic: Annotated[
+        list[str] | None,
+        typer.Option(help="The share of steps of a batch size, such as 64=0.5; may be repeated."),
+    ] = None,
+    min_piecewise: Annotated[
+        int, typer.Option(min=0, help="With fewer piecewise sizes, only decode is captured.")
+    ] = 2,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Show which mode, sizes and graphs a configuration gives, before anything is captured."""
+    from graphrt.cli.budget import BudgetRequest
     from graphrt.cli.plan import PlanRequest, print_plan
 
     options = GraphOptions.from_settings(config or [])
@@ -102,6 +138,20 @@ def plan(
         attention=tuple(attention or ["ALWAYS"]),
         pieces=None if pieces.lower() == "none" else pieces.lower(),
         platform=platform,
+        budget=BudgetRequest(
+            layers=layers,
+            domains=tuple(each.lower() for each in domain or ()),
+            aiv=aiv,
+            moe=moe,
+            multi_stream=multi_stream,
+            draft_layers=draft_layers,
+            profile=profile,
+            device=device,
+            limits=tuple(budget or ()),
+            costs=tuple(cost or ()),
+            traffic=tuple(traffic or ()),
+            min_piecewise=min_piecewise,
+        ),
     )
     print_plan(request, as_json=json)
 

@@ -37,6 +37,7 @@ def diagnose() -> dict[str, Any]:
         "machine": f"{host.system()} {host.machine()}",
         "versions": {name: _version(name) for name in PACKAGES},
         "platforms": [_platform(found) for found in platforms()],
+        "notes": _notes(),
         "current": _current(),
     }
 
@@ -60,6 +61,14 @@ def _platform(found: FoundPlatform) -> dict[str, Any]:
         "wrapper": platform.get_static_graph_wrapper_cls() if platform else None,
         "versions": platform.versions() if platform and found.availability.available else {},
     }
+
+
+def _notes() -> list[str]:
+    if _version("torch_npu") is None:
+        return []
+    from graphrt.ascend.library import environment_notes
+
+    return list(environment_notes())
 
 
 def _current() -> dict[str, Any]:
@@ -93,6 +102,8 @@ def _show(report: dict[str, Any], console: Console) -> None:
         if found["error"]:
             console.print(Text(f"Plugin {found['plugin']} failed:", style="bold red"))
             console.print(Text(found["error"].rstrip(), style="dim"))
+    for note in report["notes"]:
+        console.print(Text(f"Note: {note}", style="yellow"))
     current = report["current"]
     if current["platform"]:
         console.print(Text.assemble("Current platform: ", (current["platform"], "bold green")))

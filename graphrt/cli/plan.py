@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from graphrt.cli import budget
+from graphrt.cli.budget import BudgetRequest
+from graphrt.core.budget import CapturePlan
 from graphrt.core.errors import InvalidOptionError
 from graphrt.core.lookup import resolve_platform
 from graphrt.core.modes import (
     AttentionSupport,
-    ModeResolution,
     resolve_mode,
 )
 from graphrt.core.options import GraphOptions
+from graphrt.core.platform import Platform
+from graphrt.core.plugins import get_platform
 from graphrt.core.sizes import CaptureKey, SizePlan, descriptors_for, plan_sizes
 
 
@@ -32,6 +36,7 @@ class PlanRequest:
     attention: tuple[str, ...]
     pieces: str | None
     platform: str | None
+    budget: BudgetRequest = field(default_factory=BudgetRequest)
 
 
 def print_plan(request: PlanRequest, *, as_json: bool, console: Console | None = None) -> None:
@@ -44,25 +49,34 @@ def print_plan(request: PlanRequest, *, as_json: bool, console: Console | None =
         pieces=request.pieces,
         strict=request.options.strict,
     )
+    platform = _planned_for(request.platform)
     sizes = plan_sizes(
         max_num_reqs=request.max_num_reqs,
         max_num_tokens=request.max_num_tokens,
         query_lens=request.query_lens,
         sizes=request.options.sizes,
         max_size=request.options.max_size,
-        cap=resolve_platform(request.platform).default_max_size(),
+        cap=platform.default_max_size(),
     )
     keys = descriptors_for(resolution.mode, sizes)
+    found, streams = budget.fit(
+        request.budget, platform, resolution, sizes, keys, strict=request.options.strict
+    )
     if as_json:
-        print(json.dumps(as_data(resolution, sizes, keys), indent=2))
-    else:
-        _show(resolution, sizes, keys, console or Console())
+        print(json.dumps(as_data(found, sizes, streams), indent=2))
+        return
+    console = console or Console()
+    _show(found, sizes, console)
+    for line in budget.budget_lines(request.budget, found, streams):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if platform.name == budget.ASCEND and streams is None and keys:
+        note = "streams are not counted; say how many layers the model has: --layers 32"
+        console.print(f"Note: {note}", style="yellow")
 
 
-def as_data(
-    resolution: ModeResolution, sizes: SizePlan, keys: tuple[CaptureKey, ...]
-) -> dict[str, Any]:
+def as_data(found: CapturePlan, sizes: SizePlan, streams: budget.Streams | None) -> dict[str, Any]:
     """The plan as plain data."""
+    resolution = found.resolution
     return {
         "requested": resolution.requested.name,
         "mode": resolution.mode.name,
@@ -81,17 +95,8 @@ def as_data(
             "mixed": list(sizes.mixed),
             "decode": {str(q): list(ladder) for q, ladder in sizes.decode.items()},
         },
-        "eager_decode": eager_decode(sizes, keys),
-        "graphs": [
-            {
-                "mode": mode.name,
-                "num_tokens": descriptor.num_tokens,
-                "num_reqs": descriptor.num_reqs,
-                "uniform": descriptor.uniform,
-                "query_len": descriptor.query_len,
-            }
-            for mode, descriptor in keys
-        ],
+        "eager_decode": eager_decode(sizes, found.keys),
+        **budget.as_data(found, streams),
     }
 
 
@@ -126,12 +131,15 @@ def parse_attention(texts: tuple[str, ...]) -> dict[str, AttentionSupport]:
     return found
 
 
-def _show(
-    resolution: ModeResolution,
-    sizes: SizePlan,
-    keys: tuple[CaptureKey, ...],
-    console: Console,
-) -> None:
+def _planned_for(name: str | None) -> Platform:
+    """An NPU's graphs are planned on any machine; other platforms are asked for their figures."""
+    if name == budget.ASCEND:
+        return get_platform(name, must_be_available=False)
+    return resolve_platform(name)
+
+
+def _show(found: CapturePlan, sizes: SizePlan, console: Console) -> None:
+    resolution, keys = found.resolution, found.keys
     console.print(f"Mode: {resolution.requested.name} requested, {resolution.mode.name} runs")
     if resolution.steps:
         table = Table(title="Resolution steps", title_justify="left")
@@ -146,8 +154,8 @@ def _show(
     table.add_column("tokens", overflow="fold")
     rows = [("mixed", sizes.mixed)]
     rows += [(f"decode, query length {q}", ladder) for q, ladder in sizes.decode.items()]
-    for name, found in rows:
-        table.add_row(name, str(len(found)), " ".join(map(str, found)))
+    for name, listed in rows:
+        table.add_row(name, str(len(listed)), " ".join(map(str, listed)))
     console.print(table)
     counts = Counter(mode.name for mode, _ in keys)
     total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

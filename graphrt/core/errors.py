@@ -80,6 +80,10 @@ class PlatformConflictError(PlatformError):
     """Two plugins claim one name, or two out-of-tree platforms are available at once."""
 
 
+class TorchImportError(PlatformError, ImportError):
+    """`import torch` failed because a device extension that it loads is broken."""
+
+
 class MissingCapabilityError(PlatformError):
     """The platform lacks a capability that the call needs."""
 
@@ -140,12 +144,28 @@ class ResourceExhaustedError(CaptureError):
     """The device ran out of memory, streams or graphs in the middle of a capture."""
 
 
+class StreamBudgetError(ResourceExhaustedError):
+    """The device has no stream left for another graph, or too few for this one."""
+
+
 class PoolExhaustedError(ResourceExhaustedError, MemoryError):
     """The pool may not grow any further: what is captured never moves."""
 
 
 class GraphsDroppedWarning(UserWarning):
     """Graphs of a plan did not fit on the device; their sizes run eagerly."""
+
+
+class UnjoinedStreamError(CaptureError):
+    """A stream that was forked inside a capture was not joined before the capture's end."""
+
+
+class CaptureThreadError(CaptureError):
+    """A capture was ended in another thread than the one that began it."""
+
+
+class DriverTooOldError(CaptureError):
+    """The installed driver or runtime lacks what a capture needs."""
 
 
 class NestedCaptureError(CaptureError):
@@ -194,6 +214,17 @@ class InvalidUpdateError(TaskError, ValueError):
 
 class TaskContractError(TaskError):
     """A task re-issued other operators or tensors than the ones captured."""
+
+
+class DeviceHangError(GraphRTError):
+    """The device did not finish in time: something waits for a signal that never comes.
+
+    `graph`, `step` and `task` say where, as far as that is known.
+    """
+
+    graph: str | None = None
+    step: int | None = None
+    task: str | None = None
 
 
 class ExecutableSwitchError(GraphRTError):

@@ -1,0 +1,243 @@
+"""What `graphrt plan` says about streams, bytes and seconds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from graphrt.core.budget import Budget, CapturePlan, GraphCost, plan
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import InvalidOptionError
+from graphrt.core.modes import GraphMode, ModeResolution
+from graphrt.core.platform import Platform
+from graphrt.core.sizes import CaptureKey, SizePlan
+
+ASCEND = "ascend"
+_FIELDS = {
+    "streams": "streams",
+    "graphs": "graphs",
+    "bytes": "device_bytes",
+    "seconds": "capture_s",
+}
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class BudgetRequest:
+    """What a host knows of its model, and what graphs may take.
+
+    `limits` and `costs` are "streams=1800", "graphs=500", "bytes=2GiB" or "seconds=60"; costs are
+    those of one size. `traffic` is "64=0.5": a batch size in tokens and its share of the steps.
+    """
+
+    layers: int | None = None
+    domains: tuple[str, ...] = ()
+    aiv: bool = False
+    moe: bool = False
+    multi_stream: int = 0
+    draft_layers: int = 0
+    profile: str | None = None
+    device: str | None = None
+    limits: tuple[str, ...] = ()
+    costs: tuple[str, ...] = ()
+    traffic: tuple[str, ...] = ()
+    min_piecewise: int = 2
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The streams of a device, as a profile counts them."""
+
+    profile: str
+    device: str
+    usable: int
+    full: int
+    piecewise: int
+    pieces: int
+    terms: tuple[tuple[str, int], ...]
+    formula_sizes: tuple[int, ...] | None
+    """What `update_aclgraph_sizes` keeps of the piecewise sizes; None in the structural model."""
+
+    def lines(self) -> list[str]:
+        """The sum, line by line."""
+        lines = [f"Streams of {self.device}, profile {self.profile}:"]
+        lines += [f"  {streams:+6} {what}" for what, streams in self.terms]
+        lines.append(f"  {self.usable:6} usable")
+        each = f"{self.piecewise} ({self.pieces} pieces)"
+        lines.append(f"  a full graph holds {self.full}, a piecewise size {each}")
+        if self.formula_sizes is not None:
+            sizes = " ".join(map(str, self.formula_sizes))
+            lines.append(f"  update_aclgraph_sizes would keep for pieces: {sizes}")
+        return lines
+
+
+def fit(
+    request: BudgetRequest,
+    platform: Platform,
+    resolution: ModeResolution,
+    sizes: SizePlan,
+    keys: Sequence[CaptureKey],
+    *,
+    strict: bool,
+) -> tuple[CapturePlan, Streams | None]:
+    """The plan within the budget, and the streams it was made with (on Ascend).
+
+    Raises `InvalidOptionError` for settings that cannot be read or that the platform has not, and
+    under `strict` `ModeNotSupportedError` where the budget changes the mode.
+    """
+    streams = _streams(request, platform, resolution.mode, sizes)
+    limits = _amounts("--budget", request.limits)
+    if streams is not None:
+        limits.setdefault("streams", streams.usable)
+    found = plan(
+        keys,
+        Budget(**limits),
+        _cost_model(request, streams),
+        mode=resolution,
+        traffic=_traffic(request.traffic) if request.traffic else None,
+        landmarks=[sizes.max_num_reqs * query_len for query_len in sizes.decode],
+        min_piecewise=request.min_piecewise,
+        strict=strict,
+    )
+    return found, streams
+
+
+def budget_lines(request: BudgetRequest, found: CapturePlan, streams: Streams | None) -> list[str]:
+    """The budget for people; empty where nothing limits the graphs and nothing was asked."""
+    lines = [] if streams is None else streams.lines()
+    if streams is not None and found.budget.streams != streams.usable:
+        lines.append(f"  {found.budget.streams:6} by --budget")
+    if lines or request.limits or request.costs:
+        lines += found.lines()
+    return lines
+
+
+def as_data(found: CapturePlan, streams: Streams | None) -> dict[str, Any]:
+    """The budget as plain data."""
+    return {
+        "budget": asdict(found.budget),
+        "streams": None if streams is None else asdict(streams),
+        "total": asdict(found.total),
+        "graphs": [
+            {**_key(each.mode, each.descriptor), **asdict(each.cost)} for each in found.captured
+        ],
+        "left_out": [
+            {
+                **_key(each.mode, each.descriptor),
+                **asdict(each.cost),
+                "why": each.why,
+                "padded_to": each.padded_to,
+            }
+            for each in found.left_out
+        ],
+    }
+
+
+def _streams(
+    request: BudgetRequest, platform: Platform, mode: GraphMode, sizes: SizePlan
+) -> Streams | None:
+    if platform.name != ASCEND:
+        for name in ("profile", "device"):
+            if getattr(request, name) is not None:
+                raise InvalidOptionError(
+                    f"only an NPU has a stream budget to choose a {name} for",
+                    got=f"--{name} {getattr(request, name)}, platform {platform.name!r}",
+                    expected=f"--platform {ASCEND}",
+                    advice="--budget streams=N on other platforms",
+                )
+        return None
+    if request.layers is None:
+        return None
+    # Late, so that the command starts without the platforms that are not asked about.
+    from graphrt.ascend import library, streams
+
+    model = streams.Deployment(
+        request.layers,
+        frozenset(request.domains),
+        aiv=request.aiv,
+        moe=request.moe,
+        multi_stream=request.multi_stream,
+        draft_layers=request.draft_layers,
+    )
+    profile = request.profile or streams.STRUCTURAL
+    available = None
+    if request.device is not None:
+        device = streams.device_named(request.device)
+    elif platform.availability().available:
+        device = streams.device_of(library.device_name())
+        available = library.available_streams()
+    else:
+        device = streams.DEVICES["A2"]
+    figures = streams.stream_figures(profile, model, device, available=available)
+    kept = None
+    if profile != streams.STRUCTURAL and mode.has_piecewise:
+        kept = streams.update_aclgraph_sizes(sizes.mixed, model, profile=profile, mode=mode)
+    return Streams(
+        profile,
+        device.name,
+        figures.usable,
+        figures.full,
+        figures.piecewise,
+        figures.pieces,
+        figures.terms,
+        kept,
+    )
+
+
+def _cost_model(
+    request: BudgetRequest, streams: Streams | None
+) -> Callable[[GraphMode, BatchDescriptor], GraphCost]:
+    given = _amounts("--cost", request.costs)
+    pieces = 1 if request.layers is None else request.layers + 1
+    piecewise: dict[str, Any] = {"graphs": pieces}
+    full: dict[str, Any] = {}
+    if streams is not None:
+        piecewise = {"graphs": streams.pieces, "streams": streams.piecewise}
+        full = {"streams": streams.full}
+    of_pieces, of_full = GraphCost(**{**piecewise, **given}), GraphCost(**{**full, **given})
+    return lambda mode, descriptor: of_pieces if mode is GraphMode.PIECEWISE else of_full
+
+
+def _amounts(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        field = _FIELDS.get(name.strip().lower())
+        read = _AMOUNT.fullmatch(amount.strip())
+        unit = None if read is None else _UNITS.get(read[2].lower())
+        if field is None or read is None or unit is None or (read[2] and field != "device_bytes"):
+            raise InvalidOptionError(
+                f"{option} cannot be read",
+                got=repr(text),
+                expected=f"one of {', '.join(_FIELDS)}, and how much",
+                advice=f"{option} streams=1000, or {option} bytes=2GiB",
+            )
+        number = float(read[1]) * unit
+        found[field] = number if field == "capture_s" else int(number)
+    return found
+
+
+def _traffic(texts: Sequence[str]) -> dict[int, float]:
+    try:
+        pairs = [text.split("=") for text in texts]
+        return {int(size): float(share) for size, share in pairs}
+    except ValueError:
+        raise InvalidOptionError(
+            "--traffic cannot be read",
+            got=" ".join(texts),
+            expected="a batch size in tokens and its share of the steps",
+            advice="--traffic 1=0.2 --traffic 64=0.8",
+        ) from None
+
+
+def _key(mode: GraphMode, descriptor: BatchDescriptor) -> dict[str, Any]:
+    return {
+        "mode": mode.name,
+        "num_tokens": descriptor.num_tokens,
+        "num_reqs": descriptor.num_reqs,
+        "uniform": descriptor.uniform,
+        "query_len": descriptor.query_len,
+    }

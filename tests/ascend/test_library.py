@@ -1,0 +1,191 @@
+"""A torch_npu that cannot be imported is explained; needs no NPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from graphrt.ascend import library
+from graphrt.cli.app import app
+from graphrt.core import plugins
+from graphrt.core.errors import TorchImportError
+from graphrt.core.torch_import import explain_torch_import
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_CANN = "libhccl.so: cannot open shared object file: No such file or directory"
+NO_DRIVER = "libascend_hal.so: cannot open shared object file: No such file or directory"
+
+
+@pytest.fixture
+def imports(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes `import torch_npu` end in an error, or give a module."""
+
+    def importing(outcome: object) -> None:
+        def load(name: str) -> object:
+            assert name == "torch_npu"
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(library, "torch_npu", lambda: load("torch_npu"))
+
+    return importing
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ImportError(NO_CANN), ["libhccl.so", "set_env.sh", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"]),
+        (ImportError("libge_runner.so.1: cannot open shared object file"), ["CANN"]),
+        (ImportError(NO_DRIVER), ["driver", "container"]),
+        (ImportError("libc10.so: cannot open shared object file"), ["another torch"]),
+        (ImportError("libtorch_npu.so: undefined symbol: _ZN3c10"), ["another torch", "version"]),
+        (ModuleNotFoundError("No module named 'yaml'", name="yaml"), ["pip install pyyaml"]),
+        (RuntimeError("driver says no\nmore"), ["driver says no"]),
+        (RuntimeError(), ["RuntimeError"]),
+    ],
+)
+def test_why_torch_npu_cannot_be_imported(error: Exception, says: list[str], imports: Any) -> None:
+    imports(error)
+    found = library.availability()
+    assert not found.available
+    assert "torch_npu cannot be imported" in found.reason
+    assert all(part in found.reason for part in says), found.reason
+    assert "\n" not in found.reason
+
+
+@pytest.mark.parametrize(("count", "available"), [(0, False), (2, True)])
+def test_torch_npu_with_and_without_devices(count: int, available: bool, imports: Any) -> None:
+    imports(SimpleNamespace(npu=SimpleNamespace(device_count=lambda: count)))
+    assert library.availability().available is available
+
+
+def test_a_package_that_is_found_in_a_broken_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ValueError("torch_npu.__spec__ is None")
+
+    monkeypatch.setattr(library.importlib.util, "find_spec", broken)
+    assert "__spec__" in library.availability().reason
+
+
+def test_limits_are_those_of_the_device(imports: Any) -> None:
+    for name, streams in (("Ascend910B3", 1984), ("Ascend310P3", 1024)):
+        npu = SimpleNamespace(get_device_name=lambda name=name: name)
+        imports(SimpleNamespace(npu=npu))
+        assert library.limits().streams == streams
+
+
+def test_streams_cannot_be_asked_for_without_cann(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> object:
+        raise OSError(NO_CANN)
+
+    monkeypatch.setattr(library.ctypes, "CDLL", load)
+    assert library.available_streams() is None
+
+
+@pytest.mark.parametrize(("code", "free"), [(0, 1950), (107000, None)])
+def test_streams_that_cann_says_are_free(
+    code: int, free: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(count: Any) -> int:
+        count._obj.value = 1950
+        return code
+
+    cann = SimpleNamespace(aclrtGetStreamAvailableNum=ask)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name: cann)
+    assert library.available_streams() == free
+
+
+def test_variables_that_do_not_go_with_graphs() -> None:
+    bad = {"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "2"}
+    notes = library.environment_notes(bad)
+    assert [name in note for name, note in zip(bad, notes, strict=True)] == [True, True]
+    assert library.environment_notes({"TASK_QUEUE_ENABLE": "1"}) == ()
+
+
+def test_doctor_says_that_cann_is_missing(imports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_default", plugins.PlatformRegistry(group=None))
+    imports(ImportError(NO_CANN))
+    result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
+    found = {each["name"]: each for each in json.loads(result.output)["platforms"]}
+    assert "set_env.sh" in found["ascend"]["reason"]
+    text = CliRunner().invoke(app, ["doctor"], catch_exceptions=False).output
+    assert "set_env.sh" in text.replace("\n", "")
+
+
+# What `import torch` makes of it -----------------------------------------------------------------
+
+AUTOLOAD = (
+    "Failed to load the backend extension: torch_npu. You can disable extension auto-loading with "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+)
+
+
+def test_the_import_of_torch_that_dies_of_a_missing_cann() -> None:
+    error = RuntimeError(AUTOLOAD)
+    error.__cause__ = ImportError(NO_CANN)
+    found = explain_torch_import(error)
+    assert isinstance(found, TorchImportError) and isinstance(found, ImportError)
+    assert "torch_npu" in str(found) and "ImportError: libhccl.so" in str(found)
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 graphrt doctor" in str(found.advice)
+    assert "torch_npu" in str(explain_torch_import(RuntimeError(AUTOLOAD)))
+
+
+def test_other_failures_of_torch_are_left_alone() -> None:
+    assert explain_torch_import(RuntimeError("CUDA error")) is None
+
+
+@pytest.fixture
+def broken_extension(tmp_path: Path) -> dict[str, str]:
+    """An environment in which torch finds a torch_npu without CANN."""
+    (tmp_path / "torch_npu.py").write_text(f"raise ImportError({NO_CANN!r})\n")
+    info = tmp_path / "torch_npu-2.13.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:autoload\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environ = {**os.environ, "PYTHONPATH": path}
+    for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "GRAPHRT_PLATFORM"):
+        environ.pop(name, None)
+    return environ
+
+
+RUN = "import sys; from graphrt.cli.app import main; sys.argv = ['graphrt', 'doctor']; main()"
+
+
+def test_doctor_runs_beside_a_broken_torch_npu(broken_extension: dict[str, str]) -> None:
+    environ = {**broken_extension, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "libhccl.so" in done.stdout and "set_env.sh" in done.stdout
+    assert "2.13.0" in done.stdout
+
+
+def test_graphrt_says_why_torch_cannot_be_imported(broken_extension: dict[str, str]) -> None:
+    """As the first import of `graphrt` it stands in for `import torch`."""
+    load = (
+        "import sys, types; package = types.ModuleType('graphrt'); "
+        f"package.__path__ = [{str(ROOT / 'graphrt')!r}]; sys.modules['graphrt'] = package; "
+        "import graphrt.core.torch_import"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", load],
+        env=broken_extension,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("TorchImportError") :]
+    assert "libhccl.so" in last and "TORCH_DEVICE_BACKEND_AUTOLOAD=0 graphrt doctor" in last

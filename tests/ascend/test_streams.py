@@ -1,0 +1,391 @@
+"""How many streams graphs hold, by structure and by the formula of each version; needs no NPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphrt.ascend.streams import (
+    DEVICES,
+    DOMAINS,
+    PROFILES,
+    STRUCTURAL,
+    Deployment,
+    device_named,
+    device_of,
+    graph_streams,
+    probe_streams,
+    sizes_that_fit,
+    stream_figures,
+    structural_figures,
+    update_aclgraph_sizes,
+)
+from graphrt.core.budget import Budget, CapturePlan, plan
+from graphrt.core.errors import InvalidOptionError
+from graphrt.core.modes import GraphMode
+from graphrt.core.sizes import descriptors_for, mixed_sizes, plan_sizes
+
+A2, A5 = DEVICES["A2"], DEVICES["950"]
+SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)
+
+
+def model(layers: int, *domains: str, **others: Any) -> Deployment:
+    return Deployment(layers, frozenset(domains), **others)
+
+
+# The formula of the ACL-graph design -------------------------------------------------------------
+
+FFTS_36 = [1, 16, 40, 72, 96, 128, 152, 184, 216, 240, 288, 336, 400, 448, 512]
+TWELVE = [1, 24, 56, 96, 128, 168, 200, 240, 288, 368, 432, 512]
+FIVE = [1, 80, 184, 320, 512]
+
+FORMULA = [
+    # deployment, how many fit, which are kept (None: not listed)
+    (model(28), 62, list(SIZES)),
+    (model(28, aiv=True), 61, list(SIZES)),
+    (model(36), 48, None),
+    (model(36, "tp"), 15, FFTS_36),
+    (model(36, "tp", aiv=True), 23, None),
+    (model(64, "tp"), 9, [1, 32, 80, 136, 184, 232, 320, 416, 512]),
+    (model(64, "tp", aiv=True), 12, TWELVE),
+    (model(64, "tp", "dp"), 5, FIVE),
+    (model(64, "tp", "dp", aiv=True), 8, [1, 40, 96, 152, 216, 288, 400, 512]),
+    (model(80, "tp"), 7, [1, 48, 120, 184, 248, 384, 512]),
+    (model(80, "tp", aiv=True), 10, [1, 32, 72, 120, 160, 208, 248, 336, 416, 512]),
+    (model(48, "tp", "ep", aiv=True, moe=True), 12, TWELVE),
+    (model(48, "tp", moe=True), 11, [1, 24, 64, 104, 144, 184, 224, 272, 352, 432, 512]),
+    (model(94, "tp", "dp", "ep", aiv=True, moe=True), 3, [1, 184, 512]),
+    (model(94, "tp", "dp", "ep"), 3, [1, 184, 512]),
+    (model(94, "tp"), 6, [1, 64, 144, 224, 352, 512]),
+    (
+        model(61, "tp", "dp", "ep", aiv=True, moe=True, multi_stream=1),
+        4,
+        [1, 120, 248, 512],
+    ),
+    (
+        model(61, "tp", "dp", "ep", aiv=True, moe=True, multi_stream=1, draft_layers=1),
+        4,
+        [1, 120, 248, 512],
+    ),
+    (model(61, "tp", "dp", moe=True, draft_layers=1), 5, FIVE),
+    (model(32, draft_layers=1), 51, list(SIZES)),
+    (
+        model(36, "tp", "pcp", "dcp"),
+        14,
+        [1, 16, 48, 80, 104, 136, 168, 200, 232, 272, 320, 384, 448, 512],
+    ),
+    (model(36, "tp", "pcp", "dcp", aiv=True), 23, None),
+    (model(400, "dp", "tp"), 0, [512]),
+]
+
+
+@pytest.mark.parametrize("profile", ["0.13", "0.18", "0.20", "last"])
+@pytest.mark.parametrize(("deployment", "count", "kept"), FORMULA)
+def test_formula_vectors(
+    deployment: Deployment, count: int, kept: list[int] | None, profile: str
+) -> None:
+    assert PROFILES[profile].capacity(deployment) == count
+    got = update_aclgraph_sizes(SIZES, deployment, profile=profile)
+    assert len(got) == min(max(count, 1), len(SIZES))
+    assert (got[0], got[-1]) == (1 if count > 1 else 512, 512)
+    assert kept is None or list(got) == kept
+
+
+def test_both_ends_of_a_long_list() -> None:
+    got = update_aclgraph_sizes(SIZES, model(36, "tp", aiv=True))
+    assert got[:6] == (1, 4, 24, 40, 56, 72)
+    assert got[-4:] == (400, 432, 480, 512)
+
+
+def test_the_last_revision_counts_full_graphs_first() -> None:
+    both = {"mode": "FULL_AND_PIECEWISE"}
+    assert PROFILES["last"].capacity(model(36, "tp"), full_graphs=51) == 15
+    assert list(update_aclgraph_sizes(SIZES, model(36, "tp"), profile="last", **both)) == FFTS_36
+    full = update_aclgraph_sizes(SIZES, model(36), profile="last", **both)
+    assert len(full) == (1800 - 51) // 37 == 47 < PROFILES["last"].capacity(model(36)) == 48
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_DECODE_ONLY"])
+def test_modes_without_pieces_keep_every_size(mode: str) -> None:
+    assert update_aclgraph_sizes(SIZES, model(400, "dp", "tp"), mode=mode) == SIZES
+
+
+def test_the_oldest_version_knows_no_expansion() -> None:
+    old = PROFILES["0.9.1"]
+    assert old.capacity(model(36)) == 1920 // 37
+    assert old.capacity(model(36, "dp", "tp", "ep", "etp", aiv=True)) == 1920 // 37 // 5
+
+
+def test_context_parallelism_is_unknown_to_version_0_11() -> None:
+    both = model(36, "tp", "pcp", "dcp")
+    assert (PROFILES["0.11"].capacity(both), PROFILES["0.13"].capacity(both)) == (15, 14)
+
+
+@pytest.mark.parametrize(
+    ("changes", "deployment", "count"),
+    [
+        ({"streams": 1920, "spare_set": False}, model(48, "tp", aiv=True), 19),
+        ({"streams": 1920}, model(48, "tp"), 12),
+        ({"streams": 1920}, model(12), 147),
+        ({}, model(12), 138),
+        ({}, model(12, aiv=True), 137),
+        ({"streams": 1920}, model(12, draft_layers=2), 120),
+        ({}, model(12, draft_layers=2), 112),
+        ({}, model(12, draft_layers=2, aiv=True), 111),
+    ],
+)
+def test_vectors_of_intermediate_versions(
+    changes: dict[str, Any], deployment: Deployment, count: int
+) -> None:
+    profile = replace(PROFILES["0.20"], **changes)
+    assert profile.capacity(deployment) == count
+    assert len(update_aclgraph_sizes(range(1, 151), deployment, profile=profile)) == count
+    assert update_aclgraph_sizes([1, 2, 3], deployment, profile=profile) == (1, 2, 3)
+
+
+# The structure of graphs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entries", "streams"),
+    [(0, 1), (1, 1), (2015, 1), (2016, 1), (2017, 2), (4032, 2), (4033, 3)],
+)
+def test_a_full_stream_goes_on_in_a_cascade(entries: int, streams: int) -> None:
+    assert graph_streams([entries], A2) == streams
+
+
+def test_queues_of_the_950_hold_less() -> None:
+    assert [graph_streams([n], A5) for n in (2009, 2010)] == [1, 2]
+
+
+@pytest.mark.parametrize("sides", [1, 2, 3])
+def test_every_joined_side_stream_takes_one(sides: int) -> None:
+    assert graph_streams([3, *[1] * sides], A2) == 1 + sides
+
+
+@pytest.mark.parametrize(("name", "entries"), [("A2", 13), ("A3", 13), ("950", 12), ("310P", 15)])
+def test_entries_of_an_update(name: str, entries: int) -> None:
+    assert DEVICES[name].task_entries == entries
+
+
+@pytest.mark.parametrize(
+    ("layers", "sides", "per_size", "sizes"),
+    [(36, 0, 37, 52), (64, 0, 65, 30), (64, 1, 130, 15), (64, 2, 195, 10), (94, 2, 285, 6)],
+)
+def test_piecewise_sets(layers: int, sides: int, per_size: int, sizes: int) -> None:
+    found = structural_figures(model(layers, multi_stream=sides), A2, reserve=0)
+    assert (found.usable, found.piecewise) == (1950, per_size)
+    assert found.usable // found.piecewise == sizes
+    assert found.piecewise == found.pieces * (1 + sides)
+
+
+@pytest.mark.parametrize(("layers", "kernels", "streams"), [(36, 12, 1), (80, 14, 2), (94, 30, 3)])
+def test_full_graphs_are_hardly_limited(layers: int, kernels: int, streams: int) -> None:
+    found = structural_figures(model(layers, kernels_per_layer=kernels), A2, reserve=0)
+    assert found.full == streams
+    assert found.usable // found.full >= 650
+
+
+def test_a_domain_takes_two_side_streams_unless_on_vector_cores() -> None:
+    assert structural_figures(model(64, "tp"), A2).piecewise == 195
+    assert structural_figures(model(64, "tp", aiv=True), A2).piecewise == 65
+
+
+def test_a_draft_model_has_graphs_of_its_own() -> None:
+    found = structural_figures(model(36, draft_layers=1), A2)
+    assert (found.pieces, found.full) == (39, 2)
+
+
+def test_usable_streams_are_a_sum_that_can_be_printed() -> None:
+    found = structural_figures(model(36), A2)
+    assert [streams for _, streams in found.terms] == [1984, -34, -48]
+    assert found.usable == 1902
+    assert structural_figures(model(36), A2, available=500).usable == 452
+    assert structural_figures(model(36), A2, available=20).usable == 0
+
+
+@pytest.mark.parametrize(
+    ("reported", "name", "streams"),
+    [
+        ("Ascend910B3", "A2", 1984),
+        ("Ascend910_9391", "A3", 1984),
+        ("Ascend950PR", "950", 1984),
+        ("Ascend310P3", "310P", 1024),
+        ("Ascend310B4", "310B", 512),
+        ("Ascend910A", "910A", 2048),
+        ("AscendNext", "A2", 1984),
+    ],
+)
+def test_devices_by_the_name_they_report(reported: str, name: str, streams: int) -> None:
+    assert (device_of(reported).name, device_of(reported).streams) == (name, streams)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fit"), [(1950, 1913, 51), (1950, 1950, None), (100, 60, 1), (90, 10, 1)]
+)
+def test_measured_capacity(before: int, after: int, fit: int | None) -> None:
+    assert sizes_that_fit(before, after) == fit
+
+
+def test_the_probe_counts_what_is_free_and_gives_it_back() -> None:
+    free = [object() for _ in range(7)]
+    taken: list[object] = []
+
+    def create() -> object:
+        if not free:
+            raise RuntimeError("error code is 207008")
+        taken.append(free.pop())
+        return taken[-1]
+
+    def destroy(stream: object) -> None:
+        taken.remove(stream)
+        free.append(stream)
+
+    assert probe_streams(create, destroy) == 7
+    assert probe_streams(create, destroy, most=3) == 3
+    assert (len(free), taken) == (7, [])
+
+
+def test_a_probe_that_is_broken_gives_back_what_it_took() -> None:
+    made: list[int] = []
+
+    def create() -> int:
+        if len(made) == 2:
+            raise TypeError("not a matter of streams")
+        made.append(len(made))
+        return made[-1]
+
+    left = []
+    with pytest.raises(TypeError):
+        probe_streams(create, left.append)
+    assert left == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Deployment(0),
+        lambda: Deployment(4, frozenset({"pp"})),
+        lambda: Deployment(4, draft_layers=-1),
+        lambda: update_aclgraph_sizes(SIZES, model(4), profile="1.0"),
+        lambda: stream_figures("1.0", model(4), A2),
+        lambda: device_named("A9"),
+    ],
+)
+def test_wrong_figures_are_named(wrong: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="expected"):
+        wrong()
+
+
+# Plans -------------------------------------------------------------------------------------------
+
+DEPLOYMENTS = st.builds(
+    Deployment,
+    layers=st.integers(1, 130),
+    domains=st.frozensets(st.sampled_from(DOMAINS)),
+    aiv=st.booleans(),
+    moe=st.booleans(),
+    multi_stream=st.integers(0, 3),
+    draft_layers=st.integers(0, 4),
+    kernels_per_layer=st.integers(1, 60),
+)
+ANY_PROFILE = st.sampled_from([STRUCTURAL, *PROFILES])
+ANY_DEVICE = st.sampled_from([DEVICES[name] for name in ("A2", "A3", "950", "310P")])
+MODES = st.sampled_from([mode for mode in GraphMode if mode is not GraphMode.NONE])
+REQS = st.integers(1, 600)
+
+
+def planned(
+    deployment: Deployment,
+    profile: str,
+    reqs: int,
+    mode: GraphMode,
+    *,
+    device: Any = A2,
+    budget: int | None = None,
+    query_len: int = 1,
+) -> CapturePlan:
+    figures = stream_figures(profile, deployment, device)
+    sizes = plan_sizes(max_num_reqs=reqs, max_num_tokens=8192, query_lens=(query_len,))
+    streams = figures.usable if budget is None else budget
+    return plan(
+        descriptors_for(mode, sizes),
+        Budget(streams=streams),
+        figures,
+        mode=mode,
+        landmarks=[reqs * query_len],
+    )
+
+
+@given(DEPLOYMENTS, ANY_PROFILE, REQS, MODES, ANY_DEVICE, st.none() | st.integers(0, 2500))
+def test_a_plan_never_exceeds_its_budget(
+    deployment: Deployment,
+    profile: str,
+    reqs: int,
+    mode: GraphMode,
+    device: Any,
+    budget: int | None,
+) -> None:
+    found = planned(deployment, profile, reqs, mode, device=device, budget=budget)
+    assert found.total.streams <= (found.budget.streams or 0)
+    assert all(each.why for each in found.left_out)
+    kept = [(each.mode, each.descriptor) for each in found.left_out]
+    assert not set(kept) & set(found.keys)
+
+
+@given(DEPLOYMENTS, ANY_PROFILE, REQS, MODES, st.integers(0, 2500), st.integers(1, 4))
+def test_the_smallest_and_the_largest_stay_while_two_fit(
+    deployment: Deployment,
+    profile: str,
+    reqs: int,
+    mode: GraphMode,
+    budget: int,
+    query_len: int,
+) -> None:
+    found = planned(deployment, profile, reqs, mode, budget=budget, query_len=query_len)
+    everything = [*found.captured, *found.left_out]
+    for runtime_mode in found.mode.runtime_modes:
+        asked = [each.descriptor.num_tokens for each in everything if each.mode is runtime_mode]
+        kept = [each.descriptor.num_tokens for each in found.captured if each.mode is runtime_mode]
+        if len(kept) >= 2:
+            assert {min(asked), max(asked)} <= set(kept)
+        elif kept:
+            assert kept == [max(asked)]
+
+
+@given(DEPLOYMENTS, st.sampled_from(DOMAINS), ANY_PROFILE, REQS, MODES, ANY_DEVICE)
+def test_another_domain_never_adds_a_size(
+    deployment: Deployment, domain: str, profile: str, reqs: int, mode: GraphMode, device: Any
+) -> None:
+    more = replace(deployment, domains=deployment.domains | {domain})
+    before = planned(deployment, profile, reqs, mode, device=device)
+    after = planned(more, profile, reqs, mode, device=device)
+    assert set(after.keys) <= set(before.keys)
+    assert set(after.mode.runtime_modes) <= set(before.mode.runtime_modes)
+    if profile != STRUCTURAL:
+        few = update_aclgraph_sizes(SIZES, more, profile=profile)
+        assert len(few) <= len(update_aclgraph_sizes(SIZES, deployment, profile=profile))
+
+
+@given(DEPLOYMENTS, REQS, MODES, st.integers(0, 2500), st.integers(0, 500))
+def test_a_larger_budget_keeps_what_a_smaller_one_kept(
+    deployment: Deployment, reqs: int, mode: GraphMode, budget: int, more: int
+) -> None:
+    before = planned(deployment, STRUCTURAL, reqs, mode, budget=budget)
+    after = planned(deployment, STRUCTURAL, reqs, mode, budget=budget + more)
+    assert set(before.keys) <= set(after.keys)
+
+
+@given(DEPLOYMENTS, st.sampled_from([*PROFILES]), st.integers(0, 80))
+def test_whole_and_broken_division_agree(
+    deployment: Deployment, profile: str, full_graphs: int
+) -> None:
+    """The formula was written with float divisions."""
+    found = PROFILES[profile]
+    usable = max(0, sum(streams for _, streams in found.terms(deployment, full_graphs)))
+    parts = found.per_size(deployment) // deployment.pieces
+    assert found.capacity(deployment, full_graphs) == int(usable / deployment.pieces / parts)

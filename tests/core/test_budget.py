@@ -1,0 +1,225 @@
+"""Which graphs a budget holds, in which order, and what is said about the others."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphrt.core.budget import Budget, CapturePlan, GraphCost, plan
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
+from graphrt.core.modes import GraphMode, resolve_mode
+from graphrt.core.sizes import CaptureKey, descriptors_for, mixed_sizes, plan_sizes
+from graphrt.core.traffic import by_worth
+
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+BOTH = GraphMode.FULL_AND_PIECEWISE
+SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)
+MIB = 1 << 20
+
+
+def pieces_take(streams: int, full: int = 1):
+    def cost(mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
+        if mode is PIECEWISE:
+            return GraphCost(streams, streams, descriptor.num_tokens * MIB, 0.5)
+        return GraphCost(full, 1, descriptor.num_tokens * MIB, 0.25)
+
+    return cost
+
+
+def keys_of(mode: GraphMode, *sizes: int, reqs: int = 8) -> tuple[CaptureKey, ...]:
+    found = plan_sizes(max_num_reqs=reqs, max_num_tokens=8192, sizes=sorted(sizes))
+    return descriptors_for(mode, found)
+
+
+def tokens(found: CapturePlan, mode: GraphMode) -> list[int]:
+    return [each.descriptor.num_tokens for each in found.captured if each.mode is mode]
+
+
+def test_without_limits_everything_is_captured_in_the_order_given() -> None:
+    keys = keys_of(BOTH, 1, 2, 4, 8)
+    found = plan(keys, Budget(), pieces_take(5), mode=BOTH)
+    assert (found.keys, found.left_out, found.mode) == (keys, (), BOTH)
+    assert found.total == GraphCost(4 * 5 + 4, 4 * 5 + 4, 30 * MIB, 3.0)
+
+
+def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
+    found = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15), pieces_take(5), mode=BOTH)
+    assert tokens(found, FULL) == [8, 4, 2, 1]
+    assert tokens(found, PIECEWISE) == [8, 1]
+    assert [(each.descriptor.num_tokens, each.padded_to) for each in found.left_out] == [
+        (4, 8),
+        (2, 8),
+    ]
+    assert found.left_out[0].why == "needs 5 streams; free: 1 of 15 streams"
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept"),
+    [
+        (Budget(graphs=10), [8, 1]),
+        (Budget(capture_s=1.0), [8, 1]),
+        (Budget(device_bytes=11 * MIB), [8, 2, 1]),
+        (Budget(device_bytes=9 * MIB, streams=100), [8, 1]),
+        (Budget(device_bytes=7 * MIB), [4, 2, 1]),
+    ],
+)
+def test_every_resource_counts(budget: Budget, kept: list[int]) -> None:
+    found = plan(keys_of(PIECEWISE, 1, 2, 4, 8), budget, pieces_take(5), mode=PIECEWISE)
+    assert tokens(found, PIECEWISE) == kept
+    assert found.mode is PIECEWISE
+
+
+def test_too_few_piecewise_sizes_are_one_more_step() -> None:
+    resolution = resolve_mode("FULL")
+    assert resolution.steps == ()
+    resolution = resolve_mode("FULL_AND_PIECEWISE")
+    found = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=8), pieces_take(5), mode=resolution)
+    assert found.mode is GraphMode.FULL_DECODE_ONLY
+    step = found.resolution.steps[-1]
+    assert (step.rule, step.before, step.after) == ("budget", BOTH, found.mode)
+    assert "0 of 4 piecewise sizes" in step.why
+    assert tokens(found, FULL) == [8, 4, 2, 1] and tokens(found, PIECEWISE) == []
+    assert "captures no PIECEWISE graphs" in found.left_out[0].why
+
+
+@pytest.mark.parametrize(("fewest", "mode"), [(2, BOTH), (3, GraphMode.FULL_DECODE_ONLY)])
+def test_how_few_is_too_few_is_a_parameter(fewest: int, mode: GraphMode) -> None:
+    keys, budget = keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15)
+    found = plan(keys, budget, pieces_take(5), mode=BOTH, min_piecewise=fewest)
+    assert found.mode is mode
+
+
+def test_a_host_that_asks_for_one_piecewise_size_gets_it() -> None:
+    found = plan(keys_of(BOTH, 4), Budget(streams=20), pieces_take(5), mode=BOTH)
+    assert (found.mode, tokens(found, PIECEWISE)) == (BOTH, [4])
+
+
+def test_the_room_of_dropped_pieces_goes_to_full_graphs() -> None:
+    found = plan(keys_of(BOTH, 1, 8), Budget(streams=9), pieces_take(3, full=4), mode=BOTH)
+    assert tokens(found, FULL) == [8, 1]
+
+
+def test_a_budget_for_nothing_ends_in_eager_mode() -> None:
+    found = plan(keys_of(FULL, 1, 8), Budget(streams=0), pieces_take(5), mode=FULL)
+    assert (found.mode, found.keys) == (GraphMode.NONE, ())
+    assert "no graph at all" in str(found)
+    assert found.left_out[0].padded_to is None
+
+
+def test_strict_refuses_the_step() -> None:
+    with pytest.raises(ModeNotSupportedError, match="piecewise sizes"):
+        plan(keys_of(BOTH, 1, 8), Budget(streams=4), pieces_take(5), mode=BOTH, strict=True)
+
+
+def test_no_keys_are_no_failure() -> None:
+    found = plan((), Budget(streams=0), pieces_take(5), mode="none")
+    assert (found.mode, found.keys, found.total.graphs) == (GraphMode.NONE, (), 0)
+
+
+def test_kinds_of_graphs_share_the_budget() -> None:
+    sizes = plan_sizes(max_num_reqs=64, max_num_tokens=8192, query_lens=(1, 4))
+    keys = descriptors_for("FULL_DECODE_ONLY", sizes)
+    found = plan(keys, Budget(streams=6), pieces_take(5), mode="FULL_DECODE_ONLY")
+    by_length = {
+        q: [each.descriptor.num_tokens for each in found.captured if each.descriptor.query_len == q]
+        for q in (1, 4)
+    }
+    assert by_length[4][0] == 256 and by_length[4][-1] == 4
+    assert by_length[1][0] == 64 and by_length[1][-1] == 1
+    assert {len(kept) for kept in by_length.values()} == {3}
+
+
+def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
+    limits = Budget(streams=15, device_bytes=100 * MIB)
+    text = str(plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH))
+    assert "PIECEWISE [8 tokens]: 5 streams, 8.0 MiB, 0.50 s" in text
+    assert "FULL [1 tokens 1 reqs uniform q=1]: 1 stream, 1.0 MiB, 0.25 s" in text
+    assert "in all: 6 of 8 sizes, 14 of 15 streams, 24.0 of 100.0 MiB" in text
+    assert "left out: PIECEWISE [4 tokens]: needs 5 streams" in text and "padded to 8" in text
+
+
+def test_a_plan_without_limits_counts_graphs() -> None:
+    found = plan(keys_of(FULL, 8), Budget(), lambda mode, descriptor: GraphCost(), mode=FULL)
+    assert found.lines() == ("FULL [8 tokens 8 reqs]: 1 graph", "in all: 1 of 1 sizes, 1 graph")
+
+
+@pytest.mark.parametrize(
+    "limits", [{"streams": -1}, {"capture_s": -0.5}, {"capture_s": float("nan")}]
+)
+def test_negative_budgets(limits: dict[str, float]) -> None:
+    with pytest.raises(InvalidOptionError, match="budget"):
+        Budget(**limits)
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(InvalidModeError):
+        plan((), Budget(), pieces_take(1), mode="HALF")
+
+
+# What a size is worth ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "kept"),
+    [
+        (4, [1, 32, 256, 512]),
+        (9, [1, 8, 32, 64, 128, 192, 256, 384, 512]),
+        (15, [1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512]),
+    ],
+)
+def test_even_traffic_leaves_no_hole_at_the_small_end(count: int, kept: list[int]) -> None:
+    """Evenly spaced in the list, 4 sizes would jump from 1 to 120, and 9 from 1 to 32 and 80."""
+    assert sorted(by_worth(SIZES, landmarks=[256])[:count]) == kept
+
+
+def test_the_ends_come_first_then_landmarks() -> None:
+    assert by_worth(SIZES, landmarks=[96, 100])[:3] == (512, 1, 96)
+    assert by_worth([4]) == (4,) and by_worth([]) == ()
+
+
+def test_traffic_decides() -> None:
+    assert by_worth([1, 2, 4, 8, 16, 32], {3: 0.9, 30: 0.1})[:3] == (32, 1, 4)
+    assert by_worth([1, 2, 4, 8, 16, 32], {7: 1})[:3] == (32, 1, 8)
+
+
+@pytest.mark.parametrize(
+    "traffic", [{}, {1: 0.0}, {0: 1.0}, {1: -1.0}, {True: 1.0}, {2: float("nan")}]
+)
+def test_traffic_that_says_nothing(traffic: dict[int, float]) -> None:
+    with pytest.raises(InvalidOptionError, match="traffic"):
+        by_worth([1, 2], traffic)
+
+
+def padding(kept: list[int], traffic: dict[int, float]) -> float:
+    return sum(
+        share * (next(size for size in kept if size >= live) - live)
+        for live, share in traffic.items()
+    )
+
+
+@given(
+    st.sets(st.integers(1, 60), min_size=3, max_size=9),
+    st.dictionaries(st.integers(1, 60), st.floats(0.1, 1), min_size=1, max_size=8),
+    st.data(),
+)
+def test_the_choice_is_close_to_the_best_one(
+    sizes: set[int], traffic: dict[int, float], data: st.DataObject
+) -> None:
+    largest, smallest = max(sizes), min(sizes)
+    traffic = {min(live, largest): share for live, share in traffic.items()}
+    ranked = by_worth(sizes, traffic)
+    assert sorted(ranked) == sorted(sizes)
+    count = data.draw(st.integers(2, len(sizes)))
+    got = padding(sorted(ranked[:count]), traffic)
+    inner = sizes - {largest, smallest}
+    best = min(
+        padding(sorted({largest, smallest, *chosen}), traffic)
+        for chosen in itertools.combinations(inner, count - 2)
+    )
+    none = padding(sorted({smallest, largest}), traffic)
+    # It is greedy, so that a smaller budget keeps a part of what a larger one keeps.
+    assert got - best <= 0.5 * (none - best) + 1e-9
