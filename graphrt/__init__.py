@@ -1,7 +1,7 @@
 """graphrt: capture a PyTorch forward as static device graphs, replay the right one per batch."""
 
 # First: it imports torch, and explains what makes that fail.
-from graphrt.core import torch_import as _torch_import  # noqa: F401, I001  isort: skip
+from graphrt.core import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt.core.breakable import eager_break
 from graphrt.core.context import ForwardContext, carry_context, current_context, forward_context
 from graphrt.core.descriptor import Batch, BatchDescriptor

@@ -10,6 +10,7 @@ import torch
 
 from graphrt.core import tree
 from graphrt.core.addresses import Parameters
+from graphrt.core.budget import Budget, CostModel
 from graphrt.core.capture import Progress
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch
@@ -22,14 +23,14 @@ from graphrt.core.errors import (
 from graphrt.core.graphset import Bind, CaptureContext, GraphSet
 from graphrt.core.input_spec import InputSpec
 from graphrt.core.inputs import StaticInputs, nest
-from graphrt.core.limits import largest_batch, wrong_requests
-from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
+from graphrt.core.limits import wrong_requests
+from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider
 from graphrt.core.options import GraphOptions
 from graphrt.core.plan import OutputAxes
+from graphrt.core.planning import plan_graphs
 from graphrt.core.platform import Platform
 from graphrt.core.pool import GraphPool
 from graphrt.core.segments import SegmentHooks
-from graphrt.core.sizes import descriptors_for, plan_sizes
 from graphrt.core.state import State
 from graphrt.core.stats import RunnerReport, report_of
 from graphrt.core.tasks import UNCHANGED, check_names
@@ -61,6 +62,8 @@ class GraphRunner:
         loras: Sequence[int | None] = (0,),
         bounds: Sequence[tuple[int, ...]] = ((),),
         variants: Sequence[Hashable] = (None,),
+        budget: Budget | None = None,
+        cost: CostModel | None = None,
         bind: Bind | None = None,
         state: Iterable[State | torch.Tensor] = (),
         parameters: Parameters = None,
@@ -78,7 +81,8 @@ class GraphRunner:
         `bind(buffers, descriptor, phase)` is called before every warm-up, capture, replay and
         eager step. At warm-up and capture all rows of the inputs are padding: what decides which
         kernels run (query lengths, the longest context) must be written there at its worst case.
-        `pool` shares memory with what never runs at the same time as this runner.
+        `pool` shares memory with what never runs at the same time as this runner. `budget` limits
+        what is captured, by what `cost` says of each graph (by default 1 of its graphs): `plan`.
         Raises the named errors of bad modes, sizes, inputs and platforms.
         """
         given = {"mode": mode, "sizes": sizes}
@@ -90,24 +94,23 @@ class GraphRunner:
         self._owns_pool = pool is None
         self.pool = GraphPool(platform) if pool is None else pool
         self.platform = self.pool.platform
-        self.resolution = resolve_mode(
-            self.options.mode,
-            attention=attention,
-            query_lens=query_lens,
-            pieces=pieces,
-            strict=self.options.strict,
-        )
-        self.mode = self.resolution.mode
-        self.sizes = plan_sizes(
-            **largest_batch(max_num_tokens, max_num_reqs, self.options.sizes),
-            query_lens=query_lens,
-            sizes=self.options.sizes,
-            max_size=self.options.max_size,
+        planned = plan_graphs(
+            self.options,
             cap=self.platform.default_max_size(),
+            max_num_tokens=max_num_tokens,
+            max_num_reqs=max_num_reqs,
+            query_lens=query_lens,
+            attention=attention,
+            pieces=pieces,
+            loras=loras,
+            bounds=bounds,
+            variants=variants,
+            budget=budget,
+            cost=cost,
         )
-        self.keys = descriptors_for(
-            self.mode, self.sizes, loras=loras, bounds=bounds, variants=variants
-        )
+        self.resolution, self.sizes = planned.resolution, planned.sizes
+        self.keys, self.plan = planned.keys, planned.plan
+        self.mode = self.resolution.mode
         self.inputs = StaticInputs(
             inputs,
             platform=self.platform,

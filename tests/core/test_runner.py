@@ -22,6 +22,7 @@ from graphrt import (
     current_context,
     eager_break,
 )
+from graphrt.core.budget import Budget, GraphCost
 from graphrt.core.errors import (
     CaptureError,
     CaptureSealedError,
@@ -445,3 +446,19 @@ def test_without_warm_up_each_a_graph_is_warmed_up_if_its_capture_needs_it():
     assert warm == [4, 2]
     assert len(captured.report().graphs) == 3
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
+
+
+def test_a_budget_limits_what_is_captured_and_the_mode_may_step_down():
+    cost = {GraphMode.FULL: GraphCost(streams=1), GraphMode.PIECEWISE: GraphCost(streams=5)}
+    planned = runner(
+        mode="FULL_AND_PIECEWISE",
+        sizes=[1, 2, 4],
+        budget=Budget(streams=7),
+        cost=lambda mode, _: cost[mode],
+    )
+    assert planned.mode is GraphMode.FULL_DECODE_ONLY
+    assert planned.resolution.steps[-1].rule == "budget"
+    planned.capture()
+    assert {graph.mode for graph in planned.report().graphs} == {GraphMode.FULL}
+    assert len(planned.plan.left_out) == 3
+    assert torch.equal(planned(x=rows(3)), rows(3, 2.0))
