@@ -2,9 +2,10 @@
 # PYTHON=... picks the interpreter, ARGS=... is handed on to the command.
 PYTHON ?= python3
 VENV ?= .venv
+ASCEND_VENV ?= .venv-ascend
 export PYTHON VENV
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench demo-ascend test-ascend
 
 demo: $(VENV)/.installed-demo
 	$(VENV)/bin/graphrt demo $(ARGS)
@@ -19,6 +20,20 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-test
 	$(VENV)/bin/python benchmarks/host_overhead.py $(ARGS)
+
+# On the simulator of graphrt/ascend/simulator, with torch_npu itself. Without the first variable
+# torch would load torch_npu too early.
+SIMULATED = OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 GRAPHRT_PLATFORM=ascend-sim
+
+demo-ascend: $(ASCEND_VENV)/.installed-ascend-sim
+	$(SIMULATED) $(ASCEND_VENV)/bin/graphrt demo $(ARGS)
+
+test-ascend: $(ASCEND_VENV)/.installed-ascend-sim
+	$(SIMULATED) $(ASCEND_VENV)/bin/python -m pytest -m npu $(ARGS)
+
+$(ASCEND_VENV)/.installed-ascend-sim: pyproject.toml constraints.txt ci/setup.sh
+	VENV=$(ASCEND_VENV) GRAPHRT_TORCH=2.13.0 bash ci/setup.sh ascend-sim
+	touch $@
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt ci/setup.sh
 	bash ci/setup.sh $*

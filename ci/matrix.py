@@ -4,7 +4,8 @@
     python ci/matrix.py --table     every row, with why it does not run
     python ci/matrix.py NAME FIELD  one field of one row, for ci/run_row.sh
 
-A row's `python` and `torch` may be empty: then the runner's own are used.
+A row's `python` and `torch` may be empty: then the runner's own are used. Its `target` is what
+make is called with, if not `test`.
 """
 
 from __future__ import annotations

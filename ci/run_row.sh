@@ -19,6 +19,7 @@ PYTHON=${PYTHON:-${python:+python$python}}
 export PYTHON=${PYTHON:-python3}
 GRAPHRT_TORCH=$(row torch)
 export GRAPHRT_TORCH
-export VENV=.venv/rows/$name
+export VENV=.venv/rows/$name ASCEND_VENV=.venv/rows/$name
+target=$(row target)
 
-make test
+make "${target:-test}"

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Installs graphrt with one of its extras into a virtual environment: ci/setup.sh demo|test|dev
+# Installs graphrt with one of its extras into a virtual environment:
+#
+#   ci/setup.sh demo|test|dev|ascend-sim
 #
 #   PYTHON         the interpreter to build on (python3)
 #   VENV           where the environment goes (.venv)
@@ -11,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extra=${1:?usage: ci/setup.sh demo|test|dev}
+extra=${1:?usage: ci/setup.sh demo|test|dev|ascend-sim}
 python=${PYTHON:-python3}
 venv=${VENV:-.venv}
 
@@ -86,6 +88,8 @@ install_graphrt() {
 }
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Importing torch would import torch_npu, which cannot be without CANN or its simulator.
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0
 [ -x "$venv/bin/python" ] || make_venv
 fitting_torch "$venv/bin/python" >/dev/null || install_torch
 install_graphrt

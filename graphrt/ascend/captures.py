@@ -5,9 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from graphrt.ascend.memory import GraphMemory, has_captured
+from graphrt.ascend import launch_queue
+from graphrt.ascend.library import available_streams
+from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.tasks import Tasks
-from graphrt.core.errors import NestedCaptureError
+from graphrt.core.errors import NestedCaptureError, StreamBudgetError
+from graphrt.core.pool_memory import has_captured
 
 
 class Captures:
@@ -17,6 +20,8 @@ class Captures:
         self._npu = npu
         self._tasks = tasks
         self._open: dict[Any, tuple[Any, GraphMemory, bool]] = {}
+        self._most_taken = 0
+        self._free_before: int | None = None
 
     def begin(self, graph: Any, memory: GraphMemory) -> None:
         if self._npu.is_current_stream_capturing():
@@ -25,16 +30,40 @@ class Captures:
                 expected="a stream outside of any capture",
                 advice="do not call graphrt inside torch.npu.graph",
             )
+        launch_queue.check()
+        free = available_streams()
+        # A begin that fails costs a pool, and a side stream that finds no room ends torch_npu's
+        # queue of launches; so what one capture took is asked for before the next.
+        if free is not None and free < self._most_taken:
+            raise StreamBudgetError(
+                "the device has too few free streams for another capture",
+                got=f"{free} streams",
+                expected=f"{self._most_taken}, as many as an earlier capture took",
+                advice="capture fewer sizes, or fewer pieces a size",
+            )
         handle, stream = memory.handle(), self._npu.current_stream()
+        self._tasks.leave(stream, memory)
         self._open[graph] = stream, memory, False
         # "global" would fail this capture for an unsafe call of any other thread.
         graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         self._open[graph] = stream, memory, True
         memory.add(graph)
+        self._free_before = free
+
+    def memory_of(self, graph: Any) -> GraphMemory:
+        """The memory of an open capture."""
+        return self._open[graph][1]
+
+    def is_capturing(self) -> bool:
+        """Whether a capture of this platform is open, in any thread."""
+        return bool(self._open)
 
     def end(self, graph: Any) -> None:
         graph.capture_end()
-        del self._open[graph]
+        self._tasks.return_to(self._open.pop(graph)[0])
+        free = available_streams()
+        if free is not None and self._free_before is not None:
+            self._most_taken = max(self._most_taken, self._free_before - free)
 
     def abort(self, graph: Any) -> None:
         opened = self._open.pop(graph, None)
@@ -42,6 +71,7 @@ class Captures:
             graph.reset()
             return
         stream, memory, begun = opened
+        self._tasks.return_to(stream)
         with self._npu.stream(stream):
             self._tasks.abort(graph)
             # Fails with what broke the capture (507903), but stops the routing all the same,

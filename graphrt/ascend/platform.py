@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 
+from graphrt.ascend import launch_queue
 from graphrt.ascend.captures import Captures
 from graphrt.ascend.explain import explain
 from graphrt.ascend.library import availability, limits, torch_npu, versions
 from graphrt.ascend.memory import GraphMemory
+from graphrt.ascend.options import AscendOptions, update_order_of
 from graphrt.ascend.tasks import TaskHandle, Tasks
+from graphrt.ascend.update_streams import is_update_stream
+from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.errors import CaptureError
 from graphrt.core.platform import (
     Availability,
@@ -43,6 +47,15 @@ class AscendPlatform(Platform):
         }
     )
 
+    def __init__(self, options: AscendOptions | None = None) -> None:
+        """Without `options` they come from the environment, when first used."""
+        self._options = options
+
+    @cached_property
+    def options(self) -> AscendOptions:
+        """How tasks are updated; raises `InvalidOptionError` for a bad variable."""
+        return AscendOptions.from_environment() if self._options is None else self._options
+
     @cached_property
     def _torch_npu(self) -> Any:
         return torch_npu()
@@ -52,8 +65,25 @@ class AscendPlatform(Platform):
         return torch_npu().npu
 
     @cached_property
+    def _watchdog(self) -> Watchdog | None:
+        options = self.options
+        if options.hang_timeout_s is None:
+            return None
+        return Watchdog(
+            self._npu,
+            options.hang_timeout_s,
+            options.on_hang,
+            lambda: self._captures.is_capturing(),
+        )
+
+    @cached_property
     def _tasks(self) -> Tasks:
-        return Tasks(self._npu)
+        return Tasks(
+            self._npu,
+            order=self.options.update_order or update_order_of(self._npu.get_device_name()),
+            strategy=self.options.update_strategy,
+            watchdog=self._watchdog,
+        )
 
     @cached_property
     def _captures(self) -> Captures:
@@ -101,6 +131,11 @@ class AscendPlatform(Platform):
     def memory_bytes(self, memory: GraphMemory) -> int:
         return memory.bytes()
 
+    def driver_bytes(self) -> int:
+        free, total = self._npu.mem_get_info()
+        stats = self._torch_npu._C._npu_memoryStats(self._npu.current_device())
+        return int(total - free - stats["reserved_bytes"]["all"]["current"])
+
     def release_memory(self, memory: GraphMemory) -> None:
         memory.clear()
         self._npu.empty_cache()
@@ -111,7 +146,12 @@ class AscendPlatform(Platform):
     # Streams ---------------------------------------------------------------------------------
 
     def new_stream(self) -> Any:
-        return self._npu.Stream()
+        stream = self._npu.Stream()
+        for _ in range(32):
+            if not is_update_stream(stream):
+                break
+            stream = self._npu.Stream()
+        return stream
 
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
@@ -140,7 +180,18 @@ class AscendPlatform(Platform):
         self._npu.current_stream().wait_stream(stream)
 
     def synchronize(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.wait()
         self._npu.synchronize()
+
+    def new_event(self) -> Any:
+        return self._npu.Event()
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            return super().host_buffer(nbytes)  # from which copies wait, but are right
 
     # Figures, limits, errors -----------------------------------------------------------------
 
@@ -152,15 +203,19 @@ class AscendPlatform(Platform):
         return limits()
 
     def explain(self, error: BaseException) -> CaptureError:
-        return error if isinstance(error, CaptureError) else explain(error)
+        if isinstance(error, CaptureError):
+            return error
+        return launch_queue.ended_error() if launch_queue.has_ended(error) else explain(error)
 
     # Tasks -----------------------------------------------------------------------------------
 
     def task_begin(self, graph: Any) -> None:
-        self._tasks.begin(graph)
+        self._tasks.begin(graph, self._captures.memory_of(graph))
 
     def task_end(self, graph: Any) -> TaskHandle:
         return self._tasks.end(graph)
 
-    def replay_updated(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
-        self._tasks.replay(graph, updates, changed)
+    def replay_updated(
+        self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
+    ) -> None:
+        self._tasks.replay(graph, updates, changed, name)

@@ -28,6 +28,7 @@ class Reason(enum.Enum):
     RANKS_DISAGREE = "other ranks cannot run the graph that this one could"
     NO_CONTEXT = "the call was made outside of a forward context"
     SEALED = "an unseen descriptor after seal() ran eagerly"
+    UPDATE_FAILED = "the update of a replay's tasks failed, and the step was repeated eagerly"
 
     __hash__ = object.__hash__
 

@@ -9,7 +9,7 @@ import torch
 from graphrt.core import tree
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import MissingUpdateError
+from graphrt.core.errors import DeviceHangError, MissingUpdateError
 from graphrt.core.segments import Part, TaskedSegment
 from graphrt.core.tasks import UNCHANGED, resolve_updates
 
@@ -27,6 +27,7 @@ class Entry:
         "outputs",
         "parts",
         "tasks",
+        "update_failed",
     )
 
     def __init__(
@@ -46,9 +47,13 @@ class Entry:
         # The caller may change what it gets, so a container is made anew for every step.
         self.container = not isinstance(outputs, torch.Tensor | None)
         self._mixed = False
-        self.tasks = tuple(
-            task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks
-        )
+        # Whether the last launch was ended by an update of its tasks, so that it may be repeated.
+        self.update_failed = False
+        tasked = [part for part in parts if isinstance(part, TaskedSegment)]
+        for place, part in enumerate(tasked):
+            which = f" segment {place + 1} of {len(tasked)}" if len(tasked) > 1 else ""
+            part.name = f"[{descriptor}]{which}"
+        self.tasks = tuple(task for part in tasked for task in part.tasks)
 
         # What most entries are: one graph and nothing else.
         alone = len(parts) == 1 and not self.tasks
@@ -68,6 +73,7 @@ class Entry:
                 part.replay()
 
     def _launch_tasks(self, context: ForwardContext, all_tasks: bool) -> None:
+        self.update_failed = False
         values = resolve_updates(self.tasks, context, all_known=all_tasks)
         if values is None and self._mixed:
             if context.updates is UNCHANGED:
@@ -83,7 +89,11 @@ class Entry:
         for part in self.parts:
             if isinstance(part, TaskedSegment):
                 count = len(part.tasks)
-                part.replay_with(None if values is None else values[taken : taken + count])
+                try:
+                    part.replay_with(None if values is None else values[taken : taken + count])
+                except Exception as error:
+                    self.update_failed = not isinstance(error, DeviceHangError)
+                    raise
                 taken += count
             else:
                 part.replay()

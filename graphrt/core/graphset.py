@@ -190,6 +190,7 @@ class GraphSet:
             "check_addresses": options.check_addresses,
             "segment_hooks": hooks,
             "share_executables": options.share_executables,
+            "eager_after_failed_update": options.eager_after_failed_update,
         }
         wrappers: dict[GraphMode, GraphWrapper] = {}
         inner = self._forward

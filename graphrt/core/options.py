@@ -48,7 +48,7 @@ class GraphOptions:
     capture. `warm_up_each=False` warms up only the largest graph of each kind, and another one only
     if its capture fails without. `max_padding` is the ratio of padding that dispatch still accepts.
     `share_executables` trades a switch between graphs of equal structure for the memory of an
-    executable each.
+    executable each. `eager_after_failed_update` repeats a step whose update of tasks raised.
 
     Values are checked when the options are made; raises `InvalidOptionError`, `InvalidModeError`,
     `InvalidSizesError`.
@@ -67,6 +67,7 @@ class GraphOptions:
     launch: Literal["graph", "eager"] = "graph"
     check_addresses: bool = False
     share_executables: bool = False
+    eager_after_failed_update: bool = False
     state_limit_bytes: int = 64 * _MIB
     max_padding: float | None = None
     compile: CompileOptions = field(default_factory=CompileOptions)
@@ -344,6 +345,7 @@ _GRAPH_CHECKS: dict[str, Check] = {
     "launch": _choice("graph", "eager"),
     "check_addresses": _flag,
     "share_executables": _flag,
+    "eager_after_failed_update": _flag,
     "state_limit_bytes": _whole(0, 64 * _MIB),
     "max_padding": _optional(_ratio),
     "compile": _compile,

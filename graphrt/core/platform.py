@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -98,12 +98,14 @@ class TaskUpdate:
     """One task of a graph and how to issue it again.
 
     `handle` is what `Platform.task_end` returned. `issue` calls the task's operator with the new
-    host arguments, the captured tensors, outputs and workspace; it allocates nothing.
+    host arguments, the captured tensors, outputs and workspace; it allocates nothing. `values` are
+    these host arguments by name, for a device that is told them instead.
     """
 
     name: str
     handle: Any
     issue: Callable[[], object]
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Platform(ABC):
@@ -122,6 +124,13 @@ class Platform(ABC):
     capture_executes: bool = False
     """Whether the operators run while they are captured. Where they do not, core replays each
     segment right after its capture, so that a capturing call has the effect of one eager call."""
+    by_name_only: bool = False
+    """Never the default: only `GRAPHRT_PLATFORM` and `platform=` choose it."""
+
+    def start(self) -> None:
+        """Called whenever a host is given the platform, which is available: it may load here what
+        `availability()` must not. Raises `PlatformUnavailableError` if that fails."""
+        return None
 
     @abstractmethod
     def availability(self) -> Availability:
@@ -306,11 +315,15 @@ class Platform(ABC):
         """Close the bracket; returns the handle that updates name."""
         raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
 
-    def replay_updated(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
-        """Replay `graph` with every task issued anew, in the order that the device needs.
+    def replay_updated(
+        self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
+    ) -> None:
+        """Replay `graph`, which errors call `name`, with every task issued anew, in the order that
+        the device needs.
 
         `updates` names all tasks of the graph. With `changed` false their arguments are those of
         the replay before, and only what the device needs at every replay is done. If an `issue`
-        raises, the device is left drained; the next replay comes with `changed` true.
+        raises, nothing runs, or all that runs comes to its end, with some arguments new and some
+        old; the next replay comes with `changed` true.
         """
         raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")

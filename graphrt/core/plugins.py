@@ -27,6 +27,7 @@ BUILT_IN_PLATFORMS: Mapping[str, str] = {
     "cuda": "graphrt.cuda.platform:CudaPlatform",
     "accelerator": "graphrt.accelerator.platform:AcceleratorPlatform",
     "cpu": "graphrt.cpu.platform:CpuPlatform",
+    "ascend-sim": "graphrt.ascend.simulator.platform:SimulatedAscendPlatform",
 }
 """Dotted paths in order of preference; those whose module is not installed are left out."""
 
@@ -63,6 +64,7 @@ class PlatformRegistry:
         self._failed: list[FoundPlatform] = []
         self._built_in_found: list[FoundPlatform] = []
         self._discovered = False
+        self._stood_in_for: set[str] = set()
         self._lock = threading.RLock()
 
     def register(self, plugin: object, name: str | None = None) -> str:
@@ -118,7 +120,12 @@ class PlatformRegistry:
                 expected="a machine that can run it",
                 advice=_choices(usable),
             )
-        return _platform_of(found)
+        platform = _platform_of(found)
+        if must_be_available:
+            platform.start()
+            if platform.by_name_only:
+                self._stood_in_for.add(platform.device_type)
+        return platform
 
     def current(self, environ: Mapping[str, str] | None = None) -> Platform:
         """The default platform: the forced one, else the out-of-tree one, else a built-in.
@@ -130,7 +137,7 @@ class PlatformRegistry:
         forced = environ.get(PLATFORM_VARIABLE, "").strip()
         if forced:
             return self.get(forced)
-        usable = self._usable()
+        usable = [each for each in self._usable() if self._may_be_default(_platform_of(each))]
         _refuse_two_of_a_name(usable)
         available = [each for each in usable if each.availability.available]
         out_of_tree = [each for each in available if each.origin == "plugin"]
@@ -150,7 +157,13 @@ class PlatformRegistry:
                 expected="at least the CPU's",
                 advice="graphrt doctor shows what was found",
             )
-        return _platform_of((out_of_tree or available)[0])
+        platform = _platform_of((out_of_tree or available)[0])
+        platform.start()
+        return platform
+
+    def _may_be_default(self, platform: Platform) -> bool:
+        # A stand-in for a device's library makes the platform of the real device look available.
+        return not platform.by_name_only and platform.device_type not in self._stood_in_for
 
     # Discovery -------------------------------------------------------------------------------
 

@@ -42,11 +42,15 @@ class CapturedTask:
         self.values = values
 
     def update(self, values: HostValues) -> TaskUpdate:
-        return TaskUpdate(
-            self.name,
-            self.handle,
-            lambda: self.spec.issue(*self.args, **self.kwargs, **values),
-        )
+        def issue() -> None:
+            try:
+                self.spec.issue(*self.args, **self.kwargs, **values)
+            except Exception as error:
+                if hasattr(error, "add_note"):
+                    error.add_note(f"while updating task {self.name!r}")
+                raise
+
+        return TaskUpdate(self.name, self.handle, issue, values)
 
 
 class SegmentHooks(Protocol):
@@ -77,9 +81,9 @@ class HookedSegment:
 
 
 class TaskedSegment:
-    """A segment whose tasks are issued anew at every replay."""
+    """A segment whose tasks are issued anew at every replay; `name` says whose it is."""
 
-    __slots__ = ("_hooks", "_platform", "graph", "tasks")
+    __slots__ = ("_hooks", "_platform", "graph", "name", "tasks")
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class TaskedSegment:
     ) -> None:
         self.graph = graph
         self.tasks = tasks
+        self.name = "a graph under capture"
         self._platform = platform
         self._hooks = hooks
 
@@ -103,6 +108,8 @@ class TaskedSegment:
             self._hooks.before_replay()
         current = [task.values for task in self.tasks] if values is None else values
         updates = [task.update(new) for task, new in zip(self.tasks, current, strict=True)]
-        self._platform.replay_updated(self.graph, updates, changed=values is not None)
+        self._platform.replay_updated(
+            self.graph, updates, changed=values is not None, name=self.name
+        )
         for task, new in zip(self.tasks, current, strict=True):
             task.values = new

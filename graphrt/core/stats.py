@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
 
-    `steps` counts batches by graph, `reasons` by why they ran as they did; NO_CONTEXT and SEALED
-    count calls of the runner's wrappers. `live_tokens` and `padded_tokens` are over the steps that
-    a graph served.
+    `steps` counts batches by graph, `reasons` by why they ran as they did; NO_CONTEXT, SEALED
+    and UPDATE_FAILED count calls of the runner's wrappers. `live_tokens` and `padded_tokens` are
+    over the steps that a graph served.
     """
 
     resolution: ModeResolution
@@ -70,6 +70,7 @@ def report_of(runner: GraphRunner, live_tokens: int) -> RunnerReport:
             **runner.dispatcher.counts(),
             Reason.NO_CONTEXT: sum(w.calls_without_context for w in wrappers),
             Reason.SEALED: sum(w.eager_calls_after_seal for w in wrappers),
+            Reason.UPDATE_FAILED: sum(w.failed_updates for w in wrappers),
         },
         live_tokens=live_tokens,
         padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),

@@ -41,11 +41,13 @@ class HostArg:
 
     `axis` None is a scalar. A list over "reqs" or "tokens" is padded to the graph's size: with
     `pad` "zero", with "repeat" of its last value, or as "cumulative" query lengths, whose padding
-    ends at the graph's number of tokens.
+    ends at the graph's number of tokens. "reqs+1" has room for one request more, to which padding
+    tokens can belong when all requests are live. An `optional` one may be left out of updates.
     """
 
-    axis: Literal["reqs", "tokens"] | None = "reqs"
+    axis: Literal["reqs", "reqs+1", "tokens"] | None = "reqs"
     pad: Literal["zero", "repeat", "cumulative"] = "zero"
+    optional: bool = False
 
     def fitted(self, key: str, value: Any, tokens: int, reqs: int | None) -> Any:
         """`value` padded for a graph of `tokens` and `reqs`; raises `InvalidUpdateError`."""
@@ -54,26 +56,36 @@ class HostArg:
             return copy.copy(value)
         values = [int(v) for v in value]
         if self.pad == "cumulative":
-            _check_cumulative(key, values, tokens)
-        size = reqs if self.axis == "reqs" else tokens
-        if size is None:
-            return values
-        if not values or len(values) > size:
+            _check_rising(key, values, tokens)
+        size = self._size(tokens, reqs)
+        missing = 0 if size is None else size - len(values)
+        if not values or missing < 0:
             raise InvalidUpdateError(
                 f"host argument {key!r} has the wrong length",
                 got=len(values),
                 expected=f"1 to {size} ({self.axis} of the graph)",
                 advice="pass one value for each live request",
             )
-        missing = size - len(values)
         if self.pad == "zero":
             return values + [0] * missing
-        if self.pad == "repeat" or not missing:
+        if self.pad == "repeat":
             return values + [values[-1]] * missing
-        return values + [values[-1]] * (missing - 1) + [tokens]
+        if not missing and values[-1] != tokens:
+            raise InvalidUpdateError(
+                f"cumulative host argument {key!r} does not add up",
+                got=values,
+                expected=f"the last one to be {tokens}, as the padding tokens need a request too",
+                advice='declare it with axis "reqs+1", or pad the batch to its own tokens',
+            )
+        return values + [values[-1]] * (missing - 1) + [tokens] * (missing > 0)
+
+    def _size(self, tokens: int, reqs: int | None) -> int | None:
+        if self.axis == "tokens":
+            return tokens
+        return reqs if reqs is None or self.axis == "reqs" else reqs + 1
 
 
-def _check_cumulative(key: str, values: list[int], tokens: int) -> None:
+def _check_rising(key: str, values: list[int], tokens: int) -> None:
     rising = all(a <= b for a, b in pairwise(values))
     if not values or not rising or values[0] < 0 or values[-1] > tokens:
         raise InvalidUpdateError(
@@ -133,12 +145,13 @@ class UpdatableTask:
                 advice="pass updates= to the runner or forward_context(), and at_capture= to the "
                 "task for warm-up and capture",
             )
-        return self.fitted(name, given, context)
+        return self.fitted(self.given(name, given), context)
 
-    def fitted(
-        self, name: str, updates: Mapping[str, HostValues], context: ForwardContext
-    ) -> HostValues:
-        """The padded host values of task `name`, by its own name or else its group's."""
+    def given(self, name: str, updates: Mapping[str, HostValues]) -> HostValues:
+        """The host values of task `name` as passed, by its own name or else its group's.
+
+        Raises `MissingUpdateError` if there are none, `InvalidUpdateError` for wrong keys.
+        """
         values = updates.get(name)
         if values is None:
             values = updates.get(self.group)
@@ -149,19 +162,28 @@ class UpdatableTask:
                 expected=f"{name!r} or its group {self.group!r}",
                 advice="a replay needs the host arguments of every task, or updates=UNCHANGED",
             )
-        if values.keys() != self.host_args.keys():
+        declared = self.host_args
+        missing = any(key not in values and not arg.optional for key, arg in declared.items())
+        if missing or not values.keys() <= declared.keys():
             raise InvalidUpdateError(
                 f"the update of task {name!r} has the wrong keys",
                 got=sorted(values),
-                expected=sorted(self.host_args),
+                expected=", ".join(
+                    f"{key!r}{' (optional)' * arg.optional}" for key, arg in declared.items()
+                ),
                 advice="pass exactly the declared host arguments",
             )
+        return values
+
+    def fitted(self, values: HostValues, context: ForwardContext) -> HostValues:
+        """`values` padded to the graph of the context; raises `InvalidUpdateError`."""
         descriptor = context.descriptor
         assert descriptor is not None
         reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
         return {
             key: host_arg.fitted(key, values[key], descriptor.num_tokens, reqs)
             for key, host_arg in self.host_args.items()
+            if key in values
         }
 
 
@@ -203,9 +225,28 @@ def resolve_updates(
         )
     if all_known:
         check_names(updates, {name for task in tasks for name in (task.name, task.spec.group)})
-    values = [task.spec.fitted(task.name, updates, context) for task in tasks]
-    unchanged = all(new == task.values for new, task in zip(values, tasks, strict=True))
-    return None if unchanged else values
+    # The layers of a group share their values, which are fitted, and compared, only once.
+    shared: dict[tuple[int, int], tuple[HostValues, HostValues]] = {}
+    values: list[HostValues] = []
+    for task in tasks:
+        given = task.spec.given(task.name, updates)
+        key = id(given), id(task.spec)
+        if key not in shared:
+            shared[key] = given, task.spec.fitted(given, context)
+        fitted = shared[key][1]
+        if fitted.keys() != task.values.keys():
+            raise InvalidUpdateError(
+                f"the update of task {task.name!r} has other keys than its capture",
+                got=sorted(fitted),
+                expected=sorted(task.values),
+                advice="leave an optional host argument out everywhere, at_capture too, or nowhere",
+            )
+        values.append(fitted)
+    pairs = {
+        (id(new), id(task.values)): (new, task.values)
+        for new, task in zip(values, tasks, strict=True)
+    }
+    return None if all(new == old for new, old in pairs.values()) else values
 
 
 def check_names(updates: Mapping[str, HostValues], known: Collection[str]) -> None:

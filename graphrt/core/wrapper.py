@@ -39,6 +39,8 @@ class WrapperOptions:
     a sealed wrapper sees an unseen descriptor. `check_addresses` compares every tensor argument of
     every replay with the captured one. `share_executables` lets graphs of equal structure share
     one executable on the device: less memory, and a switch where the graph changes.
+    `eager_after_failed_update` runs a step eagerly, once more, whose update of tasks raised: for
+    forwards that may run twice on the same inputs.
     """
 
     outputs: Literal["pool", "static", "clone"] = "pool"
@@ -49,6 +51,7 @@ class WrapperOptions:
     check_addresses: bool = False
     segment_hooks: SegmentHooks | None = None
     share_executables: bool = False
+    eager_after_failed_update: bool = False
 
 
 class _Hot:
@@ -126,6 +129,8 @@ class GraphWrapper:
             self.pool.platform.require(Capability.EXEC_DEDUP, "share_executables")
         self.calls_without_context = 0
         self.eager_calls_after_seal = 0
+        self.failed_updates = 0
+        self.last_failed_update: str | None = None
         self.pool.add_wrapper(self)
         self._hot = _Hot(self.runtime_mode, self.pool, self.options, read_context)
         self._entries: dict[BatchDescriptor, Entry] = {}
@@ -169,7 +174,12 @@ class GraphWrapper:
                     pool.change_stream(stream_id)
             graph = entry.graph
             if graph is None:
-                entry.launch(context, all_tasks=hot.one_call_a_step)
+                try:
+                    entry.launch(context, all_tasks=hot.one_call_a_step)
+                except Exception as error:
+                    if entry.update_failed and self.options.eager_after_failed_update:
+                        return self._repeat_eagerly(context, error, args, kwargs)
+                    raise
             else:
                 graph.replay()
             if pool.owner is not context:
@@ -314,6 +324,22 @@ class GraphWrapper:
         if self._hot.clones:
             return tree.map_tensors(torch.Tensor.clone, result)
         return result
+
+    def _repeat_eagerly(
+        self,
+        context: ForwardContext,
+        error: Exception,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The step of a replay whose update failed, run eagerly; counted, with the error's text."""
+        if not isinstance(context.updates, Mapping):
+            raise error
+        self.failed_updates += 1
+        self.last_failed_update = f"{type(error).__name__}: {error}"
+        with torch.no_grad():
+            result = self.runnable(*args, **kwargs)
+            return self._to_static(result) if self.options.outputs == "static" else result
 
     def _insert(self, entry: Entry, slot: int) -> None:
         if slot >= 0:

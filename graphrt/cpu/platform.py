@@ -98,7 +98,7 @@ class CpuPlatform(Platform):
         return graph.task_end()
 
     def replay_updated(
-        self, graph: TapeGraph, updates: Sequence[TaskUpdate], *, changed: bool
+        self, graph: TapeGraph, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
     ) -> None:
         if changed:
             for update in updates:

@@ -11,12 +11,14 @@ from graphrt.core.errors import CaptureError, NestedCaptureError
 from graphrt.cuda import driver
 from graphrt.cuda.forks import ForkWatch
 from graphrt.cuda.memory import GraphMemory
+from graphrt.cuda.update import Tasks
 
 
 class Captures:
     """The stream and the memory of every open capture."""
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
         self._open: dict[Any, tuple[torch.cuda.Stream, GraphMemory]] = {}
         self._forks = ForkWatch()
 
@@ -59,6 +61,7 @@ class Captures:
 
     def abort(self, graph: Any) -> None:
         self._forks.end()
+        self._tasks.abort(graph)
         opened = self._open.pop(graph, None)
         if opened is None:
             graph.reset()

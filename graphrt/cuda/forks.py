@@ -9,7 +9,7 @@ import torch
 
 from graphrt.core.errors import CaptureError
 from graphrt.core.source import Source, user_source
-from graphrt.cuda import driver
+from graphrt.cuda import driver, nodes
 
 
 class ForkWatch:
@@ -43,7 +43,7 @@ class ForkWatch:
             return
         graph, joined = driver.capture_dependencies(stream)
         before: dict[int, list[int]] = {}
-        for node, after, _ in driver.edges(graph):
+        for node, after, _ in nodes.edges(graph):
             before.setdefault(after, []).append(node)
         reached, pending = set(joined), list(joined)
         while pending:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -16,12 +16,15 @@ from graphrt.core.platform import (
     MemoryFigures,
     Platform,
     SharingFigures,
+    TaskUpdate,
 )
 from graphrt.core.sizes import default_cap
+from graphrt.cuda import driver
 from graphrt.cuda.captures import Captures
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory
 from graphrt.cuda.sharing import ShareableGraph
+from graphrt.cuda.update import TaskHandle, Tasks
 
 
 class CudaPlatform(Platform):
@@ -39,11 +42,12 @@ class CudaPlatform(Platform):
             Capability.RANDOM,
             Capability.MEMORY_FIGURES,
         }
-        | ({Capability.EXEC_DEDUP} if torch.version.hip is None else set())
+        | ({Capability.EXEC_DEDUP, Capability.TASK_UPDATE} if torch.version.hip is None else set())
     )
 
     def __init__(self) -> None:
-        self._captures = Captures()
+        self._tasks = Tasks()
+        self._captures = Captures(self._tasks)
 
     def availability(self) -> Availability:
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
@@ -67,7 +71,8 @@ class CudaPlatform(Platform):
         return GraphMemory()
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
-        return torch.cuda.CUDAGraph()
+        # The template is what an update of a task names its nodes by.
+        return torch.cuda.CUDAGraph(keep_graph=driver.available())
 
     def new_shareable_graph(self) -> ShareableGraph:
         return ShareableGraph()
@@ -163,3 +168,16 @@ class CudaPlatform(Platform):
 
     def explain(self, error: BaseException) -> CaptureError:
         return error if isinstance(error, CaptureError) else explain(error)
+
+    # Tasks -----------------------------------------------------------------------------------
+
+    def task_begin(self, graph: Any) -> None:
+        self._tasks.begin(graph)
+
+    def task_end(self, graph: Any) -> TaskHandle:
+        return self._tasks.end(graph)
+
+    def replay_updated(
+        self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
+    ) -> None:
+        self._tasks.replay(graph, updates, changed)

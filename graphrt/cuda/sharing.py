@@ -10,7 +10,8 @@ import torch
 
 from graphrt.core.errors import ExecutableSwitchError
 from graphrt.core.platform import SharingFigures
-from graphrt.cuda import driver
+from graphrt.cuda.driver import node_count
+from graphrt.cuda.nodes import clone_graph, destroy_graph, update_executable
 from graphrt.cuda.signature import signature_of
 
 
@@ -72,7 +73,7 @@ class Group:
     def switch(self, graph: ShareableGraph) -> None:
         """Give the executable the parameters of `graph`, for its coming launches."""
         started = time.perf_counter()
-        if not driver.update_executable(self.owner.graph.raw_cuda_graph_exec(), graph.template):
+        if not update_executable(self.owner.graph.raw_cuda_graph_exec(), graph.template):
             raise ExecutableSwitchError(
                 "the driver refused to switch a shared executable to another graph",
                 expected="what it accepted when the graph was captured",
@@ -84,9 +85,9 @@ class Group:
 
     def join(self, graph: ShareableGraph) -> bool:
         """Take `graph` in and destroy its own executable; False if the driver refuses."""
-        template = driver.clone_graph(graph.graph.raw_cuda_graph())
-        if not driver.update_executable(self.owner.graph.raw_cuda_graph_exec(), template):
-            driver.destroy_graph(template)
+        template = clone_graph(graph.graph.raw_cuda_graph())
+        if not update_executable(self.owner.graph.raw_cuda_graph_exec(), template):
+            destroy_graph(template)
             return False
         # A launch of it that is under way still ends: the driver frees it afterwards.
         graph.graph.reset()
@@ -100,7 +101,7 @@ class Group:
         """Let `graph` go; the executable lives until the last one has gone."""
         self.members.discard(graph)
         if graph is not self.owner:
-            driver.destroy_graph(graph.template)
+            destroy_graph(graph.template)
         if not self.members:
             self._sharing.groups.pop(self._signature, None)
             self.owner.graph.reset()
@@ -120,7 +121,7 @@ class Sharing:
     def add(self, graph: ShareableGraph) -> None:
         """Share the executable of a graph that was replayed once, if that is safe."""
         template = graph.graph.raw_cuda_graph()
-        nodes = driver.node_count(template)
+        nodes = node_count(template)
         signature = None if graph.random is not False else signature_of(template)
         group = None if signature is None else self.groups.get(signature)
         if group is not None and group.join(graph):

@@ -6,7 +6,16 @@ from collections.abc import Hashable
 
 import torch
 
-from graphrt.cuda import driver
+from graphrt.cuda.nodes import (
+    edges,
+    function_attribute,
+    function_name,
+    function_of,
+    kernel_attribute,
+    kernel_parameters,
+    node_type,
+    nodes_of,
+)
 
 _KERNEL, _MEMCPY, _MEMSET, _EMPTY = 0, 1, 2, 5
 # CUlaunchAttributeID and CUfunction_attribute
@@ -23,12 +32,12 @@ def signature_of(graph: int) -> Hashable | None:
     on it. Clusters must be equal: drivers are known that keep the old one without a word.
     Communication is never shared: its kernels keep state for each graph.
     """
-    nodes = driver.nodes(graph)
+    nodes = nodes_of(graph)
     places = {node: place for place, node in enumerate(nodes)}
     found: list[Hashable] = []
     functions: dict[int, Hashable | None] = {}
     for node in nodes:
-        kind = driver.node_type(node)
+        kind = node_type(node)
         if kind == _KERNEL:
             kernel = _kernel(node, functions)
             if kernel is None:
@@ -38,26 +47,26 @@ def signature_of(graph: int) -> Hashable | None:
             found.append(kind)
         else:
             return None
-    edges = tuple((places[a], places[b], kind) for a, b, kind in driver.edges(graph))
-    return tuple(found), edges
+    between = tuple((places[a], places[b], kind) for a, b, kind in edges(graph))
+    return tuple(found), between
 
 
 def _kernel(node: int, functions: dict[int, Hashable | None]) -> Hashable | None:
     """What must be equal about a kernel node; None if it may not be shared."""
-    function = driver.function_of(driver.kernel_parameters(node))
+    function = function_of(kernel_parameters(node))
     if function is None:
         return None
     if function not in functions:
         functions[function] = _function(function)
     of_function = functions[function]
-    cluster = driver.kernel_attribute(node, _CLUSTER)
-    preferred = driver.kernel_attribute(node, _PREFERRED_CLUSTER)
+    cluster = kernel_attribute(node, _CLUSTER)
+    preferred = kernel_attribute(node, _PREFERRED_CLUSTER)
     if of_function is None or cluster is None:
         return None
     # Where the driver does not tell, nobody knows whether an update would change it.
     if preferred is None and any(cluster) and _prefers_clusters():
         return None
-    return of_function, cluster, preferred, driver.kernel_attribute(node, _COOPERATIVE)
+    return of_function, cluster, preferred, kernel_attribute(node, _COOPERATIVE)
 
 
 def _prefers_clusters() -> bool:
@@ -67,8 +76,8 @@ def _prefers_clusters() -> bool:
 
 def _function(function: int) -> Hashable | None:
     """How a function is bound to clusters; None if it communicates or the driver does not tell."""
-    name = driver.function_name(function)
+    name = function_name(function)
     if name is None or any(word in name.lower() for word in _COMMUNICATION):
         return None
-    found = tuple(driver.function_attribute(function, each) for each in _CLUSTER_OF_FUNCTION)
+    found = tuple(function_attribute(function, each) for each in _CLUSTER_OF_FUNCTION)
     return None if None in found else found

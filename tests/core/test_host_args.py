@@ -1,11 +1,13 @@
-"""Padding of host arguments, which the host never does itself."""
+"""Host arguments of tasks: padding, which the host never does itself, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
-from graphrt import HostArg
-from graphrt.core.errors import InvalidUpdateError
+from graphrt import UNCHANGED, BatchDescriptor, ForwardContext, GraphMode, HostArg, UpdatableTask
+from graphrt.core.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.segments import CapturedTask
+from graphrt.core.tasks import resolve_updates
 
 TOKENS, REQS = 8, 4
 
@@ -17,6 +19,9 @@ TOKENS, REQS = 8, 4
         (HostArg("reqs", "repeat"), [5, 6], [5, 6, 6, 6]),
         (HostArg("reqs", "cumulative"), [2, 4], [2, 4, 4, 8]),
         (HostArg("reqs", "cumulative"), [2, 4, 6, 8], [2, 4, 6, 8]),
+        (HostArg("reqs+1", "cumulative"), [2, 4, 5, 6], [2, 4, 5, 6, 8]),
+        (HostArg("reqs+1", "zero"), [5, 6], [5, 6, 0, 0, 0]),
+        (HostArg("reqs", "cumulative"), [8], [8, 8, 8, 8]),
         (HostArg("tokens", "zero"), [1], [1] + [0] * 7),
         (HostArg(None), "BSND", "BSND"),
     ],
@@ -33,8 +38,69 @@ def test_values_are_padded_to_the_graph(arg, value, expected):
         (HostArg("reqs", "cumulative"), [4, 2]),
         (HostArg("reqs", "cumulative"), [4, 9]),
         (HostArg("reqs", "cumulative"), [-1, 3]),
+        (HostArg("reqs", "cumulative"), []),
+        (HostArg("reqs", "cumulative"), [1, 2, 3, 4]),
+        (HostArg("reqs+1"), [1] * 6),
     ],
 )
 def test_values_that_do_not_fit_are_named_errors(arg, value):
     with pytest.raises(InvalidUpdateError, match="lengths"):
         arg.fitted("lengths", value, TOKENS, REQS)
+
+
+def test_cumulative_lengths_of_any_number_of_requests_must_end_at_the_tokens():
+    arg = HostArg("reqs", "cumulative")
+    assert arg.fitted("lengths", [2, 8], TOKENS, None) == [2, 8]
+    with pytest.raises(InvalidUpdateError, match="add up"):
+        arg.fitted("lengths", [2, 4], TOKENS, None)
+
+
+def resolve(updates, *, tasks=3, all_known=True):
+    spec = UpdatableTask(
+        "attention", print, {"lengths": HostArg("reqs"), "splits": HostArg(None, optional=True)}
+    )
+    captured = [
+        CapturedTask(spec, f"layer.{place}", None, (), {}, {"lengths": [0, 0]})
+        for place in range(tasks)
+    ]
+    context = ForwardContext(GraphMode.FULL, BatchDescriptor(2, 2), updates=updates)
+    return resolve_updates(captured, context, all_known=all_known)
+
+
+def test_a_group_is_fitted_once_for_all_of_its_layers():
+    values = resolve({"attention": {"lengths": [1]}})
+    assert values == [{"lengths": [1, 0]}] * 3
+    assert values[0] is values[1] is values[2]
+    own = resolve({"attention": {"lengths": [1]}, "layer.1": {"lengths": [2]}})
+    assert own == [{"lengths": [1, 0]}, {"lengths": [2, 0]}, {"lengths": [1, 0]}]
+    assert own[0] is own[2]
+
+
+def test_equal_updates_resolve_to_nothing():
+    assert resolve({"attention": {"lengths": (0,)}}) is None
+    assert resolve(UNCHANGED) is None
+    assert resolve({f"layer.{place}": {"lengths": [0]} for place in range(3)}) is None
+
+
+@pytest.mark.parametrize(
+    ("updates", "error", "text"),
+    [
+        (None, MissingUpdateError, "UNCHANGED"),
+        ([], MissingUpdateError, "UNCHANGED"),
+        ({}, MissingUpdateError, "layer.0"),
+        ({"layer.0": {"lengths": [1]}}, MissingUpdateError, "layer.1"),
+        ({"attention": {"lengths": [1]}, "mlp": {}}, InvalidUpdateError, "mlp"),
+        ({"attention": {}}, InvalidUpdateError, "lengths"),
+        ({"attention": {"lengths": [1], "lens": [1]}}, InvalidUpdateError, "lens"),
+        ({"attention": {"lengths": [1], "splits": 2}}, InvalidUpdateError, "splits"),
+        ({"attention": {"lengths": [1, 2, 3]}}, InvalidUpdateError, "3"),
+    ],
+)
+def test_updates_that_do_not_fit_are_named_errors(updates, error, text):
+    with pytest.raises(error, match=text):
+        resolve(updates)
+
+
+def test_a_piece_takes_what_is_its_own():
+    updates = {"attention": {"lengths": [1]}, "mlp": {}}
+    assert resolve(updates, all_known=False) == [{"lengths": [1, 0]}] * 3

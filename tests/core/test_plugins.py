@@ -116,6 +116,26 @@ def test_out_of_tree_goes_first_if_available() -> None:
     assert registry(off, built_ins=table("gpu", "cpu")).current().name == "gpu"
 
 
+def test_a_stand_in_is_taken_by_name_only_and_started_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in, real, cpu = StubPlatform("npu-sim"), StubPlatform("npu"), StubPlatform("cpu")
+    stand_in.by_name_only, stand_in.device_type = True, "npu"
+    real.device_type = "npu"
+    started: list[str] = []
+    for each in (stand_in, real, cpu):
+        monkeypatch.setattr(each, "start", lambda name=each.name: started.append(name))
+    assert registry(stand_in, cpu).current() is cpu
+    found = registry([stand_in, real], cpu)
+    assert found.get("npu-sim", must_be_available=False) is stand_in
+    assert (stand_in.asked, started) == (0, ["cpu"])
+    assert found.get("npu-sim") is stand_in
+    # It makes the platform of the real device look available, which it is not.
+    assert found.current() is cpu
+    assert found.current({"GRAPHRT_PLATFORM": "npu-sim"}) is stand_in
+    assert started == ["cpu", "npu-sim", "cpu", "npu-sim"]
+
+
 def test_environment_forces_one_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found = registry([StubPlatform("one"), StubPlatform("two")])
     monkeypatch.setenv("GRAPHRT_PLATFORM", "two")
@@ -339,7 +359,8 @@ def test_broken_import_inside_a_built_in_is_not_taken_for_absence(
 
 
 def test_default_registry_knows_where_built_ins_are() -> None:
-    assert list(plugins.BUILT_IN_PLATFORMS) == ["ascend", "cuda", "accelerator", "cpu"]
+    names = ["ascend", "cuda", "accelerator", "cpu", "ascend-sim"]
+    assert list(plugins.BUILT_IN_PLATFORMS) == names
     assert all(path.startswith("graphrt.") for path in plugins.BUILT_IN_PLATFORMS.values())
 
 

@@ -12,7 +12,7 @@ from graphrt.core.errors import GraphRTError, InvalidUpdateError, MissingUpdateE
 from graphrt.core.platform import Capability
 from graphrt.core.pool import GraphPool
 from graphrt.core.tasks import UNCHANGED, HostArg, UpdatableTask
-from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
+from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase, Counting
 
 DESCRIPTOR = BatchDescriptor(4, 4)
 
@@ -118,3 +118,114 @@ class TaskConformance(ConformanceBase):
         updates = {"attention": {"lengths": [1]}}
         out = self.step(wrapper, PIECEWISE, x, descriptor=DESCRIPTOR, updates=updates)
         assert self.first(out) == [7, 7, 7, 7]
+
+    def test_nothing_is_issued_where_nothing_changed(self, pool: GraphPool) -> None:
+        self.need(Capability.TASK_UPDATE)
+        task = self.task()
+        wrapper = self.wrap(self.two_layers(task), FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x, descriptor=DESCRIPTOR)
+        issue = Counting(task.issue)
+        task.issue = issue
+        lengths = [1]
+        updates = {"attention": {"lengths": lengths}}
+        assert self.run(wrapper, x, updates) == [7, 11, 15, 19]
+        assert issue.calls == 2
+        assert self.run(wrapper, x, updates) == [7, 11, 15, 19]
+        assert self.run(wrapper, x, {"attention": {"lengths": (1, 0)}}) == [7, 11, 15, 19]
+        assert self.run(wrapper, x, UNCHANGED) == [7, 11, 15, 19]
+        assert issue.calls == 2
+        lengths[0] = 2
+        assert self.run(wrapper, x, updates) == [13, 22, 31, 40]
+        assert issue.calls == 4
+
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_an_update_that_raises_leaves_a_device_that_serves_the_next_step(
+        self, pool: GraphPool, layer: int
+    ) -> None:
+        self.need(Capability.TASK_UPDATE)
+        task = self.task()
+        wrapper = self.wrap(self.two_layers(task), FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x, descriptor=DESCRIPTOR)
+        assert self.run(wrapper, x, {"attention": {"lengths": [2]}}) == [13, 22, 31, 40]
+        task.issue = fail_in(task.issue, layer)
+        with pytest.raises(Boom):
+            self.run(wrapper, x, {"attention": {"lengths": [1]}})
+        self.platform.synchronize()
+        with pytest.raises(MissingUpdateError, match="half-way"):
+            self.run(wrapper, x, UNCHANGED)
+        # Equal to the arguments before the failure, which the device may have no more.
+        assert self.run(wrapper, x, {"attention": {"lengths": [2]}}) == [13, 22, 31, 40]
+        assert self.run(wrapper, x, UNCHANGED) == [13, 22, 31, 40]
+
+    def test_a_step_whose_update_raised_is_repeated_eagerly_where_that_is_allowed(
+        self, pool: GraphPool
+    ) -> None:
+        self.need(Capability.TASK_UPDATE)
+        task = self.task()
+        layers = self.two_layers(task)
+        wrapper = self.wrap(layers, FULL, pool, eager_after_failed_update=True)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x, descriptor=DESCRIPTOR)
+        task.issue = fail_in(task.issue, 1)
+        assert self.run(wrapper, x, {"attention": {"lengths": [1]}}) == [7, 11, 15, 19]
+        assert wrapper.failed_updates == 1
+        assert wrapper.last_failed_update == "Boom: layer 1"
+        # What is refused before anything runs is not repeated.
+        with pytest.raises(InvalidUpdateError):
+            self.run(wrapper, x, {"attention": {"lengths": [1] * 5}})
+        assert wrapper.failed_updates == 1
+        assert self.run(wrapper, x, {"attention": {"lengths": [2]}}) == [13, 22, 31, 40]
+
+    def test_graphs_of_one_pool_keep_their_own_arguments(self, pool: GraphPool) -> None:
+        self.need(Capability.TASK_UPDATE)
+        wrapper = self.wrap(self.two_layers(self.task()), FULL, pool)
+        large, small = self.tensor(1, 2, 3, 4), self.tensor(1, 2)
+        half = BatchDescriptor(2, 2)
+        self.capture(wrapper, FULL, large, descriptor=DESCRIPTOR)
+        self.capture(wrapper, FULL, small, descriptor=half)
+        one, two = {"attention": {"lengths": [1]}}, {"attention": {"lengths": [2]}}
+        for _ in range(3):
+            assert self.run(wrapper, large, one) == [7, 11, 15, 19]
+            out = self.step(wrapper, FULL, small, descriptor=half, updates=two)
+            assert self.first(out) == [13, 22]
+            assert self.run(wrapper, large, UNCHANGED) == [7, 11, 15, 19]
+            out = self.step(wrapper, FULL, small, descriptor=half, updates=UNCHANGED)
+            assert self.first(out) == [13, 22]
+
+    def test_query_lengths_that_do_not_add_up_are_refused_before_anything_runs(
+        self, pool: GraphPool
+    ) -> None:
+        self.need(Capability.TASK_UPDATE)
+        task = self.task()
+        task.host_args["lengths"] = HostArg("reqs", "cumulative")
+        task.at_capture = lambda descriptor: {"lengths": [1, 2, 3, 4]}
+        wrapper = self.wrap(self.two_layers(task), FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x, descriptor=DESCRIPTOR)
+        issue = Counting(task.issue)
+        task.issue = issue
+        for wrong in ([1, 2, 3, 3], [2, 1], [1, 5], [-1, 2]):
+            with pytest.raises(InvalidUpdateError, match="add up"):
+                self.run(wrapper, x, {"attention": {"lengths": wrong}})
+        assert issue.calls == 0
+        # [0, 0, 0, 4]: the padding request takes the padding tokens.
+        assert self.run(wrapper, x, {"attention": {"lengths": [0]}}) == [31, 56, 81, 106]
+
+
+class Boom(Exception):
+    pass
+
+
+def fail_in(issue: Any, layer: int) -> Any:
+    """`issue`, but once, in the call of this number, it raises."""
+    calls = [-1]
+
+    def issue_or_fail(*args: Any, **kwargs: Any) -> None:
+        calls[0] += 1
+        if calls[0] == layer:
+            raise Boom(f"layer {layer}")
+        issue(*args, **kwargs)
+
+    return issue_or_fail

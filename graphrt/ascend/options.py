@@ -1,0 +1,81 @@
+"""What a host can set of the Ascend platform."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from graphrt.core.errors import DeviceHangError, InvalidOptionError
+
+UpdateOrder = Literal["replay_first", "update_first"]
+UpdateStrategy = Literal["groups", "auto_dispatch"]
+
+
+@dataclass(frozen=True)
+class AscendOptions:
+    """How an `AscendPlatform` updates tasks and watches their replays.
+
+    `update_order`: "replay_first" hides the host's part of the updates behind the beginning of the
+    graph; "update_first" is for hardware on which a signal must be there before it is waited for
+    (310P, virtualised NPUs). None chooses by the device. `update_strategy`: "groups" brackets and
+    updates tasks itself; "auto_dispatch" leaves that to torch_npu's handlers and `NPUGraph.update`.
+
+    With `hang_timeout_s` a replay of a graph with tasks that runs for longer is a
+    `DeviceHangError`: see `graphrt.ascend.watchdog`, which calls `on_hang` with it at once.
+    """
+
+    update_order: UpdateOrder | None = None
+    update_strategy: UpdateStrategy = "groups"
+    hang_timeout_s: float | None = None
+    on_hang: Callable[[DeviceHangError], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.update_order is not None:
+            _check("update_order", self.update_order, get_args(UpdateOrder))
+        _check("update_strategy", self.update_strategy, get_args(UpdateStrategy))
+        timeout = self.hang_timeout_s
+        if timeout is not None and not timeout > 0:
+            raise InvalidOptionError(
+                "hang_timeout_s has a wrong value",
+                got=repr(timeout),
+                expected="seconds > 0, or None for no watchdog",
+                advice="hang_timeout_s=60",
+            )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AscendOptions:
+        """Options from GRAPHRT_ASCEND_UPDATE_ORDER, GRAPHRT_ASCEND_UPDATE_STRATEGY and
+        GRAPHRT_ASCEND_HANG_TIMEOUT_S; raises `InvalidOptionError`."""
+        found: dict[str, Any] = {}
+        for name in ("update_order", "update_strategy", "hang_timeout_s"):
+            text = environment.get(f"GRAPHRT_ASCEND_{name.upper()}")
+            if text:
+                found[name] = _seconds(text) if name == "hang_timeout_s" else text
+        return cls(**found)
+
+
+def update_order_of(device: str, environment: Mapping[str, str] = os.environ) -> UpdateOrder:
+    """The order that a device of this name needs, by what vllm-ascend does on it."""
+    virtual = environment.get("ENPU_ENABLE", "0") not in ("", "0")
+    return "update_first" if virtual or device.startswith("Ascend310P") else "replay_first"
+
+
+def _check(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidOptionError(
+            f"{name} has a wrong value",
+            got=repr(value),
+            expected=" or ".join(choices),
+            advice=f"{name}={choices[0]!r}",
+        )
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidOptionError(
+            "GRAPHRT_ASCEND_HANG_TIMEOUT_S is no number", got=repr(text), expected="seconds"
+        ) from None

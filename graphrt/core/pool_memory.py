@@ -1,0 +1,179 @@
+"""Memory of a caching allocator that the graphs of one `GraphPool` are captured into."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NewType
+from weakref import WeakSet, ref
+
+PoolHandle = NewType("PoolHandle", tuple[int, int])
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """What torch's bindings have for one kind of device; each takes a device and a pool."""
+
+    current_device: Callable[[], int]
+    new_handle: Callable[[], Any]
+    empty_cache: Callable[[], object]
+    stats: Callable[[int], Mapping[str, Any]]
+    snapshot: Callable[[], Sequence[Mapping[str, Any]]]
+    route_thread: Callable[[int, PoolHandle], object]
+    """Route this thread's allocations into a pool, and take a share of it."""
+    stop_routing: Callable[[int, PoolHandle], object]
+    release_share: Callable[[int, PoolHandle], object]
+
+
+class PoolMemory:
+    """One allocator pool, and those before it that could not be used again."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self.device = allocator.current_device()
+        self._handles = [self._new_handle()]
+        self._graphs: WeakSet[Any] = WeakSet()
+        self._keeper: ref[Any] | None = None
+        self._used = False
+        self._ranges: list[tuple[int, int]] = []
+        self._starts: list[int] = []
+        self._foreign: set[int] = set()
+        self._ranges_version: tuple[int, int] | None = None
+
+    def handle(self) -> PoolHandle:
+        """The allocator pool to use now."""
+        # A pool whose last graph was reset is being freed: to enter it again trips an assertion
+        # of the allocator ("use_count > 0").
+        if self._used and not self._alive():
+            self._renew()
+            self._allocator.empty_cache()
+        self._used = True
+        return self._handles[-1]
+
+    def add(self, graph: Any) -> None:
+        """Count `graph` among those that keep the present pool alive."""
+        self._graphs.add(graph)
+
+    def stop_routing(self) -> bool:
+        """Stop routing allocations into the pool; False if that had happened already."""
+        try:
+            self._allocator.stop_routing(self.device, self._handles[-1])
+        except RuntimeError:  # "not currently recording to mempool_id"
+            return False
+        return True
+
+    def release_share(self) -> None:
+        """Give back the share of the pool that a failed capture took."""
+        self._allocator.release_share(self.device, self._handles[-1])
+
+    def abandon(self, graph: Any) -> None:
+        """Never capture into the present pool again: an allocator may still route into it.
+
+        Its filter points at `graph`, which must therefore never be destroyed.
+        """
+        _undead.append(graph)
+        self.stop_routing()
+        self._renew()
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Route this thread's allocations into the pool; no capture of it may be open."""
+        handle = self.handle()
+        self._allocator.route_thread(self.device, handle)
+        try:
+            yield
+        finally:
+            self._allocator.stop_routing(self.device, handle)
+            self._allocator.release_share(self.device, handle)
+
+    def owns(self, address: int) -> bool:
+        """Whether an address is in the pool; to be asked while a graph keeps the pool alive.
+
+        Ranges of a living pool never go away, so only a miss needs the allocator. A miss that is
+        remembered too long is safe: what is not known for pool memory is held and copied.
+        """
+        if address in self._foreign:
+            return False
+        if self._in_ranges(address):
+            return True
+        self._refresh()
+        if self._in_ranges(address):
+            return True
+        self._foreign.add(address)
+        return False
+
+    def bytes(self) -> int:
+        self._refresh()
+        return sum(end - start for start, end in self._ranges)
+
+    def clear(self) -> None:
+        """Forget all graphs, which are reset already."""
+        self._graphs.clear()
+        self._handles = [self._new_handle()]
+        self._used = False
+        self._forget_ranges()
+
+    def _alive(self) -> bool:
+        keeper = None if self._keeper is None else self._keeper()
+        if keeper is not None and has_captured(keeper):
+            return True
+        for graph in self._graphs:
+            if has_captured(graph):
+                self._keeper = ref(graph)
+                return True
+        return False
+
+    def _renew(self) -> None:
+        self._handles.append(self._new_handle())
+        self._graphs = WeakSet()
+        self._used = False
+        self._forget_ranges()
+
+    def _in_ranges(self, address: int) -> bool:
+        place = bisect_right(self._starts, address) - 1
+        return place >= 0 and address < self._ranges[place][1]
+
+    def _forget_ranges(self) -> None:
+        self._ranges, self._starts = [], []
+        self._foreign.clear()
+        self._ranges_version = None
+
+    def _refresh(self) -> None:
+        # Segments only come and go with device allocations, which these two count.
+        reserved = self._allocator.stats(self.device)["reserved_bytes"]["all"]
+        version = (reserved["allocated"], reserved["freed"])
+        if version == self._ranges_version:
+            return
+        # Of all pools: asked for one, torch 2.11 and torch_npu 2.13 release the integers of its id
+        # once too often, which corrupts memory from the 257th pool on (Python never frees smaller
+        # integers).
+        segments = [
+            segment
+            for segment in self._allocator.snapshot()
+            if segment["device"] == self.device and segment["segment_pool_id"] in self._handles
+        ]
+        self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in segments)
+        self._starts = [start for start, _ in self._ranges]
+        self._foreign.clear()
+        used = {segment["segment_pool_id"] for segment in segments}
+        self._handles = [
+            handle for handle in self._handles if handle in used or handle == self._handles[-1]
+        ]
+        self._ranges_version = version
+
+    def _new_handle(self) -> PoolHandle:
+        return PoolHandle(self._allocator.new_handle())
+
+
+def has_captured(graph: Any) -> bool:
+    """Whether `graph` holds a finished capture, and with it a share of its allocator pool."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+_undead: list[Any] = []

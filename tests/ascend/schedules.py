@@ -1,0 +1,84 @@
+"""Running tests again under other schedules, and other limits, of the simulated device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCHEDULES = ("lazy", *(f"random:{seed}" for seed in range(1, 21)), "lazy-random:3")
+"""Beside "eager", which is what the tests run under anyway."""
+
+
+def variables(
+    schedule: str = "eager", streams: int | None = None, hang_ms: int = 20_000
+) -> dict[str, str]:
+    """The environment that gives the simulated device these settings."""
+    found = {"GRAPHRT_SIM_SCHEDULE": schedule, "GRAPHRT_SIM_HANG_MS": str(hang_ms)}
+    if streams is not None:
+        found["GRAPHRT_SIM_STREAMS"] = str(streams)
+    # The first stand-in, by the same names as its successor's settings.
+    kind, _, seed = schedule.partition(":")
+    found["FAKEACL_SYNC_TIMEOUT_MS"] = str(hang_ms)
+    if kind.startswith("lazy"):
+        found["FAKEACL_LAZY"] = "1"
+    if seed:
+        found["FAKEACL_SEED"] = seed
+    if streams is not None:
+        found["FAKEACL_MAX_STREAMS"] = str(streams)
+    return found
+
+
+def is_simulated() -> bool:
+    """Whether the NPU here is one that takes these settings."""
+    try:
+        library = ctypes.CDLL("libascendcl.so")
+    except OSError:
+        return False
+    marks = ("fakeacl_streams_used", "graphrt_sim_set_schedule")
+    return any(hasattr(library, mark) for mark in marks)
+
+
+def need_simulator() -> None:
+    if not is_simulated():
+        pytest.skip("needs a simulated NPU, whose limits and schedule can be chosen")
+
+
+def python(
+    code: str,
+    *,
+    timeout_s: float = 300,
+    environment: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> str:
+    """What `code` prints in a process of its own on a device with these settings."""
+    # The simulator may crash when the process unloads it, which says nothing about the code.
+    leave = "import os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
+    wanted = os.environ.get("GRAPHRT_PLATFORM", "ascend")
+    started = f"import graphrt; graphrt.get_platform({wanted!r})"
+    ended = f"{started}\nimport torch, torch_npu\n{code}\n{leave}"
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", ended],
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            **variables(**settings),
+            **(environment or {}),
+        },
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout

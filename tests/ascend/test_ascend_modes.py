@@ -1,0 +1,139 @@
+"""Every graph mode on an NPU, over decode steps and mixed ones; inputs staged in pinned memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from attention_models import (
+    BLOCK,
+    HEADS,
+    MAX_KV,
+    PAGES,
+    WIDTH,
+    Decoder,
+    Step,
+    differing,
+    eager_outputs,
+    replayed,
+)
+
+from graphrt import Batch, GraphMode, GraphRunner, InputSpec, Reason, eager_break, get_platform
+from graphrt.ascend import ACLGraphWrapper
+from graphrt.ascend.attention import fused_infer_attention
+
+pytestmark = pytest.mark.npu
+
+TOKENS, REQS = 8, 4
+
+
+class BreakingDecoder(Decoder):
+    """In pieces its attention runs eagerly, with the lengths of the step; in one graph as tasks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.task = fused_infer_attention(max_kv_len=MAX_KV, spare_request=True)
+        self.attend = eager_break(self.task)
+
+    def __call__(self, x: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+        for layer, (keys, values) in enumerate(self.caches):
+            query = x + 0
+            output = torch.empty_like(query)
+            lse = torch.empty(1, dtype=torch.float32, device=x.device)
+            self.attend(
+                query,
+                keys,
+                values,
+                block_table=block_table,
+                input_layout="TND",
+                block_size=BLOCK,
+                num_heads=HEADS,
+                num_key_value_heads=HEADS,
+                scale=0.5,
+                out=[output, lse],
+                task=f"layers.{layer}",
+            )
+            x = query + output
+        return x
+
+
+def runner(mode: str) -> GraphRunner:
+    return GraphRunner(
+        BreakingDecoder(3),
+        mode=mode,
+        sizes=[2, 4, TOKENS],
+        inputs={
+            "x": InputSpec(torch.float16, ("tokens", HEADS, WIDTH)),
+            "block_table": InputSpec(torch.int32, ("reqs+1", PAGES), pad=0, index=True),
+        },
+        outputs=("tokens", HEADS, WIDTH),
+        platform="ascend",
+        max_num_tokens=TOKENS,
+        max_num_reqs=REQS,
+    )
+
+
+def steps(count: int, *, decode: bool, seed: int) -> list[Step]:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        reqs = rng.randint(1, REQS)
+        tokens = reqs if decode else rng.randint(reqs, TOKENS)
+        ends = [*sorted(rng.sample(range(1, tokens), reqs - 1)), tokens]
+        values = {
+            "x": torch.randn((tokens, HEADS, WIDTH), generator=generator).half(),
+            "block_table": torch.randint(
+                0, PAGES * 8, (reqs + 1, PAGES), generator=generator, dtype=torch.int32
+            ),
+        }
+        lengths = {
+            "actual_seq_lengths": ends,
+            "actual_seq_lengths_kv": [rng.randint(1, MAX_KV) for _ in range(reqs)],
+        }
+        batch = Batch(tokens, reqs, 1 if decode else None)
+        found.append(Step(batch, values, {"attention": lengths}))
+    return found
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_every_mode_equals_eager(mode, decode):
+    wanted = GraphMode[mode].decode_mode if decode else GraphMode[mode].mixed_mode
+    with runner(mode) as run:
+        run.capture()
+        todo = steps(40, decode=decode, seed=len(mode))
+        if wanted is GraphMode.NONE:
+            run(todo[0].batch, updates=todo[0].updates, **todo[0].values)
+            assert run.last_dispatch.reason is not Reason.HIT
+            return
+        found = []
+        for step in todo:
+            found.append(replayed(run, step).cpu())
+            assert run.last_dispatch.mode is wanted
+        assert differing(found, eager_outputs(run, todo)) == []
+
+
+def test_the_host_may_fill_the_next_step_while_the_last_one_is_copied():
+    with runner("FULL") as run:
+        run.capture()
+        todo = steps(60, decode=False, seed=1)
+        expected = eager_outputs(run, todo)
+        found = [replayed(run, step) for step in todo]
+        assert differing([out.cpu() for out in found], expected) == []
+
+
+def test_the_platform_stages_inputs_and_tells_the_drivers_memory():
+    platform = get_platform("ascend")
+    buffer = platform.host_buffer(64)
+    assert buffer.is_pinned() and buffer.dtype == torch.uint8 and buffer.shape == (64,)
+    event = platform.new_event()
+    event.record(torch.npu.current_stream())
+    event.synchronize()
+    assert event.query()
+    assert platform.driver_bytes() >= 0
+
+
+def test_the_wrapper_of_the_platform_is_the_acl_graph_wrapper():
+    with runner("FULL") as run:
+        assert all(isinstance(each, ACLGraphWrapper) for each in run.graphs.wrappers())

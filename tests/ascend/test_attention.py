@@ -1,0 +1,160 @@
+"""The ready-made tasks: torch_npu's argument names, padding, and the updates that hosts build."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import BatchDescriptor, forward_context
+from graphrt.ascend import attention
+from graphrt.core.errors import InvalidUpdateError
+
+DECODE = BatchDescriptor(4, 4, uniform=True, query_len=1)
+LENGTHS = [5, 6]
+
+
+class Recorder:
+    """Stands for torch_npu, and notes what each of its operators was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        recorder = self
+
+        class Operator:
+            def __call__(self, *args: Any, **kwargs: Any) -> None:
+                recorder.calls.append((name, args, kwargs))
+
+            @property
+            def out(self) -> Any:
+                return self
+
+        return recorder if name == "atb" else Operator()
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(attention, "torch_npu", lambda: recorder)
+    return recorder
+
+
+def call(task: Any, updates: Any, *args: Any, descriptor: Any = DECODE, **kwargs: Any) -> None:
+    with forward_context("NONE", descriptor, updates={"attention": updates}):
+        task(*args, **kwargs)
+
+
+def test_fused_infer_attention(npu):
+    task = attention.fused_infer_attention(max_kv_len=64)
+    updates = {"actual_seq_lengths": [1, 2], "actual_seq_lengths_kv": LENGTHS}
+    call(task, updates, "q", "k", "v", input_layout="TND", out=["o", "lse"])
+    assert npu.calls == [
+        (
+            "npu_fused_infer_attention_score",
+            ("q", "k", "v"),
+            {
+                "input_layout": "TND",
+                "out": ["o", "lse"],
+                "actual_seq_lengths": [1, 2, 2, 4],
+                "actual_seq_lengths_kv": [5, 6, 0, 0],
+            },
+        )
+    ]
+
+
+def test_fused_infer_attention_v2_has_names_of_its_own(npu):
+    task = attention.fused_infer_attention_v2(max_kv_len=64)
+    updates = {"actual_seq_qlen": [1, 2, 3, 4], "actual_seq_kvlen": LENGTHS}
+    call(task, updates, "q", "k", "v", out=["o", "lse"])
+    ((name, _, kwargs),) = npu.calls
+    assert name == "npu_fused_infer_attention_score_v2"
+    assert kwargs["actual_seq_qlen"] == [1, 2, 3, 4]
+    assert kwargs["actual_seq_kvlen"] == [5, 6, 0, 0]
+
+
+def test_other_layouts_take_no_query_lengths(npu):
+    task = attention.fused_infer_attention(max_kv_len=64, layout="BNSD")
+    call(task, {"actual_seq_lengths_kv": LENGTHS}, "q", "k", "v", out=[])
+    assert "actual_seq_lengths" not in npu.calls[0][2]
+    with pytest.raises(InvalidUpdateError, match="actual_seq_lengths"):
+        call(task, {"actual_seq_lengths_kv": LENGTHS, "actual_seq_lengths": [1, 2]})
+
+
+def test_paged_attention_gets_its_lengths_as_a_tensor_on_the_host(npu):
+    task = attention.paged_attention(max_kv_len=64)
+    names = ("query", "key_cache", "value_cache", "num_kv_heads", "num_heads", "scale_value")
+    arguments = {name: name for name in (*names, "block_table")}
+    call(task, {"context_lens": LENGTHS}, **arguments, out="out", workspace="workspace")
+    ((name, args, kwargs),) = npu.calls
+    assert name == "_npu_paged_attention"
+    assert args[:7] == (*names, "block_table") and args[8] == "out"
+    assert args[7].dtype == torch.int32 and args[7].tolist() == [5, 6, 0, 0]
+    assert kwargs == {"workspace": "workspace"}
+
+
+@pytest.mark.parametrize("query_lens", [False, True])
+def test_mla_attention(npu, query_lens):
+    task = attention.mla_attention(max_kv_len=64, query_lens=query_lens)
+    updates = {"context_lens": LENGTHS, **({"qseqlen": [1, 1]} if query_lens else {})}
+    arguments = ("q_nope", "q_rope", "ctkv", "k_rope", "block_tables", 8, 1.0, 1)
+    call(task, updates, *arguments, output="out")
+    ((name, args, kwargs),) = npu.calls
+    assert name == "npu_multi_head_latent_attention"
+    assert args == (*arguments[:5], [5, 6, 0, 0], *arguments[5:])
+    assert kwargs.pop("output") == "out"
+    assert kwargs == ({"qseqlen": [1, 1, 0, 0]} if query_lens else {})
+
+
+def test_worst_case_lengths_fill_the_graph():
+    task = attention.fused_infer_attention(max_kv_len=64)
+    assert task.at_capture is not None
+    found = task.at_capture(BatchDescriptor(8, 4, uniform=True, query_len=2))
+    assert found == {"actual_seq_lengths": [2, 4, 6, 8], "actual_seq_lengths_kv": [64] * 4}
+    found = task.at_capture(BatchDescriptor(8))
+    assert found == {"actual_seq_lengths": [8], "actual_seq_lengths_kv": [64]}
+
+
+def test_padding_tokens_need_a_request_of_their_own(npu):
+    mixed = BatchDescriptor(8, 4)
+    updates = {"actual_seq_lengths": [1, 2, 3, 6], "actual_seq_lengths_kv": [9] * 4}
+    with pytest.raises(InvalidUpdateError, match=r"reqs\+1"):
+        call(attention.fused_infer_attention(max_kv_len=64), updates, descriptor=mixed)
+    task = attention.fused_infer_attention(max_kv_len=64, spare_request=True)
+    call(task, updates, descriptor=mixed)
+    assert npu.calls[0][2]["actual_seq_lengths"] == [1, 2, 3, 6, 8]
+    assert npu.calls[0][2]["actual_seq_lengths_kv"] == [9, 9, 9, 9, 0]
+
+
+def test_updates_from_the_metadata_of_each_layer():
+    task = attention.fused_infer_attention(max_kv_len=64)
+    shared = SimpleNamespace(seq_lens_list=[3, 4], actual_seq_lengths_q=[1, 2])
+    own = SimpleNamespace(seq_lens=torch.tensor([7]), query_start_loc_list=[1])
+    found = attention.update_attn_params(task, {"a": shared, "b": shared, "c": own})
+    assert found["a"] == {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [1, 2]}
+    assert found["b"] is found["a"]
+    assert found["c"] == {"actual_seq_lengths_kv": [7], "actual_seq_lengths": [1]}
+    paged = attention.paged_attention(max_kv_len=64)
+    assert attention.update_attn_params(paged, {"c": own}) == {"c": {"context_lens": [7]}}
+
+
+def test_updates_of_mla_layers():
+    task = attention.fused_infer_attention(max_kv_len=64)
+    decode = SimpleNamespace(seq_lens_list=[3, 4], actual_seq_lengths_q=[1, 2])
+    metadata = {"a": SimpleNamespace(decode=decode)}
+    found = attention.update_mla_attn_params(task, metadata)
+    assert found == {"a": {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [1, 2]}}
+    found = attention.update_mla_attn_params(task, metadata, query_len=3)
+    assert found == {"a": {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [3, 6]}}
+
+
+def test_metadata_without_lengths_is_a_named_error():
+    task = attention.fused_infer_attention(max_kv_len=64)
+    with pytest.raises(InvalidUpdateError, match="seq_lens_list"):
+        attention.update_attn_params(task, {"a": SimpleNamespace()})
+    on_device = SimpleNamespace(seq_lens=torch.empty(2, device="meta"), actual_seq_lengths_q=[1])
+    with pytest.raises(InvalidUpdateError, match="on the device"):
+        attention.update_attn_params(task, {"a": on_device})

@@ -1,0 +1,150 @@
+"""Task update on an NPU: equal to eager at every step, in any order the device runs its streams."""
+
+from __future__ import annotations
+
+import protocol
+import pytest
+import torch
+from attention_models import Decoder, differing, eager_outputs, replay_all, replayed, runner, steps
+from schedules import SCHEDULES, need_simulator, python
+
+from graphrt import GraphOptions, Reason
+from graphrt.ascend import AscendOptions, AscendPlatform
+from graphrt.core.errors import InvalidUpdateError, MissingUpdateError
+
+pytestmark = pytest.mark.npu
+
+
+@pytest.mark.parametrize("way", protocol.WAYS, ids=lambda way: "-".join(way.values()))
+@pytest.mark.parametrize("layers", [4, 64])
+def test_300_steps_with_new_lengths_equal_eager(way, layers):
+    protocol.equals_eager(layers, 300, AscendPlatform(AscendOptions(**way)))
+
+
+@pytest.mark.parametrize("way", protocol.WAYS, ids=lambda way: "-".join(way.values()))
+@pytest.mark.parametrize("check", [protocol.two_graphs_in_one_pool, protocol.two_threads])
+def test_graphs_and_runners_side_by_side_equal_eager(way, check):
+    check(AscendPlatform(AscendOptions(**way)))
+
+
+@pytest.mark.parametrize("order", ["replay_first", "update_first"])
+def test_an_update_that_raises_at_any_task_leaves_a_usable_device(order):
+    platform = AscendPlatform(AscendOptions(update_order=order))
+    protocol.a_failing_update_leaves_a_usable_device(platform)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_protocol_holds_under_every_schedule_of_the_device(schedule):
+    need_simulator()
+    out = python("import protocol; protocol.all_of_it(); print('held')", schedule=schedule)
+    assert out.splitlines()[-1] == "held"
+
+
+def test_a_bad_update_is_refused_before_anything_is_launched():
+    with runner(Decoder(4)) as run:
+        run.capture()
+        (step,) = steps(1, most=8)
+        good = step.updates["attention"]
+        reqs = step.batch.num_reqs
+        bad = {
+            "unknown": ({**step.updates, "mlp": good}, InvalidUpdateError),
+            "missing": ({"layers.1": good}, MissingUpdateError),
+            "key": ({"attention": {**good, "lens": [1]}}, InvalidUpdateError),
+            "long": (
+                {"attention": {**good, "actual_seq_lengths_kv": [1] * 9}},
+                InvalidUpdateError,
+            ),
+            "falling": (
+                {"attention": {**good, "actual_seq_lengths": [9] * reqs}},
+                InvalidUpdateError,
+            ),
+        }
+        for updates, error in bad.values():
+            with pytest.raises(error):
+                replayed(run, step, updates)
+        assert differing([replayed(run, step).cpu()], eager_outputs(run, [step])) == []
+
+
+def test_a_failed_update_is_repeated_eagerly_where_the_host_allows_it():
+    decoder = protocol.Failing(4)
+    options = GraphOptions(eager_after_failed_update=True)
+    with runner(decoder, sizes=(8,), options=options) as run:
+        run.capture()
+        todo = steps(3, most=8)
+        expected = eager_outputs(run, todo)
+        found = [replayed(run, todo[0]).cpu()]
+        issue = decoder.task.issue
+
+        def fail_once(*args, **kwargs):
+            decoder.task.issue = issue
+            raise protocol.Boom("once")
+
+        decoder.task.issue = fail_once
+        found.append(replayed(run, todo[1]).cpu())
+        assert run.report().reasons[Reason.UPDATE_FAILED] == 1
+        found.append(replayed(run, todo[2]).cpu())
+        assert differing(found, expected) == []
+        (wrapper,) = run.graphs.wrappers()
+        assert wrapper.last_failed_update == "Boom: once"
+
+
+@pytest.mark.parametrize("order", ["replay_first", "update_first"])
+def test_a_task_that_issues_another_operator_is_named(order):
+    need_simulator()
+    out = python(
+        f"import protocol; protocol.another_operator({order!r}); print('served')",
+        environment={"TASK_QUEUE_ENABLE": "0"},
+    )
+    assert out.splitlines()[-1] == "served"
+
+
+def test_an_operator_that_fails_in_the_queue_of_launches_is_named():
+    need_simulator()
+    out = python("import protocol; protocol.ended_queue(); print('named')", hang_ms=500)
+    assert out.splitlines()[-1] == "named"
+
+
+def test_no_update_stream_is_one_that_is_computed_or_captured_on():
+    """torch_npu's 33rd stream is its first."""
+    with runner(Decoder(4)) as run:
+        run.capture()
+        todo = steps(70, most=8)
+        expected = eager_outputs(run, todo)
+        found = []
+        for step in todo:
+            with torch.npu.stream(torch.npu.Stream()):
+                found.append(replayed(run, step).cpu())
+                updating = run.platform._tasks._streams[run.pool.memory]
+                assert updating.stream != torch.npu.current_stream()
+                assert updating.stream != run.pool.stream
+        assert differing(found, expected) == []
+
+
+def test_more_pools_than_streams_share_update_streams():
+    runs = [runner(Decoder(1, seed=seed), sizes=(4,)) for seed in range(40)]
+    for run in runs:
+        run.capture()
+    todo = steps(2, most=4)
+    for run in runs:
+        assert differing(replay_all(run, todo), eager_outputs(run, todo)) == []
+    for run in runs:
+        run.close()
+
+
+@pytest.mark.parametrize("hang_timeout_s", [None, 60])
+@pytest.mark.parametrize("way", protocol.WAYS, ids=lambda way: "-".join(way.values()))
+def test_the_host_waits_for_nothing_in_steady_state(way, hang_timeout_s):
+    from graphrt.ascend.simulator import loading
+
+    if not loading.started():
+        pytest.skip("needs the simulator, which counts how often the host waits")
+    platform = AscendPlatform(AscendOptions(hang_timeout_s=hang_timeout_s, **way))
+    with runner(Decoder(4), platform=platform) as run:
+        run.capture()
+        todo = steps(40, most=8)
+        for step in todo[:10]:
+            replayed(run, step)
+        before = loading.synchronizations()
+        for step in todo[10:]:
+            replayed(run, step)
+        assert loading.synchronizations() == before

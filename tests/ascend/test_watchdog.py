@@ -1,0 +1,191 @@
+"""A replay that does not end is named: which graph, which step, which task."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_models import Decoder, differing, eager_outputs, replayed, runner, steps
+
+from graphrt import GraphRunner
+from graphrt.ascend import AscendOptions, AscendPlatform
+from graphrt.core.errors import DeviceHangError, InvalidOptionError
+
+TIMEOUT_S = 0.5
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Watched:
+    """A runner of four layers whose platform notes the hangs it sees."""
+
+    def __init__(self) -> None:
+        self.hangs: list[DeviceHangError] = []
+        self.platform = AscendPlatform(
+            AscendOptions(hang_timeout_s=TIMEOUT_S, on_hang=self.hangs.append)
+        )
+        self.decoder = Decoder(4)
+        self.run: GraphRunner = runner(self.decoder, sizes=(8,), platform=self.platform)
+        self.run.capture()
+        self.steps = steps(4, most=8)
+        self.expected = eager_outputs(self.run, self.steps)
+
+    def replay(self, place: int) -> torch.Tensor:
+        return replayed(self.run, self.steps[place])
+
+    def update_stream(self) -> Any:
+        return self.platform._tasks._streams[self.run.pool.memory].stream
+
+    def serves(self) -> bool:
+        """After the hang is over the steps are right again."""
+        until(lambda: self.platform._watchdog is not None and not self.platform._watchdog._steps)
+        found = [self.replay(place).cpu() for place in range(4)]
+        return differing(found, self.expected) == []
+
+
+def external_event(stream: Any) -> Any:
+    """An event for which `stream` now waits."""
+    event = torch.npu.ExternalEvent()
+    event.wait(stream)
+    event.reset(stream)
+    return event
+
+
+@pytest.mark.npu
+def test_an_update_stream_that_is_stuck_is_named_with_its_task():
+    watched = Watched()
+    watched.replay(0)
+    other = watched.platform.new_stream()
+    blocked = external_event(watched.update_stream())
+    watched.replay(1)
+    with pytest.raises(DeviceHangError) as caught:
+        watched.platform.synchronize()
+    error = caught.value
+    assert "8 tokens" in str(error.graph) and error.task == "layers.0"
+    assert error.step == 3  # after the one of the capture
+    assert watched.hangs == [error]
+    with pytest.raises(DeviceHangError):
+        watched.replay(2)
+    blocked.record(other)
+    assert watched.serves()
+
+
+@pytest.mark.npu
+def test_a_host_that_is_stuck_in_an_update_is_named_with_its_task():
+    watched = Watched()
+    issue, calls, go_on = watched.decoder.task.issue, [0], threading.Event()
+
+    def issue_or_wait(*args: Any, **kwargs: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            go_on.wait(timeout=20)
+        issue(*args, **kwargs)
+
+    watched.decoder.task.issue = issue_or_wait
+    device = torch.npu.current_device()
+
+    def work() -> None:
+        torch.npu.set_device(device)
+        watched.replay(0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    until(lambda: watched.hangs)
+    assert watched.hangs[0].task == "layers.2"
+    assert "host" in str(watched.hangs[0])
+    go_on.set()
+    thread.join(timeout=20)
+    assert watched.serves()
+
+
+@pytest.mark.npu
+def test_a_lost_signal_is_named_with_its_graph():
+    watched = Watched()
+    (entry,) = watched.run.graphs.wrappers()[0].entries.values()
+    task = entry.tasks[2]
+    handle = task.handle
+
+    class Silent:
+        def record(self, stream: Any) -> None:
+            pass
+
+    task.handle = dataclasses.replace(handle, event=Silent())
+    watched.replay(0)
+    with pytest.raises(DeviceHangError, match="all tasks are signalled"):
+        watched.platform.synchronize()
+    task.handle = handle
+    handle.event.record(watched.platform.new_stream())
+    assert watched.serves()
+
+
+@pytest.mark.npu
+def test_without_on_hang_it_is_a_warning():
+    platform = AscendPlatform(AscendOptions(hang_timeout_s=TIMEOUT_S))
+    with runner(Decoder(2), sizes=(8,), platform=platform) as run:
+        run.capture()
+        (step,) = steps(1, most=8)
+        replayed(run, step)
+        update_stream = platform._tasks._streams[run.pool.memory].stream
+        blocked = external_event(update_stream)
+        replayed(run, step)
+        with (
+            pytest.warns(RuntimeWarning, match=r"layers\.0"),
+            pytest.raises(DeviceHangError),
+        ):
+            platform.synchronize()
+        blocked.record(platform.new_stream())
+        until(lambda: platform._watchdog is not None and not platform._watchdog._steps)
+
+
+@pytest.mark.npu
+def test_steps_that_end_in_time_are_never_reported():
+    watched = Watched()
+    todo = steps(60, most=8)
+    expected = eager_outputs(watched.run, todo)
+    found = []
+    for step in todo:
+        found.append(replayed(watched.run, step).cpu())
+        time.sleep(0.01)
+    assert differing(found, expected) == []
+    assert watched.hangs == []
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0])
+def test_a_timeout_that_is_none_is_refused(timeout_s):
+    with pytest.raises(InvalidOptionError, match="hang_timeout_s"):
+        AscendOptions(hang_timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("UPDATE_ORDER", "record_first"),
+        ("UPDATE_STRATEGY", "magic"),
+        ("HANG_TIMEOUT_S", "soon"),
+    ],
+)
+def test_options_from_the_environment_are_checked(variable, value):
+    with pytest.raises(InvalidOptionError, match=variable.lower() + "|" + variable):
+        AscendOptions.from_environment({f"GRAPHRT_ASCEND_{variable}": value})
+
+
+def test_options_from_the_environment():
+    given = {
+        "GRAPHRT_ASCEND_UPDATE_ORDER": "update_first",
+        "GRAPHRT_ASCEND_UPDATE_STRATEGY": "auto_dispatch",
+        "GRAPHRT_ASCEND_HANG_TIMEOUT_S": "2.5",
+    }
+    assert AscendOptions.from_environment(given) == AscendOptions(
+        update_order="update_first", update_strategy="auto_dispatch", hang_timeout_s=2.5
+    )
+    assert AscendOptions.from_environment({}) == AscendOptions()
