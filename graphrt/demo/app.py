@@ -18,6 +18,7 @@ from graphrt.core.errors import InvalidInputError
 from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
 from graphrt.demo.engine import EngineLimits
 from graphrt.demo.model import Decoder
+from graphrt.demo.npu import FusedDecodeAttention
 from graphrt.demo.report import Comparison, Run, Setup, compare, group_steps, run_prompts
 from graphrt.demo.tokenizer import Tokenizer
 
@@ -70,7 +71,11 @@ def _load(
     if tokenizer.notice is not None:
         console.print(Text(tokenizer.notice, style="yellow"))
     weights = {key: weight.to(device.device_type) for key, weight in checkpoint.weights.items()}
-    decoder = Decoder(checkpoint.config, weights, limits.pages(limits.context) * limits.page_size)
+    context = limits.pages(limits.context) * limits.page_size
+    fused = None
+    if device.device_type == "npu":
+        fused = FusedDecodeAttention(checkpoint.config, context)
+    decoder = Decoder(checkpoint.config, weights, context, fused)
     ids = [tokenizer.encode(text) for text in texts]
     return Setup(decoder, device, limits, ids, max_new_tokens, checkpoint.eos_ids), tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,9 +73,12 @@ class Engine:
     def __init__(
         self, runner: GraphRunner, limits: EngineLimits,
         eos_ids: Collection[int] = (), keep_logits: bool = False,
+        decode_updates: Callable[[Sequence[int]], Any] | None = None,
     ) -> None:  # fmt: skip
+        """`decode_updates` makes the updates of a decode step from the lengths in the cache."""
         self.runner, self.limits = runner, limits
         self.eos_ids, self.keep_logits = eos_ids, keep_logits
+        self.decode_updates = decode_updates
         self.free_pages = list(range(limits.num_pages - 1, 0, -1))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -110,8 +113,12 @@ class Engine:
         counts = {count for _, count in scheduled}
         query_len = counts.pop() if len(counts) == 1 else None
         batch = Batch(len(inputs["input_ids"]), len(scheduled), query_len)
+        updates: dict[str, Any] = {}
+        if self.decode_updates is not None and query_len == 1:
+            lengths = [request.computed + 1 for request, _ in scheduled]
+            updates["updates"] = self.decode_updates(lengths)
         start = time.perf_counter()
-        logits = self.runner(batch, **inputs)
+        logits = self.runner(batch, **updates, **inputs)
         sampled = logits.argmax(dim=-1).tolist()
         seconds = time.perf_counter() - start
         kept = logits.to("cpu", copy=True) if self.keep_logits else None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphrt import eager_break
+from graphrt import current_context, eager_break
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ def paged_attention(
     """
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[1]
-    key_cache.view(-1, kv_heads, head_dim).index_copy_(0, slot_mapping, key)
-    value_cache.view(-1, kv_heads, head_dim).index_copy_(0, slot_mapping, value)
+    write_cache(key, value, key_cache, value_cache, slot_mapping)
     keys = key_cache.index_select(0, context_pages).view(tokens, -1, kv_heads, head_dim)
     values = value_cache.index_select(0, context_pages).view(tokens, -1, kv_heads, head_dim)
     # The heads of one group are the "sequence" here: grouped queries need no repeated keys.
@@ -103,12 +103,41 @@ def paged_attention(
     return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible).flatten(1)
 
 
+def write_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Put this step's keys and values into their slots."""
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        cache.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, new)
+
+
+class DecodeAttention(Protocol):
+    """Attention of a device's own for batches of one token a request."""
+
+    def __call__(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, block_table: Tensor
+    ) -> Tensor: ...
+
+    def updates(self, context_lens: Sequence[int]) -> dict[str, Any]: ...
+
+
+def _is_decode() -> bool:
+    context = current_context()
+    if context is None or context.descriptor is None or context.updates is None:
+        return False
+    return context.descriptor.uniform and context.descriptor.query_len == 1
+
+
 class Decoder:
     """Inference only: the weights are shared with the caller and never written."""
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], context: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], context: int,
+        decode_attention: DecodeAttention | None = None,
+    ) -> None:  # fmt: skip
         """`weights` as named by `tensor_shapes`; `context` is page_size * max_blocks tokens."""
         self.config = config
+        self.decode_attention = decode_attention
         self.embedding = weights["model.embed_tokens.weight"]
         self.layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
         self.norm = weights["model.norm.weight"]
@@ -134,9 +163,16 @@ class Decoder:
         visible = (self.context <= positions[:, None])[:, None, None]
         cos, sin = self.rope.index_select(1, positions)[:, :, None]
         hidden = self.embedding.index_select(0, input_ids)
-        for layer, (keys, values) in zip(self.layers, cache, strict=True):
-            qkv = layer.project(hidden, cos, sin)
-            attended = paged_attention(*qkv, keys, values, slot_mapping, pages, visible)
+        fused = self.decode_attention if _is_decode() else None
+        for index, (layer, (keys, values)) in enumerate(zip(self.layers, cache, strict=True)):
+            query, key, value = layer.project(hidden, cos, sin)
+            if fused is not None:
+                write_cache(key, value, keys, values, slot_mapping)
+                attended = fused(index, query, keys, values, block_table)
+            else:
+                attended = paged_attention(
+                    query, key, value, keys, values, slot_mapping, pages, visible
+                )
             hidden = layer.finish(hidden, attended)
         last = hidden.index_select(0, (ends - 1).clamp(min=0))
         return F.linear(_rms_norm(last, self.norm, self.config.rms_eps), self.head)

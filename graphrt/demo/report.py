@@ -79,7 +79,11 @@ def make_runner(setup: Setup, options: GraphOptions) -> GraphRunner:
         options=options,
         max_num_reqs=limits.max_num_reqs,
         max_num_tokens=limits.max_num_tokens,
-        attention=AttentionSupport.ALWAYS,
+        attention=(
+            AttentionSupport.ALWAYS
+            if setup.decoder.decode_attention is None
+            else AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        ),
         inputs={
             "input_ids": per_token,
             "positions": per_token,
@@ -99,7 +103,10 @@ def run_prompts(
 ) -> Run:
     """Capture, then generate from an empty cache until every prompt is finished."""
     with make_runner(setup, options) as runner:
-        engine = Engine(runner, setup.limits, setup.eos_ids, keep_logits)
+        fused = setup.decoder.decode_attention
+        in_full = fused is not None and runner.mode.decode_mode is not GraphMode.PIECEWISE
+        updates = fused.updates if fused is not None and in_full else None
+        engine = Engine(runner, setup.limits, setup.eos_ids, keep_logits, updates)
         requests = [engine.submit(prompt, setup.max_new_tokens) for prompt in setup.prompts]
         runner.capture(progress=progress)
         while engine.waiting or engine.running:

@@ -25,15 +25,6 @@ def variables(
     found = {"GRAPHRT_SIM_SCHEDULE": schedule, "GRAPHRT_SIM_HANG_MS": str(hang_ms)}
     if streams is not None:
         found["GRAPHRT_SIM_STREAMS"] = str(streams)
-    # The first stand-in, by the same names as its successor's settings.
-    kind, _, seed = schedule.partition(":")
-    found["FAKEACL_SYNC_TIMEOUT_MS"] = str(hang_ms)
-    if kind.startswith("lazy"):
-        found["FAKEACL_LAZY"] = "1"
-    if seed:
-        found["FAKEACL_SEED"] = seed
-    if streams is not None:
-        found["FAKEACL_MAX_STREAMS"] = str(streams)
     return found
 
 
@@ -43,8 +34,7 @@ def is_simulated() -> bool:
         library = ctypes.CDLL("libascendcl.so")
     except OSError:
         return False
-    marks = ("fakeacl_streams_used", "graphrt_sim_set_schedule")
-    return any(hasattr(library, mark) for mark in marks)
+    return hasattr(library, "graphrt_sim_set_schedule")
 
 
 def need_simulator() -> None:

@@ -1,0 +1,32 @@
+"""The demo on an NPU: decode attention in FULL graphs, its lengths brought by task update."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from graphrt.demo.app import run_demo
+from graphrt.demo.npu import FusedDecodeAttention
+
+pytestmark = pytest.mark.npu
+
+
+@pytest.mark.parametrize("mode", [None, "FULL_DECODE_ONLY", "PIECEWISE", "FULL"])
+def test_every_mode_equals_eager_and_decode_steps_bring_their_lengths(monkeypatch, mode):
+    lengths: list[list[int]] = []
+    updates = FusedDecodeAttention.updates
+
+    def noted(self, context_lens):
+        lengths.append(list(context_lens))
+        return updates(self, context_lens)
+
+    monkeypatch.setattr(FusedDecodeAttention, "updates", noted)
+    console = Console(file=io.StringIO(), width=100)
+    assert run_demo(mode=mode, max_new_tokens=6, console=console) == 0
+    text = console.file.getvalue()
+    assert "0 differ" in text
+    # FULL steps down to FULL_AND_PIECEWISE: the operator serves one token a request.
+    assert (" FULL " in text) is (mode != "PIECEWISE")
+    assert lengths
