@@ -122,6 +122,6 @@ def _ended(graph: Any, stream: torch.Stream) -> bool:
         warnings.simplefilter("ignore")  # that the graph is empty
         try:
             graph.capture_end()
-        except Exception:
+        except RuntimeError:  # what ended the capture, which the caller is handling already
             return captured_pool(graph) is not None
     return True

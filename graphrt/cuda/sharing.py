@@ -38,6 +38,10 @@ class ShareableGraph:
     def pool(self) -> Any:
         return self.graph.pool()
 
+    def raw_cuda_graph_exec(self) -> int:
+        """The executable, for the update of tasks; a graph that has some is never shared."""
+        return self.graph.raw_cuda_graph_exec()
+
     def replay(self) -> None:
         group = self.group
         if group is not None:

@@ -28,6 +28,7 @@ from graphrt.cuda.nodes import (
 _KERNEL, _MEMCPY, _MEMSET = 0, 1, 2
 # CUlaunchAttributeID: an update carries neither over.
 _FIXED_ATTRIBUTES = (2, 4)
+_PLAIN = (bool, int, float, str, type(None))
 _REMEMBERED = 256
 """Sets of host arguments whose parameters a task keeps."""
 
@@ -72,8 +73,6 @@ class Tasks:
 
     def __init__(self) -> None:
         self._before: dict[Any, set[int]] = {}
-        self.issued = 0
-        self.remembered = 0
 
     def begin(self, graph: Any) -> None:
         stream = torch.cuda.current_stream().cuda_stream
@@ -98,17 +97,15 @@ class Tasks:
     def _apply(self, executable: int, update: TaskUpdate) -> None:
         handle: TaskHandle = update.handle
         key = _key(update.values)
-        images = handle.images.get(key)
+        images = None if key is None else handle.images.get(key)
         if images is None:
-            self.issued += 1
             images = self._issue(executable, update)
             if images is None:
                 return
-            handle.images[key] = images
+            if key is not None:
+                handle.images[key] = images
             if len(handle.images) > _REMEMBERED:
                 handle.images.popitem(last=False)
-        else:
-            self.remembered += 1
         for place, image in enumerate(images):
             last = handle.applied[place]
             if image is not last and (last is None or image.key != last.key):
@@ -178,10 +175,17 @@ def _allocations() -> int:
     return int(stats["allocation"]["all"]["allocated"])
 
 
-def _key(values: Mapping[str, Any]) -> Hashable:
-    return tuple(
-        (name, tuple(value) if isinstance(value, list) else value) for name, value in values.items()
-    )
+def _key(values: Mapping[str, Any]) -> Hashable | None:
+    """Host arguments as a key that tells 1 from 1.0 and 0.0 from -0.0; None if they are more than
+    plain values, whose contents might change behind a key."""
+    found: list[Hashable] = []
+    for name, value in values.items():
+        parts = value if isinstance(value, list | tuple) else (value,)
+        if not all(type(part) in _PLAIN for part in parts):
+            return None
+        found.append((name, *(part.hex() if type(part) is float else part for part in parts)))
+        found.append(tuple(type(part) for part in parts))
+    return tuple(found)
 
 
 def _refused(update: TaskUpdate, what: str) -> TaskContractError:

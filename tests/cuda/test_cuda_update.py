@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from graphrt import UNCHANGED, Batch, GraphRunner, HostArg, InputSpec, UpdatableTask
+from graphrt import UNCHANGED, Batch, GraphOptions, GraphRunner, HostArg, InputSpec, UpdatableTask
 from graphrt.core.errors import TaskContractError
 
 pytestmark = pytest.mark.cuda
@@ -92,6 +92,37 @@ def test_unchanged_keeps_the_arguments_of_the_step_before():
         assert not torch.equal(first, other)
         assert torch.equal(updated(x=x, updates=UNCHANGED), other)
         assert torch.equal(updated(x=x, updates={"mix": {"row": 5}}), first)
+
+
+def test_graphs_with_tasks_are_updated_where_executables_are_shared():
+    options = GraphOptions(share_executables=True)
+    with runner(model(scale, row=HostArg(None)), options=options) as updated:
+        updated.capture()
+        assert updated.report().sharing is None
+        for row, tokens in ((3, 4), (7, 2), (3, 4)):
+            x, updates = torch.randn(tokens, WIDTH), {"mix": {"row": row}}
+            batch = Batch(tokens, tokens, 1)
+            out = updated(batch, x=x, updates=updates).clone()
+            found = updated.dispatcher.dispatch(batch)
+            eager = updated.run_padded_eagerly(batch, found, {"x": x}, updates)
+            assert torch.equal(out, eager)
+
+
+def by_type(x, table, out, *, row):
+    torch.add(x, table[0 if type(row) is int else 1, : x.shape[0]], out=out)
+
+
+def test_arguments_that_are_equal_but_of_another_type_are_told_apart():
+    with runner(model(by_type, row=HostArg(None))) as updated:
+        updated.capture()
+        x = torch.randn(4, WIDTH)
+        first = updated(x=x, updates={"mix": {"row": 1}}).clone()
+        updated(x=x, updates={"mix": {"row": 2.0}})
+        again = updated(x=x, updates={"mix": {"row": 1}}).clone()
+        updated(x=x, updates={"mix": {"row": 2}})
+        other = updated(x=x, updates={"mix": {"row": 1.0}})
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
 
 
 def allocates(x, table, out, *, row):

@@ -46,6 +46,13 @@ bool captured(const Event& event) {
     return event.capture && graphs().count(event.capture) && event.capture->capturing;
 }
 
+// True, and its capture broken, if the host asks for an event that is being captured.
+bool refused(Event& event) {
+    if (!captured(event)) return false;
+    event.capture->invalid = true;
+    return true;
+}
+
 aclError record_in_capture(Lock& lock, Stream& stream, Event& event) {
     Graph& graph = *stream.capture;
     const int record = graph.records++;
@@ -156,10 +163,7 @@ API aclError aclrtSynchronizeEvent(aclrtEvent handle) {
     Lock lock(device().mutex);
     EventPtr event = find(handle);
     if (!event) return fail(kParameter, "no such event");
-    if (captured(*event)) {
-        event->capture->invalid = true;
-        return fail(kEventCaptured, "the event is captured");
-    }
+    if (refused(*event)) return fail(kEventCaptured, "the event is captured");
     device().synchronizations++;
     const uint64_t ticket = event->recorded;
     return device().wait(lock, "the event", [=] { return event->reached >= ticket; }, -1);
@@ -169,10 +173,7 @@ API aclError aclrtQueryEventStatus(aclrtEvent handle, int* status) {
     Lock lock(device().mutex);
     EventPtr event = find(handle);
     if (!event) return fail(kParameter, "no such event");
-    if (captured(*event)) {
-        event->capture->invalid = true;
-        return fail(kEventCaptured, "the event is captured");
-    }
+    if (refused(*event)) return fail(kEventCaptured, "the event is captured");
     *status = event->reached >= event->recorded ? 1 : 0;
     device().poke();
     return kOk;
