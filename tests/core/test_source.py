@@ -1,0 +1,42 @@
+"""Which line of the user's code an error came through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt import BatchDescriptor, GraphMode, GraphPool, forward_context
+from graphrt.core.errors import CaptureError
+from graphrt.core.source import source_of
+from graphrt.core.transaction import CaptureTransaction
+from graphrt.cpu import CPUGraphWrapper
+
+
+def fails(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, 3)  # 8 elements
+
+
+def test_the_innermost_line_outside_of_torch_and_graphrt_is_named():
+    try:
+        fails(torch.zeros(8))
+    except RuntimeError as error:
+        source = source_of(error)
+    assert source is not None
+    assert source.function == "fails"
+    assert str(source).endswith("in fails: return x.view(-1, 3)  # 8 elements")
+
+
+def test_an_error_that_came_through_no_user_code_has_none():
+    assert source_of(RuntimeError("never raised")) is None
+
+
+def test_a_failed_capture_names_the_line():
+    wrapper = CPUGraphWrapper(fails, GraphMode.FULL, pool=GraphPool("cpu"))
+    context = forward_context("FULL", None)
+    context.capture = CaptureTransaction()
+    context.descriptor = BatchDescriptor(8)
+    with pytest.raises(CaptureError) as caught, context:
+        wrapper(torch.zeros(8))
+    source = caught.value.source
+    assert source is not None and "in fails:" in source
+    assert source in str(caught.value)
