@@ -83,7 +83,7 @@ class HookedSegment:
 class TaskedSegment:
     """A segment whose tasks are issued anew at every replay; `name` says whose it is."""
 
-    __slots__ = ("_hooks", "_platform", "_updates", "graph", "name", "tasks")
+    __slots__ = ("_hooks", "_platform", "graph", "name", "tasks")
 
     def __init__(
         self,
@@ -97,8 +97,6 @@ class TaskedSegment:
         self.name = "a graph under capture"
         self._platform = platform
         self._hooks = hooks
-        # Those of the replay before, so that a step without changes builds nothing.
-        self._updates = [task.update(task.values) for task in tasks]
 
     def replay(self) -> None:
         """Replay with the host arguments of the replay before."""
@@ -108,11 +106,10 @@ class TaskedSegment:
         """Replay with `values`, one for each task; None repeats those of the replay before."""
         if self._hooks is not None:
             self._hooks.before_replay()
-        if values is None:
-            self._platform.replay_updated(self.graph, self._updates, changed=False, name=self.name)
-            return
-        updates = [task.update(new) for task, new in zip(self.tasks, values, strict=True)]
-        self._platform.replay_updated(self.graph, updates, changed=True, name=self.name)
-        self._updates = updates
-        for task, new in zip(self.tasks, values, strict=True):
+        current = [task.values for task in self.tasks] if values is None else values
+        updates = [task.update(new) for task, new in zip(self.tasks, current, strict=True)]
+        self._platform.replay_updated(
+            self.graph, updates, changed=values is not None, name=self.name
+        )
+        for task, new in zip(self.tasks, current, strict=True):
             task.values = new
