@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from graphrt.core.plugins import PLATFORM_VARIABLE, get_platform
 
@@ -16,6 +17,11 @@ if importlib.util.find_spec("hypothesis") is not None:
     # A deadline per example only measures how busy the machine is.
     hypothesis.settings.register_profile("graphrt", deadline=None)
     hypothesis.settings.load_profile("graphrt")
+
+
+if torch.cuda.device_count() == 0:
+    # Read when kernels are defined: without a GPU they run in Triton's interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _missing_packages(path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The `graphrt` command: demo, doctor and plan."""
+"""The `graphrt` command: attention, demo, doctor and plan."""
 
 from __future__ import annotations
 
@@ -72,6 +72,19 @@ def doctor(
 
 
 @app.command()
+def attention(
+    backend: Annotated[
+        str | None, typer.Argument(help="One backend, such as flashinfer:trtllm_kernels=true.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Show the attention backends with a known support level, and what it depends on."""
+    from graphrt.cli.attention import print_attention
+
+    print_attention(backend, as_json=json)
+
+
+@app.command()
 def plan(
     mode: Mode = None,
     sizes: Sizes = None,
@@ -82,7 +95,9 @@ def plan(
     ] = None,
     attention: Annotated[
         list[str] | None,
-        typer.Option(help="A support level, or backend=level; may be repeated."),
+        typer.Option(
+            help="A level, backend=level, or a known backend (see attention); may be repeated."
+        ),
     ] = None,
     pieces: Annotated[str, typer.Option(help="breakable, fx, inductor or none.")] = "breakable",
     platform: Platform = None,

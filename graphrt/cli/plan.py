@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,18 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from graphrt.cli import budget
+from graphrt.cli.attention import find_level
 from graphrt.cli.budget import BudgetRequest
 from graphrt.core.budget import CapturePlan
 from graphrt.core.errors import InvalidOptionError
 from graphrt.core.lookup import resolve_platform
-from graphrt.core.modes import (
-    AttentionSupport,
-    resolve_mode,
-)
+from graphrt.core.modes import AttentionSupport, resolve_mode
 from graphrt.core.options import GraphOptions
 from graphrt.core.platform import Platform
 from graphrt.core.plugins import get_platform
 from graphrt.core.sizes import CaptureKey, SizePlan, descriptors_for, plan_sizes
+
+UNNAMED = "attention"
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ def print_plan(request: PlanRequest, *, as_json: bool, console: Console | None =
         request.budget, platform, resolution, sizes, keys, strict=request.options.strict
     )
     if as_json:
-        print(json.dumps(as_data(found, sizes, streams), indent=2))
+        print(json.dumps(as_data(found, sizes, streams, attention), indent=2))
         return
     console = console or Console()
-    _show(found, sizes, console)
+    _show(found, sizes, attention, console)
     for line in budget.budget_lines(request.budget, found, streams):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if platform.name == budget.ASCEND and streams is None and keys:
@@ -74,12 +76,18 @@ def print_plan(request: PlanRequest, *, as_json: bool, console: Console | None =
         console.print(f"Note: {note}", style="yellow")
 
 
-def as_data(found: CapturePlan, sizes: SizePlan, streams: budget.Streams | None) -> dict[str, Any]:
+def as_data(
+    found: CapturePlan,
+    sizes: SizePlan,
+    streams: budget.Streams | None,
+    attention: Mapping[str, AttentionSupport],
+) -> dict[str, Any]:
     """The plan as plain data."""
     resolution = found.resolution
     return {
         "requested": resolution.requested.name,
         "mode": resolution.mode.name,
+        "attention": {name: support.name for name, support in attention.items()},
         "steps": [
             {
                 "rule": step.rule,
@@ -115,20 +123,38 @@ def eager_decode(sizes: SizePlan, keys: tuple[CaptureKey, ...]) -> list[str]:
 
 
 def parse_attention(texts: tuple[str, ...]) -> dict[str, AttentionSupport]:
-    """Levels by backend from `LEVEL` or `backend=LEVEL`; raises `InvalidOptionError`."""
-    found = {}
+    """Levels by backend, the lowest of those given for one; raises `InvalidOptionError`.
+
+    A text is `LEVEL`, `backend=LEVEL`, or a known backend: `name` or `name:fact=value,...`.
+    """
+    found: dict[str, AttentionSupport] = {}
     for text in texts:
-        backend, _, level = text.rpartition("=")
-        try:
-            found[backend or "attention"] = AttentionSupport[level.strip().upper()]
-        except KeyError:
-            raise InvalidOptionError(
-                "unknown attention support",
-                got=repr(level),
-                expected=", ".join(AttentionSupport.__members__),
-                advice="--attention UNIFORM_BATCH",
-            ) from None
+        name, support = _declared(text)
+        found[name] = min(support, found.get(name, support))
     return found
+
+
+def _declared(text: str) -> tuple[str, AttentionSupport]:
+    backend, equals, level = text.rpartition("=")
+    support = AttentionSupport.__members__.get(level.strip().upper())
+    if support is not None:
+        return backend.strip() or UNNAMED, support
+    _, colon, facts = text.partition(":")
+    if equals and not colon:
+        raise _unknown_support(level, f"{backend}=")
+    if not colon and difflib.get_close_matches(level.upper(), AttentionSupport.__members__):
+        raise _unknown_support(level)
+    known, known_level = find_level(text)
+    return known.name + colon + facts.strip(), known_level.support
+
+
+def _unknown_support(level: str, backend: str = "") -> InvalidOptionError:
+    return InvalidOptionError(
+        "unknown attention support",
+        got=repr(level),
+        expected=", ".join(AttentionSupport.__members__),
+        advice=f"--attention {backend}UNIFORM_BATCH",
+    )
 
 
 def _planned_for(name: str | None) -> Platform:
@@ -138,9 +164,17 @@ def _planned_for(name: str | None) -> Platform:
     return resolve_platform(name)
 
 
-def _show(found: CapturePlan, sizes: SizePlan, console: Console) -> None:
+def _show(
+    found: CapturePlan,
+    sizes: SizePlan,
+    attention: Mapping[str, AttentionSupport],
+    console: Console,
+) -> None:
     resolution, keys = found.resolution, found.keys
     console.print(f"Mode: {resolution.requested.name} requested, {resolution.mode.name} runs")
+    for name, support in attention.items():
+        backend = "" if name == UNNAMED else f"{name} supports "
+        console.print(f"Attention: {backend}{support.name}", markup=False, highlight=False)
     if resolution.steps:
         table = Table(title="Resolution steps", title_justify="left")
         for column in ("rule", "from", "to", "why"):

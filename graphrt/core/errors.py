@@ -88,6 +88,10 @@ class MissingCapabilityError(PlatformError):
     """The platform lacks a capability that the call needs."""
 
 
+class MissingLibraryError(GraphRTError, ImportError):
+    """A library that only this call needs is not installed, or cannot be imported."""
+
+
 class CaptureError(GraphRTError):
     """A capture failed; everything it had begun is rolled back.
 
@@ -214,6 +218,10 @@ class InvalidUpdateError(TaskError, ValueError):
 
 class TaskContractError(TaskError):
     """A task re-issued other operators or tensors than the ones captured."""
+
+
+class UpdateRefusedError(TaskError):
+    """The device takes the new host arguments of a captured graph's tasks in no way."""
 
 
 class DeviceHangError(GraphRTError):

@@ -1,0 +1,163 @@
+"""What an attention backend is to graphrt: a declared support and three methods."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from graphrt.attention.shapes import AttentionShape, check_tensors
+from graphrt.core.breakable import eager_break
+from graphrt.core.capture import Phase
+from graphrt.core.context import current_context
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import InvalidInputError
+from graphrt.core.graphset import Bind
+from graphrt.core.modes import AttentionSupport
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """The metadata of one step, the same for all layers of a backend.
+
+    `block_table` [reqs, max_blocks] int32 or int64 holds the pages of each request in order, then
+    any pages that exist. `context_lens` [reqs] int32 is how many tokens each has in the cache,
+    those of this step included; 0 is a padding request. Token i of a request's q new ones sees the
+    cache up to its own position, context_len - q + i. `query_len` is the number of tokens of every
+    request, or None where they differ: request r has the tokens `query_start_loc[r]` to
+    `query_start_loc[r + 1]` ([reqs + 1] int32). `max_context` is an upper bound of `context_lens`
+    that is known on the host, and `plan` is what the backend made of all this.
+    """
+
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+    query_len: int | None
+    query_start_loc: torch.Tensor | None
+    max_context: int
+    plan: Any = None
+
+
+class AttentionBackend(abc.ABC):
+    """Attention of layers of one shape over paged caches.
+
+    A host calls `build` outside of the forward (as `GraphRunner(bind=)`), `begin` once in the
+    forward and `attend` in each layer. A backend belongs to one runner, as its buffers are used by
+    one step at a time.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    @abc.abstractmethod
+    def get_cudagraph_support(self) -> AttentionSupport:
+        """The widest kind of batch that a FULL graph of this backend serves."""
+
+    def build(  # noqa: B027
+        self, buffers: Mapping[str, torch.Tensor], descriptor: BatchDescriptor, phase: Phase
+    ) -> None:
+        """Put the metadata of a step that host code makes into persistent buffers.
+
+        Called before every warm-up, capture, replay and eager step. At warm-up and capture it must
+        be the worst case of `descriptor`. Backends that compute it on the device need none.
+        """
+
+    def begin(
+        self,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        query_start_loc: torch.Tensor | None = None,
+        query_len: int | None = None,
+        max_context: int | None = None,
+    ) -> AttentionStep:
+        """Start a step, inside of the forward: all arguments as in `AttentionStep`.
+
+        `query_len` is that of the context's descriptor by default, and `max_context` what the
+        block table holds.
+        """
+        context = current_context()
+        descriptor = None if context is None else context.descriptor
+        if query_len is None and descriptor is not None and descriptor.uniform:
+            query_len = descriptor.query_len
+        if query_len is None and query_start_loc is None:
+            raise InvalidInputError(
+                "a step of attention needs to know which tokens belong to which request",
+                got="neither query_len nor query_start_loc",
+                expected="one of them, or the context of a uniform batch",
+                advice="pass query_start_loc=",
+            )
+        limit = block_table.shape[1] * self.shape.page_size
+        return AttentionStep(
+            block_table,
+            context_lens,
+            query_len,
+            query_start_loc,
+            limit if max_context is None else min(max_context, limit),
+        )
+
+    def attend(
+        self,
+        step: AttentionStep,
+        query: torch.Tensor,
+        *caches: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend from `query` to `caches`, which hold this step's tokens already: `out`.
+
+        Shapes as of `shape`; rows of padding tokens become zeros or stay as they were. Under
+        PIECEWISE it runs eagerly between two segments. Raises `InvalidInputError`.
+        """
+        check_tensors(self.shape, query, caches)
+        if out is None:
+            out = query.new_empty((*query.shape[:2], self.shape.value_dim))
+        return _attend(self, step, query, caches, out)
+
+    @abc.abstractmethod
+    def run(
+        self,
+        step: AttentionStep,
+        query: torch.Tensor,
+        caches: tuple[torch.Tensor, ...],
+        out: torch.Tensor,
+    ) -> None:
+        """Write the attention of `query` over `caches` to `out`."""
+
+
+@eager_break
+def _attend(
+    backend: AttentionBackend,
+    step: AttentionStep,
+    query: torch.Tensor,
+    caches: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+) -> torch.Tensor:
+    backend.run(step, query, caches, out)
+    return out
+
+
+def supports_of(*backends: AttentionBackend) -> dict[str, AttentionSupport]:
+    """`attention=` of a runner: each backend's support by name, of which the lowest decides."""
+    found: dict[str, AttentionSupport] = {}
+    for backend in backends:
+        support = backend.get_cudagraph_support()
+        found[backend.name] = min(support, found.get(backend.name, support))
+    return found
+
+
+def bind_all(*backends: AttentionBackend, then: Bind | None = None) -> Bind:
+    """`bind=` of a runner: the `build` of each backend, and `then` the host's own."""
+
+    def bind(
+        buffers: Mapping[str, torch.Tensor], descriptor: BatchDescriptor, phase: Phase
+    ) -> None:
+        for backend in backends:
+            backend.build(buffers, descriptor, phase)
+        if then is not None:
+            then(buffers, descriptor, phase)
+
+    return bind

@@ -1,0 +1,1 @@
+"""Decode attention kernels in Triton; imported on first use, as Triton is an extra."""

@@ -1,0 +1,131 @@
+"""Decode attention of grouped heads (MHA, GQA, MQA): the first stage, one span a program."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphrt.attention.triton.work import span_of
+
+
+@triton.jit(do_not_specialize=["num_splits", "chunk", "reqs"])
+def attend_grouped(
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    context_lens,
+    plan,
+    out,
+    partial,
+    sums,
+    scale,
+    num_splits,
+    chunk,
+    reqs,
+    query_token,
+    query_head,
+    key_page,
+    key_slot,
+    key_head,
+    value_page,
+    value_slot,
+    value_head,
+    table_request,
+    out_token,
+    out_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    PLANNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Grid: KV heads x blocks of query rows (tokens x heads of a group), spans.
+
+    `scale` is the softmax scale times log2(e). `OPERAND` is the dtype of
+    the products: that of the cache, or float32 in the interpreter, which cannot multiply bfloat16.
+    """
+    kv_head = tl.program_id(0) // ROW_BLOCKS
+    block = tl.program_id(0) % ROW_BLOCKS
+    item = tl.program_id(1)
+    if PLANNED:
+        request = tl.load(plan + 1 + reqs + item)
+        if request < 0:
+            return
+        split = item - tl.load(plan + 1 + request)
+        chunk = tl.load(plan)
+        most = 1 << 30
+    else:
+        request = item // num_splits
+        split = item % num_splits
+        most = num_splits
+    length = tl.load(context_lens + request)
+    span, count = span_of(length, chunk, most, UNIT)
+    if split >= count:
+        return
+    begin = split * span
+    end = tl.minimum(begin + span, length)
+
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    live = rows < GROUP * QUERY_LEN
+    visible = length - QUERY_LEN + token + 1
+    dims = tl.arange(0, BLOCK_DIM)
+    row_at = (request * QUERY_LEN + token).to(tl.int64) * query_token + head * query_head
+    rows_in = live[:, None] & (dims < DIM)[None, :]
+    asked = tl.load(query + row_at[:, None] + dims[None, :], mask=rows_in, other=0.0).to(OPERAND)
+    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
+    table = block_table + request.to(tl.int64) * table_request
+    offsets = tl.arange(0, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        columns = start + offsets
+        held = columns < end
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+            slots = start % PAGE_SIZE + offsets
+            key_at = page * key_page + slots * key_slot + kv_head * key_head
+            value_at = page * value_page + slots * value_slot + kv_head * value_head
+        else:
+            pages = tl.load(table + columns // PAGE_SIZE, mask=held, other=0).to(tl.int64)
+            slots = columns % PAGE_SIZE
+            key_at = pages * key_page + slots * key_slot + kv_head * key_head
+            value_at = pages * value_page + slots * value_slot + kv_head * value_head
+        kept = held[:, None] & (dims < DIM)[None, :]
+        keys = tl.load(key_cache + key_at[:, None] + dims[None, :], mask=kept, other=0.0)
+        keys = keys.to(OPERAND)
+        values = tl.load(value_cache + value_at[:, None] + dims[None, :], mask=kept, other=0.0)
+        values = values.to(OPERAND)
+        scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION)
+        seen = held[None, :] & (columns[None, :] < visible[:, None])
+        scores = tl.where(seen, scores * scale, -float("inf"))
+        above = tl.maximum(highest, tl.max(scores, 1))
+        shift = tl.where(above == -float("inf"), 0.0, above)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(highest - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        as_operand = weights.to(value_cache.dtype.element_ty).to(OPERAND)
+        mixed = mixed * rescale[:, None]
+        mixed = tl.dot(as_operand, values, mixed, input_precision=PRECISION)
+        highest = above
+
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    if count == 1:
+        out_at = (request * QUERY_LEN + token).to(tl.int64) * out_token + head * out_head
+        tl.store(
+            out + out_at[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=rows_in
+        )
+    else:
+        place = item.to(tl.int64) * (HEADS * QUERY_LEN) + token * HEADS + head
+        tl.store(partial + place[:, None] * DIM + dims[None, :], mixed, mask=rows_in)
+        tl.store(sums + place, highest + tl.log2(total), mask=live)

@@ -1,0 +1,180 @@
+"""Launches of the decode kernels: their grids, tile sizes and workspace."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.attention.backend import AttentionStep
+from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
+from graphrt.attention.triton.grouped import attend_grouped
+from graphrt.attention.triton.latent import attend_latent
+from graphrt.attention.triton.merge import merge_spans
+from graphrt.attention.triton.work import MIN_CHUNK, UNIT, Splits, plan_spans
+
+_MOST_ROWS = 64
+"""Query rows of one program: more share a KV head over several."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel is built: keys of a block, warps, and stages of its pipeline."""
+
+    block_n: int
+    warps: int
+    stages: int
+
+
+def tiles_for(shape: AttentionShape, dtype: torch.dtype, rows: int) -> Tiles:
+    """The tiles that were fastest on an H200 (benchmarks/gpu/attention_tiles.py)."""
+    if dtype == torch.float32:
+        return Tiles(16, 4, 1) if isinstance(shape, LatentShape) else Tiles(32, 4, 2)
+    if isinstance(shape, LatentShape):
+        return Tiles(64, 4 if rows <= 16 else 8, 2)
+    return Tiles(64, 2 if shape.head_dim <= 128 else 4, 3)
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter, as TRITON_INTERPRET=1 asks for."""
+    return not isinstance(attend_latent, triton.runtime.JITFunction)
+
+
+def row_block(shape: AttentionShape, query_len: int) -> int:
+    """Query rows of one program."""
+    rows: int = triton.next_power_of_2(shape.group * query_len)
+    return min(_MOST_ROWS, max(16, rows))
+
+
+def row_blocks(shape: AttentionShape, query_len: int) -> int:
+    """Blocks of query rows that share a KV head."""
+    return -(-shape.group * query_len // row_block(shape, query_len))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Persistent buffers of a backend: `plan` int32 as `plan_spans` writes it, and the outputs of
+    spans, `partial` [spans * rows * value_dim] and `sums` [spans * rows], float32."""
+
+    plan: torch.Tensor
+    partial: torch.Tensor
+    sums: torch.Tensor
+
+
+def plan(context_lens: torch.Tensor, plan_out: torch.Tensor, limit: int) -> None:
+    """Write at most `limit` spans of the lengths to `plan_out`: one small kernel, once a step."""
+    reqs = len(context_lens)
+    padded = triton.next_power_of_2(reqs)
+    plan_spans[(1,)](
+        context_lens,
+        plan_out,
+        reqs,
+        limit,
+        MIN_CHUNK=MIN_CHUNK,
+        UNIT=UNIT,
+        REQS=padded,
+        ITEMS=max(16, 8192 // padded),
+    )
+
+
+def decode(
+    shape: AttentionShape,
+    step: AttentionStep,
+    query: torch.Tensor,
+    caches: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    splits: Splits,
+    workspace: Workspace,
+    tiles: Tiles | None = None,
+    *,
+    always_merge: bool = False,
+) -> None:
+    """Both stages of decode attention for one layer; the second has nothing to do, and is left out
+    unless `always_merge`, where no request is split."""
+    assert step.query_len is not None
+    reqs, query_len = len(step.context_lens), step.query_len
+    block_m = row_block(shape, query_len)
+    tiles = tiles or tiles_for(shape, query.dtype, block_m)
+    scale = shape.softmax_scale * math.log2(math.e)
+    blocks = row_blocks(shape, query_len)
+    # The interpreter cannot multiply bfloat16.
+    operand = torch.float32 if interpreted() else query.dtype
+    shared: dict[str, Any] = {
+        "PAGE_SIZE": shape.page_size,
+        "BLOCK_M": block_m,
+        "BLOCK_N": tiles.block_n,
+        "UNIT": UNIT,
+        "PLANNED": splits.planned,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "OPERAND": getattr(tl, str(operand).removeprefix("torch.")),
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+    grid = (shape.kv_heads * blocks, splits.grid(reqs))
+    tables = (step.block_table, step.context_lens, workspace.plan, out)
+    split = (workspace.partial, workspace.sums, scale, splits.num_splits, splits.chunk, reqs)
+    if isinstance(shape, GroupedShape):
+        keys, values = caches
+        attend_grouped[grid](
+            query,
+            keys,
+            values,
+            *tables,
+            *split,
+            *query.stride()[:2],
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            step.block_table.stride(0),
+            *out.stride()[:2],
+            HEADS=shape.num_heads,
+            GROUP=shape.group,
+            QUERY_LEN=query_len,
+            DIM=shape.head_dim,
+            BLOCK_DIM=triton.next_power_of_2(shape.head_dim),
+            ROW_BLOCKS=blocks,
+            **shared,
+        )
+    else:
+        (cache,) = caches
+        attend_latent[grid](
+            query,
+            cache,
+            *tables,
+            *split,
+            *query.stride()[:2],
+            *cache.stride()[:2],
+            step.block_table.stride(0),
+            *out.stride()[:2],
+            HEADS=shape.num_heads,
+            QUERY_LEN=query_len,
+            RANK=shape.rank,
+            ROPE=shape.rope_dim,
+            BLOCK_RANK=triton.next_power_of_2(shape.rank),
+            BLOCK_ROPE=triton.next_power_of_2(shape.rope_dim),
+            **shared,
+        )
+    if splits.num_splits == 1 and not always_merge:
+        return
+    block_dim = min(128, triton.next_power_of_2(shape.value_dim))
+    merge_spans[(reqs, query_len * shape.num_heads, -(-shape.value_dim // block_dim))](
+        workspace.partial,
+        workspace.sums,
+        out,
+        step.context_lens,
+        workspace.plan,
+        splits.num_splits,
+        splits.chunk,
+        *out.stride()[:2],
+        HEADS=shape.num_heads,
+        QUERY_LEN=query_len,
+        VALUE_DIM=shape.value_dim,
+        BLOCK_DIM=block_dim,
+        BLOCK_SPLITS=16,
+        UNIT=UNIT,
+        PLANNED=splits.planned,
+        num_warps=4,
+    )

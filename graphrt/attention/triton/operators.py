@@ -1,0 +1,109 @@
+"""The kernels as operators of PyTorch, which captures on any device and compilers see.
+
+`graphrt::plan_spans` and `graphrt::paged_decode` write into given tensors and return nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphrt.attention.backend import AttentionStep
+from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
+from graphrt.attention.triton.launch import Workspace, decode, plan
+from graphrt.attention.triton.work import Splits
+
+_LIBRARY = torch.library.Library("graphrt", "FRAGMENT")
+_LIBRARY.define("plan_spans(Tensor context_lens, Tensor(a!) plan, int limit) -> ()")
+_LIBRARY.define(
+    "paged_decode(Tensor query, Tensor[] caches, Tensor block_table, Tensor context_lens, "
+    "Tensor plan, Tensor(a!) out, Tensor(b!) partial, Tensor(c!) sums, int query_len, "
+    "int latent_rank, float scale, int num_splits, int chunk, bool planned, bool always_merge)"
+    " -> ()"
+)
+
+
+def _plan_spans(context_lens: torch.Tensor, plan_out: torch.Tensor, limit: int) -> None:
+    plan(context_lens, plan_out, limit)
+
+
+def _paged_decode(
+    query: torch.Tensor,
+    caches: list[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    plan: torch.Tensor,
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    sums: torch.Tensor,
+    query_len: int,
+    latent_rank: int,
+    scale: float,
+    num_splits: int,
+    chunk: int,
+    planned: bool,
+    always_merge: bool,
+) -> None:
+    heads, page_size = query.shape[1], caches[0].shape[1]
+    shape: AttentionShape
+    if latent_rank:
+        rope_dim = query.shape[2] - latent_rank
+        shape = LatentShape(heads, latent_rank, rope_dim, page_size, scale)
+    else:
+        shape = GroupedShape(heads, caches[0].shape[2], query.shape[2], page_size, scale)
+    decode(
+        shape,
+        AttentionStep(block_table, context_lens, query_len, None, 0),
+        query,
+        tuple(caches),
+        out,
+        Splits(num_splits, chunk, planned),
+        Workspace(plan, partial, sums),
+        always_merge=always_merge,
+    )
+
+
+def _nothing(*_: object) -> None:
+    """All results are written in place."""
+
+
+_LIBRARY.impl("plan_spans", _plan_spans, "CompositeExplicitAutograd")
+_LIBRARY.impl("paged_decode", _paged_decode, "CompositeExplicitAutograd")
+_LIBRARY.impl("plan_spans", _nothing, "Meta")
+_LIBRARY.impl("paged_decode", _nothing, "Meta")
+
+
+def plan_spans(step: AttentionStep, splits: Splits, workspace: Workspace) -> None:
+    """Write the spans of the lengths of `step` to `workspace.plan`, on the device."""
+    torch.ops.graphrt.plan_spans(step.context_lens, workspace.plan, splits.num_splits)
+
+
+def paged_decode(
+    shape: AttentionShape,
+    step: AttentionStep,
+    query: torch.Tensor,
+    caches: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    splits: Splits,
+    workspace: Workspace,
+    *,
+    always_merge: bool = False,
+) -> None:
+    """Write the attention of a uniform batch to `out`; arguments as of `launch.decode`."""
+    assert step.query_len is not None
+    torch.ops.graphrt.paged_decode(
+        query,
+        caches,
+        step.block_table,
+        step.context_lens,
+        workspace.plan,
+        out,
+        workspace.partial,
+        workspace.sums,
+        step.query_len,
+        shape.rank if isinstance(shape, LatentShape) else 0,
+        shape.softmax_scale,
+        splits.num_splits,
+        splits.chunk,
+        splits.planned,
+        always_merge,
+    )

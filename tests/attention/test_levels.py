@@ -1,0 +1,189 @@
+"""The levels of known attention backends: names, facts, and the rule that applies."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphrt.attention.known import FACTS
+from graphrt.attention.levels import (
+    facts_of,
+    get_cudagraph_support,
+    known_backend,
+    known_backends,
+    level_of,
+)
+from graphrt.core.errors import GraphRTError, InvalidOptionError
+from graphrt.core.modes import AttentionSupport, resolve_mode
+
+A, U, S, N = "ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"
+
+PLAIN = {
+    A: """flash-attention-3 flash-attention-4 triton-attention flex-attention flashinfer-mla
+          flashmla-sparse-dsv4 flashinfer-sparse-dsv4 rocm-attention aiter-unified kda
+          xpu-flash-attention ascend-fia""",
+    U: """flash-attention-2 flash-attn-mla flash-attn-mla-sparse flashmla flashmla-sparse
+          flashinfer-mla-sparse trtllm-mha trtllm-mla tokenspeed-mla b12x triton-mla dsa-indexer dsa
+          sparse-swa minimax-m3-sparse mamba mamba2 gdn short-conv bailing-linear aiter aiter-mla
+          aiter-mla-sparse rocm-octave ascend-mla ascend-sfa ascend-dsa ascend-gdn""",
+    S: """flashinfer cutlass-mla linear-attention turboquant triton-flash-attn hpc-attn
+          xpu-flash-attn-mla intel-amx ascend-paged""",
+    N: "torch-sdpa chunked-local xpu-mla-sparse cpu-attn",
+}
+WITHOUT_FACTS = [(name, level) for level, names in PLAIN.items() for name in names.split()]
+
+DCP = {"decode_context_parallel": 2}
+WITH_FACTS = [
+    ("flashinfer", {"trtllm_kernels": True}, U),
+    ("flashinfer", {"trtllm_kernels": True, "causal": False}, S),
+    ("flashinfer", {"xqa_kernels": True}, U),
+    ("flashinfer", {"xqa_kernels": True, "causal": False}, U),
+    ("flashinfer", {"fa2_kernels": True}, U),
+    ("flashinfer", {"fa2_kernels": True, "causal": False}, S),
+    ("flashinfer", {"fa2_kernels": True, "trtllm_kernels": True, "causal": False}, S),
+    ("flashinfer", {"decode_context_parallel": 1, "trtllm_kernels": True}, U),
+    ("flashinfer", {"trtllm_kernels": True} | DCP, S),
+    ("flashinfer", {"xqa_kernels": True} | DCP, S),
+    ("flashinfer", {"fa2_kernels": True} | DCP, S),
+    ("flashinfer", {"trtllm_kernels": True, "decode_context_parallel": 8}, S),
+    ("dsa-indexer", {"varlen_kernels": True}, A),
+    ("dsa-indexer", {"flattened_queries": True}, A),
+    ("hpc-attn", {"speculative": True}, U),
+    ("torch-sdpa", {"static_cache": True}, S),
+    ("triton-flash-attn", {"unclamped_window": True}, N),
+]
+
+
+@pytest.mark.parametrize(("name", "level"), WITHOUT_FACTS)
+def test_a_backend_has_its_declared_level(name, level):
+    assert get_cudagraph_support(name) is AttentionSupport[level]
+
+
+def test_the_table_above_has_every_backend():
+    assert sorted(name for name, _ in WITHOUT_FACTS) == sorted(b.name for b in known_backends())
+
+
+@pytest.mark.parametrize(("name", "facts", "level"), WITH_FACTS)
+def test_facts_choose_the_level(name, facts, level):
+    assert get_cudagraph_support(name, **facts) is AttentionSupport[level]
+
+
+@pytest.mark.parametrize(
+    "backend", [b for b in known_backends() if len(b.levels) > 1], ids=lambda b: b.name
+)
+def test_every_conditional_row_can_apply(backend):
+    """A row that an earlier one always hides would be a mistake in the table."""
+    reached = set()
+    for level in backend.levels:
+        facts = {condition.fact: condition.value for condition in level.when}
+        reached.add(level_of(backend.name, **facts))
+    assert reached == set(backend.levels)
+
+
+@pytest.mark.parametrize("backend", known_backends(), ids=lambda b: b.name)
+def test_only_the_last_row_is_unconditional(backend):
+    assert [bool(level.when) for level in backend.levels] == [True] * (len(backend.levels) - 1) + [
+        False
+    ]
+
+
+def test_conditions_name_facts_that_exist():
+    used = {c.fact for b in known_backends() for level in b.levels for c in level.when}
+    assert used == {fact.name for fact in FACTS}
+
+
+def test_no_name_or_alias_means_two_backends():
+    names = [name for b in known_backends() for name in (b.name, *b.aliases)]
+    assert len(names) == len(set(names))
+    assert all(known_backend(name).name == b.name for b in known_backends() for name in b.aliases)
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("FA3", "flash-attention-3"),
+        (" Flash_Attention_3 ", "flash-attention-3"),
+        ("TRITON_ATTN", "triton-attention"),
+        ("ROCM_AITER_FA", "aiter"),
+        ("CUTLASS_MLA", "cutlass-mla"),
+        ("gated_delta_net", "gdn"),
+        ("npu_fused_infer_attention_score", "ascend-fia"),
+        ("torch_native", "torch-sdpa"),
+    ],
+)
+def test_names_are_found_in_any_spelling(name, canonical):
+    assert known_backend(name).name == canonical
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("flash-attn", "flash-attention-2"), ("flashinfr", "flashinfer"), ("trition", "triton")],
+)
+def test_an_unknown_name_is_a_named_error_with_the_nearest(name, nearest):
+    with pytest.raises(InvalidOptionError, match="unknown attention backend") as raised:
+        get_cudagraph_support(name)
+    assert isinstance(raised.value, GraphRTError)
+    assert raised.value.got == repr(name)
+    assert nearest in raised.value.expected and nearest in raised.value.advice
+
+
+@pytest.mark.parametrize("name", ["", "no such thing"])
+def test_a_name_like_no_other_points_to_the_list(name):
+    with pytest.raises(InvalidOptionError, match="graphrt attention"):
+        get_cudagraph_support(name)
+
+
+def test_an_unknown_fact_is_a_named_error_that_lists_the_known_ones():
+    with pytest.raises(InvalidOptionError, match="unknown fact") as raised:
+        get_cudagraph_support("flashinfer", trtlm_kernels=True)
+    assert "decode_context_parallel" in raised.value.expected
+    assert raised.value.advice.startswith("trtllm_kernels=")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"causal": 1},
+        {"causal": "yes"},
+        {"decode_context_parallel": True},
+        {"decode_context_parallel": 0},
+        {"decode_context_parallel": 2.0},
+        {"decode_context_parallel": None},
+    ],
+    ids=str,
+)
+def test_a_fact_of_the_wrong_type_or_range_is_refused(facts):
+    with pytest.raises(InvalidOptionError, match="wrong value"):
+        get_cudagraph_support("flash-attention-3", **facts)
+
+
+def test_a_fact_that_a_backend_does_not_depend_on_changes_nothing():
+    facts = {"decode_context_parallel": 4, "causal": False, "trtllm_kernels": True}
+    assert get_cudagraph_support("flash-attention-3", **facts) is AttentionSupport.ALWAYS
+    assert facts_of(known_backend("flash-attention-3")) == ()
+    assert [f.name for f in facts_of(known_backend("dsa-indexer"))] == [
+        "flattened_queries",
+        "varlen_kernels",
+    ]
+
+
+def test_deliberately_low_levels_are_marked():
+    marked = {b.name for b in known_backends() for level in b.levels if level.conservative}
+    assert marked == {
+        "flash-attention-2",
+        "turboquant",
+        "torch-sdpa",
+        "xpu-mla-sparse",
+        "ascend-paged",
+    }
+
+
+def test_kernels_with_host_lengths_are_marked_for_task_update():
+    marked = {b.name for b in known_backends() if b.task_update}
+    assert marked == {"ascend-fia", "ascend-paged", "ascend-mla"}
+
+
+def test_levels_resolve_the_mode_of_a_hybrid_model():
+    names = ["flash-attention-3", "mamba2", "gdn"]
+    found = resolve_mode("FULL", attention={n: get_cudagraph_support(n) for n in names})
+    assert found.mode.name == "FULL_AND_PIECEWISE"
+    assert found.steps[0].backend == "mamba2"

@@ -1,0 +1,237 @@
+"""The Triton kernels against the oracle: on a GPU, or else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from graphrt import AttentionSupport, Batch, GraphRunner, InputSpec
+from graphrt.attention import (
+    AttentionShape,
+    GroupedShape,
+    LatentShape,
+    TritonAttention,
+    bind_all,
+    supports_of,
+)
+from graphrt.attention.oracle import reference_attention
+from graphrt.attention.triton.work import UNIT, planned_splits, span_limit
+from graphrt.core.context import forward_context
+from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import InvalidInputError, InvalidOptionError
+from graphrt.core.modes import GraphMode
+from tests.attention.problems import Problem, random_problem
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# Everywhere else they are ordinary tests.
+pytestmark = [pytest.mark.cuda] if ON_GPU else []
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+SHAPES = [
+    GroupedShape(8, 2, 64, page_size=16),
+    GroupedShape(4, 4, 40, page_size=64),
+    GroupedShape(5, 1, 32, page_size=128),
+    LatentShape(4, 64, 16, page_size=32, scale=0.1),
+    LatentShape(6, 48, 16, page_size=128, scale=0.2),
+]
+
+
+def relative_error(problem: Problem, found: torch.Tensor) -> float:
+    """Largest difference from float64, in units of the largest value."""
+    exact = reference_attention(problem.shape, problem.step, problem.query, *problem.caches)
+    return float((found.double().cpu() - exact.cpu()).abs().max() / exact.abs().max())
+
+
+def attended(problem: Problem, splits: Any, **options: Any) -> torch.Tensor:
+    step = problem.step
+    reqs, query_len = len(step.context_lens), step.query_len
+    assert query_len is not None
+    backend = TritonAttention(
+        problem.shape,
+        max_num_reqs=reqs,
+        max_query_len=query_len,
+        splits=splits,
+        max_context=step.max_context,
+        device=DEVICE,
+        **options,
+    )
+    # What an earlier step left there must not show.
+    for leftover in (backend._workspace.partial, backend._workspace.sums):
+        leftover.fill_(float("nan"))
+    descriptor = BatchDescriptor(reqs * query_len, reqs, uniform=True, query_len=query_len)
+    updates = backend.updates(step.context_lens.tolist())
+    with forward_context(GraphMode.NONE, descriptor, updates=updates):
+        begun = backend.begin(step.block_table, step.context_lens)
+        return backend.attend(begun, problem.query, *problem.caches, out=problem.out)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("splits", ["device", "fixed", "task"])
+def test_decode_is_within_tolerance_of_float64(
+    shape: AttentionShape, dtype: torch.dtype, query_len: int, splits: str
+) -> None:
+    lengths = [33, 0, 700, 4, 2]
+    problem = random_problem(
+        shape, lengths, query_len, dtype=dtype, device=DEVICE, poison=True, seed=query_len
+    )
+    assert relative_error(problem, attended(problem, splits)) <= TOLERANCE[dtype]
+
+
+def test_rows_of_empty_requests_and_of_tokens_before_the_first_key_are_zero() -> None:
+    problem = random_problem(SHAPES[0], [0, 2, 300], 4, device=DEVICE, poison=True)
+    found = attended(problem, "device").unflatten(0, (3, 4))
+    assert not found[0].any() and not found[1, :2].any()
+    assert found[1, 2:].any() and found[2].any()
+
+
+@pytest.mark.parametrize("seed", range(40 if ON_GPU else 12))
+def test_random_problems_are_within_tolerance(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+
+    def pick(*values: Any) -> Any:
+        return values[int(torch.randint(len(values), (), generator=random))]
+
+    page_size, dtype = pick(16, 32, 64, 128), pick(*TOLERANCE)
+    if pick(True, False):
+        kv_heads = pick(1, 2, 3)
+        shape: AttentionShape = GroupedShape(
+            kv_heads * pick(1, 3, 8), kv_heads, pick(16, 32, 80, 128), page_size
+        )
+    else:
+        shape = LatentShape(pick(1, 5, 16), pick(32, 96, 128), pick(16, 32), page_size, 0.1)
+    longest = 5000 if ON_GPU else 900
+    lengths = [
+        pick(0, 1, int(torch.randint(1, longest, (), generator=random)))
+        for _ in range(pick(1, 2, 7))
+    ] + [17]
+    problem = random_problem(
+        shape, lengths, pick(1, 2, 4), dtype=dtype, device=DEVICE, poison=True, seed=seed
+    )
+    found = attended(problem, pick("device", "fixed", "task"), waves=pick(0.5, 2.0, 8.0))
+    assert relative_error(problem, found) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("lengths", [[5], [0, 0], [1, 64, 65, 4096], [100_000, 1, 1, 1], [900] * 9])
+@pytest.mark.parametrize("programs", [1, 16, 500])
+def test_a_plan_covers_every_request_within_its_limit(lengths: list[int], programs: int) -> None:
+    from graphrt.attention.triton.launch import plan
+
+    reqs = len(lengths)
+    splits = planned_splits(reqs, span_limit(reqs, 2, programs))
+    written = torch.full((1 + reqs + splits.num_splits,), -7, dtype=torch.int32, device=DEVICE)
+    plan(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), written, splits.num_splits)
+    chunk, *rest = written.tolist()
+    first, owners = rest[:reqs], rest[reqs:]
+    used = [owner for owner in owners if owner >= 0]
+    assert chunk % UNIT == 0 and owners == used + [-1] * (len(owners) - len(used))
+    assert used == sorted(used) and set(used) == set(range(reqs))
+    for request, length in enumerate(lengths):
+        count = used.count(request)
+        assert used.index(request) == first[request]
+        assert count == 1 or count <= -(-length // UNIT)
+        assert count * chunk >= length
+
+
+def test_spans_are_bounded_by_the_processors_and_the_requests() -> None:
+    assert span_limit(1, 8, 264) == 34
+    assert span_limit(128, 8, 264) == 256
+
+
+def test_uniform_batches_are_what_its_graphs_serve() -> None:
+    backend = TritonAttention(SHAPES[0], max_num_reqs=2, device=DEVICE)
+    assert backend.get_cudagraph_support() is AttentionSupport.UNIFORM_BATCH
+    assert supports_of(backend) == {"triton": AttentionSupport.UNIFORM_BATCH}
+
+
+def test_a_batch_beyond_the_buffers_is_refused() -> None:
+    backend = TritonAttention(SHAPES[0], max_num_reqs=2, device=DEVICE)
+    problem = random_problem(SHAPES[0], [4, 4, 4], 1, device=DEVICE)
+    with pytest.raises(InvalidInputError, match="max_num_reqs"):
+        backend.begin(problem.step.block_table, problem.step.context_lens, query_len=1)
+
+
+def test_tasks_need_to_know_the_longest_context() -> None:
+    with pytest.raises(InvalidOptionError, match="max_context"):
+        TritonAttention(SHAPES[0], max_num_reqs=2, splits="task", device=DEVICE)
+
+
+def _runner(backend: TritonAttention, caches: tuple[torch.Tensor, ...]) -> GraphRunner:
+    def forward(
+        query: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+    ) -> torch.Tensor:
+        step = backend.begin(block_table, context_lens, query_start_loc=query_start_loc)
+        first = backend.attend(step, query, *caches)
+        return backend.attend(step, query + first.sum() * 1e-3, *caches)
+
+    shape = backend.shape
+    return GraphRunner(
+        forward,
+        mode="FULL_AND_PIECEWISE",
+        sizes=[2, 4, 8],
+        max_num_reqs=4,
+        max_num_tokens=8,
+        query_lens=(1, 2),
+        platform="cuda" if ON_GPU else "cpu",
+        inputs={
+            "query": InputSpec(torch.float32, ("tokens", shape.num_heads, shape.query_dim)),
+            "block_table": InputSpec(torch.int32, ("reqs", 40), pad=0, index=True),
+            "context_lens": InputSpec(torch.int32, ("reqs",), pad=0),
+            "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
+        },
+        outputs=("tokens", shape.num_heads, shape.value_dim),
+        attention=supports_of(backend),
+        bind=bind_all(backend),
+    )
+
+
+@pytest.mark.parametrize("splits", ["device", "fixed", "task"])
+@pytest.mark.parametrize(
+    "shape", [GroupedShape(4, 2, 16, 16), LatentShape(2, 32, 16, 16, 0.1)], ids=["GQA", "MLA"]
+)
+def test_graphs_equal_eager_for_uniform_and_mixed_batches(
+    shape: AttentionShape, splits: Any
+) -> None:
+    backend = TritonAttention(
+        shape, max_num_reqs=4, max_query_len=2, splits=splits, max_context=640, device=DEVICE
+    )
+    base = random_problem(shape, [600, 600, 600], 1, device=DEVICE)
+    runner = _runner(backend, base.caches)
+    runner.capture()
+    modes = []
+    for seed, (lengths, query_lens) in enumerate(
+        [([5, 600], [1, 1]), ([590, 3, 7], [2, 2, 2]), ([40, 9], [5, 1]), ([1], [1]), ([600], [2])]
+    ):
+        problem = random_problem(
+            shape, lengths, query_lens=query_lens, max_blocks=40, device=DEVICE, seed=seed
+        )
+        uniform = query_lens[0] if len(set(query_lens)) == 1 else None
+        batch = Batch(sum(query_lens), len(lengths), query_len=uniform)
+        table = problem.step.block_table % len(base.caches[0])
+        inputs = {
+            "query": problem.query,
+            "block_table": table,
+            "context_lens": problem.step.context_lens,
+            "query_start_loc": problem.step.query_start_loc,
+        }
+        # Mixed batches have no tasks: their attention is an eager part.
+        updates = backend.updates(lengths) if splits == "task" and uniform else None
+        found = runner.verify(batch, updates=updates, **inputs)
+        assert found.shape[0] == batch.num_tokens and found.any()
+        modes.append(runner.last_dispatch.mode if runner.last_dispatch else None)
+    assert modes == [
+        GraphMode.FULL,
+        GraphMode.FULL,
+        GraphMode.PIECEWISE,
+        GraphMode.FULL,
+        GraphMode.FULL,
+    ]
