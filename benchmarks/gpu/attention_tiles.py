@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from common import arguments, copy_bandwidth, environment
 from paged import SHAPES, Paged, graph_us
 
 from graphrt.attention.shapes import AttentionShape, LatentShape
-from graphrt.attention.triton.launch import Tiles, decode, plan, row_blocks
-from graphrt.attention.triton.work import Splits, planned_splits, span_limit
+from graphrt.attention.triton.launch import Tiles, decode, plan, room_for
+from graphrt.attention.triton.work import Room, Splits, planned_splits
 
 LAUNCHES = 8
 BATCHES = ((64, 8192, 1), (1, 32768, 1), (16, 2048, 1), (64, 8192, 4))
@@ -36,12 +37,12 @@ def candidates(shape: AttentionShape) -> Iterator[Tiles]:
         yield Tiles(block_n, warps, stages)
 
 
-def launcher(problem: Paged, tiles: Tiles, splits: Splits) -> Callable[[], None]:
+def launcher(problem: Paged, tiles: Tiles, splits: Splits, room: Room) -> Callable[[], None]:
     """`LAUNCHES` layers, after one plan."""
 
     def run() -> None:
         if splits.planned:
-            plan(problem.step.context_lens, problem.workspace.plan, splits.num_splits)
+            plan(problem.step.context_lens, problem.workspace.plan, room)
         for layer in range(LAUNCHES):
             decode(
                 problem.shape,
@@ -67,9 +68,10 @@ def compile_share(share: int, of: int) -> None:
     ]
     for shape, tiles, query_len in work[share::of]:
         problem = Paged(shape, [64], query_len, layers=1)
-        splits = planned_splits(1, 8)
+        room = room_for(shape, torch.bfloat16, query_len, 132)
+        problem.make_workspace(planned_splits(1, room))
         try:
-            launcher(problem, tiles, splits)()
+            launcher(problem, tiles, planned_splits(1, room), room)()
         except Exception as error:
             print("left out:", tiles, type(error).__name__, str(error)[:80])
 
@@ -83,11 +85,12 @@ def measure(name: str, batch: tuple[int, int, int], first: int) -> None:
         if index < first:
             continue
         print(json.dumps({"index": index}), flush=True)
-        for waves in (1, 2, 4):
-            blocks = shape.kv_heads * row_blocks(shape, query_len)
-            splits = planned_splits(reqs, span_limit(reqs, blocks, waves * processors))
+        room = room_for(shape, torch.bfloat16, query_len, processors)
+        for waves in (1, 2):
+            scaled = replace(room, wave=room.wave * waves)
+            splits = planned_splits(reqs, scaled)
             problem.make_workspace(splits)
-            us = graph_us(launcher(problem, tiles, splits)) / LAUNCHES
+            us = graph_us(launcher(problem, tiles, splits, scaled)) / LAUNCHES
             found = {"us": us, "waves": waves, **vars(tiles), "bytes": problem.cache_bytes}
             print(json.dumps(found), flush=True)
 

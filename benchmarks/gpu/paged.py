@@ -70,7 +70,7 @@ class Paged:
         lens = torch.tensor(list(lengths), dtype=torch.int32, device="cuda")
         self.step = AttentionStep(table, lens, query_len, None, longest)
         self.cache_bytes = sum(lengths) * page_bytes // shape.page_size
-        self.make_workspace(Splits(reqs + 64, 0, True))
+        self.make_workspace(Splits(reqs + 64, planned=True))
 
     def caches(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self._caches[layer % len(self._caches)]

@@ -12,7 +12,7 @@ import torch
 from graphrt.attention.shapes import AttentionShape, check_tensors
 from graphrt.core.breakable import eager_break
 from graphrt.core.capture import Phase
-from graphrt.core.context import current_context
+from graphrt.core.context import ForwardContext, current_context
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.errors import InvalidInputError
 from graphrt.core.graphset import Bind
@@ -52,6 +52,7 @@ class AttentionBackend(abc.ABC):
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
+        self._live: tuple[object, AttentionStep] | None = None
 
     @abc.abstractmethod
     def get_cudagraph_support(self) -> AttentionSupport:
@@ -77,13 +78,20 @@ class AttentionBackend(abc.ABC):
     ) -> AttentionStep:
         """Start a step, inside of the forward: all arguments as in `AttentionStep`.
 
-        `query_len` is that of the context's descriptor by default, and `max_context` what the
-        block table holds.
+        By default `query_len` is that of the context (its descriptor, or the live batch), and
+        `max_context` the first of the descriptor's `bounds`, but no more than the block table
+        holds. Raises `InvalidInputError`.
         """
         context = current_context()
         descriptor = None if context is None else context.descriptor
         if query_len is None and descriptor is not None and descriptor.uniform:
             query_len = descriptor.query_len
+        if query_len is None and context is not None:
+            query_len = self._live_query_len(context)
+            if query_len is not None and descriptor is not None:
+                # Of a graph of mixed batches, which may have more requests than tokens / query_len.
+                reqs = min(len(context_lens), descriptor.num_tokens // query_len)
+                block_table, context_lens = block_table[:reqs], context_lens[:reqs]
         if query_len is None and query_start_loc is None:
             raise InvalidInputError(
                 "a step of attention needs to know which tokens belong to which request",
@@ -91,6 +99,8 @@ class AttentionBackend(abc.ABC):
                 expected="one of them, or the context of a uniform batch",
                 advice="pass query_start_loc=",
             )
+        if max_context is None and descriptor is not None and descriptor.bounds:
+            max_context = descriptor.bounds[0]
         limit = block_table.shape[1] * self.shape.page_size
         return AttentionStep(
             block_table,
@@ -117,6 +127,30 @@ class AttentionBackend(abc.ABC):
             out = query.new_empty((*query.shape[:2], self.shape.value_dim))
         return _attend(self, step, query, caches, out)
 
+    def decodes(self, query_len: int, reqs: int) -> bool:
+        """Whether uniform batches of this size have a faster path than mixed ones."""
+        return True
+
+    def live_step(self, step: AttentionStep) -> AttentionStep:
+        """`step`, or if it was captured for mixed batches and this one is uniform, its decode step:
+        begun once for all layers. For eager parts."""
+        context = current_context()
+        if step.query_len is not None or context is None or context.token is None:
+            return step
+        if self._live_query_len(context) is None:
+            return step
+        key = context.token, step.block_table.data_ptr(), step.context_lens.data_ptr()
+        if self._live is None or self._live[0] != key:
+            begun = self.begin(step.block_table, step.context_lens, max_context=step.max_context)
+            self._live = key, begun
+        return self._live[1]
+
+    def _live_query_len(self, context: ForwardContext) -> int | None:
+        query_len, reqs = context.query_len, context.num_reqs
+        if query_len is None or reqs is None or not self.decodes(query_len, reqs):
+            return None
+        return query_len
+
     @abc.abstractmethod
     def run(
         self,
@@ -136,7 +170,11 @@ def _attend(
     caches: tuple[torch.Tensor, ...],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    backend.run(step, query, caches, out)
+    step = backend.live_step(step)
+    tokens = len(query) if step.query_len is None else step.query_len * len(step.context_lens)
+    if tokens < len(query):
+        out[tokens:].zero_()
+    backend.run(step, query[:tokens], caches, out[:tokens])
     return out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -10,8 +9,7 @@ import torch
 from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.attention.prefill import CHUNK_BYTES, varlen_attention
 from graphrt.attention.shapes import AttentionShape
-from graphrt.attention.tiles import tiles_of
-from graphrt.core.context import current_context
+from graphrt.attention.tiles import with_tiles
 from graphrt.core.modes import AttentionSupport
 
 
@@ -49,15 +47,7 @@ class SdpaAttention(AttentionBackend):
             query_len=query_len,
             max_context=max_context,
         )
-        if step.query_len is not None:
-            tokens = step.query_len * len(context_lens)
-        else:
-            context = current_context()
-            if context is None or context.descriptor is None:
-                # Each layer makes the tiles, as only the query says how many tokens there are.
-                return step
-            tokens = context.descriptor.num_tokens
-        return replace(step, plan=tiles_of(self.shape, step, tokens))
+        return with_tiles(self.shape, step)
 
     def run(
         self,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from graphrt.attention.backend import AttentionStep
 from graphrt.attention.shapes import AttentionShape, GroupedShape
+from graphrt.core.context import current_context
 from graphrt.core.errors import InvalidInputError
 
 LARGEST_TILE = 256
@@ -52,6 +53,19 @@ def tiles_of(shape: AttentionShape, step: AttentionStep, tokens: int) -> QueryTi
         return _uniform(shape, step, step.query_len)
     starts = torch.arange(reqs + 1, dtype=torch.int32, device=step.context_lens.device)
     return _ragged(shape, step, tokens, starts * step.query_len)
+
+
+def with_tiles(shape: AttentionShape, step: AttentionStep) -> AttentionStep:
+    """`step` with its tiles as plan, if the number of tokens is known; else each layer makes them,
+    as only the query says how many there are."""
+    if step.query_len is not None:
+        tokens = step.query_len * len(step.context_lens)
+    else:
+        context = current_context()
+        if context is None or context.descriptor is None:
+            return step
+        tokens = context.descriptor.num_tokens
+    return replace(step, plan=tiles_of(shape, step, tokens))
 
 
 def tile_size(shape: AttentionShape, tokens: int, reqs: int) -> int:

@@ -25,7 +25,9 @@ class ForwardContext:
     dispatcher's index of the graph (-1: look it up by descriptor). Entering it makes it
     `current_context()` for this thread. It may be entered again after it was left, which is
     another step; `token` is unique to one step and None outside of one. `num_reqs` is the padded
-    number of requests where the descriptor leaves it open.
+    number of requests where the descriptor leaves it open. `query_len` is how many tokens each
+    request of the live batch has, None where they differ or nobody said: a graph of mixed batches
+    serves uniform ones too, which eager parts may run faster.
     """
 
     __slots__ = (
@@ -34,6 +36,7 @@ class ForwardContext:
         "metadata",
         "mode",
         "num_reqs",
+        "query_len",
         "slot",
         "token",
         "updates",
@@ -48,8 +51,10 @@ class ForwardContext:
         metadata: Any = None,
         capture: CaptureTransaction | None = None,
         num_reqs: int | None = None,
+        query_len: int | None = None,
     ) -> None:
         self.num_reqs = num_reqs
+        self.query_len = query_len
         self.mode = mode
         self.descriptor = descriptor
         self.slot = slot

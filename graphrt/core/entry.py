@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from graphrt.core import tree
+from graphrt.core.bridges import EagerPart
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.errors import DeviceHangError, MissingUpdateError
-from graphrt.core.segments import Part, TaskedSegment
-from graphrt.core.tasks import UNCHANGED, resolve_updates
+from graphrt.core.segments import HostValues, Part, TaskedSegment
+from graphrt.core.tasks import UNCHANGED, TaskTable, resolve_updates
 
 
 class Entry:
@@ -19,6 +21,8 @@ class Entry:
 
     __slots__ = (
         "_mixed",
+        "_only_graphs",
+        "_table",
         "captured_in",
         "container",
         "descriptor",
@@ -53,7 +57,10 @@ class Entry:
         for place, part in enumerate(tasked):
             which = f" segment {place + 1} of {len(tasked)}" if len(tasked) > 1 else ""
             part.name = f"[{descriptor}]{which}"
-        self.tasks = tuple(task for part in tasked for task in part.tasks)
+        self._table = TaskTable([task for part in tasked for task in part.tasks])
+        self.tasks = self._table.tasks
+        # Only eager parts, and issuing a task, could grow a graph of gradients.
+        self._only_graphs = not any(isinstance(part, EagerPart) for part in parts)
 
         # What most entries are: one graph and nothing else.
         alone = len(parts) == 1 and not self.tasks
@@ -64,17 +71,17 @@ class Entry:
 
         All updates are validated before anything is launched.
         """
+        if self.tasks:
+            self._launch_tasks(context, all_tasks)
+            return
         # With gradients on, a bridge that an eager result is copied into would grow a graph.
         with torch.no_grad():
-            if self.tasks:
-                self._launch_tasks(context, all_tasks)
-                return
             for part in self.parts:
                 part.replay()
 
     def _launch_tasks(self, context: ForwardContext, all_tasks: bool) -> None:
         self.update_failed = False
-        values = resolve_updates(self.tasks, context, all_known=all_tasks)
+        values = resolve_updates(self._table, context, all_known=all_tasks)
         if values is None and self._mixed:
             if context.updates is UNCHANGED:
                 raise MissingUpdateError(
@@ -85,6 +92,14 @@ class Entry:
                 )
             values = [task.values for task in self.tasks]
         self._mixed = True
+        if values is None and self._only_graphs:
+            self._replay_parts(None)
+        else:
+            with torch.no_grad():
+                self._replay_parts(values)
+        self._mixed = False
+
+    def _replay_parts(self, values: Sequence[HostValues] | None) -> None:
         taken = 0
         for part in self.parts:
             if isinstance(part, TaskedSegment):
@@ -97,7 +112,6 @@ class Entry:
                 taken += count
             else:
                 part.replay()
-        self._mixed = False
 
 
 def layouts(

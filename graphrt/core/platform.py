@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +69,31 @@ class SharingFigures:
     """Host seconds of all switches; replaying the same graph again needs none."""
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateFigures:
+    """How the tasks of graphs were given new host arguments."""
+
+    node_patches: int = 0
+    """Nodes whose parameters were set in an executable, one by one."""
+    sibling_patches: int = 0
+    """Of these, nodes of tasks that took their parameters from a layer that is issued alike."""
+    reissues: int = 0
+    """Tasks that were issued again, in a capture of their own."""
+    memo_hits: int = 0
+    """Tasks whose parameters for the same host arguments were still known."""
+    self_checks: int = 0
+    """Comparisons of all layers of a kind with what would have been patched."""
+    self_check_failures: int = 0
+    """Comparisons that differed, and representatives that others could not be patched from; the
+    layers were issued each."""
+    whole_updates: int = 0
+    """Executables that were given all parameters at once, as a node could not be set."""
+    reinstantiations: int = 0
+    """Executables that were made anew, as they could not be given all parameters at once."""
+    failed: int = 0
+    """Replays whose update raised; `Reason.UPDATE_FAILED` counts those that ran eagerly then."""
+
+
 class DeviceGraph(Protocol):
     """A captured graph. `torch.cuda.CUDAGraph` and `torch.npu.NPUGraph` satisfy it as they are.
 
@@ -93,19 +118,32 @@ class DeviceEvent(Protocol):
         """Wait on the host until it has."""
 
 
-@dataclass(frozen=True)
-class TaskUpdate:
-    """One task of a graph and how to issue it again.
+class TaskUpdate(Protocol):
+    """One task of a graph, as it is to be at the coming replay; valid until that has begun.
 
-    `handle` is what `Platform.task_end` returned. `issue` calls the task's operator with the new
-    host arguments, the captured tensors, outputs and workspace; it allocates nothing. `values` are
-    these host arguments by name, for a device that is told them instead.
+    `handle` is what `Platform.task_end` returned. `values` are the new host arguments by name, for
+    a device that is told them.
     """
 
-    name: str
-    handle: Any
-    issue: Callable[[], object]
-    values: Mapping[str, Any] = field(default_factory=dict)
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def handle(self) -> Any: ...
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    def issue(self) -> object:
+        """Call the task's operator with the new host arguments, the captured tensors, outputs and
+        workspace; it allocates nothing."""
+
+    def likeness(self) -> Hashable:
+        """Equal for tasks which are issued alike if their host arguments are equal: by the same
+        function, with equal plain arguments and with tensors of which only the place differs."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The captured tensors: all memory that the task may touch."""
 
 
 class Platform(ABC):
@@ -206,6 +244,11 @@ class Platform(ABC):
 
     def sharing_figures(self, memory: Any) -> SharingFigures | None:
         """What sharing brought in `memory`; None if nothing was shared."""
+        return None
+
+    def update_figures(self, memory: Any) -> UpdateFigures | None:
+        """How tasks of graphs in `memory` were updated; None where that is not counted, or there
+        are none."""
         return None
 
     def allocate_in(self, memory: Any) -> AbstractContextManager[object]:

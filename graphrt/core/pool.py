@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from graphrt.core.context import ForwardContext
 from graphrt.core.errors import InvalidOptionError, PoolBusyError, PoolClosedError
 from graphrt.core.lookup import resolve_platform
-from graphrt.core.platform import Capability, DeviceGraph, Platform, SharingFigures
+from graphrt.core.platform import Capability, DeviceGraph, Platform, SharingFigures, UpdateFigures
 
 if TYPE_CHECKING:
     from graphrt.core.wrapper import GraphWrapper
@@ -130,6 +130,10 @@ class GraphPool:
     def sharing_figures(self) -> SharingFigures | None:
         """What it brought that graphs share executables; None where they do not."""
         return None if self.closed else self.platform.sharing_figures(self.memory)
+
+    def update_figures(self) -> UpdateFigures | None:
+        """How tasks were updated; None where that is not counted, or there are none."""
+        return None if self.closed else self.platform.update_figures(self.memory)
 
     def close(self) -> None:
         """Destroy the graphs of all wrappers of the pool and give its memory back."""

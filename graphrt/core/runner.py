@@ -295,6 +295,9 @@ class GraphRunner:
             reqs = self._reqs_of(batch, values)
         if not 1 <= reqs <= plan.reqs:
             raise wrong_requests(reqs, plan.reqs)
+        query_len = batch[2]
+        if query_len is not None and query_len * reqs == tokens:
+            context.query_len = query_len
         if self.pool.closed:
             self.pool.check_open()
         # Held from here, so that nothing else fills the buffers between our fill and our replay.

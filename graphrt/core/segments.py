@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from graphrt.core.platform import DeviceGraph, Platform, TaskUpdate
+import torch
+
+from graphrt.core import tree
+from graphrt.core.platform import DeviceGraph, Platform
 
 if TYPE_CHECKING:
     from graphrt.core.tasks import UpdatableTask
@@ -21,7 +24,11 @@ class Part(Protocol):
 
 
 class CapturedTask:
-    """One task of a captured segment: its handle, its last values, and how to issue it again."""
+    """One task of a captured segment: its handle, its values, and how to issue it again.
+
+    It is the `TaskUpdate` of every replay itself, as building one would cost more than the rest of
+    a replay whose arguments did not change.
+    """
 
     __slots__ = ("args", "handle", "kwargs", "name", "spec", "values")
 
@@ -41,16 +48,35 @@ class CapturedTask:
         self.kwargs = kwargs
         self.values = values
 
-    def update(self, values: HostValues) -> TaskUpdate:
-        def issue() -> None:
-            try:
-                self.spec.issue(*self.args, **self.kwargs, **values)
-            except Exception as error:
-                if hasattr(error, "add_note"):
-                    error.add_note(f"while updating task {self.name!r}")
-                raise
+    def issue(self) -> None:
+        """Issue the operator with the present values."""
+        try:
+            self.spec.issue(*self.args, **self.kwargs, **self.values)
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"while updating task {self.name!r}")
+            raise
 
-        return TaskUpdate(self.name, self.handle, issue, values)
+    def likeness(self) -> Hashable:
+        """See `TaskUpdate`."""
+        leaves = tree.leaves((self.args, self.kwargs))
+        return id(self.spec), *((path, _trait(leaf)) for path, leaf in leaves)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """See `TaskUpdate`."""
+        return tree.tensors((self.args, self.kwargs))
+
+
+def _trait(leaf: Any) -> Hashable:
+    """What two layers' tasks must have in common at one argument to be issued alike."""
+    if isinstance(leaf, torch.Tensor):
+        # What is in host memory can be read when the task is issued.
+        if leaf.device.type == "cpu":
+            return id(leaf)
+        return leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.device
+    if isinstance(leaf, bool | int | float | str | torch.dtype | torch.device | None):
+        return type(leaf), leaf.hex() if isinstance(leaf, float) else leaf
+    return id(leaf)
 
 
 class SegmentHooks(Protocol):
@@ -106,10 +132,16 @@ class TaskedSegment:
         """Replay with `values`, one for each task; None repeats those of the replay before."""
         if self._hooks is not None:
             self._hooks.before_replay()
-        current = [task.values for task in self.tasks] if values is None else values
-        updates = [task.update(new) for task, new in zip(self.tasks, current, strict=True)]
-        self._platform.replay_updated(
-            self.graph, updates, changed=values is not None, name=self.name
-        )
-        for task, new in zip(self.tasks, current, strict=True):
-            task.values = new
+        tasks, replay = self.tasks, self._platform.replay_updated
+        if values is None:
+            replay(self.graph, tasks, changed=False, name=self.name)
+            return
+        before = [task.values for task in tasks]
+        try:
+            for task, new in zip(tasks, values, strict=True):
+                task.values = new
+            replay(self.graph, tasks, changed=True, name=self.name)
+        except BaseException:
+            for task, old in zip(tasks, before, strict=True):
+                task.values = old
+            raise

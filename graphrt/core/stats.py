@@ -10,7 +10,7 @@ from graphrt.core.capture import DroppedGraph, GraphRecord
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.dispatcher import Reason
 from graphrt.core.modes import GraphMode, ModeResolution
-from graphrt.core.platform import SharingFigures
+from graphrt.core.platform import SharingFigures, UpdateFigures
 
 if TYPE_CHECKING:
     from graphrt.core.runner import GraphRunner
@@ -39,6 +39,8 @@ class RunnerReport:
     """Of the whole pool, where executables are shared."""
     dropped: tuple[DroppedGraph, ...] = ()
     """Planned graphs that did not fit on the device."""
+    updates: UpdateFigures | None = None
+    """Of the tasks of the whole pool, where the platform counts them."""
     staging_waits: int = 0
     """Steps whose host had to wait until the memory that stages inputs was free again."""
 
@@ -78,6 +80,7 @@ def report_of(runner: GraphRunner, live_tokens: int) -> RunnerReport:
         driver_bytes=_total(record.driver_bytes for record in records),
         capture_s=sum(record.capture_s for record in records),
         sharing=runner.pool.sharing_figures(),
+        updates=runner.pool.update_figures(),
         dropped=tuple(runner.graphs.dropped),
         staging_waits=runner.inputs.staging_waits,
     )

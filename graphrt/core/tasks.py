@@ -8,7 +8,7 @@ and validated first, and then the platform applies them in the order that its de
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -19,6 +19,9 @@ from graphrt.core.context import ForwardContext, current_context
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.segments import CapturedTask, HostValues
+
+Updates = Mapping[str, HostValues]
+"""The host values of a step by the name of their task or its group."""
 
 
 class _Marker:
@@ -54,7 +57,7 @@ class HostArg:
         if self.axis is None:
             # A copy, so that a list that the host changes in place is seen as changed.
             return copy.copy(value)
-        values = [int(v) for v in value]
+        values = list(map(int, value))
         if self.pad == "cumulative":
             _check_rising(key, values, tokens)
         size = self._size(tokens, reqs)
@@ -163,7 +166,7 @@ class UpdatableTask:
                 advice="a replay needs the host arguments of every task, or updates=UNCHANGED",
             )
         declared = self.host_args
-        missing = any(key not in values and not arg.optional for key, arg in declared.items())
+        missing = [key for key, arg in declared.items() if key not in values and not arg.optional]
         if missing or not values.keys() <= declared.keys():
             raise InvalidUpdateError(
                 f"the update of task {name!r} has the wrong keys",
@@ -205,8 +208,87 @@ def _record(
     capture.tasks.append(CapturedTask(spec, name, handle, args, kwargs, values))
 
 
+class TaskTable:
+    """The tasks of an entry, sorted once: layers that are told the same are resolved together."""
+
+    __slots__ = ("_groups", "known", "tasks")
+
+    def __init__(self, tasks: Sequence[CapturedTask]) -> None:
+        self.tasks = tuple(tasks)
+        self.known = frozenset(name for task in tasks for name in (task.name, task.spec.group))
+        groups: dict[tuple[int, frozenset[str]], list[int]] = {}
+        for place, task in enumerate(tasks):
+            groups.setdefault((id(task.spec), frozenset(task.values)), []).append(place)
+        self._groups = [_Layers(self.tasks, places) for places in groups.values()]
+
+    def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues] | None:
+        """The host values of every task, in order; None if all are what they were."""
+        groups = self._groups
+        if len(groups) == 1:
+            only = groups[0].resolve(updates, context)
+            return None if groups[0].unchanged(only) else only
+        found = [layers.resolve(updates, context) for layers in groups]
+        if all(map(_Layers.unchanged, groups, found)):
+            return None
+        values: list[HostValues] = [{}] * len(self.tasks)
+        for layers, of_layers in zip(groups, found, strict=True):
+            for place, new in zip(layers.places, of_layers, strict=True):
+                values[place] = new
+        return values
+
+
+class _Layers:
+    """Tasks of one declaration that were captured with values for the same host arguments."""
+
+    __slots__ = ("keys", "names", "places", "spec", "tasks")
+
+    def __init__(self, tasks: Sequence[CapturedTask], places: list[int]) -> None:
+        self.places = places
+        self.tasks = [tasks[place] for place in places]
+        self.spec = self.tasks[0].spec
+        self.names = frozenset(task.name for task in self.tasks) - {self.spec.group}
+        self.keys = self.tasks[0].values.keys()
+
+    def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues]:
+        first = self.tasks[0]
+        if updates.keys().isdisjoint(self.names):
+            given = self.spec.given(first.name, updates)
+            return [self._fitted(first, given, context)] * len(self.tasks)
+        # Values that layers share are fitted, and compared, only once.
+        shared: dict[int, tuple[HostValues, HostValues]] = {}
+        values = []
+        for task in self.tasks:
+            given = self.spec.given(task.name, updates)
+            if id(given) not in shared:
+                shared[id(given)] = given, self._fitted(task, given, context)
+            values.append(shared[id(given)][1])
+        return values
+
+    def unchanged(self, values: Sequence[HostValues]) -> bool:
+        """Whether these values are equal to those of the replay before."""
+        new, old = values[0], self.tasks[0].values
+        if new != old:
+            return False
+        # Layers share their values, as a rule, and a step that changes nothing ends here.
+        for task, own in zip(self.tasks, values, strict=True):
+            if (own is not new or task.values is not old) and task.values != own:
+                return False
+        return True
+
+    def _fitted(self, task: CapturedTask, given: HostValues, context: ForwardContext) -> HostValues:
+        fitted = self.spec.fitted(given, context)
+        if fitted.keys() != self.keys:
+            raise InvalidUpdateError(
+                f"the update of task {task.name!r} has other keys than its capture",
+                got=sorted(fitted),
+                expected=sorted(self.keys),
+                advice="leave an optional host argument out everywhere, at_capture too, or nowhere",
+            )
+        return fitted
+
+
 def resolve_updates(
-    tasks: Sequence[CapturedTask], context: ForwardContext, *, all_known: bool
+    table: TaskTable, context: ForwardContext, *, all_known: bool
 ) -> list[HostValues] | None:
     """The validated host values of every task, in order; None if nothing changed.
 
@@ -220,42 +302,20 @@ def resolve_updates(
         raise MissingUpdateError(
             "a graph with updatable tasks was replayed without updates",
             got=updates,
-            expected=", ".join(dict.fromkeys(task.spec.group for task in tasks)),
+            expected=", ".join(dict.fromkeys(task.spec.group for task in table.tasks)),
             advice="pass updates= for this step, or updates=UNCHANGED",
         )
     if all_known:
-        check_names(updates, {name for task in tasks for name in (task.name, task.spec.group)})
-    # The layers of a group share their values, which are fitted, and compared, only once.
-    shared: dict[tuple[int, int], tuple[HostValues, HostValues]] = {}
-    values: list[HostValues] = []
-    for task in tasks:
-        given = task.spec.given(task.name, updates)
-        key = id(given), id(task.spec)
-        if key not in shared:
-            shared[key] = given, task.spec.fitted(given, context)
-        fitted = shared[key][1]
-        if fitted.keys() != task.values.keys():
-            raise InvalidUpdateError(
-                f"the update of task {task.name!r} has other keys than its capture",
-                got=sorted(fitted),
-                expected=sorted(task.values),
-                advice="leave an optional host argument out everywhere, at_capture too, or nowhere",
-            )
-        values.append(fitted)
-    pairs = {
-        (id(new), id(task.values)): (new, task.values)
-        for new, task in zip(values, tasks, strict=True)
-    }
-    return None if all(new == old for new, old in pairs.values()) else values
+        check_names(updates, table.known)
+    return table.resolve(updates, context)
 
 
-def check_names(updates: Mapping[str, HostValues], known: Collection[str]) -> None:
+def check_names(updates: Updates, known: frozenset[str]) -> None:
     """Raise `InvalidUpdateError` for updates of tasks that the step does not have."""
-    unknown = sorted(set(updates) - set(known))
-    if unknown:
+    if not updates.keys() <= known:
         raise InvalidUpdateError(
             "updates name tasks that the graph does not have",
-            got=unknown,
+            got=sorted(updates.keys() - known),
             expected=sorted(known),
             advice="use the group's name to reach all of its layers",
         )

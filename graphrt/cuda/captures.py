@@ -59,6 +59,10 @@ class Captures:
         graph.reset()
         return False
 
+    def memory_of(self, graph: Any) -> GraphMemory:
+        """The memory that an open capture allocates in."""
+        return self._open[graph][1]
+
     def abort(self, graph: Any) -> None:
         self._forks.end()
         self._tasks.abort(graph)

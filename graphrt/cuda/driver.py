@@ -104,6 +104,15 @@ def finish_capture(stream: int) -> int:
     return graph.value
 
 
+def allocation_of(address: int) -> tuple[int, int] | None:
+    """The first byte and the end of the device allocation that has `address`; None if none has."""
+    start, size = ctypes.c_ulonglong(0), ctypes.c_size_t(0)
+    failed = need().cuMemGetAddressRange_v2(
+        ctypes.byref(start), ctypes.byref(size), ctypes.c_ulonglong(address)
+    )
+    return None if failed else (start.value, start.value + size.value)
+
+
 def need() -> ctypes.CDLL:
     """The driver library; raises `MissingCapabilityError` where there is none."""
     library = _library()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from graphrt.core.pool_memory import Allocator, PoolMemory
+from graphrt.cuda.ladder import UpdateCounts
 from graphrt.cuda.sharing import Sharing
 
 
 class GraphMemory(PoolMemory):
-    """Allocator pools of CUDA memory, and the executables that graphs in them share."""
+    """Allocator pools of CUDA memory, the executables that graphs in them share, and how their
+    tasks were updated."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -25,7 +27,9 @@ class GraphMemory(PoolMemory):
             )
         )
         self.sharing = Sharing()
+        self.updates = UpdateCounts()
 
     def clear(self) -> None:
         super().clear()
         self.sharing = Sharing()
+        self.updates = UpdateCounts()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 from graphrt.cuda.driver import check, need, node_count, pointer
 
 _INVALID_VALUE = 1
-_MEMCPY = 1
+_AUTO_FREE = 1
+_MEMORY_NAMES = {1: "Memcpy", 2: "Memset"}  # CUgraphNodeType
 
 
 def clone_graph(graph: int) -> int:
@@ -33,47 +36,76 @@ def update_executable(executable: int, graph: int) -> bool:
     return bool(status == 0)
 
 
-def set_kernel(executable: int, node: int, parameters: KernelParameters) -> bool:
-    """Give the kernel of `node` other parameters for coming launches; False if refused."""
-    return not need().cuGraphExecKernelNodeSetParams_v2(
-        pointer(executable), pointer(node), ctypes.byref(parameters)
-    )
-
-
-def set_memory(executable: int, node: int, source: int, kind: int) -> bool:
-    """Give a copy (kind 1) or fill (kind 2) node what the node `source` does; False if refused."""
+def can_instantiate(graph: int) -> bool:
+    """Whether the driver makes an executable of a template; the one it made is destroyed."""
+    found = ctypes.c_void_p()
+    flags = ctypes.c_ulonglong(_AUTO_FREE)  # what torch passes
     library = need()
-    context = ctypes.c_void_p()
-    check("cuCtxGetCurrent", library.cuCtxGetCurrent(ctypes.byref(context)))
-    # Large enough for either kind of parameters.
-    parameters = (ctypes.c_char * 512)()
-    name = "Memcpy" if kind == _MEMCPY else "Memset"
-    get = getattr(library, f"cuGraph{name}NodeGetParams")
-    put = getattr(library, f"cuGraphExec{name}NodeSetParams")
-    check(f"cuGraph{name}NodeGetParams", get(pointer(source), parameters))
-    return not put(pointer(executable), pointer(node), parameters, context)
+    if library.cuGraphInstantiateWithFlags(ctypes.byref(found), pointer(graph), flags):
+        return False
+    check("cuGraphExecDestroy", library.cuGraphExecDestroy(found))
+    return True
 
 
-def argument_bytes(function: int, parameters: KernelParameters) -> list[bytes] | None:
-    """The arguments of a kernel as bytes; None if the driver does not tell their sizes."""
-    if not parameters.arguments:
-        return None
-    pointers = ctypes.cast(parameters.arguments, ctypes.POINTER(ctypes.c_void_p))
-    offset, size = ctypes.c_size_t(0), ctypes.c_size_t(0)
+class NodeCalls:
+    """The driver's calls that set nodes. Each answers with a status, 0 where it did.
+
+    Handles are ctypes pointers already, because every node is set at every step.
+    """
+
+    def __init__(self) -> None:
+        library = need()
+        self.set_kernel = library.cuGraphExecKernelNodeSetParams_v2
+        self._set_template_kernel = library.cuGraphKernelNodeSetParams_v2
+        self._get_context = library.cuCtxGetCurrent
+
+    def set_memory(self, kind: int, executable: Any, node: Any, parameters: Any) -> int:
+        """Set a copy or a fill of an executable."""
+        context = ctypes.c_void_p()
+        check("cuCtxGetCurrent", self._get_context(ctypes.byref(context)))
+        call = getattr(need(), f"cuGraphExec{_MEMORY_NAMES[kind]}NodeSetParams")
+        return int(call(executable, node, parameters, context))
+
+    def set_template(self, kind: int, node: Any, parameters: Any) -> int:
+        """Set a node of a template, which does nothing to its executable."""
+        if kind not in _MEMORY_NAMES:
+            return int(self._set_template_kernel(node, parameters))
+        return int(getattr(need(), f"cuGraph{_MEMORY_NAMES[kind]}NodeSetParams")(node, parameters))
+
+    def update_whole(self, executable: int, template: int) -> bool:
+        return update_executable(executable, template)
+
+    def can_instantiate(self, template: int) -> bool:
+        return can_instantiate(template)
+
+
+def memory_parameters(node: int, kind: int) -> bytes:
+    """The parameters of a copy or a fill."""
+    # Large enough for either; what is left stays zero.
+    found = (ctypes.c_char * 256)()
+    name = f"cuGraph{_MEMORY_NAMES[kind]}NodeGetParams"
+    check(name, getattr(need(), name)(pointer(node), found))
+    return found.raw
+
+
+def argument_sizes(function: int) -> tuple[int, ...] | None:
+    """The bytes of each argument of a kernel; None if the driver does not tell."""
     ask = getattr(need(), "cuFuncGetParamInfo", None)
-    found: list[bytes] = []
+    offset, size = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    found: list[int] = []
     while ask is not None:
-        place = len(found)
-        status = ask(
-            pointer(function),
-            ctypes.c_size_t(place),
-            ctypes.byref(offset),
-            ctypes.byref(size),
-        )
+        place = ctypes.c_size_t(len(found))
+        status = ask(pointer(function), place, ctypes.byref(offset), ctypes.byref(size))
         if status:
-            return found if status == _INVALID_VALUE else None
-        found.append(ctypes.string_at(pointers[place], size.value))
+            return tuple(found) if status == _INVALID_VALUE else None
+        found.append(size.value)
     return None
+
+
+def arguments_of(parameters: KernelParameters, sizes: Sequence[int]) -> list[bytes]:
+    """The arguments of a kernel, which the driver holds as long as the node."""
+    pointers = ctypes.cast(parameters.arguments, ctypes.POINTER(ctypes.c_void_p))
+    return [ctypes.string_at(pointers[place], size) for place, size in enumerate(sizes)]
 
 
 class _UpdateResult(ctypes.Structure):

@@ -17,6 +17,7 @@ from graphrt.core.platform import (
     Platform,
     SharingFigures,
     TaskUpdate,
+    UpdateFigures,
 )
 from graphrt.core.sizes import default_cap
 from graphrt.cuda import driver
@@ -83,6 +84,9 @@ class CudaPlatform(Platform):
     def sharing_figures(self, memory: GraphMemory) -> SharingFigures | None:
         figures = memory.sharing.figures()
         return figures if figures.graphs else None
+
+    def update_figures(self, memory: GraphMemory) -> UpdateFigures | None:
+        return memory.updates.figures()
 
     def begin_capture(self, graph: Any, memory: GraphMemory) -> None:
         self._captures.begin(graph, memory)
@@ -172,7 +176,7 @@ class CudaPlatform(Platform):
     # Tasks -----------------------------------------------------------------------------------
 
     def task_begin(self, graph: Any) -> None:
-        self._tasks.begin(graph)
+        self._tasks.begin(graph, self._captures.memory_of(graph).updates)
 
     def task_end(self, graph: Any) -> TaskHandle:
         return self._tasks.end(graph)

@@ -38,6 +38,14 @@ class ShareableGraph:
     def pool(self) -> Any:
         return self.graph.pool()
 
+    def raw_cuda_graph(self) -> int:
+        """The template, for the update of tasks."""
+        return self.graph.raw_cuda_graph()
+
+    def instantiate(self) -> None:
+        """Make the executable anew from the template, for the update of tasks."""
+        self.graph.instantiate()
+
     def raw_cuda_graph_exec(self) -> int:
         """The executable, for the update of tasks; a graph that has some is never shared."""
         return self.graph.raw_cuda_graph_exec()

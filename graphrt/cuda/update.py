@@ -1,71 +1,210 @@
-"""Task update on CUDA: a task's kernels get their new parameters before the graph is launched."""
+"""Task update on CUDA: a task's nodes get their new parameters before the graph is launched."""
 
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from graphrt.core.errors import TaskContractError
+from graphrt.core.errors import CaptureSyncError, GraphRTError, TaskContractError
 from graphrt.core.platform import TaskUpdate
 from graphrt.cuda import driver
+from graphrt.cuda.addresses import Homes, block_of, ranges_of, strange_address
+from graphrt.cuda.explain import explain
+from graphrt.cuda.images import EMPTY, KERNEL, SETTABLE, Image, Images, read_image
+from graphrt.cuda.ladder import Calls, Ladder, TaskNode, UpdateCounts
 from graphrt.cuda.nodes import (
-    KernelParameters,
-    argument_bytes,
+    NodeCalls,
     destroy_graph,
-    function_of,
     kernel_attribute,
     kernel_parameters,
+    memory_parameters,
     node_type,
     nodes_of,
-    set_kernel,
-    set_memory,
 )
+from graphrt.cuda.siblings import Family
 
-_KERNEL, _MEMCPY, _MEMSET = 0, 1, 2
-# CUlaunchAttributeID: an update carries neither over.
+# CUlaunchAttributeID (cooperative, cluster): an update carries neither over.
 _FIXED_ATTRIBUTES = (2, 4)
-_PLAIN = (bool, int, float, str, type(None))
-_REMEMBERED = 256
-"""Sets of host arguments whose parameters a task keeps."""
-
-
-class KernelImage:
-    """All that one launch of a kernel is: parameters that outlive the graph they were read from."""
-
-    __slots__ = ("_buffers", "_pointers", "key", "parameters")
-
-    def __init__(self, found: KernelParameters, arguments: list[bytes]) -> None:
-        self._buffers = [ctypes.create_string_buffer(each, len(each)) for each in arguments]
-        self._pointers = (ctypes.c_void_p * len(arguments))(
-            *(ctypes.addressof(buffer) for buffer in self._buffers)
-        )
-        self.parameters = KernelParameters.from_buffer_copy(found)
-        self.parameters.arguments = ctypes.addressof(self._pointers)
-        self.parameters.extra = None
-        self.key = (
-            found.function,
-            found.kernel,
-            tuple(found.grid),
-            tuple(found.block),
-            found.shared_bytes,
-            *arguments,
-        )
 
 
 class TaskHandle:
-    """The nodes of one captured task, and what they were last given."""
+    """The nodes of one captured task, and what no update may change about them."""
 
-    def __init__(self, stream: torch.cuda.Stream, nodes: Sequence[int]) -> None:
-        self.stream = stream
+    def __init__(
+        self,
+        tasks: GraphTasks,
+        nodes: Sequence[TaskNode],
+        fixed: Sequence[Hashable],
+        stream: Any = None,
+    ) -> None:
+        self.tasks = tasks
         self.nodes = list(nodes)
-        self.kinds = [node_type(node) for node in self.nodes]
-        self.fixed = [_fixed(node, kind) for node, kind in zip(nodes, self.kinds, strict=True)]
-        self.images: OrderedDict[Hashable, list[KernelImage]] = OrderedDict()
-        self.applied: list[KernelImage | None] = [None] * len(self.nodes)
+        self.fixed = list(fixed)
+        self.stream = stream
+        self.kinds = [node.kind for node in self.nodes]
+        # None where a node's arguments cannot be read.
+        self.bases: Images | None = None
+        self.homes: Homes | None = None
+
+    def captured_as(self, images: Sequence[Image | None]) -> None:
+        """Take what the nodes were captured with."""
+        for node, image in zip(self.nodes, images, strict=True):
+            node.captured_as(image)
+        bases = tuple(image for image in images if image is not None)
+        self.bases = bases if len(bases) == len(images) else None
+
+
+class Recorder:
+    """Issues tasks again, each in a capture of its own, and reads what that recorded."""
+
+    def __init__(self, counts: UpdateCounts) -> None:
+        self._counts = counts
+        # Of the functions of one graph, which keeps them from being unloaded.
+        self._sizes: dict[int, tuple[int, ...] | None] = {}
+
+    def handle(self, tasks: GraphTasks, nodes: Sequence[int]) -> TaskHandle:
+        """The handle of a task that was captured as `nodes`."""
+        kinds = [node_type(node) for node in nodes]
+        found = [TaskNode(node, kind) for node, kind in zip(nodes, kinds, strict=True)]
+        fixed = list(map(_fixed, nodes, kinds))
+        return TaskHandle(tasks, found, fixed, torch.cuda.current_stream())
+
+    def read(self, handle: TaskHandle) -> None:
+        """Read what a task was captured with; its graph is captured, and no capture is open in
+        which a function might have to be loaded."""
+        nodes = [(node.pointer.value or 0, node.kind) for node in handle.nodes]
+        handle.captured_as(
+            [
+                read_image(node, kind, self._sizes) if kind in SETTABLE else None
+                for node, kind in nodes
+            ]
+        )
+
+    def images(self, update: TaskUpdate) -> Images:
+        """The parameters of a task with its new host arguments, checked against its capture."""
+        handle: TaskHandle = update.handle
+        with self._recorded(update) as nodes:
+            found = [
+                read_image(node, kind, self._sizes)
+                for node, kind in zip(nodes, handle.kinds, strict=True)
+            ]
+        images = tuple(image for image in found if image is not None)
+        if len(images) != len(found):
+            raise refused(update, "a kernel whose arguments the driver does not tell")
+        self._check_tensors(update, images)
+        return images
+
+    def give_directly(self, update: TaskUpdate, ladder: Ladder) -> None:
+        """Issue a task whose parameters cannot be read, and hand them on from where they are."""
+        handle: TaskHandle = update.handle
+        with self._recorded(update) as nodes:
+            for node, source in zip(handle.nodes, nodes, strict=True):
+                if node.kind not in SETTABLE:
+                    raise refused(update, f"a node of kind {node.kind}, which cannot be updated")
+                if node.kind == KERNEL:
+                    ladder.give_directly(node, ctypes.byref(kernel_parameters(source)))
+                elif node.kind != EMPTY:
+                    ladder.give_directly(node, memory_parameters(source, node.kind))
+
+    @contextmanager
+    def _recorded(self, update: TaskUpdate) -> Iterator[list[int]]:
+        """The nodes that the task is now, as long as their graph is kept."""
+        handle: TaskHandle = update.handle
+        self._counts.reissues += 1
+        allocated = _allocations()
+        graph = _captured(update)
+        try:
+            if _allocations() != allocated:
+                raise refused(update, "memory that the task allocates")
+            nodes = nodes_of(graph)
+            kinds = [node_type(node) for node in nodes]
+            if kinds != handle.kinds:
+                raise refused(update, _other_nodes(kinds, handle.kinds))
+            if list(map(_fixed, nodes, kinds)) != handle.fixed:
+                raise refused(update, "another cluster, or a cooperative launch")
+            yield nodes
+        finally:
+            destroy_graph(graph)
+
+    def _check_tensors(self, update: TaskUpdate, images: Images) -> None:
+        handle: TaskHandle = update.handle
+        assert handle.bases is not None
+        if images == handle.bases:
+            return
+        if handle.homes is None:
+            handle.homes = Homes(ranges_of(update.tensors()), block_of)
+        stranger = strange_address(handle.homes, handle.bases, images)
+        if stranger is not None:
+            raise refused(
+                update, f"a tensor that it was not captured with, at or around {stranger:#x}"
+            )
+
+
+class GraphTasks:
+    """All tasks of one captured graph, sorted into families of layers that are alike."""
+
+    def __init__(self, recorder: Any, calls: Calls, counts: UpdateCounts) -> None:
+        self.ladder = Ladder(calls, counts)
+        self._recorder = recorder
+        self._counts = counts
+        self._families: list[Family] | None = None
+        self._unreadable: list[int] = []
+
+    def add(self, nodes: Sequence[int]) -> TaskHandle:
+        """The handle of a task that was captured as `nodes`."""
+        handle: TaskHandle = self._recorder.handle(self, nodes)
+        self.ladder.nodes += handle.nodes
+        self._counts.tasks += 1
+        return handle
+
+    def update(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
+        """Give the executable of `graph` the parameters of all tasks; on an error nothing may be
+        launched before the next update."""
+        try:
+            self.ladder.begin(graph.raw_cuda_graph_exec())
+            if self._families is None:
+                self._families = self._sorted(updates)
+            prepared = [
+                (family, family.prepare(updates, self._recorder.images))
+                for family in self._families
+            ]
+            self._give(graph, updates, prepared)
+        except BaseException:
+            self._counts.failed += 1
+            raise
+
+    def _give(self, graph: Any, updates: Sequence[TaskUpdate], prepared: Any) -> None:
+        try:
+            for place in self._unreadable:
+                self._recorder.give_directly(updates[place], self.ladder)
+            for family, of_layers in prepared:
+                family.give(of_layers, self.ladder)
+            self.ladder.settle(graph)
+        except BaseException:
+            self.ladder.forget()
+            raise
+
+    def _sorted(self, updates: Sequence[TaskUpdate]) -> list[Family]:
+        groups: dict[Hashable, list[int]] = {}
+        self._unreadable = []
+        for place, update in enumerate(updates):
+            handle: TaskHandle = update.handle
+            self._recorder.read(handle)
+            if handle.bases is None:
+                self._unreadable.append(place)
+                continue
+            launches = tuple((image.launch, image.sizes) for image in handle.bases)
+            alike = update.likeness(), tuple(handle.kinds), tuple(handle.fixed), launches
+            groups.setdefault(alike, []).append(place)
+        return [
+            Family([updates[place].handle.nodes for place in places], places, self._counts)
+            for places in groups.values()
+        ]
 
 
 class Tasks:
@@ -73,99 +212,74 @@ class Tasks:
 
     def __init__(self) -> None:
         self._before: dict[Any, set[int]] = {}
+        # A graph is known here as long as it is captured; then its handles know the rest.
+        self._graphs: WeakKeyDictionary[Any, GraphTasks] = WeakKeyDictionary()
 
-    def begin(self, graph: Any) -> None:
+    def begin(self, graph: Any, counts: UpdateCounts) -> None:
+        if graph not in self._graphs:
+            self._graphs[graph] = GraphTasks(Recorder(counts), NodeCalls(), counts)
         stream = torch.cuda.current_stream().cuda_stream
         self._before[graph] = set(nodes_of(driver.capture_dependencies(stream)[0]))
 
     def end(self, graph: Any) -> TaskHandle:
         before = self._before.pop(graph)
-        stream = torch.cuda.current_stream()
-        now = nodes_of(driver.capture_dependencies(stream.cuda_stream)[0])
-        return TaskHandle(stream, [node for node in now if node not in before])
+        stream = torch.cuda.current_stream().cuda_stream
+        now = nodes_of(driver.capture_dependencies(stream)[0])
+        return self._graphs[graph].add([node for node in now if node not in before])
 
     def abort(self, graph: Any) -> None:
         self._before.pop(graph, None)
+        self._graphs.pop(graph, None)
 
     def replay(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool) -> None:
         if changed:
-            executable = graph.raw_cuda_graph_exec()
-            for update in updates:
-                self._apply(executable, update)
+            tasks: GraphTasks = updates[0].handle.tasks
+            tasks.update(graph, updates)
         graph.replay()
 
-    def _apply(self, executable: int, update: TaskUpdate) -> None:
-        handle: TaskHandle = update.handle
-        key = _key(update.values)
-        images = None if key is None else handle.images.get(key)
-        if images is None:
-            images = self._issue(executable, update)
-            if images is None:
-                return
-            if key is not None:
-                handle.images[key] = images
-            if len(handle.images) > _REMEMBERED:
-                handle.images.popitem(last=False)
-        for place, image in enumerate(images):
-            last = handle.applied[place]
-            if image is not last and (last is None or image.key != last.key):
-                if not set_kernel(executable, handle.nodes[place], image.parameters):
-                    raise _refused(update, "new parameters for a kernel")
-                handle.applied[place] = image
 
-    def _issue(self, executable: int, update: TaskUpdate) -> list[KernelImage] | None:
-        """Capture the task once more by itself; None if its nodes were set right away, because
-        they are not all kernels whose arguments can be read."""
-        handle: TaskHandle = update.handle
-        stream = handle.stream.cuda_stream
-        allocated = _allocations()
-        with torch.cuda.stream(handle.stream):
-            driver.begin_capture(stream)
-            try:
-                update.issue()
-            except BaseException:
-                driver.end_capture(stream)
-                raise
-            graph = driver.finish_capture(stream)
+def refused(update: TaskUpdate, what: str) -> TaskContractError:
+    """The error of a task that is something else than at its capture."""
+    return TaskContractError(
+        f"task {update.name!r} cannot be updated in its graph",
+        got=what,
+        expected="the same kernels, copies and fills as at its capture, on the same tensors and "
+        "into given memory",
+        advice="fix the workspace and the kernel choice at capture, or mark it @eager_break",
+    )
+
+
+def _captured(update: TaskUpdate) -> int:
+    """The template of the task captured once more by itself, on the stream of its capture: what
+    libraries keep for each stream is there already."""
+    handle: TaskHandle = update.handle
+    stream = handle.stream.cuda_stream
+    with torch.cuda.stream(handle.stream):
+        driver.begin_capture(stream)
         try:
-            if _allocations() != allocated:
-                raise _refused(update, "memory that the task allocates")
-            found = nodes_of(graph)
-            kinds = [node_type(node) for node in found]
-            if kinds != handle.kinds:
-                raise _refused(update, f"{len(found)} nodes where it captured {len(handle.nodes)}")
-            fixed = [_fixed(node, kind) for node, kind in zip(found, kinds, strict=True)]
-            if fixed != handle.fixed:
-                raise _refused(update, "another cluster, or a cooperative launch")
-            images = [
-                _image(node) if kind == _KERNEL else None
-                for node, kind in zip(found, kinds, strict=True)
-            ]
-            readable = [image for image in images if image is not None]
-            if len(readable) == len(found):
-                return readable
-            for node, source, kind in zip(handle.nodes, found, kinds, strict=True):
-                if kind == _KERNEL:
-                    done = set_kernel(executable, node, kernel_parameters(source))
-                else:
-                    done = set_memory(executable, node, source, kind)
-                if not done:
-                    raise _refused(update, "new parameters for a node")
-            handle.applied = [None] * len(handle.nodes)
-            return None
-        finally:
-            destroy_graph(graph)
+            update.issue()
+            if driver.capture_is_invalidated(stream):
+                raise refused(update, "an error of device work that the task caught or ignored")
+        except BaseException as error:
+            invalid = driver.capture_is_invalidated(stream)
+            driver.end_capture(stream)
+            if isinstance(error, Exception) and not isinstance(error, GraphRTError):
+                explained = explain(error)
+                # torch refuses some of it before the driver does.
+                if invalid or isinstance(explained, CaptureSyncError):
+                    raise refused(update, explained.what) from error
+            raise
+        return driver.finish_capture(stream)
 
 
-def _image(node: int) -> KernelImage | None:
-    found = kernel_parameters(node)
-    function = function_of(found)
-    arguments = None if function is None else argument_bytes(function, found)
-    return None if arguments is None else KernelImage(found, arguments)
+def _other_nodes(found: list[int], captured: list[int]) -> str:
+    if len(found) != len(captured):
+        return f"{len(found)} nodes where it captured {len(captured)}"
+    return f"nodes of kinds {found} where it captured {captured}"
 
 
 def _fixed(node: int, kind: int) -> Hashable:
-    if kind != _KERNEL:
+    if kind != KERNEL:
         return None
     return tuple(kernel_attribute(node, each) for each in _FIXED_ATTRIBUTES)
 
@@ -173,25 +287,3 @@ def _fixed(node: int, kind: int) -> Hashable:
 def _allocations() -> int:
     stats = torch._C._cuda_memoryStats(torch.cuda.current_device())
     return int(stats["allocation"]["all"]["allocated"])
-
-
-def _key(values: Mapping[str, Any]) -> Hashable | None:
-    """Host arguments as a key that tells 1 from 1.0 and 0.0 from -0.0; None if they are more than
-    plain values, whose contents might change behind a key."""
-    found: list[Hashable] = []
-    for name, value in values.items():
-        parts = value if isinstance(value, list | tuple) else (value,)
-        if not all(type(part) in _PLAIN for part in parts):
-            return None
-        found.append((name, *(part.hex() if type(part) is float else part for part in parts)))
-        found.append(tuple(type(part) for part in parts))
-    return tuple(found)
-
-
-def _refused(update: TaskUpdate, what: str) -> TaskContractError:
-    return TaskContractError(
-        f"task {update.name!r} cannot be updated in its graph",
-        got=what,
-        expected="the same kernels, copies and fills as at its capture, into given memory",
-        advice="fix the workspace and the kernel choice at capture, or mark it @eager_break",
-    )

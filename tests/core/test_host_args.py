@@ -7,7 +7,7 @@ import pytest
 from graphrt import UNCHANGED, BatchDescriptor, ForwardContext, GraphMode, HostArg, UpdatableTask
 from graphrt.core.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.segments import CapturedTask
-from graphrt.core.tasks import resolve_updates
+from graphrt.core.tasks import TaskTable, resolve_updates
 
 TOKENS, REQS = 8, 4
 
@@ -64,7 +64,7 @@ def resolve(updates, *, tasks=3, all_known=True):
         for place in range(tasks)
     ]
     context = ForwardContext(GraphMode.FULL, BatchDescriptor(2, 2), updates=updates)
-    return resolve_updates(captured, context, all_known=all_known)
+    return resolve_updates(TaskTable(captured), context, all_known=all_known)
 
 
 def test_a_group_is_fitted_once_for_all_of_its_layers():
@@ -104,3 +104,26 @@ def test_updates_that_do_not_fit_are_named_errors(updates, error, text):
 def test_a_piece_takes_what_is_its_own():
     updates = {"attention": {"lengths": [1]}, "mlp": {}}
     assert resolve(updates, all_known=False) == [{"lengths": [1, 0]}] * 3
+
+
+def test_tasks_of_several_declarations_keep_their_order():
+    specs = [UpdatableTask(group, print, {"n": HostArg(None)}) for group in ("a", "b")]
+    captured = [
+        CapturedTask(specs[place % 2], f"layer.{place}", None, (), {}, {"n": 0})
+        for place in range(4)
+    ]
+    table = TaskTable(captured)
+
+    def resolved(updates):
+        context = ForwardContext(GraphMode.FULL, BatchDescriptor(2, 2), updates=updates)
+        found = resolve_updates(table, context, all_known=True)
+        return None if found is None else [values["n"] for values in found]
+
+    assert resolved({"a": {"n": 1}, "b": {"n": 2}}) == [1, 2, 1, 2]
+    assert resolved({"a": {"n": 0}, "b": {"n": 2}, "layer.3": {"n": 4}}) == [0, 2, 0, 4]
+    assert resolved({"a": {"n": 0}, "b": {"n": 0}}) is None
+    captured[2].values = {"n": 5}
+    assert resolved({"a": {"n": 0}, "b": {"n": 0}}) == [0, 0, 0, 0]
+    assert resolved({"a": {"n": 0}, "b": {"n": 0}, "layer.2": {"n": 5}}) is None
+    with pytest.raises(MissingUpdateError, match=r"layer\.1"):
+        resolved({"a": {"n": 1}})

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cpu_capturing import capture, modes_left
 
 from graphrt.core.errors import TaskContractError
-from graphrt.core.platform import TaskUpdate
 from graphrt.cpu import Arena, CpuPlatform, TapeGraph
 
 
@@ -147,9 +148,9 @@ def test_a_handle_of_another_graph_is_refused():
 
 def test_the_platform_updates_only_what_changed():
     task, platform = Captured(), CpuPlatform()
-    update = [TaskUpdate("attend", task.handle, task.issue([2, 2, 2]))]
+    update = [SimpleNamespace(handle=task.handle, issue=task.issue([2, 2, 2]))]
     platform.replay_updated(task.graph, update, changed=True)
     assert task.result.tolist() == task.expected([2, 2, 2])
-    ignored = [TaskUpdate("attend", task.handle, task.issue([3, 3, 3]))]
+    ignored = [SimpleNamespace(handle=task.handle, issue=task.issue([3, 3, 3]))]
     platform.replay_updated(task.graph, ignored, changed=False)
     assert task.result.tolist() == task.expected([2, 2, 2])

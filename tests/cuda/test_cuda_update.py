@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from graphrt import UNCHANGED, Batch, GraphOptions, GraphRunner, HostArg, InputSpec, UpdatableTask
-from graphrt.core.errors import TaskContractError
+from graphrt.core.dispatcher import Reason
+from graphrt.core.errors import MissingUpdateError, TaskContractError, UpdateRefusedError
 
 pytestmark = pytest.mark.cuda
 
@@ -42,6 +43,25 @@ def model(issue, **host_args):
         return x
 
     return forward
+
+
+def eager(updated: GraphRunner, x: torch.Tensor, updates) -> torch.Tensor:
+    """The same padded step without its graph."""
+    batch = Batch(len(x), len(x), 1)
+    return updated.run_padded_eagerly(batch, updated.dispatcher.dispatch(batch), {"x": x}, updates)
+
+
+def check(updated: GraphRunner, updates, tokens: int = 4) -> None:
+    """Run a step with these updates, and compare it with the eager one."""
+    x = torch.randn(tokens, WIDTH)
+    out = updated(Batch(tokens, tokens, 1), x=x, updates=updates).clone()
+    assert torch.equal(out, eager(updated, x, updates)), updates
+
+
+def calls_of(updated: GraphRunner):
+    """What the tasks of the graphs ask the driver through, one for each graph."""
+    (wrapper,) = updated.graphs.wrappers()
+    return [entry.tasks[0].handle.tasks.ladder.calls for entry in wrapper.entries.values()]
 
 
 def scale(x, table, out, *, row):
@@ -135,10 +155,38 @@ def launches_more(x, table, out, *, row):
         out.mul_(2)
 
 
+def launches_another_kind(x, table, out, *, row):
+    if row:
+        out.copy_(x)
+    else:
+        torch.add(x, table[0, : x.shape[0]], out=out)
+
+
+def waits(x, table, out, *, row):
+    torch.add(x, table[0, : x.shape[0]], alpha=table[0, 0, 0].item() if row else 2, out=out)
+
+
+def other_tensor():
+    tables = [torch.randn(4, WIDTH, device="cuda") for _ in range(2)]
+
+    def issue(x, table, out, *, row):
+        torch.add(x, tables[row][: x.shape[0]], out=out)
+
+    return issue
+
+
 @pytest.mark.parametrize(
-    ("issue", "text"), [(allocates, "allocates"), (launches_more, "2 nodes where it captured 1")]
+    ("issue", "text"),
+    [
+        (allocates, "allocates"),
+        (launches_more, "2 nodes where it captured 1"),
+        (launches_another_kind, r"nodes of kinds \[1\] where it captured \[0\]"),
+        (waits, "host"),
+        (other_tensor, "a tensor that it was not captured with"),
+    ],
 )
 def test_what_breaks_the_contract_is_named_and_the_next_step_is_right(issue, text):
+    issue = issue() if issue is other_tensor else issue
     with runner(model(issue, row=HostArg(None))) as updated:
         updated.capture()
         x = torch.randn(4, WIDTH)
@@ -171,3 +219,205 @@ def test_a_task_that_raises_launches_nothing_and_the_next_step_is_right():
             found = updated.dispatcher.dispatch(batch)
             eager = updated.run_padded_eagerly(batch, found, {"x": x}, {"mix": {"row": row}})
             assert torch.equal(out, eager)
+
+
+# Layers that are patched from one ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("issue", ISSUES)
+def test_layers_that_are_alike_are_patched_from_one(issue):
+    chosen = random.Random(1)
+    with runner(model(issue, row=HostArg(None))) as updated:
+        updated.capture()
+        for _ in range(40):
+            check(updated, {"mix": {"row": chosen.randrange(ROWS)}}, chosen.randint(1, 4))
+        figures = updated.report().updates
+        print(figures)
+        # Two sets of host arguments for each of two graphs, and those that changed nothing.
+        assert figures.self_checks >= 4 and figures.self_check_failures == 0
+        assert figures.sibling_patches > 0
+        before = figures.reissues
+        rows = [row for row in range(ROWS) for _ in range(2)]
+        for row in rows:
+            check(updated, {"mix": {"row": row}})
+        after = updated.report().updates
+        # One for each row that was new, and none for the others.
+        assert after.reissues - before <= ROWS
+        assert after.memo_hits > figures.memo_hits
+
+
+@pytest.mark.parametrize("issue", ISSUES)
+def test_layers_with_arguments_of_their_own_are_patched_from_one_each(issue):
+    chosen = random.Random(2)
+    with runner(model(issue, row=HostArg(None))) as updated:
+        updated.capture()
+        for _ in range(60):
+            updates = {"mix": {"row": chosen.randrange(8)}}
+            for layer in range(LAYERS):
+                if chosen.random() < 0.3:
+                    updates[f"mix.{layer}"] = {"row": chosen.randrange(8)}
+            check(updated, updates)
+        assert updated.report().updates.sibling_patches > 0
+
+
+def with_weights(issue_of):
+    """Like `model`, with a weight for each layer: `issue_of(weights)` issues the task."""
+    weights = [torch.randn(ROWS, 4, WIDTH, device="cuda") for _ in range(LAYERS)]
+    task = UpdatableTask(
+        "mix", issue_of(weights), {"row": HostArg(None)}, at_capture=lambda _: {"row": 0}
+    )
+
+    def forward(x):
+        for layer, weight in enumerate(weights):
+            hidden = x * 0.5
+            out = torch.empty_like(hidden)
+            task(hidden, weight, out, task=f"mix.{layer}")
+            x = out + hidden
+        return x
+
+    return forward
+
+
+def scaled_by_layer(weights):
+    factors = {weight.data_ptr(): 1.0 + layer for layer, weight in enumerate(weights)}
+
+    def issue(x, weight, out, *, row):
+        factor = factors[weight.data_ptr()]
+        torch.add(x, weight[0, : x.shape[0]], alpha=row * factor, out=out)
+
+    return issue
+
+
+def moving_in_layer(weights):
+    def issue(x, weight, out, *, row):
+        torch.add(x, weight[row, : x.shape[0]], out=out)
+
+    return issue
+
+
+@pytest.mark.parametrize("issue_of", [scaled_by_layer, moving_in_layer])
+def test_layers_that_differ_in_what_changes_are_issued_each(issue_of):
+    with runner(with_weights(issue_of)) as updated:
+        updated.capture()
+        for row in (3, 5, 7, 3, 9, 0, 2):
+            check(updated, {"mix": {"row": row}})
+        figures = updated.report().updates
+        assert figures.self_check_failures == 1
+        assert figures.sibling_patches == 0
+        # All but the row that came twice.
+        assert figures.reissues == LAYERS * 6 and figures.memo_hits == LAYERS
+
+
+def test_a_tensor_from_elsewhere_may_be_read_at_another_place():
+    table = torch.randn(ROWS, 4, WIDTH, device="cuda")
+
+    def issue(x, weight, out, *, row):
+        torch.add(x, table[row, : x.shape[0]], out=out)
+
+    with runner(model(issue, row=HostArg(None))) as updated:
+        updated.capture()
+        for row in (3, 60, 1, 33):
+            check(updated, {"mix": {"row": row}})
+
+
+def test_a_step_without_updates_is_refused():
+    with runner(model(scale, row=HostArg(None))) as updated:
+        updated.capture()
+        with pytest.raises(MissingUpdateError):
+            updated(x=torch.randn(4, WIDTH))
+        check(updated, {"mix": {"row": 2}})
+
+
+def test_a_runner_without_tasks_reports_no_updates():
+    with runner(lambda x: x * 2) as plain:
+        plain.capture()
+        assert plain.report().updates is None
+
+
+# The way down ------------------------------------------------------------------------------------
+
+
+def refuse(monkeypatch, updated, *names):
+    for calls in calls_of(updated):
+        for name in names:
+            answer = {"update_whole": False, "can_instantiate": False}.get(name, 1)
+            monkeypatch.setattr(calls, name, lambda *_, answer=answer: answer)
+
+
+@pytest.mark.parametrize("issue", ISSUES)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_refused_node_ends_in_a_whole_update_or_another_executable(issue, whole, monkeypatch):
+    rows = [3, 9, 4, 11, 9, 6]
+    with runner(model(issue, row=HostArg(None))) as updated:
+        updated.capture()
+        for row in rows:
+            check(updated, {"mix": {"row": row}})
+        torch.cuda._sleep(50_000_000)
+        with monkeypatch.context() as refusing:
+            refuse(refusing, updated, "set_kernel", "set_memory")
+            if not whole:
+                refuse(refusing, updated, "update_whole")
+            x = torch.randn(4, WIDTH)
+            steps = [(row, updated(x=x, updates={"mix": {"row": row}}).clone()) for row in rows]
+        figures = updated.report().updates
+        assert figures.whole_updates == (len(rows) if whole else 0)
+        assert figures.reinstantiations == (0 if whole else len(rows))
+        for row, out in steps:
+            assert torch.equal(out, eager(updated, x, {"mix": {"row": row}}))
+        # From here on single nodes are set again, in the executable that there is now.
+        for row in (1, 2, 9):
+            check(updated, {"mix": {"row": row}})
+        assert torch.equal(
+            updated(x=x, updates=UNCHANGED).clone(), eager(updated, x, {"mix": {"row": 9}})
+        )
+        after = updated.report().updates
+        assert (after.whole_updates, after.reinstantiations) == (
+            figures.whole_updates,
+            figures.reinstantiations,
+        )
+
+
+def test_the_driver_itself_makes_another_executable_of_an_updated_template():
+    with runner(model(scale, row=HostArg(None))) as updated:
+        updated.capture()
+        (calls, *_) = calls_of(updated)
+        (wrapper,) = updated.graphs.wrappers()
+        for entry in wrapper.entries.values():
+            (part,) = entry.parts
+            assert calls.can_instantiate(part.graph.raw_cuda_graph())
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_graph_for_which_no_way_is_left_runs_eagerly_where_that_is_allowed(repeats, monkeypatch):
+    options = GraphOptions(eager_after_failed_update=repeats)
+    with runner(model(scale, row=HostArg(None)), options=options) as updated:
+        updated.capture()
+        check(updated, {"mix": {"row": 5}})
+        refuse(monkeypatch, updated, "set_kernel", "update_whole", "can_instantiate")
+        for failed, row in enumerate((6, 7, 5), start=1):
+            if repeats:
+                check(updated, {"mix": {"row": row}})
+            else:
+                with pytest.raises(UpdateRefusedError):
+                    updated(x=torch.randn(4, WIDTH), updates={"mix": {"row": row}})
+            assert updated.report().updates.failed == failed
+        assert updated.report().reasons[Reason.UPDATE_FAILED] == 3 * repeats
+        monkeypatch.undo()
+        updated.recapture()
+        check(updated, {"mix": {"row": 7}})
+
+
+def test_parameters_that_cannot_be_read_are_handed_on(monkeypatch):
+    from graphrt.cuda import images
+
+    monkeypatch.setattr(images, "argument_sizes", lambda function: None)
+    with runner(model(fill, row=HostArg(None))) as updated:
+        updated.capture()
+        for row in (1, 2, 3, 1, 2):
+            check(updated, {"mix": {"row": row}})
+        with monkeypatch.context() as refusing:
+            refuse(refusing, updated, "set_kernel")
+            check(updated, {"mix": {"row": 3}})
+        check(updated, {"mix": {"row": 0}})
+        figures = updated.report().updates
+        assert figures.whole_updates == 1 and figures.memo_hits == 0

@@ -11,13 +11,16 @@ import torch
 from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.attention.prefill import varlen_attention
 from graphrt.attention.shapes import AttentionShape
-from graphrt.attention.triton.launch import Workspace, interpreted, row_blocks
+from graphrt.attention.tiles import with_tiles
+from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, plan_spans
 from graphrt.attention.triton.work import (
+    Splits,
     fixed_splits,
+    most_splits,
     planned_splits,
-    span_limit,
 )
+from graphrt.core.context import current_context
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.errors import InvalidInputError, InvalidOptionError
 from graphrt.core.modes import AttentionSupport
@@ -50,15 +53,14 @@ class TritonAttention(AttentionBackend):
         max_query_len: int = 1,
         splits: SplitPolicy = "device",
         max_context: int | None = None,
-        waves: float = 2.0,
+        dtype: torch.dtype = torch.bfloat16,
         group: str = "attention",
         device: torch.device | str = "cuda",
     ) -> None:
         """Buffers for batches of up to `max_num_reqs` requests of `max_query_len` tokens.
 
-        A step has at most max(2 * reqs, reqs + `waves` * processors / KV heads) spans of keys.
-        `max_context` is what tasks are captured for, `group` what they are called. Raises
-        `InvalidOptionError`.
+        `dtype` is that of the queries and caches. `max_context` is what tasks are captured for,
+        `group` what they are called. Raises `InvalidOptionError`.
         """
         super().__init__(shape)
         device = torch.device(device)
@@ -78,21 +80,26 @@ class TritonAttention(AttentionBackend):
             )
         self.max_num_reqs, self.max_query_len = max_num_reqs, max_query_len
         self.splits, self.max_context, self.group = splits, max_context, group
-        self._programs = waves * _processors(device)
+        processors = _processors(device)
+        self._rooms = {
+            query_len: room_for(shape, dtype, query_len, processors)
+            for query_len in range(1, max_query_len + 1)
+        }
         self._workspace = self._new_workspace(device)
         self._task = UpdatableTask(
-            group, self._issue, {"longest": HostArg(axis=None)}, at_capture=self._worst_case
+            group, self._issue, {"num_splits": HostArg(axis=None)}, at_capture=self._worst_case
         )
+
+    def decodes(self, query_len: int, reqs: int) -> bool:
+        return query_len <= self.max_query_len and reqs <= self.max_num_reqs
 
     def get_cudagraph_support(self) -> AttentionSupport:
         return AttentionSupport.UNIFORM_BATCH
 
-    def updates(self, context_lens: Sequence[int]) -> dict[str, HostValues]:
-        """`updates=` of a step, from the lengths on the host; needed for "task" alone.
-
-        The longest one is rounded up by at most an eighth, so that most steps change nothing.
-        """
-        return {self.group: {"longest": _rounded(max(context_lens, default=1))}}
+    def updates(self, context_lens: Sequence[int], query_len: int = 1) -> dict[str, HostValues]:
+        """`updates=` of a step, from the lengths on the host; needed for "task" alone."""
+        splits = fixed_splits(context_lens, self._rooms[query_len])
+        return {self.group: {"num_splits": splits.num_splits}}
 
     def begin(
         self,
@@ -111,21 +118,24 @@ class TritonAttention(AttentionBackend):
             max_context=max_context,
         )
         if step.query_len is None:
-            return step
-        reqs = len(context_lens)
-        if reqs > self.max_num_reqs or step.query_len > self.max_query_len:
+            return with_tiles(self.shape, step)
+        reqs = len(step.context_lens)
+        if not self.decodes(step.query_len, reqs):
             raise InvalidInputError(
                 "the batch is larger than the attention backend's buffers",
                 got=f"{reqs} requests of {step.query_len} tokens",
                 expected=f"{self.max_num_reqs} requests of {self.max_query_len} tokens at most",
                 advice="raise max_num_reqs= and max_query_len= of the backend",
             )
-        limit = self._limit(reqs, step.query_len)
-        if self.splits == "device":
-            splits = planned_splits(reqs, limit)
-            plan_spans(step, splits, self._workspace)
-            return replace(step, plan=splits)
-        return replace(step, plan=fixed_splits(reqs, limit, step.max_context))
+        room = self._rooms[step.query_len]
+        if self.splits == "task" and _updatable():
+            return step
+        if step.max_context <= room.least(reqs):
+            return replace(step, plan=Splits(1))
+        if self.splits != "fixed":
+            plan_spans(step, room, self._workspace)
+            return replace(step, plan=planned_splits(reqs, room))
+        return replace(step, plan=fixed_splits([step.max_context] * reqs, room))
 
     def run(
         self,
@@ -136,7 +146,7 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         if step.query_len is None:
             varlen_attention(self.shape, step, query, caches, out)
-        elif self.splits == "task":
+        elif step.plan is None:
             self._task(step, query, caches, out)
         else:
             paged_decode(self.shape, step, query, caches, out, step.plan, self._workspace)
@@ -148,11 +158,12 @@ class TritonAttention(AttentionBackend):
         caches: tuple[torch.Tensor, ...],
         out: torch.Tensor,
         *,
-        longest: int,
+        num_splits: int,
     ) -> None:
         reqs, query_len = len(step.context_lens), step.query_len
         assert query_len is not None
-        splits = fixed_splits(reqs, self._limit(reqs, query_len), longest)
+        # The host counted the live requests; the graph may have more.
+        splits = Splits(most_splits(num_splits, reqs, self._rooms[query_len]))
         # Both stages whatever the number of spans, as an update cannot add or remove a kernel.
         paged_decode(
             self.shape, step, query, caches, out, splits, self._workspace, always_merge=True
@@ -160,34 +171,29 @@ class TritonAttention(AttentionBackend):
 
     def _worst_case(self, descriptor: BatchDescriptor) -> HostValues:
         assert self.max_context is not None
-        return {"longest": _rounded(self.max_context)}
-
-    def _limit(self, reqs: int, query_len: int) -> int:
-        blocks = self.shape.kv_heads * row_blocks(self.shape, query_len)
-        return span_limit(reqs, blocks, self._programs)
+        lengths = [self.max_context] * (descriptor.num_reqs or 1)
+        return self.updates(lengths, descriptor.query_len or 1)[self.group]
 
     def _new_workspace(self, device: torch.device) -> Workspace:
-        rows = spans = plan_size = 0
-        for query_len in range(1, self.max_query_len + 1):
-            limit = planned_splits(self.max_num_reqs, self._limit(self.max_num_reqs, query_len))
-            spans = limit.grid(self.max_num_reqs)
-            rows = max(rows, spans * query_len * self.shape.num_heads)
-            plan_size = max(plan_size, 1 + self.max_num_reqs + spans)
+        reqs = self.max_num_reqs
+        spans = {query_len: room.limit(reqs) for query_len, room in self._rooms.items()}
+        # Requests times their splits are up to twice the limit.
+        rows = max(2 * count * length for length, count in spans.items()) * self.shape.num_heads
         floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return Workspace(
-            torch.zeros(plan_size, dtype=torch.int32, device=device),
+            torch.zeros(1 + reqs + max(spans.values()), dtype=torch.int32, device=device),
             torch.empty(rows * self.shape.value_dim, **floats),
             torch.empty(rows, **floats),
         )
+
+
+def _updatable() -> bool:
+    """Whether this step has host arguments; uniform batches that run by pieces have none."""
+    context = current_context()
+    return context is not None and (context.updates is not None or context.capture is not None)
 
 
 def _processors(device: torch.device) -> int:
     if device.type == "cpu":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _rounded(length: int) -> int:
-    """Up to a multiple of an eighth of the largest power of two that is in `length`."""
-    step = max(64, 1 << max(0, length.bit_length() - 4))
-    return -(-max(length, 1) // step) * step

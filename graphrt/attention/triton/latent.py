@@ -8,7 +8,7 @@ import triton.language as tl
 from graphrt.attention.triton.work import span_of
 
 
-@triton.jit(do_not_specialize=["num_splits", "chunk", "reqs"])
+@triton.jit(do_not_specialize=["num_splits", "reqs"])
 def attend_latent(
     query,
     cache,
@@ -20,7 +20,6 @@ def attend_latent(
     sums,
     scale,
     num_splits,
-    chunk,
     reqs,
     query_token,
     query_head,
@@ -60,6 +59,7 @@ def attend_latent(
     else:
         request = item // num_splits
         split = item % num_splits
+        chunk = UNIT
         most = num_splits
     length = tl.load(context_lens + request)
     span, count = span_of(length, chunk, most, UNIT)

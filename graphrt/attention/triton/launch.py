@@ -15,19 +15,22 @@ from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 from graphrt.attention.triton.grouped import attend_grouped
 from graphrt.attention.triton.latent import attend_latent
 from graphrt.attention.triton.merge import merge_spans
-from graphrt.attention.triton.work import MIN_CHUNK, UNIT, Splits, plan_spans
+from graphrt.attention.triton.work import AIM, UNIT, Room, Splits, plan_spans
 
+_MERGE_PROGRAMS = 512
 _MOST_ROWS = 64
 """Query rows of one program: more share a KV head over several."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel is built: keys of a block, warps, and stages of its pipeline."""
+    """How a kernel is built: keys of a block, warps, and stages of its pipeline. `residents` is how
+    many of its programs share a multiprocessor, for which their shared memory is the limit."""
 
     block_n: int
     warps: int
     stages: int
+    residents: int = 1
 
 
 def tiles_for(shape: AttentionShape, dtype: torch.dtype, rows: int) -> Tiles:
@@ -36,7 +39,21 @@ def tiles_for(shape: AttentionShape, dtype: torch.dtype, rows: int) -> Tiles:
         return Tiles(16, 4, 1) if isinstance(shape, LatentShape) else Tiles(32, 4, 2)
     if isinstance(shape, LatentShape):
         return Tiles(64, 4 if rows <= 16 else 8, 2)
-    return Tiles(64, 2 if shape.head_dim <= 128 else 4, 3)
+    return Tiles(64, 2, 3, residents=2) if shape.head_dim <= 128 else Tiles(64, 4, 2)
+
+
+def room_for(shape: AttentionShape, dtype: torch.dtype, query_len: int, processors: int) -> Room:
+    """The room that a device has for the spans of such a step."""
+    blocks, block_m = row_blocks(shape, query_len), row_block(shape, query_len)
+    tiles = tiles_for(shape, dtype, block_m)
+    key_bytes = sum(torch.Size(each[1:]).numel() for each in shape.cache_shapes) * dtype.itemsize
+    # A span's float32 output is written, and read again, for every row.
+    merge_bytes = 8 * shape.num_heads * query_len * shape.value_dim
+    return Room(
+        tiles.residents * processors / (shape.kv_heads * blocks),
+        processors,
+        merge_bytes / key_bytes,
+    )
 
 
 def interpreted() -> bool:
@@ -65,16 +82,18 @@ class Workspace:
     sums: torch.Tensor
 
 
-def plan(context_lens: torch.Tensor, plan_out: torch.Tensor, limit: int) -> None:
-    """Write at most `limit` spans of the lengths to `plan_out`: one small kernel, once a step."""
+def plan(context_lens: torch.Tensor, plan_out: torch.Tensor, room: Room) -> None:
+    """Write the spans of the lengths to `plan_out`: one small kernel, once a step."""
     reqs = len(context_lens)
     padded = triton.next_power_of_2(reqs)
     plan_spans[(1,)](
         context_lens,
         plan_out,
         reqs,
-        limit,
-        MIN_CHUNK=MIN_CHUNK,
+        room.limit(reqs),
+        room.coarse(reqs),
+        room.least(reqs),
+        AIM=AIM,
         UNIT=UNIT,
         REQS=padded,
         ITEMS=max(16, 8192 // padded),
@@ -116,7 +135,7 @@ def decode(
     }
     grid = (shape.kv_heads * blocks, splits.grid(reqs))
     tables = (step.block_table, step.context_lens, workspace.plan, out)
-    split = (workspace.partial, workspace.sums, scale, splits.num_splits, splits.chunk, reqs)
+    split = (workspace.partial, workspace.sums, scale, splits.num_splits, reqs)
     if isinstance(shape, GroupedShape):
         keys, values = caches
         attend_grouped[grid](
@@ -157,23 +176,39 @@ def decode(
             BLOCK_ROPE=triton.next_power_of_2(shape.rope_dim),
             **shared,
         )
-    if splits.num_splits == 1 and not always_merge:
-        return
-    block_dim = min(128, triton.next_power_of_2(shape.value_dim))
-    merge_spans[(reqs, query_len * shape.num_heads, -(-shape.value_dim // block_dim))](
+    if splits.num_splits > 1 or always_merge:
+        _merge(shape, step, out, splits, workspace)
+
+
+def _merge(
+    shape: AttentionShape,
+    step: AttentionStep,
+    out: torch.Tensor,
+    splits: Splits,
+    workspace: Workspace,
+) -> None:
+    assert step.query_len is not None
+    reqs, rows = len(step.context_lens), step.query_len * shape.num_heads
+    value_dim: int = triton.next_power_of_2(shape.value_dim)
+    # Few rows are spread over many programs; many rows over few, as empty ones cost time too.
+    few = reqs * rows * max(1, value_dim // 128) <= _MERGE_PROGRAMS
+    block_dim, block_splits = min(128 if few else 512, value_dim), 64 if few else 16
+    block_rows = max(1, reqs * rows // _MERGE_PROGRAMS)
+    grid = (reqs, -(-rows // block_rows), -(-shape.value_dim // block_dim))
+    merge_spans[(1, 1, 1) if splits.num_splits == 1 else grid](
         workspace.partial,
         workspace.sums,
         out,
         step.context_lens,
         workspace.plan,
         splits.num_splits,
-        splits.chunk,
+        block_rows,
         *out.stride()[:2],
         HEADS=shape.num_heads,
-        QUERY_LEN=query_len,
+        QUERY_LEN=step.query_len,
         VALUE_DIM=shape.value_dim,
         BLOCK_DIM=block_dim,
-        BLOCK_SPLITS=16,
+        BLOCK_SPLITS=block_splits,
         UNIT=UNIT,
         PLANNED=splits.planned,
         num_warps=4,

@@ -8,7 +8,7 @@ import triton.language as tl
 from graphrt.attention.triton.work import span_of
 
 
-@triton.jit(do_not_specialize=["num_splits", "chunk"])
+@triton.jit(do_not_specialize=["num_splits", "block_rows"])
 def merge_spans(
     partial,
     sums,
@@ -16,7 +16,7 @@ def merge_spans(
     context_lens,
     plan,
     num_splits,
-    chunk,
+    block_rows,
     out_token,
     out_head,
     HEADS: tl.constexpr,
@@ -27,46 +27,50 @@ def merge_spans(
     UNIT: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
-    """Grid: requests, rows (tokens x heads) of each, blocks of the value dimension.
+    """Grid: requests, blocks of `block_rows` rows (tokens x heads) of each, blocks of the value
+    dimension.
 
     `partial` [spans, rows, VALUE_DIM] and `sums` [spans, rows] (log2 of the sum of exponentials)
     are float32. Requests of one span have been written by the first stage.
     """
     request = tl.program_id(0)
-    row = tl.program_id(1)
     length = tl.load(context_lens + request)
-    most = num_splits
     if PLANNED:
         chunk = tl.load(plan)
         most = 1 << 30
         first = tl.load(plan + 1 + request)
     else:
+        chunk = UNIT
+        most = num_splits
         first = request * num_splits
     _, count = span_of(length, chunk, most, UNIT)
     if count == 1:
         return
     rows: tl.constexpr = HEADS * QUERY_LEN
     dims = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    highest = -float("inf")
-    total = 0.0
-    merged = tl.zeros([BLOCK_DIM], tl.float32)
-    for start in range(0, count, BLOCK_SPLITS):
-        splits = start + tl.arange(0, BLOCK_SPLITS)
-        places = (first + splits).to(tl.int64) * rows + row
-        weights = tl.load(sums + places, mask=splits < count, other=-float("inf"))
-        values = tl.load(
-            partial + places[:, None] * VALUE_DIM + dims[None, :],
-            mask=(splits < count)[:, None] & (dims < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        above = tl.maximum(highest, tl.max(weights, 0))
-        # A row that sees nothing has no sum: its weights are 0, not NaN.
-        shift = tl.where(above == -float("inf"), 0.0, above)
-        scaled = tl.exp2(weights - shift)
-        rescale = tl.exp2(highest - shift)
-        merged = merged * rescale + tl.sum(scaled[:, None] * values, 0)
-        total = total * rescale + tl.sum(scaled, 0)
-        highest = above
-    merged = merged / tl.where(total == 0.0, 1.0, total)
-    place = (request * QUERY_LEN + row // HEADS).to(tl.int64) * out_token + row % HEADS * out_head
-    tl.store(out + place + dims, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    begin = tl.program_id(1) * block_rows
+    for row in range(begin, tl.minimum(begin + block_rows, rows)):
+        highest = -float("inf")
+        total = 0.0
+        merged = tl.zeros([BLOCK_DIM], tl.float32)
+        for start in range(0, count, BLOCK_SPLITS):
+            splits = start + tl.arange(0, BLOCK_SPLITS)
+            places = (first + splits).to(tl.int64) * rows + row
+            weights = tl.load(sums + places, mask=splits < count, other=-float("inf"))
+            values = tl.load(
+                partial + places[:, None] * VALUE_DIM + dims[None, :],
+                mask=(splits < count)[:, None] & (dims < VALUE_DIM)[None, :],
+                other=0.0,
+            )
+            above = tl.maximum(highest, tl.max(weights, 0))
+            # A row that sees nothing has no sum: its weights are 0, not NaN.
+            shift = tl.where(above == -float("inf"), 0.0, above)
+            scaled = tl.exp2(weights - shift)
+            rescale = tl.exp2(highest - shift)
+            merged = merged * rescale + tl.sum(scaled[:, None] * values, 0)
+            total = total * rescale + tl.sum(scaled, 0)
+            highest = above
+        merged = merged / tl.where(total == 0.0, 1.0, total)
+        token, head = row // HEADS, row % HEADS
+        place = (request * QUERY_LEN + token).to(tl.int64) * out_token + head * out_head
+        tl.store(out + place + dims, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)

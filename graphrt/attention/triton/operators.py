@@ -10,20 +10,29 @@ import torch
 from graphrt.attention.backend import AttentionStep
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 from graphrt.attention.triton.launch import Workspace, decode, plan
-from graphrt.attention.triton.work import Splits
+from graphrt.attention.triton.work import Room, Splits
 
 _LIBRARY = torch.library.Library("graphrt", "FRAGMENT")
-_LIBRARY.define("plan_spans(Tensor context_lens, Tensor(a!) plan, int limit) -> ()")
+_LIBRARY.define(
+    "plan_spans(Tensor context_lens, Tensor(a!) plan, float wave, int processors, "
+    "float merge_tokens) -> ()"
+)
 _LIBRARY.define(
     "paged_decode(Tensor query, Tensor[] caches, Tensor block_table, Tensor context_lens, "
     "Tensor plan, Tensor(a!) out, Tensor(b!) partial, Tensor(c!) sums, int query_len, "
-    "int latent_rank, float scale, int num_splits, int chunk, bool planned, bool always_merge)"
+    "int latent_rank, float scale, int num_splits, bool planned, bool always_merge)"
     " -> ()"
 )
 
 
-def _plan_spans(context_lens: torch.Tensor, plan_out: torch.Tensor, limit: int) -> None:
-    plan(context_lens, plan_out, limit)
+def _plan_spans(
+    context_lens: torch.Tensor,
+    plan_out: torch.Tensor,
+    wave: float,
+    processors: int,
+    merge_tokens: float,
+) -> None:
+    plan(context_lens, plan_out, Room(wave, processors, merge_tokens))
 
 
 def _paged_decode(
@@ -39,7 +48,6 @@ def _paged_decode(
     latent_rank: int,
     scale: float,
     num_splits: int,
-    chunk: int,
     planned: bool,
     always_merge: bool,
 ) -> None:
@@ -56,7 +64,7 @@ def _paged_decode(
         query,
         tuple(caches),
         out,
-        Splits(num_splits, chunk, planned),
+        Splits(num_splits, planned),
         Workspace(plan, partial, sums),
         always_merge=always_merge,
     )
@@ -72,9 +80,11 @@ _LIBRARY.impl("plan_spans", _nothing, "Meta")
 _LIBRARY.impl("paged_decode", _nothing, "Meta")
 
 
-def plan_spans(step: AttentionStep, splits: Splits, workspace: Workspace) -> None:
+def plan_spans(step: AttentionStep, room: Room, workspace: Workspace) -> None:
     """Write the spans of the lengths of `step` to `workspace.plan`, on the device."""
-    torch.ops.graphrt.plan_spans(step.context_lens, workspace.plan, splits.num_splits)
+    torch.ops.graphrt.plan_spans(
+        step.context_lens, workspace.plan, room.wave, room.processors, room.merge_tokens
+    )
 
 
 def paged_decode(
@@ -103,7 +113,6 @@ def paged_decode(
         shape.rank if isinstance(shape, LatentShape) else 0,
         shape.softmax_scale,
         splits.num_splits,
-        splits.chunk,
         splits.planned,
         always_merge,
     )

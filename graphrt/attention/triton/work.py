@@ -1,12 +1,17 @@
 """How decode attention is cut along its keys: on the host, and in the same way in kernels.
 
-A request of n tokens is cut into equal spans of a multiple of `UNIT` tokens, each about as long as
-the `chunk` of the step. A kernel's program takes one span of one request for one block of query
-rows. What bounds the work is the number of spans, so that a grid fixed at capture fits any lengths.
+A request of n tokens is cut into equal spans of a multiple of `UNIT` tokens, and a kernel's program
+takes one span of one request for one block of query rows. What bounds the work is the number of
+spans, so that a grid fixed at capture fits any lengths.
+
+The rule, fitted to sweeps on an H200 (`benchmarks/gpu/attention.py`): two waves of programs, as a
+wave that is not full costs most; but no spans longer than `AIM`, since many short programs even out
+better than few long ones; and none so short that merging them costs as much as reading their keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -14,20 +19,21 @@ import triton.language as tl
 
 UNIT = 64
 """Tokens by which spans are rounded: a multiple of every block of keys that the kernels load."""
-MIN_CHUNK = 256
-"""Tokens below which splitting costs more than it gains."""
+AIM = 1536
+"""Tokens of the longest span, while there is room for more spans."""
+_MERGE_SHARE = 5
+"""What merging a span may cost: reading its keys, divided by this, on a full device."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """How a launch is cut: every request into at most `num_splits` spans of `chunk` tokens.
+    """How a launch is cut: every request into at most `num_splits` spans of at least `UNIT` tokens.
 
-    With `planned`, the spans of all requests are one list of `num_splits` entries instead, which
-    `plan_spans` wrote on the device.
+    With `planned`, `num_splits` is the number of spans of all requests together: the list of them
+    that `plan_spans` wrote on the device.
     """
 
     num_splits: int
-    chunk: int
     planned: bool = False
 
     def grid(self, reqs: int) -> int:
@@ -35,32 +41,56 @@ class Splits:
         return self.num_splits if self.planned else reqs * self.num_splits
 
 
-def span_limit(reqs: int, blocks: int, programs: float) -> int:
-    """Spans that a step of `reqs` requests may have: enough for `programs` programs, where every
-    span has one for each of `blocks` blocks of query rows; at least 2 a request."""
-    return reqs + max(reqs, int(programs) // blocks)
+@dataclass(frozen=True)
+class Room:
+    """What a device has room for: `wave` is the spans whose programs run at the same time,
+    `processors` its multiprocessors, and `merge_tokens` the tokens whose keys are read in the time
+    in which one span is written and merged."""
+
+    wave: float
+    processors: int
+    merge_tokens: float
+
+    def limit(self, reqs: int) -> int:
+        """Spans that a step may have: 8 waves or 4 a processor, but at least 2 a request."""
+        return max(2 * reqs, min(int(8 * self.wave), 4 * self.processors), reqs + 1)
+
+    def coarse(self, reqs: int) -> int:
+        """Spans beyond one a request in two waves; 0 if the requests alone fill them."""
+        return max(0, int(2 * self.wave) - reqs)
+
+    def least(self, reqs: int) -> int:
+        """Tokens of the shortest span that is worth its merging."""
+        return int(UNIT * max(1.0, self.merge_tokens / _MERGE_SHARE * reqs / self.wave))
+
+    def chunk(self, total: int, reqs: int) -> int:
+        """Tokens of a span, by the rule, for `total` tokens of `reqs` requests."""
+        coarse = self.coarse(reqs)
+        two_waves = min(AIM, -(-total // coarse)) if coarse else AIM
+        return max(two_waves, -(-total // (self.limit(reqs) - reqs)), self.least(reqs))
 
 
-def planned_splits(reqs: int, limit: int) -> Splits:
+def planned_splits(reqs: int, room: Room) -> Splits:
     """A launch over the list of spans that `plan_spans` writes for the lengths of the step."""
-    return Splits(max(limit, reqs + 1), 0, planned=True)
+    return Splits(room.limit(reqs), planned=True)
 
 
-def fixed_splits(reqs: int, limit: int, longest: int) -> Splits:
-    """The same number of spans for each request, for keys of at most `longest` tokens."""
-    most = max(1, limit // reqs)
-    num_splits = min(most, max(1, -(-longest // MIN_CHUNK)))
-    return Splits(num_splits, _chunk(longest, num_splits))
+def fixed_splits(lengths: Sequence[int], room: Room) -> Splits:
+    """The same number of spans for each request: by the rule, for the longest of `lengths`.
+
+    Numbers are rounded to 1, 2, 3, 4, 6, 8, 12, ...: a request that grows by a token a step
+    keeps its number for long.
+    """
+    reqs, longest = max(1, len(lengths)), max(lengths, default=1)
+    wanted = -(-max(1, longest) // room.chunk(sum(lengths), reqs))
+    power = 1 << (wanted.bit_length() - 1)
+    rounded = min((power, 3 * power // 2, 2 * power), key=lambda count: abs(count - wanted))
+    return Splits(most_splits(rounded, reqs, room))
 
 
-def with_count(num_splits: int, longest: int) -> Splits:
-    """Exactly `num_splits` spans where a request has enough tokens."""
-    return Splits(num_splits, _chunk(longest, num_splits))
-
-
-def _chunk(longest: int, num_splits: int) -> int:
-    each = max(1, -(-longest // num_splits))
-    return max(UNIT, -(-each // UNIT) * UNIT)
+def most_splits(num_splits: int, reqs: int, room: Room) -> int:
+    """`num_splits`, or as many as the spans of `reqs` requests may be."""
+    return max(1, min(num_splits, 2 * room.limit(reqs) // reqs))
 
 
 @triton.jit
@@ -71,13 +101,15 @@ def span_of(length, chunk, most, UNIT: tl.constexpr):
     return span, tl.maximum(tl.cdiv(length, span), 1)
 
 
-@triton.jit(do_not_specialize=["reqs", "limit"])
+@triton.jit(do_not_specialize=["reqs", "limit", "coarse", "least"])
 def plan_spans(
     context_lens,
     plan,
     reqs,
     limit,
-    MIN_CHUNK: tl.constexpr,
+    coarse,
+    least,
+    AIM: tl.constexpr,
     UNIT: tl.constexpr,
     REQS: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -85,12 +117,14 @@ def plan_spans(
     """Write the spans of a step: int32 plan = [chunk, first span of each request,
     request of each span or -1]. One program.
 
-    chunk = ceil(sum of lengths / (limit - reqs)), so that there are at most `limit` spans:
-    sum(ceil(n / chunk)) <= sum(n) / chunk + reqs.
+    `Room.chunk` says how long they are; there are at most `limit` spans, because
+    sum(ceil(n / chunk)) <= sum(n) / chunk + reqs, and chunk >= sum(n) / (limit - reqs).
     """
     rows = tl.arange(0, REQS)
     lengths = tl.load(context_lens + rows, mask=rows < reqs, other=0).to(tl.int32)
-    chunk = tl.maximum(tl.cdiv(tl.sum(lengths, 0), limit - reqs), MIN_CHUNK)
+    total = tl.sum(lengths, 0)
+    chunk = tl.where(coarse > 0, tl.minimum(tl.cdiv(total, tl.maximum(coarse, 1)), AIM), AIM)
+    chunk = tl.maximum(tl.maximum(chunk, tl.cdiv(total, limit - reqs)), least)
     chunk = tl.cdiv(chunk, UNIT) * UNIT
     wanted = tl.maximum(tl.cdiv(lengths, chunk), 1)
     span = tl.maximum(tl.cdiv(tl.cdiv(lengths, wanted), UNIT), 1) * UNIT
@@ -98,9 +132,9 @@ def plan_spans(
     ends = tl.cumsum(count, 0)
     tl.store(plan, chunk)
     tl.store(plan + 1 + rows, ends - count, mask=rows < reqs)
-    total = tl.sum(count, 0)
+    spans = tl.sum(count, 0)
     for start in range(0, limit, ITEMS):
         items = start + tl.arange(0, ITEMS)
         request = tl.sum((ends[None, :] <= items[:, None]).to(tl.int32), 1)
-        request = tl.where(items < total, request, -1)
+        request = tl.where(items < spans, request, -1)
         tl.store(plan + 1 + reqs + items, request, mask=items < limit)

@@ -1,0 +1,211 @@
+"""Decode attention in a graph: who decides how the keys are split, and what that costs.
+
+    python benchmarks/gpu/attention.py --json attention.json
+
+For MLA (DeepSeek-V2-Lite) and GQA (Llama-8B), ragged batches, device time of one layer in us:
+
+- "eager": launched eagerly with the best number of splits of those tried (an oracle);
+- "worst case": a graph whose splits are fixed for the longest context there can be;
+- "bounds": one whose splits are fixed for the context bound that it was captured for, a power of 2;
+- "device": a graph that plans its spans by itself, from the lengths, once a step;
+- "task": a graph whose launches are updated to the rule's splits, and "task best" to the oracle's.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from common import arguments, copy_bandwidth, environment, finish, show
+from paged import SHAPES, Paged, graph_us
+
+from graphrt import Batch, GraphRunner, InputSpec
+from graphrt.attention import AttentionShape, TritonAttention, supports_of
+from graphrt.attention.triton.launch import decode, plan, room_for
+from graphrt.attention.triton.work import Room, Splits, fixed_splits, planned_splits
+
+LAYERS = 16
+MAX_CONTEXT = 65_536
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+QUEUED = 4_000_000  # clock cycles for which the device is kept busy while steps are enqueued
+
+
+def ragged(reqs: int, longest: int) -> list[int]:
+    """Lengths of a batch: one is the longest, the others are an eighth of that to all of it."""
+    chosen = random.Random(reqs * longest)
+    return [longest] + [chosen.randint(max(1, longest // 8), longest) for _ in range(reqs - 1)]
+
+
+def kernels(problem: Paged, splits: Splits, room: Room) -> Callable[[], None]:
+    """One step of `LAYERS` layers."""
+
+    def run() -> None:
+        if splits.planned:
+            plan(problem.step.context_lens, problem.workspace.plan, room)
+        for layer in range(LAYERS):
+            decode(
+                problem.shape,
+                problem.step,
+                problem.query,
+                problem.caches(layer),
+                problem.out,
+                splits,
+                problem.workspace,
+            )
+
+    return run
+
+
+def queued_us(step: Callable[[], object], rounds: int = 7) -> float:
+    """Device time of a step whose launches all wait in the stream before the first one runs."""
+    times = []
+    for _ in range(rounds + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(QUEUED)
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[1:])
+
+
+def candidates(reqs: int, longest: int, room: Room) -> Iterator[Splits]:
+    for count in SPLITS:
+        useful = count == 1 or count <= longest // 64
+        if useful and reqs * count <= max(16 * room.wave, 4 * reqs):
+            yield Splits(count)
+
+
+def task_runner(problem: Paged, backend: TritonAttention) -> GraphRunner:
+    """A runner of `LAYERS` layers over inputs that stay where they are."""
+
+    def forward(
+        query: torch.Tensor, block_table: torch.Tensor, context_lens: torch.Tensor
+    ) -> torch.Tensor:
+        step = backend.begin(block_table, context_lens)
+        for layer in range(LAYERS):
+            backend.attend(step, query, *problem.caches(layer), out=problem.out)
+        return problem.out
+
+    reqs, shape = len(problem.lengths), problem.shape
+    runner = GraphRunner(
+        forward,
+        mode="FULL_DECODE_ONLY",
+        sizes=[reqs],
+        max_num_reqs=reqs,
+        max_num_tokens=reqs,
+        inputs={
+            "query": InputSpec(torch.bfloat16, ("tokens", shape.num_heads, shape.query_dim)),
+            "block_table": InputSpec(
+                torch.int32, ("reqs", problem.step.block_table.shape[1]), pad=0, index=True
+            ),
+            "context_lens": InputSpec(torch.int32, ("reqs",), pad=0),
+        },
+        attention=supports_of(backend),
+    )
+    runner.capture()
+    return runner
+
+
+def task_us(problem: Paged, counts: list[int]) -> list[float]:
+    """Device time of a layer in a graph that is updated to each number of splits."""
+    reqs = len(problem.lengths)
+    backend = TritonAttention(
+        problem.shape, max_num_reqs=reqs, splits="task", max_context=MAX_CONTEXT
+    )
+    runner = task_runner(problem, backend)
+    inputs = {
+        "query": problem.query,
+        "block_table": problem.step.block_table,
+        "context_lens": problem.step.context_lens,
+    }
+    found = []
+    for count in counts:
+        updates = {backend.group: {"num_splits": count}}
+
+        def step(updates: dict[str, Any] = updates) -> None:
+            runner(Batch(reqs, reqs, query_len=1), updates=updates, **inputs)
+
+        found.append(queued_us(step) / LAYERS)
+    runner.close()
+    return found
+
+
+def measure(shape: AttentionShape, reqs: int, longest: int, bandwidth: float) -> dict[str, Any]:
+    lengths = ragged(reqs, longest)
+    problem = Paged(shape, lengths, layers=LAYERS, max_context=MAX_CONTEXT)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    room = room_for(shape, torch.bfloat16, 1, processors)
+
+    def in_graph(splits: Splits) -> float:
+        problem.make_workspace(splits)
+        return graph_us(kernels(problem, splits, room), rounds=5, repeats=3) / LAYERS
+
+    tried = {splits.num_splits: in_graph(splits) for splits in candidates(reqs, longest, room)}
+    best = min(tried, key=lambda count: tried[count])
+    bound = max(64, 1 << (longest - 1).bit_length())
+    rule = fixed_splits(lengths, room).num_splits
+    problem.make_workspace(Splits(best))
+    eager = queued_us(kernels(problem, Splits(best), room)) / LAYERS
+    task, task_best = task_us(problem, [rule, best])
+    return {
+        "reqs": reqs,
+        "longest": longest,
+        "floor": problem.cache_bytes / bandwidth * 1e6,
+        "best_splits": best,
+        "rule_splits": rule,
+        "eager": eager,
+        "graph_best": tried[best],
+        "worst_case": in_graph(fixed_splits([MAX_CONTEXT] * reqs, room)),
+        "bounds": in_graph(fixed_splits([bound] * reqs, room)),
+        "device": in_graph(planned_splits(reqs, room)),
+        "task": task,
+        "task_best": task_best,
+    }
+
+
+COLUMNS = ("floor", "eager", "worst_case", "bounds", "device", "task", "task_best")
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--reqs", type=int, nargs="*", default=[1, 4, 16, 64, 128])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[128, 1024, 8192, 65_536])
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth("cuda")
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read and written)")
+    results: dict[str, Any] = {"copy_bandwidth": bandwidth, "layers": LAYERS, "shapes": {}}
+    for name, shape in SHAPES.items():
+        rows = []
+        for reqs in args.reqs:
+            for longest in args.contexts:
+                rows.append(measure(shape, reqs, longest, bandwidth))
+                gc.collect()
+                torch.cuda.empty_cache()
+        results["shapes"][name] = rows
+        show(
+            f"{name}: us a layer",
+            ["reqs", "longest", "splits", *COLUMNS, "task/eager", "gain"],
+            [
+                [
+                    row["reqs"],
+                    row["longest"],
+                    f"{row['rule_splits']} ({row['best_splits']})",
+                    *(row[column] for column in COLUMNS),
+                    row["task_best"] / row["eager"],
+                    min(row["worst_case"], row["device"]) / row["task_best"],
+                ]
+                for row in rows
+            ],
+        )
+    finish("attention", args, environment("cuda"), results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""Which layers an update issues, what the others get, and the way down when the driver refuses."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+from fake_driver import Fake, copy, kernel, read
+
+from graphrt.core.errors import TaskContractError, UpdateRefusedError
+from graphrt.cuda.addresses import Homes, strange_address
+from graphrt.cuda.images import KERNEL, NOTHING, image_of, key_of, offsets
+from graphrt.cuda.ladder import UpdateCounts
+from graphrt.cuda.settings import PatchedSetting, SharedSetting
+from graphrt.cuda.siblings import REMEMBERED, own_words, patched
+
+ADDRESS = 0x7F10_0000_0000
+
+
+def attention(layer, values):
+    """Two kernels: a by-value struct of addresses and scalars, and one whose grid changes."""
+    row = values["row"]
+    cache, out = ADDRESS + 0x1000 * layer, ADDRESS + 0x100_0000 + 0x2000 * layer
+    table = ADDRESS + 0x800_0000 + 512 * row
+    return (
+        kernel(
+            struct.pack("<i", row),
+            struct.pack("<QQQ", cache, table, out),
+            b"\x01",
+            variant=row % 4,
+        ),
+        kernel(struct.pack("<Q", out), grid=row + 1),
+    )
+
+
+def mixed(layer, values):
+    """A copy and a fill beside a kernel, and a node that does nothing."""
+    row = values["row"]
+    out = ADDRESS + 0x2000 * layer
+    return (
+        image_of(2, (), [struct.pack("<QQ", out, row)]),
+        copy(struct.pack("<QQQ", ADDRESS + 512 * row, out, 64).ljust(256, b"\0")),
+        NOTHING,
+        kernel(struct.pack("<Qd", out, row / 3)),
+    )
+
+
+def at(row):
+    return {"row": row}
+
+
+@pytest.mark.parametrize("issue", [attention, mixed])
+def test_one_layer_is_issued_for_all_once_two_sets_were_compared(issue):
+    fake = Fake(issue, at(0))
+    assert [fake.step(at(row)) for row in (1, 2, 3, 4, 5)] == [4, 4, 1, 1, 1]
+    assert fake.right()
+    counts = fake.counts
+    assert (counts.self_checks, counts.self_check_failures, counts.reissues) == (2, 0, 11)
+    # The layers of the second set that was compared are patched already.
+    assert counts.sibling_patches == 4 * 3 * (len(issue(0, at(0))) - (issue is mixed))
+
+
+@pytest.mark.parametrize("issue", [attention, mixed])
+def test_every_step_has_what_issuing_each_layer_would_make(issue):
+    chosen = random.Random(0)
+    fake = Fake(issue, at(0), layers=5)
+    for _ in range(400):
+        if chosen.random() < 0.3:
+            fake.step(*(at(chosen.randrange(40)) for _ in fake.tasks))
+        else:
+            fake.step(at(chosen.randrange(40)))
+        assert fake.right()
+    assert fake.counts.sibling_patches and fake.counts.memo_hits
+
+
+def test_parameters_are_remembered_by_values_and_nodes_that_have_them_are_left():
+    fake = Fake(attention, at(0))
+    for row in (1, 2, 3, 4):
+        fake.step(at(row))
+    assert [fake.step(at(row)) for row in (1, 2, 3, 4)] == [0, 0, 0, 0]
+    assert fake.right()
+    hits, patches = fake.counts.memo_hits, fake.counts.node_patches
+    assert hits == 16
+    fake.step(at(4))
+    assert fake.counts.node_patches == patches
+    # A list that is no plain value is not remembered, and the other layers are still patched.
+    assert fake.step({"row": 4, "extra": object()}) == 1
+
+
+def test_no_more_sets_are_remembered_than_allowed():
+    fake = Fake(attention, at(0))
+    for row in range(1, REMEMBERED + 40):
+        fake.step(at(row))
+    assert fake.step(at(1)) == 1
+    assert fake.step(at(REMEMBERED + 39)) == 0
+
+
+def test_a_set_that_changes_nothing_proves_nothing():
+    fake = Fake(attention, at(3))
+    extra = [{"row": 3, "extra": number} for number in range(3)]
+    assert [fake.step(values) for values in extra] == [4, 4, 4]
+    assert [fake.step(at(row)) for row in (4, 4, 5, 6)] == [4, 0, 4, 1]
+    assert fake.right()
+
+
+def scaled(layer, values):
+    """A scalar of the layer that only shows in its product with the host argument."""
+    return (kernel(struct.pack("<d", values["row"] * (1 + layer))),)
+
+
+def moving(layer, values):
+    """An address of the layer that moves with the host argument."""
+    return (kernel(struct.pack("<Q", ADDRESS + 0x1000 * layer + 16 * values["row"])),)
+
+
+@pytest.mark.parametrize(("issue", "checks"), [(scaled, 1), (moving, 1)])
+def test_layers_that_differ_in_what_changes_are_issued_each(issue, checks):
+    fake = Fake(issue, at(0))
+    for row in (1, 2, 3, 4):
+        assert fake.step(at(row)) == 4
+        assert fake.right()
+    assert fake.step(at(3)) == 0 and fake.right()
+    counts = fake.counts
+    assert (counts.self_checks, counts.self_check_failures) == (checks, 1)
+    assert counts.sibling_patches == 0
+
+
+def test_a_set_that_changes_an_own_word_goes_to_each_layer():
+    def issue(layer, values):
+        moved = 16 if values["row"] > 10 else 0
+        return (kernel(struct.pack("<Qi", ADDRESS + 0x1000 * layer + moved, values["row"])),)
+
+    fake = Fake(issue, at(0))
+    assert [fake.step(at(row)) for row in (1, 2, 3, 11, 4, 11)] == [4, 4, 1, 4, 1, 0]
+    assert fake.right()
+    assert fake.counts.self_check_failures == 1
+    fake.step(at(4))
+    assert fake.right()
+
+
+def test_another_kernel_with_other_arguments_goes_to_each_layer():
+    def issue(layer, values):
+        out = struct.pack("<Q", ADDRESS + 0x1000 * layer)
+        if values["row"] < 10:
+            return (kernel(out, struct.pack("<i", values["row"])),)
+        return (kernel(out, struct.pack("<iii", 1, 2, layer)),)
+
+    fake = Fake(issue, at(0))
+    for row in (1, 2, 3, 10, 4, 10, 11, 5):
+        fake.step(at(row))
+        assert fake.right()
+
+
+def test_only_tasks_that_are_alike_are_compared():
+    fake = Fake(scaled, at(0), kin=lambda layer: f"kind {layer % 2}")
+    fake.step(at(1))
+    assert fake.counts.self_checks == 2
+    alone = Fake(scaled, at(0), kin=str)
+    assert [alone.step(at(row)) for row in (1, 2, 3)] == [4, 4, 4]
+    assert alone.right() and alone.counts.self_checks == 0
+
+
+def test_a_task_that_raises_sets_nothing_and_the_next_step_is_right():
+    fail = []
+
+    def issue(layer, values):
+        if fail and layer == 2:
+            raise RuntimeError("in the task")
+        return attention(layer, values)
+
+    fake = Fake(issue, at(0))
+    fake.step(at(1))
+    fail.append(True)
+    before = dict(fake.calls.executable)
+    with pytest.raises(RuntimeError, match="in the task"):
+        fake.step(at(2))
+    assert fake.calls.executable == before and fake.counts.failed == 1
+    fail.clear()
+    for row in (2, 3, 4, 1):
+        fake.step(at(row))
+        assert fake.right()
+
+
+# The way down ------------------------------------------------------------------------------------
+
+
+def steps_of(calls):
+    """The calls in order, each once."""
+    return list(dict.fromkeys(calls.made))
+
+
+@pytest.mark.parametrize("issue", [attention, mixed])
+@pytest.mark.parametrize(
+    ("refuse", "ends", "counted"),
+    [
+        (set(), [], (0, 0)),
+        ({"set"}, ["set_template", "update_whole"], (1, 0)),
+        (
+            {"set", "update_whole"},
+            ["set_template", "update_whole", "can_instantiate", "instantiate"],
+            (0, 1),
+        ),
+    ],
+)
+def test_the_driver_is_asked_in_order(issue, refuse, ends, counted):
+    fake = Fake(issue, at(0))
+    for row in (1, 2, 3):
+        fake.step(at(row))
+    if "set" in refuse:
+        refuse = refuse | {"set_kernel", "set_memory"}
+    fake.calls.refuse, fake.calls.made = refuse, []
+    fake.step(at(4))
+    assert fake.right()
+    assert [call for call in steps_of(fake.calls) if call not in ("set_kernel", "set_memory")] == (
+        ends
+    )
+    assert (fake.counts.whole_updates, fake.counts.reinstantiations) == counted
+    # The executable takes single nodes again, and the template is brought up where it lags.
+    fake.calls.refuse = set()
+    fake.step(*(at(row) for row in (9, 4, 9, 5)))
+    assert fake.right()
+    fake.calls.refuse = refuse
+    fake.step(at(6))
+    assert fake.right()
+
+
+@pytest.mark.parametrize("last", ["can_instantiate", "set_template"])
+def test_a_graph_for_which_no_way_is_left_is_given_up(last):
+    fake = Fake(attention, at(0))
+    fake.step(at(1))
+    fake.calls.refuse = {"set_kernel", "update_whole", last}
+    with pytest.raises(UpdateRefusedError, match="eager_after_failed_update"):
+        fake.step(at(2))
+    assert "instantiate" not in fake.calls.made
+    fake.calls.refuse, fake.calls.made = set(), []
+    with pytest.raises(UpdateRefusedError):
+        fake.step(at(1))
+    assert fake.calls.made == [] and fake.counts.failed == 2
+
+
+def test_a_round_that_is_interrupted_is_set_anew(monkeypatch):
+    fake = Fake(attention, at(0))
+    for row in (1, 2, 3):
+        fake.step(at(row))
+    set_kernel = fake.calls.set_kernel
+    left = iter(range(3))
+
+    def interrupted(*arguments):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return set_kernel(*arguments)
+
+    monkeypatch.setattr(fake.calls, "set_kernel", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fake.step(at(4))
+    monkeypatch.undo()
+    fake.step(at(4))
+    assert fake.right()
+
+
+def test_figures_are_none_until_there_is_a_task():
+    assert UpdateCounts().figures() is None
+    fake = Fake(attention, at(0))
+    fake.step(at(1))
+    figures = fake.counts.figures()
+    assert figures.reissues == 4 and figures.node_patches == 8 and figures.failed == 0
+
+
+# Pieces ------------------------------------------------------------------------------------------
+
+
+def test_a_patched_setting_is_the_prediction():
+    chosen = random.Random(1)
+    for _ in range(200):
+        sizes = [chosen.choice([1, 2, 4, 8, 12, 24, 128]) for _ in range(chosen.randint(0, 5))]
+
+        def some(sizes=sizes, like=None):
+            arguments = [chosen.randbytes(size) for size in sizes]
+            if like is not None:
+                starts = offsets(sizes)
+                for i, size in enumerate(sizes):
+                    if chosen.random() < 0.5:
+                        arguments[i] = like.data[starts[i] : starts[i] + size]
+                    elif size >= 8:
+                        old = like.data[starts[i] : starts[i] + size]
+                        arguments[i] = old[:4] + arguments[i][4:]
+            return kernel(*arguments, grid=chosen.randint(1, 9))
+
+        first = some()
+        layers = [first, some(like=first), some(like=first)]
+        own = own_words(layers)
+        shared = SharedSetting(first, own)
+        settings = [PatchedSetting(base, shared) for base in layers]
+        sources = [some(like=first), some(like=first), first]
+        for _ in range(8):
+            layer, source = chosen.randrange(3), chosen.choice(sources)
+            settings[layer].load(source)
+            assert read(KERNEL, settings[layer].reference) == patched(layers[layer], own, source)
+
+
+def test_arguments_of_other_sizes_cannot_be_patched():
+    assert patched(kernel(b"1234"), frozenset(), kernel(b"12345678")) is None
+
+
+def test_keys_tell_types_apart_and_refuse_what_is_not_plain():
+    values = [1, 1.0, True, 0.0, -0.0, None, "1", [1], (1,), [1.0], [True], [], [1, None]]
+    assert len({key_of({"a": value}) for value in values}) == len(values)
+    assert key_of({"a": [1, 2]}) == key_of({"a": [1, 2]})
+    assert key_of({"a": 1}) != key_of({"b": 1})
+    assert key_of({"a": [[1]]}) is None
+    assert key_of({"a": object()}) is None
+
+
+def homes_of(*tensors):
+    """Homes of a task with these tensors, on a device with three more blocks."""
+    blocks = [
+        (ADDRESS, ADDRESS + 64),
+        (ADDRESS + 64, ADDRESS + 128),
+        (ADDRESS + 512, ADDRESS + 1024),
+    ]
+    return Homes(tensors, lambda address: next((b for b in blocks if b[0] <= address < b[1]), None))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "strange"),
+    [
+        (ADDRESS, ADDRESS + 32, False),  # within its block
+        (ADDRESS, ADDRESS + 64, True),  # in the next block
+        (ADDRESS, ADDRESS + 512, False),  # in a captured tensor
+        (ADDRESS + 512, ADDRESS + 640, True),  # out of a captured tensor, within its block
+        (ADDRESS, 0, False),  # nothing
+        (ADDRESS, ADDRESS + 4096, False),  # no memory
+        (0, ADDRESS, False),
+        (5, 6, False),
+        (1 << 40, ADDRESS, False),  # was no address
+    ],
+)
+def test_an_address_may_move_within_its_block_or_the_captured_tensors(old, new, strange):
+    homes = homes_of((ADDRESS + 512, ADDRESS + 640))
+    before, now = (kernel(b"abcd", struct.pack("<iiQ", 1, 2, each)) for each in (old, new))
+    found = strange_address(homes, (before,), (now,))
+    assert found == (new if strange else None)
+
+
+def test_contract_errors_name_the_task():
+    from graphrt.cuda.update import refused
+
+    fake = Fake(attention, at(0))
+    error = refused(fake.tasks[1], "a tensor that it was not captured with")
+    assert isinstance(error, TaskContractError)
+    assert "layer.1" in str(error) and "not captured with" in str(error)
