@@ -26,7 +26,7 @@ from paged import SHAPES, Paged, graph_us
 from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.attention import AttentionShape, TritonAttention, supports_of
 from graphrt.attention.triton.launch import decode, plan, room_for
-from graphrt.attention.triton.work import Room, Splits, fixed_splits, planned_splits
+from graphrt.attention.triton.work import Room, Splits, fixed_splits, most_splits, planned_splits
 
 LAYERS = 16
 MAX_CONTEXT = 65_536
@@ -45,7 +45,7 @@ def kernels(problem: Paged, splits: Splits, room: Room) -> Callable[[], None]:
 
     def run() -> None:
         if splits.planned:
-            plan(problem.step.context_lens, problem.workspace.plan, room)
+            plan(problem.step.context_lens, problem.workspace.plan, room, MAX_CONTEXT)
         for layer in range(LAYERS):
             decode(
                 problem.shape,
@@ -78,7 +78,7 @@ def queued_us(step: Callable[[], object], rounds: int = 7) -> float:
 def candidates(reqs: int, longest: int, room: Room) -> Iterator[Splits]:
     for count in SPLITS:
         useful = count == 1 or count <= longest // 64
-        if useful and reqs * count <= max(16 * room.wave, 4 * reqs):
+        if useful and count == most_splits(count, reqs, room):
             yield Splits(count)
 
 
@@ -164,7 +164,7 @@ def measure(shape: AttentionShape, reqs: int, longest: int, bandwidth: float) ->
         "graph_best": tried[best],
         "worst_case": in_graph(fixed_splits([MAX_CONTEXT] * reqs, room)),
         "bounds": in_graph(fixed_splits([bound] * reqs, room)),
-        "device": in_graph(planned_splits(reqs, room)),
+        "device": in_graph(planned_splits(reqs, room, MAX_CONTEXT)),
         "task": task,
         "task_best": task_best,
     }

@@ -42,7 +42,7 @@ def launcher(problem: Paged, tiles: Tiles, splits: Splits, room: Room) -> Callab
 
     def run() -> None:
         if splits.planned:
-            plan(problem.step.context_lens, problem.workspace.plan, room)
+            plan(problem.step.context_lens, problem.workspace.plan, room, 1 << 30)
         for layer in range(LAUNCHES):
             decode(
                 problem.shape,
@@ -69,9 +69,9 @@ def compile_share(share: int, of: int) -> None:
     for shape, tiles, query_len in work[share::of]:
         problem = Paged(shape, [64], query_len, layers=1)
         room = room_for(shape, torch.bfloat16, query_len, 132)
-        problem.make_workspace(planned_splits(1, room))
+        problem.make_workspace(planned_splits(1, room, 1 << 30))
         try:
-            launcher(problem, tiles, planned_splits(1, room), room)()
+            launcher(problem, tiles, planned_splits(1, room, 1 << 30), room)()
         except Exception as error:
             print("left out:", tiles, type(error).__name__, str(error)[:80])
 
@@ -88,7 +88,7 @@ def measure(name: str, batch: tuple[int, int, int], first: int) -> None:
         room = room_for(shape, torch.bfloat16, query_len, processors)
         for waves in (1, 2):
             scaled = replace(room, wave=room.wave * waves)
-            splits = planned_splits(reqs, scaled)
+            splits = planned_splits(reqs, scaled, 1 << 30)
             problem.make_workspace(splits)
             us = graph_us(launcher(problem, tiles, splits, scaled)) / LAUNCHES
             found = {"us": us, "waves": waves, **vars(tiles), "bytes": problem.cache_bytes}

@@ -15,6 +15,7 @@ from graphrt.attention.tiles import with_tiles
 from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, plan_spans
 from graphrt.attention.triton.work import (
+    SHORT,
     Splits,
     fixed_splits,
     most_splits,
@@ -130,11 +131,11 @@ class TritonAttention(AttentionBackend):
         room = self._rooms[step.query_len]
         if self.splits == "task" and _updatable():
             return step
-        if step.max_context <= room.least(reqs):
+        if step.max_context <= max(SHORT, room.least(reqs)):
             return replace(step, plan=Splits(1))
         if self.splits != "fixed":
             plan_spans(step, room, self._workspace)
-            return replace(step, plan=planned_splits(reqs, room))
+            return replace(step, plan=planned_splits(reqs, room, step.max_context))
         return replace(step, plan=fixed_splits([step.max_context] * reqs, room))
 
     def run(

@@ -82,21 +82,23 @@ class Workspace:
     sums: torch.Tensor
 
 
-def plan(context_lens: torch.Tensor, plan_out: torch.Tensor, room: Room) -> None:
-    """Write the spans of the lengths to `plan_out`: one small kernel, once a step."""
+def plan(context_lens: torch.Tensor, plan_out: torch.Tensor, room: Room, longest: int) -> None:
+    """Write the spans of the lengths, which are at most `longest`, to `plan_out`: one small kernel,
+    once a step."""
     reqs = len(context_lens)
-    padded = triton.next_power_of_2(reqs)
+    padded: int = triton.next_power_of_2(reqs)
     plan_spans[(1,)](
         context_lens,
         plan_out,
         reqs,
-        room.limit(reqs),
+        room.limit(reqs, longest),
         room.coarse(reqs),
         room.least(reqs),
         AIM=AIM,
         UNIT=UNIT,
         REQS=padded,
         ITEMS=max(16, 8192 // padded),
+        SORTED=padded <= 128,
     )
 
 

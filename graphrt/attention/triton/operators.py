@@ -15,7 +15,7 @@ from graphrt.attention.triton.work import Room, Splits
 _LIBRARY = torch.library.Library("graphrt", "FRAGMENT")
 _LIBRARY.define(
     "plan_spans(Tensor context_lens, Tensor(a!) plan, float wave, int processors, "
-    "float merge_tokens) -> ()"
+    "float merge_tokens, int longest) -> ()"
 )
 _LIBRARY.define(
     "paged_decode(Tensor query, Tensor[] caches, Tensor block_table, Tensor context_lens, "
@@ -31,8 +31,9 @@ def _plan_spans(
     wave: float,
     processors: int,
     merge_tokens: float,
+    longest: int,
 ) -> None:
-    plan(context_lens, plan_out, Room(wave, processors, merge_tokens))
+    plan(context_lens, plan_out, Room(wave, processors, merge_tokens), longest)
 
 
 def _paged_decode(
@@ -83,7 +84,12 @@ _LIBRARY.impl("paged_decode", _nothing, "Meta")
 def plan_spans(step: AttentionStep, room: Room, workspace: Workspace) -> None:
     """Write the spans of the lengths of `step` to `workspace.plan`, on the device."""
     torch.ops.graphrt.plan_spans(
-        step.context_lens, workspace.plan, room.wave, room.processors, room.merge_tokens
+        step.context_lens,
+        workspace.plan,
+        room.wave,
+        room.processors,
+        room.merge_tokens,
+        step.max_context,
     )
 
 

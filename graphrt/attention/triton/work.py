@@ -19,6 +19,8 @@ import triton.language as tl
 
 UNIT = 64
 """Tokens by which spans are rounded: a multiple of every block of keys that the kernels load."""
+SHORT = 2 * UNIT
+"""Tokens up to which a request is never split."""
 AIM = 1536
 """Tokens of the longest span, while there is room for more spans."""
 _MERGE_SHARE = 5
@@ -51,9 +53,11 @@ class Room:
     processors: int
     merge_tokens: float
 
-    def limit(self, reqs: int) -> int:
-        """Spans that a step may have: 8 waves or 4 a processor, but at least 2 a request."""
-        return max(2 * reqs, min(int(8 * self.wave), 4 * self.processors), reqs + 1)
+    def limit(self, reqs: int, longest: int = 1 << 30) -> int:
+        """Spans that a step may have: 8 waves or 4 a processor, but at least 2 a request; fewer
+        where requests of at most `longest` tokens cannot have so many."""
+        most = max(2 * reqs, min(int(8 * self.wave), 4 * self.processors))
+        return max(reqs + 1, min(most, reqs + max(int(2 * self.wave), -(-reqs * longest // AIM))))
 
     def coarse(self, reqs: int) -> int:
         """Spans beyond one a request in two waves; 0 if the requests alone fill them."""
@@ -70,9 +74,10 @@ class Room:
         return max(two_waves, -(-total // (self.limit(reqs) - reqs)), self.least(reqs))
 
 
-def planned_splits(reqs: int, room: Room) -> Splits:
-    """A launch over the list of spans that `plan_spans` writes for the lengths of the step."""
-    return Splits(room.limit(reqs), planned=True)
+def planned_splits(reqs: int, room: Room, longest: int) -> Splits:
+    """A launch over the list of spans that `plan_spans` writes for the lengths of the step, which
+    are at most `longest`."""
+    return Splits(room.limit(reqs, longest), planned=True)
 
 
 def fixed_splits(lengths: Sequence[int], room: Room) -> Splits:
@@ -82,6 +87,8 @@ def fixed_splits(lengths: Sequence[int], room: Room) -> Splits:
     keeps its number for long.
     """
     reqs, longest = max(1, len(lengths)), max(lengths, default=1)
+    if longest <= SHORT:
+        return Splits(1)
     wanted = -(-max(1, longest) // room.chunk(sum(lengths), reqs))
     power = 1 << (wanted.bit_length() - 1)
     rounded = min((power, 3 * power // 2, 2 * power), key=lambda count: abs(count - wanted))
@@ -97,6 +104,7 @@ def most_splits(num_splits: int, reqs: int, room: Room) -> int:
 def span_of(length, chunk, most, UNIT: tl.constexpr):
     """Tokens of each span of a request, and how many spans it has: 1 where it is empty."""
     wanted = tl.minimum(tl.maximum(tl.cdiv(length, chunk), 1), most)
+    wanted = tl.where(length <= 2 * UNIT, 1, wanted)
     span = tl.maximum(tl.cdiv(tl.cdiv(length, wanted), UNIT), 1) * UNIT
     return span, tl.maximum(tl.cdiv(length, span), 1)
 
@@ -113,12 +121,14 @@ def plan_spans(
     UNIT: tl.constexpr,
     REQS: tl.constexpr,
     ITEMS: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
     """Write the spans of a step: int32 plan = [chunk, first span of each request,
     request of each span or -1]. One program.
 
     `Room.chunk` says how long they are; there are at most `limit` spans, because
     sum(ceil(n / chunk)) <= sum(n) / chunk + reqs, and chunk >= sum(n) / (limit - reqs).
+    With `SORTED` the longest spans come first, so that the last programs to end are short ones.
     """
     rows = tl.arange(0, REQS)
     lengths = tl.load(context_lens + rows, mask=rows < reqs, other=0).to(tl.int32)
@@ -126,15 +136,26 @@ def plan_spans(
     chunk = tl.where(coarse > 0, tl.minimum(tl.cdiv(total, tl.maximum(coarse, 1)), AIM), AIM)
     chunk = tl.maximum(tl.maximum(chunk, tl.cdiv(total, limit - reqs)), least)
     chunk = tl.cdiv(chunk, UNIT) * UNIT
-    wanted = tl.maximum(tl.cdiv(lengths, chunk), 1)
-    span = tl.maximum(tl.cdiv(tl.cdiv(lengths, wanted), UNIT), 1) * UNIT
-    count = tl.where(rows < reqs, tl.maximum(tl.cdiv(lengths, span), 1), 0)
-    ends = tl.cumsum(count, 0)
+    span, count = span_of(lengths, chunk, 1 << 30, UNIT)
+    count = tl.where(rows < reqs, count, 0)
+    if SORTED:
+        # Columns are the other requests. Their numbers are read again, for want of a transpose.
+        others = tl.arange(0, REQS)
+        theirs = tl.load(context_lens + others, mask=others < reqs, other=0).to(tl.int32)
+        their_span, their_count = span_of(theirs, chunk, 1 << 30, UNIT)
+        their_count = tl.where(others < reqs, their_count, 0)
+        longer = their_span[None, :] > span[:, None]
+        earlier = (their_span[None, :] == span[:, None]) & (others[None, :] < rows[:, None])
+        first = tl.sum(tl.where(longer | earlier, their_count[None, :], 0), 1)
+    else:
+        first = tl.cumsum(count, 0) - count
     tl.store(plan, chunk)
-    tl.store(plan + 1 + rows, ends - count, mask=rows < reqs)
+    tl.store(plan + 1 + rows, first, mask=rows < reqs)
     spans = tl.sum(count, 0)
     for start in range(0, limit, ITEMS):
         items = start + tl.arange(0, ITEMS)
-        request = tl.sum((ends[None, :] <= items[:, None]).to(tl.int32), 1)
+        behind = items[:, None] - first[None, :]
+        owns = (behind >= 0) & (behind < count[None, :])
+        request = tl.sum(tl.where(owns, rows[None, :], 0), 1)
         request = tl.where(items < spans, request, -1)
         tl.store(plan + 1 + reqs + items, request, mask=items < limit)
