@@ -71,6 +71,7 @@ class Paged:
         self.step = AttentionStep(table, lens, query_len, None, longest)
         self.cache_bytes = sum(lengths) * page_bytes // shape.page_size
         self.make_workspace(Splits(reqs + 64, planned=True))
+        self.outs = [self.out]
 
     def caches(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self._caches[layer % len(self._caches)]

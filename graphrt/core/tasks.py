@@ -103,7 +103,8 @@ class UpdatableTask:
     """An operator with host arguments, declared once and called in the forward.
 
     `issue(*tensors, **host_values)` calls the operator into given outputs and workspace: it may not
-    allocate, synchronise, or touch other tensors than those it was captured with. `at_capture`
+    allocate, synchronise, or touch other tensors than those it was captured with. With other host
+    values it may launch fewer kernels than at its capture, but no more. `at_capture`
     gives the worst-case host values for a descriptor, which warm-up and capture use.
     """
 

@@ -41,6 +41,13 @@ Images = tuple[Image, ...]
 
 NOTHING = Image(EMPTY, (), (), b"")
 """The image of every node that only orders others."""
+SKIPPED: tuple[Any, ...] = ("skipped",)
+"""The `launch` of a node that is switched off."""
+
+
+def with_skipped(bases: Images, images: Images) -> Images:
+    """`images` of the first nodes of a task, and the others switched off."""
+    return images + tuple(base._replace(launch=SKIPPED) for base in bases[len(images) :])
 
 
 def image_of(kind: int, launch: tuple[Any, ...], arguments: Iterable[bytes]) -> Image:

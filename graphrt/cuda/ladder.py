@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from graphrt.core.errors import UpdateRefusedError
 from graphrt.core.platform import UpdateFigures
-from graphrt.cuda.images import EMPTY, KERNEL, Image
+from graphrt.cuda.images import EMPTY, KERNEL, SKIPPED, Image
 from graphrt.cuda.settings import Setting, WholeSetting
 
 
@@ -45,6 +45,8 @@ class Calls(Protocol):
 
     def set_memory(self, kind: int, executable: Any, node: Any, parameters: Any) -> int: ...
 
+    def set_enabled(self, executable: Any, node: Any, enabled: bool) -> int: ...
+
     def set_template(self, kind: int, node: Any, parameters: Any) -> int: ...
 
     def update_whole(self, executable: int, template: int) -> bool: ...
@@ -58,11 +60,13 @@ class TaskNode:
     `base` is None if the driver does not tell; such a node is set from where it was read.
     """
 
-    __slots__ = ("_whole", "applied", "base", "in_template", "kind", "pointer", "setting")
+    __slots__ = ("_whole", "applied", "base", "in_template", "kind", "off", "pointer", "setting")
 
     def __init__(self, node: int, kind: int) -> None:
         self.pointer = ctypes.c_void_p(node)
         self.kind = kind
+        # Switched off, which only the executable knows.
+        self.off = False
         self._whole: WholeSetting | None = None
         self.captured_as(None)
 
@@ -76,7 +80,8 @@ class TaskNode:
     def whole(self, image: Image) -> WholeSetting:
         """The setting for images of this node's own, with arguments of these sizes."""
         if self._whole is None or self._whole.image.sizes != image.sizes:
-            self._whole = WholeSetting(image)
+            assert self.base is not None
+            self._whole = WholeSetting(self.base if image.launch is SKIPPED else image)
         return self._whole
 
 
@@ -95,6 +100,7 @@ class Ladder:
         self._counts = counts
         self._executable = ctypes.c_void_p()
         self._refused = False
+        self._switched: set[TaskNode] = set()
 
     def begin(self, executable: int) -> None:
         """Begin a round; raises `UpdateRefusedError` if the graph was given up."""
@@ -105,7 +111,12 @@ class Ladder:
 
     def give(self, node: TaskNode, setting: Setting, image: Image) -> None:
         """Let `node` have what `image` is, loaded into `setting`."""
-        node.setting, node.applied = setting, image
+        node.applied = image
+        if node.off or image.launch is SKIPPED:
+            self._switch(node, off=image.launch is SKIPPED)
+            if node.off:
+                return
+        node.setting = setting
         if node.kind == KERNEL:
             setting.load(image)
             if self._refused:
@@ -129,7 +140,7 @@ class Ladder:
         """Let these of the nodes, which are of one kind, have `image`, loaded into the setting of
         each; returns how many had it not yet."""
         set_kernel, executable = self.calls.set_kernel, self._executable
-        slow = self._refused or image.kind != KERNEL
+        slow = self._refused or image.kind != KERNEL or image.launch is SKIPPED
         given = done = 0
         # A step spends most of its time here.
         for number in numbers:
@@ -137,7 +148,7 @@ class Ladder:
             if node.applied is image:
                 continue
             given += 1
-            if slow:
+            if slow or node.off:
                 self.give(node, setting, image)
                 continue
             setting.load(image)
@@ -175,6 +186,7 @@ class Ladder:
             self._give_up()
         if self.calls.update_whole(graph.raw_cuda_graph_exec(), template):
             self._counts.whole_updates += 1
+            self._switch_again(graph)
             return
         # torch destroys the executable before it makes another one, and must not be left with none.
         if not self.calls.can_instantiate(template):
@@ -183,6 +195,7 @@ class Ladder:
         graph.instantiate()
         self.given_up = False
         self._counts.reinstantiations += 1
+        self._switch_again(graph)
 
     def forget(self) -> None:
         """Set every node anew in the next round, as this one was left half-way."""
@@ -192,7 +205,7 @@ class Ladder:
     def _bring_up_template(self) -> bool:
         for node in self.nodes:
             setting, image = node.setting, node.applied
-            if setting is None or image is None or node.kind == EMPTY:
+            if setting is None or image is None or node.kind == EMPTY or node.off:
                 continue
             if node.in_template is image:
                 continue
@@ -201,6 +214,23 @@ class Ladder:
                 return False
             node.in_template = image
         return True
+
+    def _switch(self, node: TaskNode, *, off: bool) -> None:
+        if node.off is off or node.kind == EMPTY:
+            return
+        node.off = off
+        self._switched.add(node)
+        # No rung below could do it.
+        if self.calls.set_enabled(self._executable, node.pointer, not off):
+            self._give_up()
+        self._counts.node_patches += 1
+
+    def _switch_again(self, graph: Any) -> None:
+        """An executable that was updated as a whole, or is new, may have all nodes switched on."""
+        executable = ctypes.c_void_p(graph.raw_cuda_graph_exec())
+        for node in self._switched:
+            if self.calls.set_enabled(executable, node.pointer, not node.off):
+                self._give_up()
 
     def _give_up(self) -> None:
         self.given_up = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from graphrt.cuda.driver import check, need, node_count, pointer
@@ -57,6 +58,7 @@ class NodeCalls:
         library = need()
         self.set_kernel = library.cuGraphExecKernelNodeSetParams_v2
         self._set_template_kernel = library.cuGraphKernelNodeSetParams_v2
+        self._set_enabled = library.cuGraphNodeSetEnabled
         self._get_context = library.cuCtxGetCurrent
 
     def set_memory(self, kind: int, executable: Any, node: Any, parameters: Any) -> int:
@@ -65,6 +67,10 @@ class NodeCalls:
         check("cuCtxGetCurrent", self._get_context(ctypes.byref(context)))
         call = getattr(need(), f"cuGraphExec{_MEMORY_NAMES[kind]}NodeSetParams")
         return int(call(executable, node, parameters, context))
+
+    def set_enabled(self, executable: Any, node: Any, enabled: bool) -> int:
+        """Switch a node of an executable on or off, for coming launches."""
+        return int(self._set_enabled(executable, node, int(enabled)))
 
     def set_template(self, kind: int, node: Any, parameters: Any) -> int:
         """Set a node of a template, which does nothing to its executable."""
@@ -157,6 +163,22 @@ def edges(graph: int) -> list[tuple[int, int, bytes]]:
         (source or 0, target or 0, bytes(kind))
         for source, target, kind in zip(sources, targets, kinds, strict=True)
     ]
+
+
+def is_chain(nodes: Sequence[int]) -> bool:
+    """Whether each node waits for the one before it, and for nothing else."""
+    ask = need().cuGraphNodeGetDependencies_v2
+    for before, node in pairwise(nodes):
+        count = ctypes.c_size_t(0)
+        check("cuGraphNodeGetDependencies", ask(pointer(node), None, None, ctypes.byref(count)))
+        if count.value != 1:
+            return False
+        found, kind = (ctypes.c_void_p * 1)(), (ctypes.c_char * 8)()
+        status = ask(pointer(node), found, kind, ctypes.byref(count))
+        check("cuGraphNodeGetDependencies", status)
+        if found[0] != before:
+            return False
+    return True
 
 
 def node_type(node: int) -> int:

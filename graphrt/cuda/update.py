@@ -15,11 +15,12 @@ from graphrt.core.platform import TaskUpdate
 from graphrt.cuda import driver
 from graphrt.cuda.addresses import Homes, block_of, ranges_of, strange_address
 from graphrt.cuda.explain import explain
-from graphrt.cuda.images import EMPTY, KERNEL, SETTABLE, Image, Images, read_image
+from graphrt.cuda.images import EMPTY, KERNEL, SETTABLE, Image, Images, read_image, with_skipped
 from graphrt.cuda.ladder import Calls, Ladder, TaskNode, UpdateCounts
 from graphrt.cuda.nodes import (
     NodeCalls,
     destroy_graph,
+    is_chain,
     kernel_attribute,
     kernel_parameters,
     memory_parameters,
@@ -91,11 +92,13 @@ class Recorder:
         with self._recorded(update) as nodes:
             found = [
                 read_image(node, kind, self._sizes)
-                for node, kind in zip(nodes, handle.kinds, strict=True)
+                for node, kind in zip(nodes, handle.kinds, strict=False)
             ]
         images = tuple(image for image in found if image is not None)
         if len(images) != len(found):
             raise refused(update, "a kernel whose arguments the driver does not tell")
+        assert handle.bases is not None
+        images = with_skipped(handle.bases, images)
         self._check_tensors(update, images)
         return images
 
@@ -103,6 +106,8 @@ class Recorder:
         """Issue a task whose parameters cannot be read, and hand them on from where they are."""
         handle: TaskHandle = update.handle
         with self._recorded(update) as nodes:
+            if len(nodes) < len(handle.nodes):
+                raise refused(update, "fewer launches, of a kernel whose arguments are unknown")
             for node, source in zip(handle.nodes, nodes, strict=True):
                 if node.kind not in SETTABLE:
                     raise refused(update, f"a node of kind {node.kind}, which cannot be updated")
@@ -123,13 +128,21 @@ class Recorder:
                 raise refused(update, "memory that the task allocates")
             nodes = nodes_of(graph)
             kinds = [node_type(node) for node in nodes]
-            if kinds != handle.kinds:
+            if not self._fits(kinds, handle):
                 raise refused(update, _other_nodes(kinds, handle.kinds))
-            if list(map(_fixed, nodes, kinds)) != handle.fixed:
+            if list(map(_fixed, nodes, kinds)) != handle.fixed[: len(nodes)]:
                 raise refused(update, "another cluster, or a cooperative launch")
             yield nodes
         finally:
             destroy_graph(graph)
+
+    def _fits(self, kinds: Sequence[int], handle: TaskHandle) -> bool:
+        """Whether nodes of these kinds fit on the captured ones. Fewer do, if each of these waits
+        for the one before: the last ones are switched off."""
+        if not kinds or list(kinds) != handle.kinds[: len(kinds)]:
+            return False
+        nodes = [node.pointer.value or 0 for node in handle.nodes]
+        return len(kinds) == len(nodes) or is_chain(nodes)
 
     def _check_tensors(self, update: TaskUpdate, images: Images) -> None:
         handle: TaskHandle = update.handle

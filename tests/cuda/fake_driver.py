@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphrt.cuda.images import EMPTY, KERNEL, Image, Images, image_of
+from graphrt.cuda.images import EMPTY, KERNEL, Image, Images, image_of, with_skipped
 from graphrt.cuda.ladder import TaskNode, UpdateCounts
 from graphrt.cuda.update import GraphTasks, TaskHandle
 
@@ -53,6 +53,7 @@ class FakeCalls:
     executable: dict[int, Image] = field(default_factory=dict)
     template: dict[int, Image] = field(default_factory=dict)
     refuse: set[str] = field(default_factory=set)
+    off: set[int] = field(default_factory=set)
     made: list[str] = field(default_factory=list)
 
     def _answers(self, call: str) -> int:
@@ -71,6 +72,12 @@ class FakeCalls:
         self.executable[node.value] = read(kind, reference)
         return 0
 
+    def set_enabled(self, executable: Any, node: Any, enabled: bool) -> int:
+        if self._answers("set_enabled"):
+            return 1
+        (self.off.discard if enabled else self.off.add)(node.value)
+        return 0
+
     def set_template(self, kind: int, node: Any, reference: Any) -> int:
         if self._answers("set_template"):
             return 1
@@ -81,6 +88,7 @@ class FakeCalls:
         if self._answers("update_whole"):
             return False
         self.executable = dict(self.template)
+        self.off.clear()
         return True
 
     def can_instantiate(self, template: int) -> bool:
@@ -102,6 +110,7 @@ class FakeGraph:
     def instantiate(self) -> None:
         self.calls.made.append("instantiate")
         self.calls.executable = dict(self.calls.template)
+        self.calls.off.clear()
 
 
 Issue = Callable[[int, Mapping[str, Any]], Images]
@@ -153,7 +162,7 @@ class FakeRecorder:
 
     def images(self, update: FakeTask) -> Images:
         self.counts.reissues += 1
-        return update.issue()
+        return with_skipped(update.handle.bases, update.issue())
 
 
 class Fake:
@@ -193,11 +202,12 @@ class Fake:
 
     def right(self) -> bool:
         """Whether every node of the executable is what issuing its layer by itself would make."""
-        return all(
-            self.calls.executable[node.pointer.value] == image
-            for task in self.tasks
-            for node, image in zip(
-                task.handle.nodes, task.images(task.layer, task.values), strict=True
-            )
-            if image.kind != EMPTY
-        )
+        off = set()
+        for task in self.tasks:
+            images = task.images(task.layer, task.values)
+            nodes = [node.pointer.value for node in task.handle.nodes]
+            off |= set(nodes[len(images) :])
+            for node, image in zip(nodes, images, strict=False):
+                if image.kind != EMPTY and self.calls.executable[node] != image:
+                    return False
+        return off == self.calls.off

@@ -344,6 +344,26 @@ def refuse(monkeypatch, updated, *names):
             monkeypatch.setattr(calls, name, lambda *_, answer=answer: answer)
 
 
+def launches_fewer(x, table, out, *, row):
+    torch.add(x, table[0, : x.shape[0]], alpha=row + 1, out=out)
+    if row % 2 == 0:
+        out.add_(x)
+        out.mul_(2)
+
+
+@pytest.mark.parametrize("refused", [(), ("set_kernel",), ("set_kernel", "update_whole")])
+def test_launches_that_a_step_does_not_need_are_switched_off(monkeypatch, refused):
+    with runner(model(launches_fewer, row=HostArg(None))) as updated:
+        updated.capture()
+        check(updated, {"mix": {"row": 0}})
+        refuse(monkeypatch, updated, *refused)
+        for row in (3, 2, 1, 1, 5, 4, 6, 3, 2, 9):
+            check(updated, {"mix": {"row": row}})
+        figures = updated.report().updates
+        assert bool(figures.whole_updates) == (refused == ("set_kernel",))
+        assert bool(figures.reinstantiations) == ("update_whole" in refused)
+
+
 @pytest.mark.parametrize("issue", ISSUES)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_refused_node_ends_in_a_whole_update_or_another_executable(issue, whole, monkeypatch):

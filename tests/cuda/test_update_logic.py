@@ -46,6 +46,13 @@ def mixed(layer, values):
     )
 
 
+def shrinking(layer, values):
+    """Two kernels, of which some rows need only the first."""
+    row = values["row"]
+    first, second = attention(layer, values)
+    return (first,) if row % 3 == 0 and row else (first, second)
+
+
 def at(row):
     return {"row": row}
 
@@ -61,7 +68,7 @@ def test_one_layer_is_issued_for_all_once_two_sets_were_compared(issue):
     assert counts.sibling_patches == 4 * 3 * (len(issue(0, at(0))) - (issue is mixed))
 
 
-@pytest.mark.parametrize("issue", [attention, mixed])
+@pytest.mark.parametrize("issue", [attention, mixed, shrinking])
 def test_every_step_has_what_issuing_each_layer_would_make(issue):
     chosen = random.Random(0)
     fake = Fake(issue, at(0), layers=5)
@@ -350,3 +357,21 @@ def test_contract_errors_name_the_task():
     error = refused(fake.tasks[1], "a tensor that it was not captured with")
     assert isinstance(error, TaskContractError)
     assert "layer.1" in str(error) and "not captured with" in str(error)
+
+
+@pytest.mark.parametrize("refuse", [set(), {"set_kernel"}, {"set_kernel", "update_whole"}])
+def test_launches_that_are_not_needed_are_switched_off_and_on_again(refuse):
+    fake = Fake(shrinking, at(0))
+    for row in (1, 3, 2, 6, 6, 4, 9):
+        fake.calls.refuse = set(refuse)
+        fake.step(at(row))
+        assert fake.right()
+        assert len(fake.calls.off) == (4 if row % 3 == 0 else 0)
+
+
+def test_a_graph_whose_nodes_cannot_be_switched_off_is_given_up():
+    fake = Fake(shrinking, at(0))
+    fake.calls.refuse = {"set_enabled"}
+    with pytest.raises(UpdateRefusedError):
+        fake.step(at(3))
+    assert fake.counts.failed == 1

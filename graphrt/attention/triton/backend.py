@@ -165,15 +165,14 @@ class TritonAttention(AttentionBackend):
         assert query_len is not None
         # The host counted the live requests; the graph may have more.
         splits = Splits(most_splits(num_splits, reqs, self._rooms[query_len]))
-        # Both stages whatever the number of spans, as an update cannot add or remove a kernel.
-        paged_decode(
-            self.shape, step, query, caches, out, splits, self._workspace, always_merge=True
-        )
+        paged_decode(self.shape, step, query, caches, out, splits, self._workspace)
 
     def _worst_case(self, descriptor: BatchDescriptor) -> HostValues:
         assert self.max_context is not None
         lengths = [self.max_context] * (descriptor.num_reqs or 1)
-        return self.updates(lengths, descriptor.query_len or 1)[self.group]
+        splits = fixed_splits(lengths, self._rooms[descriptor.query_len or 1])
+        # Both stages are captured, as an update can leave out the second, but not add it.
+        return {"num_splits": max(2, splits.num_splits)}
 
     def _new_workspace(self, device: torch.device) -> Workspace:
         reqs = self.max_num_reqs

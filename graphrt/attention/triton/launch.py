@@ -111,11 +111,8 @@ def decode(
     splits: Splits,
     workspace: Workspace,
     tiles: Tiles | None = None,
-    *,
-    always_merge: bool = False,
 ) -> None:
-    """Both stages of decode attention for one layer; the second has nothing to do, and is left out
-    unless `always_merge`, where no request is split."""
+    """Both stages of decode attention for one layer; without splits the second is left out."""
     assert step.query_len is not None
     reqs, query_len = len(step.context_lens), step.query_len
     block_m = row_block(shape, query_len)
@@ -178,7 +175,7 @@ def decode(
             BLOCK_ROPE=triton.next_power_of_2(shape.rope_dim),
             **shared,
         )
-    if splits.num_splits > 1 or always_merge:
+    if splits.num_splits > 1:
         _merge(shape, step, out, splits, workspace)
 
 
@@ -197,7 +194,7 @@ def _merge(
     block_dim, block_splits = min(128 if few else 512, value_dim), 64 if few else 16
     block_rows = max(1, reqs * rows // _MERGE_PROGRAMS)
     grid = (reqs, -(-rows // block_rows), -(-shape.value_dim // block_dim))
-    merge_spans[(1, 1, 1) if splits.num_splits == 1 else grid](
+    merge_spans[grid](
         workspace.partial,
         workspace.sums,
         out,

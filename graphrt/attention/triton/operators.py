@@ -20,7 +20,7 @@ _LIBRARY.define(
 _LIBRARY.define(
     "paged_decode(Tensor query, Tensor[] caches, Tensor block_table, Tensor context_lens, "
     "Tensor plan, Tensor(a!) out, Tensor(b!) partial, Tensor(c!) sums, int query_len, "
-    "int latent_rank, float scale, int num_splits, bool planned, bool always_merge)"
+    "int latent_rank, float scale, int num_splits, bool planned)"
     " -> ()"
 )
 
@@ -50,7 +50,6 @@ def _paged_decode(
     scale: float,
     num_splits: int,
     planned: bool,
-    always_merge: bool,
 ) -> None:
     heads, page_size = query.shape[1], caches[0].shape[1]
     shape: AttentionShape
@@ -67,7 +66,6 @@ def _paged_decode(
         out,
         Splits(num_splits, planned),
         Workspace(plan, partial, sums),
-        always_merge=always_merge,
     )
 
 
@@ -101,8 +99,6 @@ def paged_decode(
     out: torch.Tensor,
     splits: Splits,
     workspace: Workspace,
-    *,
-    always_merge: bool = False,
 ) -> None:
     """Write the attention of a uniform batch to `out`; arguments as of `launch.decode`."""
     assert step.query_len is not None
@@ -120,5 +116,4 @@ def paged_decode(
         shape.softmax_scale,
         splits.num_splits,
         splits.planned,
-        always_merge,
     )
