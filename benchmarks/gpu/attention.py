@@ -93,6 +93,9 @@ def task_runner(problem: Paged, backend: TritonAttention) -> GraphRunner:
             backend.attend(step, query, *problem.caches(layer), out=problem.out)
         return problem.out
 
+    def fixed(dtype: torch.dtype, *axes: int | str) -> InputSpec:
+        return InputSpec(dtype, axes, pad=0, fixed=True)
+
     reqs, shape = len(problem.lengths), problem.shape
     runner = GraphRunner(
         forward,
@@ -101,11 +104,9 @@ def task_runner(problem: Paged, backend: TritonAttention) -> GraphRunner:
         max_num_reqs=reqs,
         max_num_tokens=reqs,
         inputs={
-            "query": InputSpec(torch.bfloat16, ("tokens", shape.num_heads, shape.query_dim)),
-            "block_table": InputSpec(
-                torch.int32, ("reqs", problem.step.block_table.shape[1]), pad=0, index=True
-            ),
-            "context_lens": InputSpec(torch.int32, ("reqs",), pad=0),
+            "query": fixed(torch.bfloat16, "tokens", shape.num_heads, shape.query_dim),
+            "block_table": fixed(torch.int32, "reqs", problem.step.block_table.shape[1]),
+            "context_lens": fixed(torch.int32, "reqs"),
         },
         attention=supports_of(backend),
     )
@@ -120,11 +121,11 @@ def task_us(problem: Paged, counts: list[int]) -> list[float]:
         problem.shape, max_num_reqs=reqs, splits="task", max_context=MAX_CONTEXT
     )
     runner = task_runner(problem, backend)
-    inputs = {
-        "query": problem.query,
-        "block_table": problem.step.block_table,
-        "context_lens": problem.step.context_lens,
-    }
+    # A value that is the runner's own buffer is not copied.
+    inputs = runner.inputs.layout(reqs, reqs).views
+    inputs["query"].copy_(problem.query)
+    inputs["block_table"].copy_(problem.step.block_table)
+    inputs["context_lens"].copy_(problem.step.context_lens)
     found = []
     for count in counts:
         updates = {backend.group: {"num_splits": count}}
@@ -170,6 +171,23 @@ def measure(shape: AttentionShape, reqs: int, longest: int, bandwidth: float) ->
     }
 
 
+def uniform(shape: AttentionShape, bandwidth: float) -> dict[str, Any]:
+    """64 requests of 8192 tokens: how much of the copy bandwidth the keys are read at."""
+    reqs, length = 64, 8192
+    problem = Paged(shape, [length] * reqs, layers=LAYERS)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    room = room_for(shape, torch.bfloat16, 1, processors)
+    splits = planned_splits(reqs, room, MAX_CONTEXT)
+    problem.make_workspace(splits)
+    us = graph_us(kernels(problem, splits, room)) / LAYERS
+    return {
+        "reqs": reqs,
+        "length": length,
+        "us": us,
+        "share": problem.cache_bytes / us / bandwidth * 1e6,
+    }
+
+
 COLUMNS = ("floor", "eager", "worst_case", "bounds", "device", "task", "task_best")
 
 
@@ -181,8 +199,11 @@ def main() -> None:
     bandwidth = copy_bandwidth("cuda")
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read and written)")
     results: dict[str, Any] = {"copy_bandwidth": bandwidth, "layers": LAYERS, "shapes": {}}
+    results["uniform"] = {}
     for name, shape in SHAPES.items():
         rows = []
+        results["uniform"][name] = full = uniform(shape, bandwidth)
+        print(f"{name}: 64 x 8192 in {full['us']:.1f} us, {full['share']:.0%} of copy bandwidth")
         for reqs in args.reqs:
             for longest in args.contexts:
                 rows.append(measure(shape, reqs, longest, bandwidth))

@@ -29,7 +29,8 @@ class AttentionStep:
     cache up to its own position, context_len - q + i. `query_len` is the number of tokens of every
     request, or None where they differ: request r has the tokens `query_start_loc[r]` to
     `query_start_loc[r + 1]` ([reqs + 1] int32). `max_context` is an upper bound of `context_lens`
-    that is known on the host, and `plan` is what the backend made of all this.
+    that is known on the host, and `plan`
+    is what the backend made of all this. `serial` is unique to a call of `begin`.
     """
 
     block_table: torch.Tensor
@@ -38,6 +39,7 @@ class AttentionStep:
     query_start_loc: torch.Tensor | None
     max_context: int
     plan: Any = None
+    serial: Any = None
 
 
 class AttentionBackend(abc.ABC):
@@ -87,7 +89,7 @@ class AttentionBackend(abc.ABC):
         if query_len is None and descriptor is not None and descriptor.uniform:
             query_len = descriptor.query_len
         if query_len is None and context is not None:
-            query_len = self._live_query_len(context)
+            query_len = self._live_query_len(context, len(context_lens))
             if query_len is not None and descriptor is not None:
                 # Of a graph of mixed batches, which may have more requests than tokens / query_len.
                 reqs = min(len(context_lens), descriptor.num_tokens // query_len)
@@ -107,7 +109,8 @@ class AttentionBackend(abc.ABC):
             context_lens,
             query_len,
             query_start_loc,
-            limit if max_context is None else min(max_context, limit),
+            limit if max_context is None else max(1, min(max_context, limit)),
+            serial=object(),
         )
 
     def attend(
@@ -122,7 +125,7 @@ class AttentionBackend(abc.ABC):
         Shapes as of `shape`; rows of padding tokens become zeros or stay as they were. Under
         PIECEWISE it runs eagerly between two segments. Raises `InvalidInputError`.
         """
-        check_tensors(self.shape, query, caches)
+        check_tensors(self.shape, query, caches, out)
         if out is None:
             out = query.new_empty((*query.shape[:2], self.shape.value_dim))
         return _attend(self, step, query, caches, out)
@@ -137,19 +140,17 @@ class AttentionBackend(abc.ABC):
         context = current_context()
         if step.query_len is not None or context is None or context.token is None:
             return step
-        if self._live_query_len(context) is None:
+        if self._live_query_len(context, len(step.context_lens)) is None:
             return step
-        key = context.token, step.block_table.data_ptr(), step.context_lens.data_ptr()
+        key = context.token, step.serial
         if self._live is None or self._live[0] != key:
             begun = self.begin(step.block_table, step.context_lens, max_context=step.max_context)
             self._live = key, begun
         return self._live[1]
 
-    def _live_query_len(self, context: ForwardContext) -> int | None:
-        query_len, reqs = context.query_len, context.num_reqs
-        if query_len is None or reqs is None or not self.decodes(query_len, reqs):
-            return None
-        return query_len
+    def _live_query_len(self, context: ForwardContext, reqs: int) -> int | None:
+        query_len = context.query_len
+        return query_len if query_len is not None and self.decodes(query_len, reqs) else None
 
     @abc.abstractmethod
     def run(
@@ -172,6 +173,13 @@ def _attend(
 ) -> torch.Tensor:
     step = backend.live_step(step)
     tokens = len(query) if step.query_len is None else step.query_len * len(step.context_lens)
+    if tokens > len(query):
+        raise InvalidInputError(
+            "the query has fewer tokens than its requests",
+            got=f"{len(query)} tokens",
+            expected=f"{len(step.context_lens)} requests of {step.query_len} tokens",
+            advice="give begin() the rows of this step's padded batch",
+        )
     if tokens < len(query):
         out[tokens:].zero_()
     backend.run(step, query[:tokens], caches, out[:tokens])

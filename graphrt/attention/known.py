@@ -181,6 +181,11 @@ _NVIDIA = (
     ),
 )
 
+_OWN = (
+    _one("graphrt-triton", _UNIFORM, _SPEC_AS_DECODE, source="graphrt"),
+    _one("graphrt-sdpa", _ALWAYS, _DEVICE_LENGTHS, source="graphrt"),
+)
+
 _PORTABLE = (
     _one("triton-attention", _ALWAYS, _DEVICE_LENGTHS, "triton", "triton-attn", "triton-grouped"),
     _one("triton-mla", _UNIFORM, _SPEC_AS_DECODE),
@@ -301,6 +306,7 @@ _ASCEND = (
 )
 
 FAMILIES = {
+    "graphrt": _OWN,
     "FlashAttention": _FLASH,
     "FlashInfer": _FLASHINFER,
     "NVIDIA": _NVIDIA,

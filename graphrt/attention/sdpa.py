@@ -21,7 +21,7 @@ class SdpaAttention(AttentionBackend):
     allocate them with zeros.
     """
 
-    name: ClassVar[str] = "sdpa"
+    name: ClassVar[str] = "graphrt-sdpa"
 
     def __init__(self, shape: AttentionShape, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         """`chunk_bytes` is about how much memory is used at once."""

@@ -106,7 +106,10 @@ AttentionShape = GroupedShape | LatentShape
 
 
 def check_tensors(
-    shape: AttentionShape, query: torch.Tensor, caches: tuple[torch.Tensor, ...]
+    shape: AttentionShape,
+    query: torch.Tensor,
+    caches: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None = None,
 ) -> None:
     """Raise `InvalidInputError` where a tensor does not have the declared shape."""
     expected = (shape.num_heads, shape.query_dim)
@@ -125,3 +128,39 @@ def check_tensors(
             expected=shape.cache_shapes,
             advice="pass each cache as [pages, page_size, ...]",
         )
+    found_out = None if out is None else tuple(out.shape)
+    if found_out not in (None, (*query.shape[:2], shape.value_dim)):
+        raise InvalidInputError(
+            "the output has another shape than its attention layer",
+            got=found_out,
+            expected=(*query.shape[:2], shape.value_dim),
+            advice="pass a view of [tokens, heads, dim]",
+        )
+    devices = {tensor.device for tensor in (query, *caches)}
+    if len(devices) > 1:
+        raise InvalidInputError(
+            "query and caches are on different devices",
+            got=", ".join(sorted(map(str, devices))),
+            expected="one",
+            advice="move the query",
+        )
+    dtypes = {tensor.dtype for tensor in (query, *caches)}
+    if len(dtypes) > 1:
+        raise InvalidInputError(
+            "query and caches have different dtypes",
+            got=", ".join(sorted(map(str, dtypes))),
+            expected="one",
+            advice="convert the query",
+        )
+
+
+def check_strides(*tensors: torch.Tensor) -> None:
+    """Raise `InvalidInputError` where kernels that read rows in one piece cannot."""
+    for tensor in tensors:
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise InvalidInputError(
+                "the last dimension of a tensor is not contiguous",
+                got=f"{tuple(tensor.shape)} with strides {tensor.stride()}",
+                expected="a last stride of 1",
+                advice="pass it contiguous",
+            )

@@ -93,9 +93,12 @@ def forward_context(
     slot: int = -1,
     updates: Any = None,
     metadata: Any = None,
+    num_reqs: int | None = None,
+    query_len: int | None = None,
 ) -> ForwardContext:
     """A context to run one step in: `with forward_context(mode, descriptor): model(...)`.
 
+    `num_reqs` (padded) and `query_len` (of a uniform live batch) are for graphs of mixed batches.
     Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL.
     """
     mode = GraphMode.parse(mode)
@@ -106,7 +109,9 @@ def forward_context(
             expected="NONE, PIECEWISE or FULL",
             advice="pass the mode that GraphDispatcher.dispatch() returned",
         )
-    return ForwardContext(mode, descriptor, slot, updates, metadata)
+    return ForwardContext(
+        mode, descriptor, slot, updates, metadata, num_reqs=num_reqs, query_len=query_len
+    )
 
 
 def carry_context(function: Callable[P, R]) -> Callable[P, R]:

@@ -189,11 +189,14 @@ class GraphDispatcher:
                 self._last_context = context
                 context.updates = updates
                 context.metadata = metadata
+                context.query_len = _live_query_len(context.mode, batch)
                 return context
             found = self._graphs[slot]
         else:
             found = self.dispatch(batch)
-        return ForwardContext(found.mode, found.descriptor, found.slot, updates, metadata)
+        context = ForwardContext(found.mode, found.descriptor, found.slot, updates, metadata)
+        context.query_len = _live_query_len(found.mode, batch)
+        return context
 
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""
@@ -300,6 +303,13 @@ class GraphDispatcher:
             if graph.slot not in self._published
             and serves(graph.descriptor, tokens, reqs, query_len, bounds, loras, variant)
         ]
+
+
+def _live_query_len(mode: GraphMode, batch: Batch) -> int | None:
+    """What eager parts may know of a uniform batch in a graph that is for any."""
+    if mode is not GraphMode.PIECEWISE or batch[2] is None:
+        return None
+    return batch[2] if batch[1] is None or batch[1] * batch[2] == batch[0] else None
 
 
 def _uniform(

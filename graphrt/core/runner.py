@@ -140,6 +140,7 @@ class GraphRunner:
         self._eager_launch = self.graphs.eager_launch
         self._clones = self.options.outputs == "clone"
         self._last_updates: Any = UNCHANGED
+        self._updated_slot = -1
         self._live_tokens = 0
         self._closed = False
 
@@ -192,7 +193,10 @@ class GraphRunner:
             return self._run_unpadded(batch, found, values, updates, metadata)
         mode = GraphMode.NONE if self._eager_launch else found.mode
         context = ForwardContext(mode, found.descriptor, found.slot, updates, metadata)
-        outputs = self._run_padded(batch, found.slot, values, context, eager=False)
+        by_pieces = found.mode is GraphMode.PIECEWISE
+        outputs = self._run_padded(
+            batch, found.slot, values, context, eager=False, by_pieces=by_pieces
+        )
         self._live_tokens += batch[0]
         return outputs
 
@@ -211,10 +215,13 @@ class GraphRunner:
                 got=found.reason.name,
                 expected="a dispatch with Reason.HIT",
             )
+        if updates is UNCHANGED:
+            updates = self._last_updates
         if updates is not None:
             updates = self._checked_updates(updates, found)
         context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
-        return self._run_padded(batch, found.slot, values, context, eager=True)
+        by_pieces = found.mode is GraphMode.PIECEWISE
+        return self._run_padded(batch, found.slot, values, context, eager=True, by_pieces=by_pieces)
 
     def verify(
         self,
@@ -286,6 +293,7 @@ class GraphRunner:
         context: ForwardContext,
         *,
         eager: bool,
+        by_pieces: bool,
     ) -> Any:
         plan = self._plans[slot]
         assert plan is not None
@@ -296,7 +304,7 @@ class GraphRunner:
         if not 1 <= reqs <= plan.reqs:
             raise wrong_requests(reqs, plan.reqs)
         query_len = batch[2]
-        if query_len is not None and query_len * reqs == tokens:
+        if by_pieces and query_len is not None and query_len * reqs == tokens:
             context.query_len = query_len
         if self.pool.closed:
             self.pool.check_open()
@@ -360,15 +368,24 @@ class GraphRunner:
         return missing and wanted is not GraphMode.NONE
 
     def _checked_updates(self, updates: Any, found: Dispatch) -> Any:
-        """`updates` for this step: known names only, and for eager steps nothing left out."""
+        """`updates` for this step: of known tasks, those that it has, and for eager steps nothing
+        left out. UNCHANGED is the step before, whichever graph that was."""
         graph = found.slot >= 0 and not self._eager_launch
         if updates is UNCHANGED:
-            return updates if graph else self._last_updates
-        self._last_updates = updates
-        if graph and isinstance(updates, Mapping):
+            if graph and found.slot == self._updated_slot:
+                return updates
+            updates = self._last_updates
+        else:
+            self._last_updates = updates
+        if graph and (type(updates) is dict or isinstance(updates, Mapping)):
             plan = self._plans[found.slot]
             assert plan is not None
-            check_names(updates, plan.task_names)
+            if not updates.keys() <= plan.task_names:
+                # The host need not know which of its batches run by pieces, without tasks.
+                others = [each.task_names for each in self._plans if each is not None]
+                check_names(updates, frozenset().union(*others))
+                updates = {name: updates[name] for name in plan.task_names & updates.keys()}
+            self._updated_slot = found.slot
         return updates
 
     def batch_of(self, values: Mapping[str, Any]) -> Batch:

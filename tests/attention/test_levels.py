@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from graphrt.attention import GroupedShape, SdpaAttention
 from graphrt.attention.known import FACTS
 from graphrt.attention.levels import (
     facts_of,
@@ -20,11 +22,12 @@ A, U, S, N = "ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"
 PLAIN = {
     A: """flash-attention-3 flash-attention-4 triton-attention flex-attention flashinfer-mla
           flashmla-sparse-dsv4 flashinfer-sparse-dsv4 rocm-attention aiter-unified kda
-          xpu-flash-attention ascend-fia""",
+          xpu-flash-attention ascend-fia graphrt-sdpa""",
     U: """flash-attention-2 flash-attn-mla flash-attn-mla-sparse flashmla flashmla-sparse
           flashinfer-mla-sparse trtllm-mha trtllm-mla tokenspeed-mla b12x triton-mla dsa-indexer dsa
           sparse-swa minimax-m3-sparse mamba mamba2 gdn short-conv bailing-linear aiter aiter-mla
-          aiter-mla-sparse rocm-octave ascend-mla ascend-sfa ascend-dsa ascend-gdn""",
+          aiter-mla-sparse rocm-octave ascend-mla ascend-sfa ascend-dsa ascend-gdn
+          graphrt-triton""",
     S: """flashinfer cutlass-mla linear-attention turboquant triton-flash-attn hpc-attn
           xpu-flash-attn-mla intel-amx ascend-paged""",
     N: "torch-sdpa chunked-local xpu-mla-sparse cpu-attn",
@@ -187,3 +190,14 @@ def test_levels_resolve_the_mode_of_a_hybrid_model():
     found = resolve_mode("FULL", attention={n: get_cudagraph_support(n) for n in names})
     assert found.mode.name == "FULL_AND_PIECEWISE"
     assert found.steps[0].backend == "mamba2"
+
+
+def test_what_the_catalogue_says_of_graphrts_own_backends_is_what_they_declare() -> None:
+    triton = pytest.importorskip("graphrt.attention.triton.backend", reason="needs Triton")
+    shape = GroupedShape(2, 1, 16, page_size=16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for backend in (
+        SdpaAttention(shape),
+        triton.TritonAttention(shape, max_num_reqs=1, device=device),
+    ):
+        assert get_cudagraph_support(backend.name) is backend.get_cudagraph_support()

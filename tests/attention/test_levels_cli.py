@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from graphrt.attention.levels import known_backends
+from graphrt.attention.levels import known_backend, known_backends
 from graphrt.cli.app import app, main
 
 
@@ -77,7 +77,7 @@ def test_one_backend_shows_reasons_aliases_source_and_facts():
     text = run("attention", "FA2", columns=200)
     assert "flash-attention-2, as in vLLM" in text
     assert "Also called: fa2" in text
-    assert known_backends()[0].levels[0].why in text
+    assert known_backend("fa2").levels[0].why in text
     assert "causal=true by default" in run("attention", "flashinfer")
     assert "tasks" in run("attention", "ascend-fia")
 

@@ -105,7 +105,7 @@ def test_tiles_of_a_ragged_step_are_made_once_where_the_context_says_how_many_to
 
 
 def test_any_batch_can_be_one_graph() -> None:
-    assert supports_of(SdpaAttention(GROUPED)) == {"sdpa": AttentionSupport.ALWAYS}
+    assert supports_of(SdpaAttention(GROUPED)) == {"graphrt-sdpa": AttentionSupport.ALWAYS}
 
 
 @dataclass

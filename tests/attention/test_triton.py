@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from graphrt import AttentionSupport, Batch, GraphRunner, InputSpec
+from graphrt import UNCHANGED, AttentionSupport, Batch, GraphRunner, InputSpec
 from graphrt.attention import (
     AttentionShape,
     GroupedShape,
@@ -23,7 +23,7 @@ from graphrt.attention.oracle import reference_attention
 from graphrt.attention.triton.work import UNIT, Room, fixed_splits, planned_splits
 from graphrt.core.context import forward_context
 from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import InvalidInputError, InvalidOptionError
+from graphrt.core.errors import InvalidInputError, InvalidOptionError, InvalidUpdateError
 from graphrt.core.modes import GraphMode
 from tests.attention.problems import Problem, random_problem
 
@@ -169,7 +169,7 @@ def test_a_request_that_grows_keeps_its_number_of_spans() -> None:
 def test_uniform_batches_are_what_its_graphs_serve() -> None:
     backend = TritonAttention(SHAPES[0], max_num_reqs=2, device=DEVICE)
     assert backend.get_cudagraph_support() is AttentionSupport.UNIFORM_BATCH
-    assert supports_of(backend) == {"triton": AttentionSupport.UNIFORM_BATCH}
+    assert supports_of(backend) == {"graphrt-triton": AttentionSupport.UNIFORM_BATCH}
 
 
 def test_a_batch_beyond_the_buffers_is_refused() -> None:
@@ -185,9 +185,12 @@ def test_tasks_need_to_know_the_longest_context() -> None:
 
 
 def _runner(
-    backend: TritonAttention, caches: tuple[torch.Tensor, ...], mode: str = "FULL_AND_PIECEWISE"
+    backend: TritonAttention,
+    caches: tuple[torch.Tensor, ...],
+    mode: str = "FULL_AND_PIECEWISE",
+    forward: Any = None,
 ) -> GraphRunner:
-    def forward(
+    def twice(
         query: torch.Tensor,
         block_table: torch.Tensor,
         context_lens: torch.Tensor,
@@ -199,7 +202,7 @@ def _runner(
 
     shape = backend.shape
     return GraphRunner(
-        forward,
+        forward or twice,
         mode=mode,
         sizes=[2, 4, 8],
         max_num_reqs=4,
@@ -253,8 +256,7 @@ def test_graphs_equal_eager_for_uniform_and_mixed_batches(
             "context_lens": problem.step.context_lens,
             "query_start_loc": problem.step.query_start_loc,
         }
-        # Mixed batches have no tasks: their attention is an eager part.
-        updates = backend.updates(lengths, uniform) if splits == "task" and uniform else None
+        updates = backend.updates(lengths, uniform or 1) if splits == "task" else None
         found = runner.verify(batch, updates=updates, **inputs)
         assert found.shape[0] == batch.num_tokens and found.any()
         modes.append(runner.last_dispatch.mode if runner.last_dispatch else None)
@@ -299,3 +301,123 @@ def test_uniform_batches_by_pieces_take_the_decode_kernels_and_plan_once_a_step(
     assert ran == [(1, 2), (1, 2)] and len(begun) == 1
     runner(Batch(2, 2), query=problem.query, **inputs)
     assert [query_len for query_len, _ in ran[2:]] == [None, None]
+
+
+def test_rows_that_do_not_lie_in_one_piece_are_refused() -> None:
+    problem = random_problem(SHAPES[0], [40, 3], 1, device=DEVICE)
+    backend = TritonAttention(SHAPES[0], max_num_reqs=2, dtype=torch.float32, device=DEVICE)
+    step = backend.begin(problem.step.block_table, problem.step.context_lens, query_len=1)
+    scattered = problem.query.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(InvalidInputError, match="last stride of 1"):
+        backend.attend(step, scattered, *problem.caches)
+    with pytest.raises(InvalidInputError, match="different dtypes"):
+        backend.attend(step, problem.query.half(), *problem.caches)
+
+
+def _two_steps(forward_of: Any, mode: str, lengths: list[int]) -> tuple[Any, Any]:
+    """What a forward with two steps in it gives by a graph, and the problem that it solved."""
+    backend = TritonAttention(
+        SHAPES[0], max_num_reqs=4, max_query_len=2, dtype=torch.float32, device=DEVICE
+    )
+    problem = random_problem(SHAPES[0], lengths, 1, max_blocks=40, device=DEVICE)
+    forward = forward_of(backend, problem.caches)
+    runner = _runner(backend, problem.caches, mode=mode, forward=forward)
+    runner.capture()
+    step = problem.step
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE)
+    found = runner(
+        Batch(len(lengths), len(lengths), query_len=1),
+        query=problem.query,
+        block_table=step.block_table,
+        context_lens=step.context_lens,
+        query_start_loc=starts,
+    )
+    return found, problem
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_two_steps_of_one_forward_do_not_take_each_others_plan(mode: str) -> None:
+    def interleaved(backend: TritonAttention, caches: tuple[torch.Tensor, ...]) -> Any:
+        def forward(query: Any, block_table: Any, context_lens: Any, query_start_loc: Any) -> Any:
+            tables = {"query_start_loc": query_start_loc}
+            whole = backend.begin(block_table, context_lens, **tables)
+            backend.begin(block_table, context_lens.clamp(max=64), **tables)
+            return backend.attend(whole, query, *caches)
+
+        return forward
+
+    found, problem = _two_steps(interleaved, mode, [590, 300])
+    assert relative_error(problem, found) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_lengths_that_a_forward_advances_are_planned_anew(mode: str) -> None:
+    def advancing(backend: TritonAttention, caches: tuple[torch.Tensor, ...]) -> Any:
+        def forward(query: Any, block_table: Any, context_lens: Any, query_start_loc: Any) -> Any:
+            tables = {"query_start_loc": query_start_loc}
+            lengths = context_lens // 6
+            step = backend.begin(block_table, lengths, **tables)
+            backend.attend(step, query, *caches)
+            lengths.copy_(context_lens)
+            step = backend.begin(block_table, lengths, **tables)
+            return backend.attend(step, query, *caches)
+
+        return forward
+
+    found, problem = _two_steps(advancing, mode, [600, 240])
+    assert relative_error(problem, found) <= TOLERANCE[torch.float32]
+
+
+def test_a_uniform_prefill_runs_eagerly_like_any_other_mixed_batch() -> None:
+    backend = TritonAttention(SHAPES[0], max_num_reqs=2, dtype=torch.float32, device=DEVICE)
+    problem = random_problem(SHAPES[0], [40], 20, device=DEVICE)
+    descriptor = BatchDescriptor(20, 1, uniform=True, query_len=20)
+    with forward_context(GraphMode.NONE, descriptor):
+        step = backend.begin(problem.step.block_table, problem.step.context_lens)
+        found = backend.attend(step, problem.query, *problem.caches)
+    assert relative_error(problem, found) <= TOLERANCE[torch.float32]
+
+
+def test_fewer_query_rows_than_requests_are_refused() -> None:
+    backend = TritonAttention(SHAPES[0], max_num_reqs=4, dtype=torch.float32, device=DEVICE)
+    problem = random_problem(SHAPES[0], [4, 4, 0, 0], 1, device=DEVICE)
+    step = backend.begin(problem.step.block_table, problem.step.context_lens, query_len=1)
+    with pytest.raises(InvalidInputError, match="fewer tokens than its requests"):
+        backend.attend(step, problem.query[:2], *problem.caches)
+
+
+def test_updates_may_be_passed_with_every_batch_and_unchanged_after_any() -> None:
+    shape = SHAPES[0]
+    backend = TritonAttention(
+        shape,
+        max_num_reqs=4,
+        max_query_len=2,
+        splits="task",
+        max_context=640,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
+    problem = random_problem(shape, [600, 64], 1, max_blocks=40, device=DEVICE)
+    runner = _runner(backend, problem.caches)
+    runner.capture()
+    inputs = {
+        "query": problem.query,
+        "block_table": problem.step.block_table,
+        "context_lens": problem.step.context_lens,
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE),
+    }
+    decode = Batch(2, 2, query_len=1)
+    by_pieces = Batch(2, 2, query_len=1, exclude=frozenset({GraphMode.FULL}))
+    for updates in (backend.updates([600, 64]), UNCHANGED):
+        for batch in (decode, by_pieces, Batch(2, 2)):
+            assert runner.verify(batch, updates=updates, **inputs).any()
+    with pytest.raises(InvalidUpdateError, match="does not have"):
+        runner(decode, updates={"another": {}}, **inputs)
+
+
+def test_options_that_leave_no_room_are_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="no room"):
+        TritonAttention(SHAPES[0], max_num_reqs=0, device=DEVICE)
+    backend = TritonAttention(SHAPES[0], max_num_reqs=2, device=DEVICE)
+    with pytest.raises(InvalidOptionError, match="longer queries"):
+        backend.updates([3], query_len=2)

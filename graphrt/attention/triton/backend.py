@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -10,8 +10,8 @@ import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.attention.prefill import varlen_attention
-from graphrt.attention.shapes import AttentionShape
-from graphrt.attention.tiles import with_tiles
+from graphrt.attention.shapes import AttentionShape, check_strides
+from graphrt.attention.tiles import QueryTiles, with_tiles
 from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, plan_spans
 from graphrt.attention.triton.work import (
@@ -44,7 +44,7 @@ class TritonAttention(AttentionBackend):
     - "task": the host, at every step, with `updates()`: the launches are updatable tasks.
     """
 
-    name: ClassVar[str] = "triton"
+    name: ClassVar[str] = "graphrt-triton"
 
     def __init__(
         self,
@@ -60,8 +60,9 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         """Buffers for batches of up to `max_num_reqs` requests of `max_query_len` tokens.
 
-        `dtype` is that of the queries and caches. `max_context` is what tasks are captured for,
-        `group` what they are called. Raises `InvalidOptionError`.
+        `dtype` is that of the queries and caches. `max_context` is the longest context there can
+        be, if that is less than a block table holds; tasks need it, as what they are captured for.
+        `group` is what they are called. Raises `InvalidOptionError`.
         """
         super().__init__(shape)
         device = torch.device(device)
@@ -71,6 +72,15 @@ class TritonAttention(AttentionBackend):
                 got=f"splits={splits!r}, max_context={max_context}",
                 expected=f"one of {', '.join(_POLICIES)}; task with max_context",
                 advice='splits="device"',
+            )
+        least = min(max_num_reqs, max_query_len, 1 if max_context is None else max_context)
+        if least < 1:
+            raise InvalidOptionError(
+                "there is no room for any batch",
+                got=f"max_num_reqs={max_num_reqs}, max_query_len={max_query_len}, "
+                f"max_context={max_context}",
+                expected="1 or more of each",
+                advice="pass the largest batch of the host",
             )
         if device.type == "cpu" and not interpreted():
             raise InvalidOptionError(
@@ -87,6 +97,8 @@ class TritonAttention(AttentionBackend):
             for query_len in range(1, max_query_len + 1)
         }
         self._workspace = self._new_workspace(device)
+        # Whose spans the plan holds.
+        self._planned: tuple[object, object] | None = None
         self._task = UpdatableTask(
             group, self._issue, {"num_splits": HostArg(axis=None)}, at_capture=self._worst_case
         )
@@ -99,7 +111,14 @@ class TritonAttention(AttentionBackend):
 
     def updates(self, context_lens: Sequence[int], query_len: int = 1) -> dict[str, HostValues]:
         """`updates=` of a step, from the lengths on the host; needed for "task" alone."""
-        splits = fixed_splits(context_lens, self._rooms[query_len])
+        if query_len not in self._rooms:
+            raise InvalidOptionError(
+                "updates for longer queries than the backend has buffers for",
+                got=f"query_len={query_len}",
+                expected=f"1 to {self.max_query_len}",
+                advice="raise max_query_len= of the backend",
+            )
+        splits = fixed_splits(list(map(int, context_lens)), self._rooms[query_len])
         return {self.group: {"num_splits": splits.num_splits}}
 
     def begin(
@@ -111,6 +130,12 @@ class TritonAttention(AttentionBackend):
         query_len: int | None = None,
         max_context: int | None = None,
     ) -> AttentionStep:
+        context = current_context()
+        bounds = (
+            context is not None and context.descriptor is not None and context.descriptor.bounds
+        )
+        if max_context is None and not bounds:
+            max_context = self.max_context
         step = super().begin(
             block_table,
             context_lens,
@@ -118,10 +143,15 @@ class TritonAttention(AttentionBackend):
             query_len=query_len,
             max_context=max_context,
         )
+        _check_tables(step)
         if step.query_len is None:
             return with_tiles(self.shape, step)
         reqs = len(step.context_lens)
         if not self.decodes(step.query_len, reqs):
+            captured = context is not None and context.capture is not None
+            if query_len is None and not captured:
+                # A prefill that happens to be uniform, or a batch larger than any graph.
+                return with_tiles(self.shape, step)
             raise InvalidInputError(
                 "the batch is larger than the attention backend's buffers",
                 got=f"{reqs} requests of {step.query_len} tokens",
@@ -129,13 +159,14 @@ class TritonAttention(AttentionBackend):
                 advice="raise max_num_reqs= and max_query_len= of the backend",
             )
         room = self._rooms[step.query_len]
-        if self.splits == "task" and _updatable():
+        if self.splits == "task" and self._updatable():
             return step
         if step.max_context <= max(SHORT, room.least(reqs)):
             return replace(step, plan=Splits(1))
         if self.splits != "fixed":
-            plan_spans(step, room, self._workspace)
-            return replace(step, plan=planned_splits(reqs, room, step.max_context))
+            step = replace(step, plan=planned_splits(reqs, room, step.max_context))
+            self._plan(step)
+            return step
         return replace(step, plan=fixed_splits([step.max_context] * reqs, room))
 
     def run(
@@ -145,12 +176,34 @@ class TritonAttention(AttentionBackend):
         caches: tuple[torch.Tensor, ...],
         out: torch.Tensor,
     ) -> None:
-        if step.query_len is None:
+        check_strides(query, *caches, out)
+        if step.query_len is None or isinstance(step.plan, QueryTiles):
             varlen_attention(self.shape, step, query, caches, out)
         elif step.plan is None:
             self._task(step, query, caches, out)
         else:
+            if step.plan.planned and self._planned != _key(step):
+                # Another step of the same forward has planned since.
+                self._plan(step)
             paged_decode(self.shape, step, query, caches, out, step.plan, self._workspace)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory of the persistent buffers."""
+        buffers = vars(self._workspace).values()
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def _plan(self, step: AttentionStep) -> None:
+        assert step.query_len is not None
+        plan_spans(step, self._rooms[step.query_len], self._workspace)
+        self._planned = _key(step)
+
+    def _updatable(self) -> bool:
+        """Whether this step has host arguments; uniform batches that run by pieces have none."""
+        context = current_context()
+        if context is None or context.capture is not None:
+            return context is not None
+        return isinstance(context.updates, Mapping) and self.group in context.updates
 
     def _issue(
         self,
@@ -177,8 +230,9 @@ class TritonAttention(AttentionBackend):
     def _new_workspace(self, device: torch.device) -> Workspace:
         reqs = self.max_num_reqs
         spans = {query_len: room.limit(reqs) for query_len, room in self._rooms.items()}
-        # Requests times their splits are up to twice the limit.
-        rows = max(2 * count * length for length, count in spans.items()) * self.shape.num_heads
+        # Where the host decides, requests times their splits are up to twice the limit.
+        most = 1 if self.splits == "device" else 2
+        rows = max(most * count * length for length, count in spans.items()) * self.shape.num_heads
         floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return Workspace(
             torch.zeros(1 + reqs + max(spans.values()), dtype=torch.int32, device=device),
@@ -187,10 +241,23 @@ class TritonAttention(AttentionBackend):
         )
 
 
-def _updatable() -> bool:
-    """Whether this step has host arguments; uniform batches that run by pieces have none."""
+def _key(step: AttentionStep) -> tuple[object, object]:
     context = current_context()
-    return context is not None and (context.updates is not None or context.capture is not None)
+    return None if context is None else context.token, step.serial
+
+
+def _check_tables(step: AttentionStep) -> None:
+    """The kernels take one stride of the block table, and none of the lengths."""
+    check_strides(step.block_table, step.context_lens)
+    kinds = {step.block_table.dtype, step.context_lens.dtype}
+    if not kinds <= {torch.int32, torch.int64} or len(step.block_table) < len(step.context_lens):
+        raise InvalidInputError(
+            "the metadata of a step does not fit",
+            got=f"block table {tuple(step.block_table.shape)} {step.block_table.dtype}, lengths "
+            f"{tuple(step.context_lens.shape)} {step.context_lens.dtype}",
+            expected="int32 or int64, and a row of the table for every length",
+            advice="see AttentionStep",
+        )
 
 
 def _processors(device: torch.device) -> int:

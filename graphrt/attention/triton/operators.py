@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from graphrt.attention.backend import AttentionStep
@@ -25,6 +27,13 @@ _LIBRARY.define(
 )
 
 
+def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, wherever its tensors are."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
 def _plan_spans(
     context_lens: torch.Tensor,
     plan_out: torch.Tensor,
@@ -33,7 +42,8 @@ def _plan_spans(
     merge_tokens: float,
     longest: int,
 ) -> None:
-    plan(context_lens, plan_out, Room(wave, processors, merge_tokens), longest)
+    with _on_device_of(context_lens):
+        plan(context_lens, plan_out, Room(wave, processors, merge_tokens), longest)
 
 
 def _paged_decode(
@@ -58,15 +68,16 @@ def _paged_decode(
         shape = LatentShape(heads, latent_rank, rope_dim, page_size, scale)
     else:
         shape = GroupedShape(heads, caches[0].shape[2], query.shape[2], page_size, scale)
-    decode(
-        shape,
-        AttentionStep(block_table, context_lens, query_len, None, 0),
-        query,
-        tuple(caches),
-        out,
-        Splits(num_splits, planned),
-        Workspace(plan, partial, sums),
-    )
+    with _on_device_of(query):
+        decode(
+            shape,
+            AttentionStep(block_table, context_lens, query_len, None, 0),
+            query,
+            tuple(caches),
+            out,
+            Splits(num_splits, planned),
+            Workspace(plan, partial, sums),
+        )
 
 
 def _nothing(*_: object) -> None:

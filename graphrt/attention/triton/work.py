@@ -132,10 +132,10 @@ def plan_spans(
     """
     rows = tl.arange(0, REQS)
     lengths = tl.load(context_lens + rows, mask=rows < reqs, other=0).to(tl.int32)
-    total = tl.sum(lengths, 0)
+    total = tl.sum(lengths.to(tl.int64), 0)
     chunk = tl.where(coarse > 0, tl.minimum(tl.cdiv(total, tl.maximum(coarse, 1)), AIM), AIM)
     chunk = tl.maximum(tl.maximum(chunk, tl.cdiv(total, limit - reqs)), least)
-    chunk = tl.cdiv(chunk, UNIT) * UNIT
+    chunk = (tl.cdiv(chunk, UNIT) * UNIT).to(tl.int32)
     span, count = span_of(lengths, chunk, 1 << 30, UNIT)
     count = tl.where(rows < reqs, count, 0)
     if SORTED:
