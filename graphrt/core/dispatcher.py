@@ -189,13 +189,15 @@ class GraphDispatcher:
                 self._last_context = context
                 context.updates = updates
                 context.metadata = metadata
-                context.query_len = _live_query_len(context.mode, batch)
+                if context.mode is GraphMode.PIECEWISE:
+                    context.query_len = live_query_len(batch)
                 return context
             found = self._graphs[slot]
         else:
             found = self.dispatch(batch)
         context = ForwardContext(found.mode, found.descriptor, found.slot, updates, metadata)
-        context.query_len = _live_query_len(found.mode, batch)
+        if found.mode is GraphMode.PIECEWISE:
+            context.query_len = live_query_len(batch)
         return context
 
     def counts(self) -> dict[Reason, int]:
@@ -305,11 +307,12 @@ class GraphDispatcher:
         ]
 
 
-def _live_query_len(mode: GraphMode, batch: Batch) -> int | None:
-    """What eager parts may know of a uniform batch in a graph that is for any."""
-    if mode is not GraphMode.PIECEWISE or batch[2] is None:
+def live_query_len(batch: Batch) -> int | None:
+    """How many tokens each request has where that is one number."""
+    tokens, reqs, query_len = batch[:3]
+    if query_len is None or (reqs is not None and reqs * query_len != tokens):
         return None
-    return batch[2] if batch[1] is None or batch[1] * batch[2] == batch[0] else None
+    return query_len
 
 
 def _uniform(

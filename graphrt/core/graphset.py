@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +20,7 @@ from graphrt.core.capture import (
     WarmUps,
     capture_graphs,
 )
+from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.dispatcher import Dispatch, GraphDispatcher
 from graphrt.core.errors import CaptureError, GraphsDroppedWarning, ResourceExhaustedError
@@ -31,11 +33,30 @@ from graphrt.core.pool import GraphPool
 from graphrt.core.segments import SegmentHooks
 from graphrt.core.sizes import CaptureKey
 from graphrt.core.state import SavedState, State
+from graphrt.core.tasks import WORST_CASE
 from graphrt.core.transaction import CaptureTransaction
 from graphrt.core.wrapper import GraphWrapper, WrapperOptions
 
 Bind = Callable[[Mapping[str, torch.Tensor], BatchDescriptor, Phase], None]
 CaptureContext = Callable[[], AbstractContextManager[object]]
+
+
+@runtime_checkable
+class Compilable(Protocol):
+    """Part of a forward that compiles itself at its first call, and must not do so any later."""
+
+    @property
+    def compiled(self) -> bool: ...
+
+    def use_capture_sizes(self, sizes: Collection[int]) -> None:
+        """Which numbers of tokens batches are padded to."""
+
+    def rebind_weights(self) -> None:
+        """Weights may have moved since the last capture."""
+
+    def seal(self) -> None: ...
+
+    def unseal(self) -> None: ...
 
 
 class GraphSet:
@@ -83,6 +104,7 @@ class GraphSet:
         self._wrappers = self._wrap(mode, pieces, segment_hooks)
         self._captured: list[tuple[GraphWrapper, BatchDescriptor]] = []
         self._failed: set[int] = set()
+        self._tell_sizes(compilables(forward))
 
     def capture_missing(self, progress: Progress | None = None) -> None:
         """Capture what is not captured yet, then seal."""
@@ -104,6 +126,8 @@ class GraphSet:
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._plan(*key)) for key in keys
         ]
+        if planned:
+            self._compile(planned[0].plan, saved)
         if self.eager_launch:
             for graph in planned:
                 self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
@@ -157,6 +181,8 @@ class GraphSet:
         self.sealed = True
         for wrapper in self.wrappers():
             wrapper.seal()
+        for part in compilables(self._forward):
+            part.seal()
 
     def release(self) -> None:
         """Destroy all graphs of this set; every key stays reserved."""
@@ -167,6 +193,8 @@ class GraphSet:
         self.plans.clear()
         self._failed.clear()
         self.sealed = False
+        for part in compilables(self._forward):
+            part.unseal()
         captured, self._captured = self._captured, []
         for wrapper, descriptor in reversed(captured):
             wrapper.drop(descriptor)
@@ -176,6 +204,28 @@ class GraphSet:
         found = {id(wrapper): wrapper for wrapper in self._wrappers.values()}
         found.update((id(wrapper), wrapper) for wrapper, _ in self._captured)
         return list(found.values())
+
+    def _tell_sizes(self, parts: Iterable[Compilable]) -> None:
+        for part in parts:
+            part.use_capture_sizes({descriptor.num_tokens for _, descriptor in self.keys})
+
+    def _compile(self, plan: StepPlan, saved: SavedState) -> None:
+        """Run one eager step if a part of the forward has yet to be compiled."""
+        parts = compilables(self._forward)
+        self._tell_sizes(parts)
+        for part in parts:
+            part.rebind_weights()
+        if all(part.compiled for part in parts):
+            return
+        self._prepare(plan, "warmup")
+        context = ForwardContext(
+            GraphMode.NONE, plan.descriptor, updates=WORST_CASE, num_reqs=plan.reqs
+        )
+        try:
+            with self._pool.owned_by(context), context:
+                self.run_forward(**plan.arguments())
+        finally:
+            saved.restore()
 
     def _wrap(
         self, mode: GraphMode, pieces: PieceProvider | None, hooks: SegmentHooks | None
@@ -264,6 +314,24 @@ class GraphSet:
             GraphsDroppedWarning,
             stacklevel=4,
         )
+
+
+def compilables(forward: Callable[..., Any]) -> list[Compilable]:
+    """The parts of a forward that compile themselves, as far as they can be found: in a module, in
+    a method of one, and in what a function refers to."""
+    roots: list[Any] = [forward, getattr(forward, "__self__", None)]
+    if inspect.isfunction(forward):
+        names = inspect.getclosurevars(forward)
+        roots += [*names.nonlocals.values(), *names.globals.values()]
+    found: dict[int, Compilable] = {}
+    for root in roots:
+        inside = root.modules() if isinstance(root, torch.nn.Module) else (root,)
+        for each in inside:
+            # Where torch keeps what a module's calls go through instead.
+            part = getattr(each, "_compiled_call_impl", None) or each
+            if not isinstance(part, type) and isinstance(part, Compilable):
+                found[id(part)] = part
+    return list(found.values())
 
 
 def _preference(found: Dispatch) -> tuple[bool, int]:

@@ -14,7 +14,7 @@ from graphrt.core.budget import Budget, CostModel
 from graphrt.core.capture import Progress
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch
-from graphrt.core.dispatcher import Dispatch, Reason
+from graphrt.core.dispatcher import Dispatch, Reason, live_query_len
 from graphrt.core.errors import (
     CaptureSealedError,
     InvalidBatchError,
@@ -193,10 +193,7 @@ class GraphRunner:
             return self._run_unpadded(batch, found, values, updates, metadata)
         mode = GraphMode.NONE if self._eager_launch else found.mode
         context = ForwardContext(mode, found.descriptor, found.slot, updates, metadata)
-        by_pieces = found.mode is GraphMode.PIECEWISE
-        outputs = self._run_padded(
-            batch, found.slot, values, context, eager=False, by_pieces=by_pieces
-        )
+        outputs = self._run_padded(batch, found, values, context, eager=False)
         self._live_tokens += batch[0]
         return outputs
 
@@ -220,8 +217,7 @@ class GraphRunner:
         if updates is not None:
             updates = self._checked_updates(updates, found)
         context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
-        by_pieces = found.mode is GraphMode.PIECEWISE
-        return self._run_padded(batch, found.slot, values, context, eager=True, by_pieces=by_pieces)
+        return self._run_padded(batch, found, values, context, eager=True)
 
     def verify(
         self,
@@ -288,14 +284,13 @@ class GraphRunner:
     def _run_padded(
         self,
         batch: Batch,
-        slot: int,
+        found: Dispatch,
         values: Mapping[str, Any],
         context: ForwardContext,
         *,
         eager: bool,
-        by_pieces: bool,
     ) -> Any:
-        plan = self._plans[slot]
+        plan = self._plans[found.slot]
         assert plan is not None
         context.num_reqs = plan.reqs
         tokens, reqs = batch[0], batch[1]
@@ -303,9 +298,8 @@ class GraphRunner:
             reqs = self._reqs_of(batch, values)
         if not 1 <= reqs <= plan.reqs:
             raise wrong_requests(reqs, plan.reqs)
-        query_len = batch[2]
-        if by_pieces and query_len is not None and query_len * reqs == tokens:
-            context.query_len = query_len
+        if found.mode is GraphMode.PIECEWISE:
+            context.query_len = live_query_len(batch)
         if self.pool.closed:
             self.pool.check_open()
         # Held from here, so that nothing else fills the buffers between our fill and our replay.
@@ -368,8 +362,7 @@ class GraphRunner:
         return missing and wanted is not GraphMode.NONE
 
     def _checked_updates(self, updates: Any, found: Dispatch) -> Any:
-        """`updates` for this step: of known tasks, those that it has, and for eager steps nothing
-        left out. UNCHANGED is the step before, whichever graph that was."""
+        """`updates` of the tasks that this step has; UNCHANGED is the step before, of any graph."""
         graph = found.slot >= 0 and not self._eager_launch
         if updates is UNCHANGED:
             if graph and found.slot == self._updated_slot:
