@@ -189,6 +189,7 @@ def _runner(
     caches: tuple[torch.Tensor, ...],
     mode: str = "FULL_AND_PIECEWISE",
     forward: Any = None,
+    bounds: Any = ((),),
 ) -> GraphRunner:
     def twice(
         query: torch.Tensor,
@@ -207,7 +208,8 @@ def _runner(
         sizes=[2, 4, 8],
         max_num_reqs=4,
         max_num_tokens=8,
-        query_lens=(1, 2),
+        query_lens=tuple(range(1, backend.max_query_len + 1)),
+        bounds=bounds,
         platform="cuda" if ON_GPU else "cpu",
         inputs={
             "query": InputSpec(torch.float32, ("tokens", shape.num_heads, shape.query_dim)),
@@ -421,3 +423,37 @@ def test_options_that_leave_no_room_are_refused() -> None:
     backend = TritonAttention(SHAPES[0], max_num_reqs=2, device=DEVICE)
     with pytest.raises(InvalidOptionError, match="longer queries"):
         backend.updates([3], query_len=2)
+
+
+def test_graphs_of_a_context_bound_are_split_for_it_and_equal_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = TritonAttention(
+        SHAPES[0], max_num_reqs=4, splits="fixed", dtype=torch.float32, device=DEVICE
+    )
+    problem = random_problem(SHAPES[0], [600, 64], 1, max_blocks=40, device=DEVICE)
+    runner = _runner(backend, problem.caches, bounds=((128,), (640,)))
+    planned = {}
+    begin = TritonAttention.begin
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = begin(self, *args, **kwargs)
+        if step.query_len is not None:
+            planned[step.max_context] = step.plan.num_splits
+        return step
+
+    monkeypatch.setattr(TritonAttention, "begin", spy)
+    runner.capture()
+    assert planned[128] == 1 and planned[640] > 1
+    inputs = {
+        "query": problem.query,
+        "block_table": problem.step.block_table,
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE),
+    }
+    for lengths, bound in (([100, 64], 128), ([600, 64], 640), ([128, 1], 128)):
+        context_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        batch = Batch(2, 2, query_len=1, bounds=(max(lengths),))
+        assert runner.verify(batch, context_lens=context_lens, **inputs).any()
+        assert runner.last_dispatch is not None
+        assert runner.last_dispatch.mode is GraphMode.FULL
+        assert runner.last_dispatch.descriptor.bounds == (bound,)
