@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from graphrt.attention.backend import AttentionStep
+from graphrt.attention.query_tiles import QueryTiles, key_dims, tiles_of
 from graphrt.attention.shapes import AttentionShape, GroupedShape
-from graphrt.attention.tiles import QueryTiles, key_dims, tiles_of
 
 CHUNK_BYTES = 256 * 2**20
 

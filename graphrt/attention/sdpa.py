@@ -8,8 +8,8 @@ import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.attention.prefill import CHUNK_BYTES, varlen_attention
+from graphrt.attention.query_tiles import with_tiles
 from graphrt.attention.shapes import AttentionShape
-from graphrt.attention.tiles import with_tiles
 from graphrt.core.modes import AttentionSupport
 
 

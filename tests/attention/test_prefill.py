@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from graphrt.attention import prefill
 from graphrt.attention.oracle import reference_attention
 from graphrt.attention.prefill import varlen_attention
+from graphrt.attention.query_tiles import QueryTiles, tile_size, tiles_of
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
-from graphrt.attention.tiles import QueryTiles, tile_size, tiles_of
 from tests.attention.problems import Problem, random_problem
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -11,9 +11,9 @@ import torch
 from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.attention.backend import bind_all, supports_of
 from graphrt.attention.oracle import reference_attention
+from graphrt.attention.query_tiles import LARGEST_TILE, QueryTiles
 from graphrt.attention.sdpa import SdpaAttention
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
-from graphrt.attention.tiles import LARGEST_TILE, QueryTiles
 from graphrt.core.context import forward_context
 from graphrt.core.descriptor import BatchDescriptor
 from graphrt.core.dispatcher import Reason

@@ -10,8 +10,8 @@ import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.attention.prefill import varlen_attention
+from graphrt.attention.query_tiles import QueryTiles, with_tiles
 from graphrt.attention.shapes import AttentionShape, check_strides
-from graphrt.attention.tiles import QueryTiles, with_tiles
 from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, plan_spans
 from graphrt.attention.triton.work import (

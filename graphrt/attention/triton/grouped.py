@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphrt.attention.triton.work import span_of
+from graphrt.attention.triton.work import span_at
 
 
 @triton.jit(do_not_specialize=["num_splits", "reqs"])
@@ -55,24 +55,11 @@ def attend_grouped(
     kv_head = tl.program_id(0) // ROW_BLOCKS
     block = tl.program_id(0) % ROW_BLOCKS
     item = tl.program_id(1)
-    if PLANNED:
-        request = tl.load(plan + 1 + reqs + item)
-        if request < 0:
-            return
-        split = item - tl.load(plan + 1 + request)
-        chunk = tl.load(plan)
-        most = 1 << 30
-    else:
-        request = item // num_splits
-        split = item % num_splits
-        chunk = UNIT
-        most = num_splits
-    length = tl.load(context_lens + request)
-    span, count = span_of(length, chunk, most, UNIT)
-    if split >= count:
+    request, begin, end, length, count = span_at(
+        item, context_lens, plan, num_splits, reqs, UNIT, PLANNED
+    )
+    if end < 0:
         return
-    begin = split * span
-    end = tl.minimum(begin + span, length)
 
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     token = rows // GROUP

@@ -109,6 +109,30 @@ def span_of(length, chunk, most, UNIT: tl.constexpr):
     return span, tl.maximum(tl.cdiv(length, span), 1)
 
 
+@triton.jit
+def span_at(item, context_lens, plan, num_splits, reqs, UNIT: tl.constexpr, PLANNED: tl.constexpr):
+    """Whose span number `item` is, its first token and its end, the length of the request, and how
+    many spans that has. The end is -1 where nobody needs the span; an empty request has one."""
+    if PLANNED:
+        request = tl.load(plan + 1 + reqs + item)
+        owner = tl.maximum(request, 0)
+        split = item - tl.load(plan + 1 + owner)
+        chunk = tl.load(plan)
+        most = 1 << 30
+    else:
+        request = item // num_splits
+        owner = request
+        split = item % num_splits
+        chunk = UNIT
+        most = num_splits
+    length = tl.load(context_lens + owner)
+    span, count = span_of(length, chunk, most, UNIT)
+    begin = split * span
+    end = tl.maximum(tl.minimum(begin + span, length), 0)
+    end = tl.where(split < count, end, -1)
+    return request, begin, end, length, count
+
+
 @triton.jit(do_not_specialize=["reqs", "limit", "coarse", "least"])
 def plan_spans(
     context_lens,
