@@ -1,5 +1,10 @@
 """graphrt: capture a PyTorch forward as static device graphs, replay the right one per batch."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 # First: it imports torch, and explains what makes that fail.
 from graphrt.core import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt.core.breakable import eager_break
@@ -18,6 +23,11 @@ from graphrt.core.sizes import descriptors_for, plan_sizes
 from graphrt.core.state import State
 from graphrt.core.tasks import UNCHANGED, HostArg, UpdatableTask
 from graphrt.core.wrapper import GraphWrapper, WrapperOptions
+
+if TYPE_CHECKING:
+    from graphrt import compile
+    from graphrt.compile.entry_points import support_compile
+    from graphrt.compile.opaque import opaque
 
 __all__ = [
     "UNCHANGED",
@@ -44,6 +54,7 @@ __all__ = [
     "UpdatableTask",
     "WrapperOptions",
     "carry_context",
+    "compile",
     "current_context",
     "current_platform",
     "descriptors_for",
@@ -51,9 +62,19 @@ __all__ = [
     "forward_context",
     "get_platform",
     "hookimpl",
+    "opaque",
     "plan_sizes",
     "platforms",
     "resolve_mode",
+    "support_compile",
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # What traces and compiles is loaded by those who ask for it.
+    if name in ("compile", "opaque", "support_compile"):
+        package = importlib.import_module("graphrt.compile")
+        return package if name == "compile" else getattr(package, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

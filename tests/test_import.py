@@ -24,3 +24,12 @@ def test_import_loads_nothing_heavy_and_touches_no_device():
         [sys.executable, "-c", CHECK], capture_output=True, text=True, check=True
     )
     assert result.stdout.splitlines() == ["[] [] False False", "True"]
+
+
+def test_what_compiles_is_found_in_the_package_and_may_be_called() -> None:
+    import graphrt
+
+    assert callable(graphrt.compile) and graphrt.compile.compile_module is not None
+    assert graphrt.support_compile is graphrt.compile.support_compile
+    assert graphrt.opaque is graphrt.compile.opaque
+    assert not hasattr(graphrt, "no_such_name")

@@ -1,4 +1,4 @@
-"""The `graphrt` command: attention, demo, doctor and plan."""
+"""The `graphrt` command: attention, cache, demo, doctor and plan."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ try:
 except ImportError:  # pragma: no cover - an installation without the extra
     sys.exit('The graphrt command needs the extra "cli": pip install "graphrt[cli]"')
 
+from graphrt.cli.cache import cache_app
 from graphrt.core.options import GraphOptions
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cache_app, name="cache")
 
 Platform = Annotated[str | None, typer.Option(help="Platform by name; else the current one.")]
 Mode = Annotated[str | None, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, ...")]

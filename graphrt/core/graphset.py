@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -215,8 +215,11 @@ class GraphSet:
         self._tell_sizes(parts)
         for part in parts:
             part.rebind_weights()
-        if all(part.compiled for part in parts):
+        pending = [part for part in parts if not part.compiled]
+        if not pending:
             return
+        for part in pending:
+            part.unseal()
         self._prepare(plan, "warmup")
         context = ForwardContext(
             GraphMode.NONE, plan.descriptor, updates=WORST_CASE, num_reqs=plan.reqs
@@ -321,10 +324,14 @@ def compilables(forward: Callable[..., Any]) -> list[Compilable]:
     a method of one, and in what a function refers to."""
     roots: list[Any] = [forward, getattr(forward, "__self__", None)]
     if inspect.isfunction(forward):
-        names = inspect.getclosurevars(forward)
-        roots += [*names.nonlocals.values(), *names.globals.values()]
+        # A variable that is not assigned yet cannot be asked for.
+        with suppress(ValueError):
+            names = inspect.getclosurevars(forward)
+            roots += [*names.nonlocals.values(), *names.globals.values()]
     found: dict[int, Compilable] = {}
     for root in roots:
+        if isinstance(root, GraphWrapper):
+            root = root.unwrap()
         inside = root.modules() if isinstance(root, torch.nn.Module) else (root,)
         for each in inside:
             # Where torch keeps what a module's calls go through instead.

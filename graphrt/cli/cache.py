@@ -1,0 +1,206 @@
+"""`graphrt cache`: what the compile cache holds, and how to be rid of it."""
+
+from __future__ import annotations
+
+import json as json_format
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from graphrt.compile.cache import default_directory
+from graphrt.compile.cache_listing import StoredKey, find_key, remove, stored_keys
+from graphrt.compile.cache_log import size_text
+from graphrt.core.errors import InvalidOptionError
+
+cache_app = typer.Typer(
+    help="List, show and remove compiled code that is kept for the next start.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Directory = Annotated[
+    Path | None, typer.Option(help="The cache; else GRAPHRT_CACHE_DIR or the user's own.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+@cache_app.command("ls")
+def ls(directory: Directory = None, json: Json = False) -> None:
+    """List the keys, the latest first."""
+    where = directory or default_directory()
+    keys = stored_keys(where)
+    if json:
+        print(json_format.dumps([as_data(each) for each in keys], indent=2))
+        return
+    console = Console()
+    table = _table("key", "age", "size", "backend", "torch", "device", "ranks", "pieces", "state")
+    for each in keys:
+        data = as_data(each)
+        versions = data["versions"]
+        _row(
+            table,
+            each.name,
+            age_text(data["age_s"]),
+            size_text(data["size_bytes"]),
+            data["backend"] or "?",
+            versions.get("torch", "?"),
+            versions.get("device", "?"),
+            " ".join(rank.name for rank in each.ranks),
+            str(data["pieces"]),
+            data["state"],
+        )
+    if keys:
+        console.print(table)
+    total = size_text(sum(each.size_bytes for each in keys))
+    _say(console, f"{len(keys)} keys, {total}, in {where}")
+
+
+@cache_app.command("show")
+def show(
+    key: Annotated[str, typer.Argument(help="A key, or how it begins.")],
+    directory: Directory = None,
+    json: Json = False,
+) -> None:
+    """Show what a key was made of, and check every file of it."""
+    found = find_key(directory or default_directory(), key)
+    data = as_data(found) | {
+        "parts": None if found.key is None else found.key.parts,
+        "ranks": [
+            {
+                "rank": rank.name,
+                "directory": str(rank.directory),
+                "state": rank.state,
+                "damage": rank.damage,
+                "damaged_artifacts": rank.damaged_artifacts(),
+                "artifacts": _artifacts(rank.manifest.artifacts if rank.manifest else {}),
+            }
+            for rank in found.ranks
+        ],
+    }
+    if json:
+        print(json_format.dumps(data, indent=2))
+    else:
+        _show(data, Console())
+
+
+@cache_app.command("rm")
+def rm(
+    keys: Annotated[list[str] | None, typer.Argument(help="Keys, or how they begin.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All keys.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    directory: Directory = None,
+) -> None:
+    """Remove keys; what is loaded already goes on running."""
+    where = directory or default_directory()
+    if bool(keys) == every:
+        raise InvalidOptionError(
+            "which keys to remove is not clear",
+            got=f"keys {keys or []} and all={every}",
+            expected="keys, or --all",
+            advice="graphrt cache ls",
+        )
+    listed = stored_keys(where) if every else [find_key(where, each) for each in keys or []]
+    found = {each.name: each for each in listed}
+    for each in found.values():
+        print(f"{each.name}  {size_text(each.size_bytes)}")
+    if found and not yes:
+        typer.confirm(f"Remove from {where}?", abort=True)
+    remove(found.values())
+    print(f"{len(found)} removed")
+
+
+def as_data(stored: StoredKey) -> dict[str, Any]:
+    """A key as plain data, without reading its artifacts."""
+    parts = {} if stored.key is None else stored.key.parts
+    settings = parts.get("settings", {})
+    states = {rank.state for rank in stored.ranks}
+    return {
+        "key": stored.name,
+        "directory": str(stored.directory),
+        "created_s": stored.created_s,
+        "age_s": max(0.0, time.time() - stored.created_s),
+        "size_bytes": stored.size_bytes,
+        "backend": settings.get("compile.backend", settings.get("backend")),
+        "versions": parts.get("versions", {}),
+        "pieces": stored.pieces,
+        "ranks": [rank.name for rank in stored.ranks],
+        "state": ", ".join(sorted(states)) or "unfinished",
+    }
+
+
+def age_text(age_s: float) -> str:
+    """7300 as "2 h"."""
+    for unit, seconds in _UNITS:
+        if age_s >= seconds:
+            return f"{age_s // seconds:.0f} {unit}"
+    return "0 s"
+
+
+def _artifacts(artifacts: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "path": record.path,
+            "format": "unpacked" if record.directory else "binary",
+            "size_bytes": record.size_bytes,
+        }
+        for name, record in sorted(artifacts.items())
+    ]
+
+
+def _show(data: dict[str, Any], console: Console) -> None:
+    age, size = age_text(data["age_s"]), size_text(data["size_bytes"])
+    _say(console, f"{data['key']}: {data['state']}, {age} old, {size}, in {data['directory']}")
+    parts = data["parts"]
+    if parts is None:
+        _say(console, "What it was made of cannot be read.")
+    else:
+        for group in ("versions", "settings", "sources"):
+            table = _table(group, "")
+            for name, value in parts[group].items():
+                text = value[:16] if group == "sources" else _value_text(value)
+                _row(table, name, text)
+            console.print(table)
+        _say(console, f"and {len(parts['compiler'])} settings of the compiler (--json)")
+    for rank in data["ranks"]:
+        _show_rank(rank, console)
+
+
+def _show_rank(rank: dict[str, Any], console: Console) -> None:
+    why = f": {rank['damage']}" if rank["damage"] else ""
+    _say(console, f"\nRank {rank['rank']}, {rank['state']}{why}")
+    table = _table("piece", "size", "format", "file", "")
+    for each in rank["artifacts"]:
+        damage = rank["damaged_artifacts"].get(each["name"], "")
+        row = (each["name"], size_text(each["size_bytes"]), each["format"], each["path"])
+        _row(table, *row, damage)
+    if rank["artifacts"]:
+        console.print(table)
+
+
+def _value_text(value: object) -> str:
+    return value if isinstance(value, str) else json_format.dumps(value)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _row(table: Table, *cells: str) -> None:
+    # As they are: a list in a setting is no markup.
+    table.add_row(*map(Text, cells))
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

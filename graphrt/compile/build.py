@@ -1,0 +1,218 @@
+"""From a call to compiled code: trace, split, compile, wrap, stitch."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphrt.compile.backends import Backend, backend_for
+from graphrt.compile.check import CallChecker
+from graphrt.compile.dims import DynamicDims, examples, sizes_of, telling_sizes
+from graphrt.compile.errors import CompileError, ReassignedStateError
+from graphrt.compile.figures import Figures
+from graphrt.compile.interface import Probe, argument_paths, interface
+from graphrt.compile.operators import splits_at
+from graphrt.compile.options import CompileOptions
+from graphrt.compile.parameters import Leaf, Parameters, leaves, substitute
+from graphrt.compile.pieces import Compiler, Wrapping, wrapped_pieces
+from graphrt.compile.sizes import resolve_sizes, value_of
+from graphrt.compile.split import Piece, split
+from graphrt.compile.stitch import Stitched, stitch
+from graphrt.compile.trace import trace
+from graphrt.core.wrapper import GraphWrapper
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compiled: a module or a function, and how it is called."""
+
+    module: Callable[..., Any]
+    call: Callable[..., Any]
+    parameters: Parameters
+    dims: DynamicDims
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The module's parameters and buffers by name."""
+        if not isinstance(self.module, nn.Module):
+            return {}
+        return dict([*self.module.named_parameters(), *self.module.named_buffers()])
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled subject. `run` takes the calls that `checker` lets pass."""
+
+    run: Callable[..., Any]
+    checker: CallChecker
+    stitched: Stitched
+    pieces: tuple[Piece, ...]
+    wrappers: tuple[GraphWrapper, ...]
+    codes: tuple[CodeType, ...]
+    computation_graph: str
+    figures: Figures = field(default_factory=Figures)
+
+
+def build(
+    subject: Subject,
+    bound: inspect.BoundArguments,
+    options: CompileOptions,
+    *,
+    static_sizes: Sequence[int],
+    wrapping: Wrapping | None,
+    graphs: bool,
+) -> Built:
+    """Compile a subject for calls like `bound`; nothing of it is run.
+
+    Raises `CompileError` and its kinds.
+    """
+    figures = Figures()
+    started = time.perf_counter()
+    given = leaves(bound)
+    sizes = _sizes(subject, given)
+    probes = [_probe(subject, bound, given, sizes, step) for step in (0, 1)]
+    arguments, example_leaves = probes[0]
+    traced = trace(
+        subject.call,
+        subject.parameters,
+        arguments,
+        example_leaves,
+        subject.dims,
+        options.dynamic_shapes,
+    )
+    figures.traces += 1
+    if graphs and traced.assigned:
+        raise _reassigned(traced.assigned)
+    calls_seen: list[Probe] = [(found, b.args, dict(b.kwargs)) for b, found in probes]
+    around = interface(traced, calls_seen)
+    symbols = _symbols(argument_paths(traced, calls_seen[0]), example_leaves, subject.dims)
+    resolve_sizes(traced.graph.graph)
+    pieces = split(traced.graph, splits_at(options.splitting_ops))
+    figures.trace_s = time.perf_counter() - started
+
+    started = time.perf_counter()
+    backend, device = _backend(traced.graph, options, figures)
+    main = next((s for s, place in symbols.items() if place == (next(iter(sizes)), 0)), None)
+    texts = {"computation_graph.py": readable(traced.graph, pieces)}
+    with Compiler(
+        backend, figures, options, device, codes=traced.codes, symbol=main, sizes=static_sizes
+    ) as compiler:
+        calls = [compiler.call_of(piece) for piece in pieces]
+        if wrapping is not None and not options.whole_graph:
+            output = next(iter(reversed(traced.graph.graph.nodes)))
+            calls = wrapped_pieces(pieces, calls, wrapping, output.all_input_nodes)
+        stitched = stitch(
+            traced.graph,
+            pieces,
+            calls,
+            interface=around,
+            parameters=subject.parameters,
+            weights=subject.weights(),
+            label=f"<graphrt {type(subject.module).__name__} {id(subject.module)}>",
+        )
+        compiler.finish({**texts, "transformed_code.py": stitched.source})
+    figures.compile_s = time.perf_counter() - started
+
+    run: Callable[..., Any] = stitched.function
+    if around is None:
+        run = traced.forward_around(stitched.function)
+    checker = CallChecker(given, subject.dims, traced.conditions, symbols)
+    checker.check(given)
+    wrappers = tuple(call for call in calls if isinstance(call, GraphWrapper))
+    return Built(
+        run,
+        checker,
+        stitched,
+        tuple(pieces),
+        wrappers,
+        traced.codes,
+        texts["computation_graph.py"],
+        figures,
+    )
+
+
+def readable(graph: fx.GraphModule, pieces: Sequence[Piece]) -> str:
+    """The traced graph and its pieces as Python, to look into."""
+    parts = ["# The whole graph.\n", graph.code.strip("\n")]
+    for piece in pieces:
+        kind = "a splitting piece" if piece.splitting else "compiled"
+        parts += [f"\n\n# {piece.name}, {kind}.\n", piece.graph.code.strip("\n")]
+    return "\n".join(parts) + "\n"
+
+
+def _sizes(subject: Subject, given: Sequence[Leaf]) -> dict[str, int]:
+    sizes = sizes_of(subject.dims, given)
+    if not sizes:
+        raise CompileError(
+            "no argument of the call has a batch dimension",
+            got=", ".join(leaf.path for leaf in given),
+            expected="a tensor that dynamic_dims names",
+            advice='dynamic_dims={"ids": 0}',
+        )
+    return sizes
+
+
+def _probe(
+    subject: Subject,
+    bound: inspect.BoundArguments,
+    given: Sequence[Leaf],
+    sizes: Mapping[str, int],
+    step: int,
+) -> tuple[inspect.BoundArguments, list[Leaf]]:
+    """The call with example tensors, of sizes that tell the axes apart; those of each step too."""
+    static = {n for weight in subject.weights().values() for n in weight.shape}
+    for leaf in given:
+        if isinstance(leaf.value, torch.Tensor):
+            batch = subject.dims.of(leaf)
+            static.update(n for dim, n in enumerate(leaf.value.shape) if dim not in batch)
+    found = telling_sizes(sizes, static)
+    if step:
+        found = telling_sizes(
+            {name: size + 3 * step for name, size in found.items()}, static | {*found.values()}
+        )
+    example = substitute(bound, examples(subject.dims, given, found))
+    return example, leaves(example)
+
+
+def _symbols(
+    paths: Mapping[fx.Node, str], given: Sequence[Leaf], dims: DynamicDims
+) -> dict[Any, tuple[str, int]]:
+    """The axis, and the offset from it, that each symbol of the trace stands for."""
+    axes = {leaf.path: dims.of(leaf) for leaf in given}
+    found: dict[Any, tuple[str, int]] = {}
+    for node, path in paths.items():
+        for dim, axis in axes[path].items():
+            size = value_of(node).shape[dim]
+            if not isinstance(size, torch.SymInt):
+                continue
+            for expression in (size.node.expr, size.node._expr):
+                if expression.is_symbol:
+                    found.setdefault(expression, (axis.name, axis.offset))
+    return found
+
+
+def _backend(
+    graph: fx.GraphModule, options: CompileOptions, figures: Figures
+) -> tuple[Backend, torch.device]:
+    values = (value_of(node) for node in graph.graph.nodes if node.op == "placeholder")
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+    backend, reason = backend_for(options.backend, device.type, autotune=options.autotune)
+    figures.backend, figures.backend_reason = backend.name, reason
+    return backend, device
+
+
+def _reassigned(names: tuple[str, ...]) -> ReassignedStateError:
+    return ReassignedStateError(
+        f"compiled code assigns to {', '.join(names)}, which a graph cannot repeat",
+        names=names,
+        got=", ".join(names),
+        expected="in-place updates, such as self.count.add_(1) or self.buffer.copy_(new)",
+        advice="update the tensor in place and declare it as state, or compile with graphs=False",
+    )

@@ -1,0 +1,99 @@
+"""`compile_module` and `support_compile`: how hosts ask for a compiled module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from graphrt.compile.errors import CompileError
+from graphrt.compile.module import CompiledModule
+from graphrt.compile.options import CompileOptions
+from graphrt.core.context import ForwardContext, current_context
+from graphrt.core.pool import GraphPool
+from graphrt.core.wrapper import WrapperOptions
+
+M = TypeVar("M", bound=type)
+
+_DIMS = "graphrt_dynamic_dims"
+
+
+def support_compile(
+    dynamic_dims: Mapping[str, Any] | Sequence[str],
+) -> Callable[[M], M]:
+    """Say of a module class which dimensions of its forward's arguments are the batch's.
+
+    That is all it does: `compile_module(instance)` needs to be told nothing more then. See
+    `DynamicDims` for the forms.
+    """
+
+    def marked(cls: M) -> M:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise CompileError(
+                "support_compile marks a module class",
+                got=repr(cls),
+                expected="a subclass of torch.nn.Module",
+                advice="pass a function to graphrt.compile(function, dynamic_dims=...)",
+            )
+        setattr(cls, _DIMS, dynamic_dims)
+        return cls
+
+    return marked
+
+
+def compile_module(
+    module: Callable[..., Any],
+    dynamic_dims: Mapping[str, Any] | Sequence[str] | None = None,
+    *,
+    options: CompileOptions | None = None,
+    pool: GraphPool | None = None,
+    graphs: bool = True,
+    capture_sizes: Collection[int] | None = None,
+    wrapper_options: WrapperOptions | None = None,
+    read_context: Callable[[], ForwardContext | None] = current_context,
+    in_place: bool = True,
+) -> CompiledModule:
+    """Compile calls of a module, or of a function: once, at the first call or `ensure_compiled`.
+
+    `dynamic_dims` are needed unless the class has `support_compile`. With `pool`, which must be the
+    `GraphRunner`'s, pieces between splitting operators are captured in PIECEWISE steps, as
+    `wrapper_options` say. `graphs` says that steps may be replayed from graphs at all, of this
+    module or of what it is in: then code that assigns to attributes is refused. `capture_sizes` are
+    those that batches are padded to; a `GraphRunner` says them itself. With `in_place`, calls of
+    the module itself take the compiled code too, wherever it is in a larger model.
+
+    Raises `CompileError` and its kinds, some of them at the first call.
+    """
+    if dynamic_dims is None:
+        dynamic_dims = getattr(module, _DIMS, None)
+    if dynamic_dims is None:
+        inside = _supporting(module)
+        raise CompileError(
+            f"nobody says which dimensions of {type(module).__name__}'s arguments are the batch's",
+            got="no dynamic_dims",
+            expected="dynamic_dims=, or a class with @support_compile",
+            advice=f"compile {inside[0]!r}, which is inside of it"
+            if inside
+            else 'dynamic_dims={"ids": 0}',
+        )
+    compiled = CompiledModule(
+        module,
+        dynamic_dims,
+        options=options,
+        pool=pool,
+        graphs=graphs,
+        capture_sizes=capture_sizes,
+        wrapper_options=wrapper_options,
+        read_context=read_context,
+    )
+    if in_place and isinstance(module, nn.Module):
+        # torch's own place for what Module.compile() leaves; copies and checkpoints do without.
+        module._compiled_call_impl = compiled
+    return compiled
+
+
+def _supporting(module: object) -> list[str]:
+    if not isinstance(module, nn.Module):
+        return []
+    return [name for name, inner in module.named_modules() if name and hasattr(type(inner), _DIMS)]

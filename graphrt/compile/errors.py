@@ -1,0 +1,78 @@
+"""What can go wrong while a module is compiled, or is called in a way it was not compiled for."""
+
+from __future__ import annotations
+
+from graphrt.core.errors import GraphRTError
+
+
+class CompileError(GraphRTError):
+    """Root of the errors about compiling a module."""
+
+
+class TraceError(CompileError):
+    """The forward could not be traced as one graph."""
+
+
+class RetraceError(CompileError):
+    """A call differs from the traced one in something that the traced code has baked in.
+
+    `input` names what differs: an argument, or an element of one.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        input: str,
+        got: object = None,
+        expected: object = None,
+        advice: str | None = None,
+    ) -> None:
+        self.input = input
+        super().__init__(what, got=got, expected=expected, advice=advice)
+
+
+class ReassignedStateError(CompileError):
+    """Compiled code assigns to attributes, buffers or containers; a graph cannot repeat that.
+
+    `names` are the assigned places.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        names: tuple[str, ...],
+        got: object = None,
+        expected: object = None,
+        advice: str | None = None,
+    ) -> None:
+        self.names = names
+        super().__init__(what, got=got, expected=expected, advice=advice)
+
+
+class CompileSealedError(CompileError):
+    """A module would have to be compiled after `seal()`, or inside of an open capture."""
+
+
+class CompileSizeError(CompileError):
+    """A size that should get code of its own is none that batches are padded to.
+
+    `size` is the size.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        size: object,
+        got: object = None,
+        expected: object = None,
+        advice: str | None = None,
+    ) -> None:
+        self.size = size
+        super().__init__(what, got=got, expected=expected, advice=advice)
+
+
+class OpaqueError(CompileError):
+    """A function cannot be made an opaque operator."""

@@ -1,0 +1,30 @@
+"""What compiling a module took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Figures:
+    """Counts and seconds of one compiled module, from its first trace on."""
+
+    traces: int = 0
+    """Dynamo traces; more than one never happens."""
+    pieces: int = 0
+    """Pieces between the splitting operators."""
+    splitting_pieces: int = 0
+    distinct_pieces: int = 0
+    """Pieces that differ in structure, each of which is compiled once."""
+    compilations: int = 0
+    """Calls of the backend's compiler, with those for single sizes."""
+    static_compilations: int = 0
+    """Of these, for single sizes."""
+    loads: int = 0
+    """Pieces taken from the cache instead of being compiled."""
+    trace_s: float = 0.0
+    compile_s: float = 0.0
+    backend: str = ""
+    """The backend that compiled."""
+    backend_reason: str = ""
+    """Why it is another one than was asked for."""

@@ -1,0 +1,110 @@
+"""Pieces through Inductor. Nothing of the compiler is imported before something is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import fx
+
+from graphrt.compile.sizes import value_of
+from graphrt.compile.split import returned_count
+
+_SEARCH = {"max_autotune": True, "coordinate_descent_tuning": True}
+
+
+class InductorBackend:
+    """Compiles pieces with `torch._inductor.standalone_compile`.
+
+    `autotune` searches longer for pieces of one size.
+    """
+
+    name = "inductor"
+
+    def __init__(self, *, autotune: bool = True) -> None:
+        self._autotune = autotune
+
+    def compile(
+        self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
+    ) -> CompiledPiece:
+        """Code for the shapes of `piece`, or with `static` for exactly those of `inputs`."""
+        import torch._inductor
+
+        patches = _SEARCH if static and self._autotune else {}
+        artifact = torch._inductor.standalone_compile(
+            _with_tuple(piece),
+            list(inputs),
+            dynamic_shapes="from_example_inputs" if static else "from_graph",
+            options={"config_patches": patches},
+        )
+        return CompiledPiece(artifact, returned_count(piece))
+
+
+class CompiledPiece:
+    """Compiled code of one piece, which returns what the piece does."""
+
+    def __init__(self, artifact: Any, returns: int | None) -> None:
+        self.artifact = artifact
+        self._returns = returns
+
+    def __call__(self, *args: Any) -> Any:
+        results = self.artifact(*args)
+        if self._returns is None:
+            return None
+        return results[0] if self._returns == 1 else tuple(results)
+
+    def save(self, path: Path, save_format: Literal["binary", "unpacked"]) -> None:
+        """Write the code for `load`."""
+        self.artifact.save(path=str(path), format=save_format)
+
+    @classmethod
+    def load(
+        cls, path: Path, save_format: Literal["binary", "unpacked"], returns: int | None
+    ) -> CompiledPiece:
+        """The code of a piece that another process compiled; compiles and tunes nothing."""
+        from torch import _inductor
+
+        inductor: Any = _inductor
+        artifact = inductor.CompiledArtifact.load(path=str(path), format=save_format)
+        return cls(artifact, returns)
+
+
+def why_not(device_type: str) -> str:
+    """Why Inductor cannot compile for a device here; "" if it can."""
+    try:
+        from torch._inductor.codegen import common
+
+        common.init_backend_registration()
+        if common.get_scheduling_for_device(device_type) is None:
+            return f"Inductor generates no code for device type {device_type!r}"
+    except Exception as error:
+        return f"Inductor cannot be used: {type(error).__name__}: {error}"
+    if device_type == "cpu":
+        try:
+            from torch._inductor import cpp_builder
+
+            cpp_builder.get_cpp_compiler()
+        except Exception as error:
+            return f"Inductor needs a C++ compiler: {error}"
+        return ""
+    from torch.utils._triton import has_triton
+
+    return "" if has_triton() else "Inductor needs Triton, which is not there for this device"
+
+
+def _with_tuple(piece: fx.GraphModule) -> fx.GraphModule:
+    """A copy that returns a tuple, as Inductor wants it."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in piece.graph.nodes:
+        if node.op == "output":
+            returned = fx.node.map_arg(node.args[0], copies.__getitem__)
+            several = returned if isinstance(returned, tuple) else (returned,)
+            graph.output(() if returned is None else several)
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        value = value_of(node)
+        if value is not None:
+            copies[node].meta["example_value"] = value
+    return fx.GraphModule(piece, graph)

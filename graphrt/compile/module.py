@@ -1,0 +1,210 @@
+"""`CompiledModule`: a module whose forward is traced once, split, compiled and stitched."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrt.compile.build import Built, Subject, build
+from graphrt.compile.dims import DynamicDims
+from graphrt.compile.errors import CompileError, CompileSealedError
+from graphrt.compile.figures import Figures
+from graphrt.compile.options import CompileOptions
+from graphrt.compile.parameters import Parameters, leaves
+from graphrt.compile.pieces import Wrapping
+from graphrt.compile.split import Piece
+from graphrt.compile.static_sizes import check_sizes, wanted_sizes
+from graphrt.core.breakable import current_capture
+from graphrt.core.context import ForwardContext, current_context
+from graphrt.core.modes import GraphMode
+from graphrt.core.pool import GraphPool
+from graphrt.core.wrapper import GraphWrapper, WrapperOptions
+
+
+class CompiledModule:
+    """Calls of `module`, through pieces that were compiled from one trace of its forward.
+
+    The first call compiles, or `ensure_compiled`; never a later one. It runs without gradients.
+    Attributes that it lacks are the module's.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        dynamic_dims: Mapping[str, Any] | Sequence[str],
+        *,
+        options: CompileOptions | None = None,
+        pool: GraphPool | None = None,
+        graphs: bool = True,
+        capture_sizes: Collection[int] | None = None,
+        wrapper_options: WrapperOptions | None = None,
+        read_context: Callable[[], ForwardContext | None] = current_context,
+    ) -> None:
+        """See `compile_module`."""
+        self.module = module
+        self.options = options or CompileOptions()
+        if self.options.use_inductor_graph_partition:
+            raise CompileError(
+                "Inductor's own partition is not built into this version",
+                got="use_inductor_graph_partition=True",
+                expected="False: the graph is split before Inductor sees it",
+                advice="leave the option out",
+            )
+        call = forward = module
+        if isinstance(module, nn.Module):
+            call, forward = module._call_impl, module.forward
+        self._subject = Subject(module, call, Parameters(forward), DynamicDims(dynamic_dims))
+        self._subject.dims.check_names(self._subject.parameters.names)
+        self._pool = pool
+        self._graphs = graphs
+        self._capture_sizes = None if capture_sizes is None else frozenset(capture_sizes)
+        self._wrapper_options = wrapper_options or WrapperOptions()
+        self._read_context = read_context
+        self._built: Built | None = None
+        self._run: Callable[..., Any] | None = None
+        self._sealed = False
+        self._static_sizes: tuple[int, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._subject.call(*args, **kwargs)
+        run = self._run
+        if run is None:
+            run = self._compile(self._subject.parameters.bind(args, kwargs)).run
+        else:
+            context = self._read_context()
+            # A step that is replayed reads the buffers of its capture, which were checked then.
+            if (
+                context is None
+                or context.mode is not GraphMode.PIECEWISE
+                or context.capture is not None
+                or context.slot < 0
+            ):
+                self.check(*args, **kwargs)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return run(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __repr__(self) -> str:
+        state = f"{len(self.pieces)} pieces" if self.compiled else "not compiled"
+        return f"{type(self).__name__}({type(self.module).__name__}, {state})"
+
+    @property
+    def compiled(self) -> bool:
+        return self._run is not None
+
+    @property
+    def figures(self) -> Figures:
+        """What compiling took; all zero before."""
+        return Figures() if self._built is None else self._built.figures
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of the graph in order, splitting ones too."""
+        return () if self._built is None else self._built.pieces
+
+    @property
+    def wrappers(self) -> tuple[GraphWrapper, ...]:
+        """The wrappers of the compiled pieces; none without a pool."""
+        return () if self._built is None else self._built.wrappers
+
+    @property
+    def codes(self) -> tuple[CodeType, ...]:
+        """What Dynamo traced."""
+        return () if self._built is None else self._built.codes
+
+    @property
+    def source(self) -> str:
+        """The Python of the call that runs all pieces; "" before it is compiled."""
+        return "" if self._built is None else self._built.stitched.source
+
+    @property
+    def computation_graph(self) -> str:
+        """The traced graph and its pieces as Python; "" before it is compiled."""
+        return "" if self._built is None else self._built.computation_graph
+
+    def unwrap(self) -> Callable[..., Any]:
+        """The module itself."""
+        return self.module
+
+    def ensure_compiled(self, *args: Any, **kwargs: Any) -> None:
+        """Compile for calls like this one, if that has not been done; runs nothing of the forward.
+
+        Raises `CompileSealedError` after `seal`.
+        """
+        if self._run is None:
+            self._compile(self._subject.parameters.bind(args, kwargs))
+
+    def check(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `RetraceError` if the compiled code is not right for such a call."""
+        if self._built is not None:
+            self._built.checker.check(leaves(self._subject.parameters.bind(args, kwargs)))
+
+    def use_capture_sizes(self, sizes: Collection[int]) -> None:
+        """Say which further sizes batches are padded to; raises `CompileSizeError` for compile
+        sizes that are none of them all."""
+        self._capture_sizes = (self._capture_sizes or frozenset()) | frozenset(sizes)
+        numbers = [size for size in self.options.compile_sizes if isinstance(size, int)]
+        check_sizes({*numbers, *self._static_sizes}, self._capture_sizes)
+
+    def rebind_weights(self) -> None:
+        """Take the module's weights as they are now; raises `RetraceError` if one has changed its
+        shape, dtype or device."""
+        if self._built is not None:
+            self._built.stitched.rebind(self._subject.weights())
+
+    def seal(self) -> None:
+        """Compile nothing any more; capture nothing any more in the pieces."""
+        self._sealed = True
+        for wrapper in self.wrappers:
+            wrapper.seal()
+
+    def unseal(self) -> None:
+        """Allow compiling again, and capturing in the pieces."""
+        self._sealed = False
+        for wrapper in self.wrappers:
+            wrapper.unseal()
+
+    def _compile(self, bound: inspect.BoundArguments) -> Built:
+        self._check_may_compile()
+        static = wanted_sizes(self.options.compile_sizes, self._capture_sizes)
+        wrapping = None
+        if self._pool is not None:
+            wrapping = Wrapping(self._pool, self._wrapper_options, self._read_context)
+        built = build(
+            self._subject,
+            bound,
+            self.options,
+            static_sizes=static,
+            wrapping=wrapping,
+            graphs=self._graphs,
+        )
+        self._built, self._run, self._static_sizes = built, built.run, static
+        return built
+
+    def _check_may_compile(self) -> None:
+        if self._sealed:
+            raise CompileSealedError(
+                "a module would have to be compiled after seal()",
+                got=repr(self),
+                expected="a module that was compiled before",
+                advice="call ensure_compiled() before serving, or capture() with this forward",
+            )
+        if current_capture() is not None:
+            raise CompileSealedError(
+                "a module would have to be compiled inside of an open capture",
+                got=repr(self),
+                expected="a module that was compiled before",
+                advice="call ensure_compiled() before capture(), or leave warm-ups on",
+            )

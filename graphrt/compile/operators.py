@@ -1,0 +1,47 @@
+"""Naming operators: which nodes of a graph split it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import fx
+
+DEFAULT_SPLITTING_OPS = ("graphrt::paged_decode",)
+"""Besides every operator with the tag `cudagraph_unsafe`, which `opaque` gives to its own."""
+
+
+def splits_at(names: Collection[str] | None) -> Callable[[fx.Node], bool]:
+    """Whether a node is one of the operators `names`: "ns::op", or "ns::op.overload" for one.
+
+    None stands for `DEFAULT_SPLITTING_OPS` and all operators tagged `cudagraph_unsafe`.
+    """
+    listed = frozenset(DEFAULT_SPLITTING_OPS if names is None else names)
+
+    def is_splitting(node: fx.Node) -> bool:
+        found = names_of(node)
+        if not listed.isdisjoint(found):
+            return True
+        return names is None and bool(found) and _is_unsafe(node)
+
+    return is_splitting
+
+
+def names_of(node: fx.Node) -> tuple[str, ...]:
+    """How an operator may be called in a list; empty for what is none of the dispatcher's."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        return (name, f"{name}.{target._overloadname}")
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return (target._qualified_op_name,)
+    return ()
+
+
+def _is_unsafe(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
+    else:
+        overloads = [target]
+    return any(torch.Tag.cudagraph_unsafe in overload.tags for overload in overloads)

@@ -1,0 +1,166 @@
+"""From pieces of a graph to what is called for each: compiled once, wrapped for capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from graphrt.compile.as_operator import AsOperator
+from graphrt.compile.backends import Backend
+from graphrt.compile.bridge import BridgedPiece
+from graphrt.compile.figures import Figures
+from graphrt.compile.fingerprint import fingerprint
+from graphrt.compile.options import CompileOptions
+from graphrt.compile.sizes import value_of
+from graphrt.compile.split import Piece, returned_count
+from graphrt.compile.static_sizes import BySize, size_place, static_inputs
+from graphrt.core.context import ForwardContext
+from graphrt.core.lookup import wrapper_class
+from graphrt.core.modes import GraphMode
+from graphrt.core.pool import GraphPool
+from graphrt.core.wrapper import WrapperOptions
+
+if TYPE_CHECKING:
+    from graphrt.compile.artifacts import KeptPieces
+
+
+class Compiler:
+    """Compiles the pieces of one module, those of equal structure once.
+
+    `sizes` of `symbol` are compiled for themselves in addition. What a compiler made is kept in the
+    cache, and taken from it; nothing of it is there for others unless the block ends well.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        figures: Figures,
+        options: CompileOptions,
+        device: torch.device,
+        *,
+        codes: Sequence[CodeType],
+        symbol: Any,
+        sizes: Sequence[int],
+    ) -> None:
+        self._backend = backend
+        self._figures = figures
+        self._symbol = symbol
+        self._sizes = sizes
+        self._made: dict[str, Callable[..., Any]] = {}
+        # A capture on the CPU records operators, and would not see the kernels of compiled code.
+        self._as_operators = device.type == "cpu" and backend.name != "eager"
+        self._kept: KeptPieces | None = None
+        if backend.name != "eager":
+            from graphrt.compile.artifacts import KeptPieces
+
+            self._kept = KeptPieces.open(options, codes, device)
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and self._kept is not None:
+            self._kept.discard()
+
+    def call_of(self, piece: Piece) -> Callable[..., Any]:
+        """What runs a piece; a splitting one runs as it is."""
+        if piece.splitting:
+            self._figures.splitting_pieces += 1
+            forward: Callable[..., Any] = piece.graph.forward
+            return forward
+        self._figures.pieces += 1
+        key = fingerprint(piece.graph)
+        if key not in self._made:
+            self._figures.distinct_pieces += 1
+            call = self._compiled(piece.graph, key)
+            if self._as_operators:
+                call = AsOperator(call, returned_count(piece.graph))
+            self._made[key] = call
+        return self._made[key]
+
+    def finish(self, texts: Mapping[str, str]) -> None:
+        """Show the cache's other users what was compiled, with `texts` for reading beside it."""
+        if self._kept is not None:
+            self._kept.finish(texts)
+
+    def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
+        inputs = [value_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
+        name = f"piece_{key[:32]}"
+        general = self._one(graph, inputs, name, static=False)
+        place = size_place(graph, self._symbol) if self._sizes else None
+        if place is None:
+            return general
+        static = {
+            size: self._one(
+                graph, static_inputs(graph, self._symbol, size), f"{name}_{size}", static=True
+            )
+            for size in self._sizes
+        }
+        return BySize(place, static, general)
+
+    def _one(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
+    ) -> Callable[..., Any]:
+        if self._kept is not None:
+            found = self._kept.load(name, returned_count(graph))
+            if found is not None:
+                self._figures.loads += 1
+                return found
+        with torch.no_grad():
+            compiled: Any = self._backend.compile(graph, inputs, static=static)
+        self._figures.compilations += 1
+        self._figures.static_compilations += static
+        if self._kept is not None:
+            self._kept.store(name, compiled)
+        made: Callable[..., Any] = compiled
+        return made
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How pieces are captured: where, with which options, and what tells them the step."""
+
+    pool: GraphPool
+    options: WrapperOptions
+    read_context: Callable[[], ForwardContext | None]
+
+
+def wrapped_pieces(
+    pieces: Sequence[Piece],
+    calls: Sequence[Callable[..., Any]],
+    wrapping: Wrapping,
+    returned: Collection[fx.Node],
+) -> list[Callable[..., Any]]:
+    """Each compiled piece in a PIECEWISE wrapper of its own, and splitting ones kept in place.
+
+    `outputs` of the options holds for pieces whose results the forward returns: all others are read
+    by the pieces that follow, where they are.
+    """
+    wrap = wrapper_class(wrapping.pool.platform)
+    inner = replace(wrapping.options, outputs="pool")
+    wrapped: list[Callable[..., Any]] = []
+    for piece, call in zip(pieces, calls, strict=True):
+        if piece.splitting:
+            wrapped.append(BridgedPiece(call, wrapping.read_context) if piece.outputs else call)
+            continue
+        last = any(node in returned for node in piece.outputs)
+        wrapped.append(
+            wrap(
+                call,
+                GraphMode.PIECEWISE,
+                pool=wrapping.pool,
+                read_context=wrapping.read_context,
+                options=wrapping.options if last else inner,
+            )
+        )
+    return wrapped

@@ -1,0 +1,126 @@
+"""Numbers in a traced graph: all are computed from the sizes that the graph is given."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake tensor, or the number, that the trace had for a node; None where it kept none."""
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node stands for a Python number, symbolic or not."""
+    return isinstance(value_of(node), NUMBERS)
+
+
+def floating(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that compute numbers from numbers only: every piece can compute them itself."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or not is_number(node):
+            continue
+        if all(
+            n in found or (n.op == "placeholder" and is_number(n)) for n in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
+
+
+def resolve_sizes(graph: fx.Graph) -> None:
+    """Rewrite what asks tensors for their sizes into the sizes that the graph is given.
+
+    `x.size()` becomes a tuple of numbers and its elements those numbers, so that no piece takes a
+    tensor only to ask for its size. Static sizes become constants. What depends on data stays.
+    """
+    known = _size_placeholders(graph)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    made: dict[Any, Any] = dict(known)
+    for node in list(graph.nodes):
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        value = value_of(node)
+        if isinstance(value, torch.Size) or (
+            isinstance(value, tuple) and value and all(isinstance(v, NUMBERS) for v in value)
+        ):
+            numbers = [_number(graph, v, made, first) for v in value]
+            if all(n is not None for n in numbers):
+                _replace(node, tuple(numbers))
+        elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+            number = _number(graph, value, made, first)
+            if number is not None and number is not node:
+                _replace(node, number)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op not in ("placeholder", "output") and _asks_only(node):
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _size_placeholders(graph: fx.Graph) -> dict[Any, fx.Node]:
+    found: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt):
+            found.setdefault(value_of(node).node.expr, node)
+    return found
+
+
+def _number(graph: fx.Graph, value: Any, made: dict[Any, Any], before: fx.Node) -> Any:
+    """`value` as a constant or a node that computes it from sizes; None if that is impossible."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    expression = value.node.expr
+    if expression.is_number:
+        return int(expression)
+    if expression in made:
+        return made[expression]
+    if not all(symbol in made for symbol in expression.free_symbols):
+        return None
+    with graph.inserting_before(before):
+        made[expression] = _computed(graph, expression, made, value)
+    return made[expression]
+
+
+def _computed(graph: fx.Graph, expression: Any, made: dict[Any, Any], value: Any) -> fx.Node:
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    symbols = {s: fx.Proxy(made[s], tracer) for s in expression.free_symbols}
+    before = set(graph.nodes)
+    result: Any = sympy_interp(PythonReferenceAnalysis, symbols, expression)
+    node: fx.Node = result.node
+    for new in graph.nodes:
+        if new not in before:
+            # Of the steps on the way only this is known: they are integers.
+            new.meta.setdefault("example_value", value)
+    node.meta["example_value"] = value
+    return node
+
+
+def _replace(node: fx.Node, value: Any) -> None:
+    """Let every user of `node` take `value`, a number, a node or a tuple of them, instead."""
+    for user in list(node.users):
+        if isinstance(value, tuple) and _is_element_of(user, node):
+            continue  # it is replaced as a number itself
+        user.args = fx.node.map_arg(user.args, lambda n: value if n is node else n)
+        user.kwargs = fx.node.map_arg(user.kwargs, lambda n: value if n is node else n)
+
+
+def _is_element_of(user: fx.Node, node: fx.Node) -> bool:
+    return user.target is operator.getitem and user.args[0] is node
+
+
+def _asks_only(node: fx.Node) -> bool:
+    """Whether a node has no effect besides telling a number."""
+    value = value_of(node)
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(v, NUMBERS) for v in value)
+    return isinstance(value, NUMBERS)

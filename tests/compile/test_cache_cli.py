@@ -1,0 +1,143 @@
+"""`graphrt cache`: what it lists, shows and removes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from graphrt.cli.app import app
+from graphrt.cli.cache import age_text
+from graphrt.compile.cache import CompileCache
+from graphrt.compile.cache_key import CacheKey
+from graphrt.compile.cache_log import size_text
+from graphrt.core.errors import InvalidOptionError
+
+SETTINGS = {"compile.backend": "inductor", "splitting_ops": ["demo::attention"]}
+
+
+def key_of(source: bytes) -> CacheKey:
+    versions = {"torch": "2.13.0", "device": "cpu"}
+    return CacheKey.of(SETTINGS, {"net.model": source}, versions=versions, compiler={"a": 1})
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GRAPHRT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    for rank in range(2):
+        with CompileCache(rank=rank).open(key_of(b"one")) as entry:
+            entry.store("piece_0", b"x" * 3000)
+            entry.store("piece_1", lambda path: (path.mkdir(), (path / "f").write_bytes(b"y")))
+    unfinished = CompileCache().open(key_of(b"two"))
+    unfinished.store("piece_0", b"x")
+    (tmp_path / "not-ours").mkdir()
+    return tmp_path
+
+
+def run(*arguments: str, stdin: str | None = None, code: int = 0) -> str:
+    command = ["cache", *arguments]
+    result = CliRunner().invoke(app, command, input=stdin, catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def name_of(source: bytes) -> str:
+    return key_of(source).digest[:16]
+
+
+def test_ls(directory: Path):
+    text = run("ls")
+    (line,) = [each for each in text.splitlines() if name_of(b"one") in each]
+    for part in ("inductor", "2.13.0", "cpu", "0 1", "complete", "KiB"):
+        assert part in line
+    assert "unfinished" in text and "not-ours" not in text
+    assert f"2 keys, {text.rpartition('keys, ')[2]}" in text and str(directory) in text
+
+
+def test_ls_as_json(directory: Path):
+    data = {each["key"]: each for each in json.loads(run("ls", "--json"))}
+    one = data[name_of(b"one")]
+    assert (one["pieces"], one["ranks"], one["state"]) == (2, ["0", "1"], "complete")
+    assert one["backend"] == "inductor" and one["versions"]["torch"] == "2.13.0"
+    assert 0 <= one["age_s"] < 60 and one["size_bytes"] > 6000
+    assert data[name_of(b"two")]["state"] == "unfinished"
+
+
+def test_ls_of_nothing(tmp_path: Path):
+    assert "0 keys" in run("ls", "--directory", str(tmp_path / "missing"))
+    assert json.loads(run("ls", "--json", "--directory", str(tmp_path))) == []
+
+
+def test_show(directory: Path):
+    text = run("show", name_of(b"one")[:6])
+    for part in ("net.model", '["demo::attention"]', "piece_0", "unpacked", "binary", "Rank 1"):
+        assert part in text
+    assert "1 settings of the compiler" in text
+    data = json.loads(run("show", name_of(b"one"), "--json"))
+    assert data["parts"] == key_of(b"one").parts
+    assert [each["name"] for each in data["ranks"][0]["artifacts"]] == ["piece_0", "piece_1"]
+
+
+def test_show_checks_every_file(directory: Path):
+    path = CompileCache().open(key_of(b"one")).load("piece_0")
+    assert path is not None
+    path.write_bytes(b"x" * 2999 + b"y")
+    data = json.loads(run("show", name_of(b"one"), "--json"))
+    assert list(data["ranks"][0]["damaged_artifacts"]) == ["piece_0"]
+    assert data["ranks"][1]["damaged_artifacts"] == {}
+    assert "checksum" in run("show", name_of(b"one"))
+
+
+def test_damage_is_listed(directory: Path):
+    key = directory / name_of(b"one")
+    (key / "rank_0" / "manifest.json").write_text("{}")
+    (key / "key.json").write_text("{}")
+    assert "complete, damaged" in run("ls")
+    assert "cannot be read" in run("show", name_of(b"one"))
+
+
+@pytest.mark.parametrize("prefix", ["", "xyz"])
+def test_an_unknown_key(directory: Path, prefix: str):
+    with pytest.raises(InvalidOptionError, match="no such key"):
+        run("show", prefix)
+
+
+def test_rm_asks(directory: Path):
+    run("rm", name_of(b"one"), stdin="n\n", code=1)
+    assert (directory / name_of(b"one")).exists()
+    assert "1 removed" in run("rm", name_of(b"one"), stdin="y\n")
+    assert not (directory / name_of(b"one")).exists()
+    assert (directory / name_of(b"two")).exists()
+
+
+def test_rm_of_all_leaves_what_is_not_ours(directory: Path):
+    (directory / ".tmp-left-by-a-killed-rm").mkdir()
+    assert "2 removed" in run("rm", "--all", "--yes")
+    assert [each.name for each in directory.iterdir()] == ["not-ours"]
+    assert "0 removed" in run("rm", "--all", "--yes")
+
+
+@pytest.mark.parametrize("arguments", [[], ["abc", "--all"]])
+def test_rm_needs_to_know_what(directory: Path, arguments: list[str]):
+    with pytest.raises(InvalidOptionError, match="which keys"):
+        run("rm", *arguments)
+
+
+def test_sizes_and_ages_for_people():
+    assert [size_text(each) for each in (0, 1023, 12345, 5 << 20, 3 << 30)] == [
+        "0 B",
+        "1023 B",
+        "12.1 KiB",
+        "5.0 MiB",
+        "3.0 GiB",
+    ]
+    assert [age_text(each) for each in (0.2, 59, 61, 7300, 200000)] == [
+        "0 s",
+        "59 s",
+        "1 min",
+        "2 h",
+        "2 d",
+    ]

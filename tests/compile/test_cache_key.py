@@ -1,0 +1,286 @@
+"""What is in a key and what is not: sources, versions, settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from graphrt.compile.cache_key import (
+    CacheKey,
+    code_settings,
+    compiler_settings,
+    runtime_versions,
+)
+from graphrt.compile.cache_sources import TracedSources, code_digest, module_name
+from graphrt.core.errors import InvalidOptionError
+from graphrt.core.options import CompileOptions, GraphOptions
+
+MODEL = """
+from helper import scale
+
+def forward(x):
+    return scale(x) if x.shape[0] in {1, 2, 3} else x
+"""
+HELPER = "def scale(x):\n    return x * 2\n"
+UNTRACED = "def unrelated():\n    return 1\n"
+
+
+def write(directory: Path, **sources: str) -> None:
+    package = directory / "net"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").touch()
+    for name, text in sources.items():
+        (package / f"{name}.py").write_text(text)
+
+
+def load(directory: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"net_{name}", directory / "net" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Not from a .pyc: sources that are edited within a second look the same to it.
+    exec(compile(spec.loader.get_data(spec.origin), spec.origin, "exec"), module.__dict__)  # type: ignore[attr-defined]
+    return module
+
+
+def traced(directory: Path) -> CacheKey:
+    sources = TracedSources()
+    sources.add(load(directory, "model").forward, load(directory, "helper").scale)
+    return CacheKey.of({}, sources, versions={}, compiler={})
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "source"
+    write(directory, model=MODEL, helper=HELPER, untraced=UNTRACED)
+    monkeypatch.setitem(sys.modules, "helper", load(directory, "helper"))
+    return directory
+
+
+def test_an_edit_in_a_traced_file_is_another_key(tree: Path):
+    before = traced(tree)
+    write(tree, helper=HELPER.replace("2", "3"))
+    after = traced(tree)
+    assert after.digest != before.digest
+    assert after.differences(before) == ["sources.net.helper: edited"]
+
+
+def test_an_edit_in_an_untraced_file_is_not(tree: Path):
+    before = traced(tree)
+    write(tree, untraced=UNTRACED.replace("1", "2"))
+    assert traced(tree) == before
+
+
+def test_the_same_sources_in_another_place_are_the_same_key(tree: Path, tmp_path: Path):
+    write(tmp_path / "other" / "machine", model=MODEL, helper=HELPER)
+    assert traced(tmp_path / "other" / "machine") == traced(tree)
+
+
+def test_a_file_edited_after_it_was_imported_does_not_vouch_for_the_old_code(tree: Path):
+    old = load(tree, "helper").scale
+    write(tree, helper=HELPER.replace("2", "3"))
+    stale, fresh = TracedSources(), TracedSources()
+    stale.add(old)
+    fresh.add(load(tree, "helper").scale)
+    assert stale.digests() != fresh.digests()
+
+
+def test_what_dynamo_traced_can_be_taken_as_it_is(tree: Path):
+    from torch._guards import TracingContext
+
+    sources = TracedSources()
+
+    def backend(graph: torch.fx.GraphModule, examples: object) -> object:
+        sources.add(*TracingContext.get().traced_code)
+        return graph.forward
+
+    torch.compile(load(tree, "model").forward, backend=backend)(torch.ones(2))
+    torch._dynamo.reset()
+    assert set(sources.digests()) == {"net.model", "net.helper"}
+
+
+def test_torch_and_python_are_left_out():
+    sources = TracedSources()
+    sources.add(torch.nn.Linear.forward, Path.exists, json.dumps, pytest.importorskip)
+    assert list(sources.digests()) == ["_pytest.outcomes"]
+
+
+def test_code_without_a_file_counts_by_its_bytecode():
+    def made(text: str) -> dict[str, str]:
+        space: dict[str, object] = {}
+        exec(compile(text, f"<eval_with_key>.{len(text)}", "exec"), space)
+        sources = TracedSources()
+        sources.add(space["f"])
+        return sources.digests()
+
+    one, other = made("def f(x): return x + 1"), made("def f(x): return x + 22")
+    assert list(one) == list(other) == ["<eval_with_key>."]
+    assert one != other
+    assert made("def f(x): return x + 1") == one
+
+
+def test_scripts_of_the_same_name_both_count(tmp_path: Path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.py").write_text(f"# {name}")
+    both, one = TracedSources(), TracedSources()
+    both.add(tmp_path / "b" / "model.py", tmp_path / "a" / "model.py")
+    one.add(tmp_path / "a" / "model.py")
+    assert list(both.digests()) == list(one.digests()) == ["model"]
+    assert both.digests() != one.digests()
+    turned = TracedSources()
+    turned.add(tmp_path / "a" / "model.py", tmp_path / "b" / "model.py")
+    assert turned.digests() == both.digests()
+
+
+def test_what_cannot_be_a_source_is_refused(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        TracedSources().add(tmp_path / "missing.py")
+    with pytest.raises(TypeError, match="a function, code object or path"):
+        TracedSources().add(3)
+
+
+def test_module_names(tree: Path):
+    assert module_name(str(tree / "net" / "model.py")) == "net.model"
+    assert module_name(str(tree / "net" / "__init__.py")) == "net"
+    (tree / "net" / "layers").mkdir()
+    assert module_name(str(tree / "net" / "layers" / "norm.py")) == "net.layers.norm"
+    assert module_name("/nowhere/serve.py") == "serve"
+
+
+def test_bytecode_digests_do_not_depend_on_the_process(tree: Path):
+    here = Path(code_digest.__code__.co_filename).parents[2]
+    text = (
+        "import sys; sys.modules['torch'] = None; import types;"
+        f"source = open({str(here / 'graphrt/compile/cache_sources.py')!r}).read();"
+        "source = source.replace('import torch', '').replace("
+        "'from graphrt.compile.cache_log import logger, set_up_logging', '');"
+        "space = {'__name__': 'x'}; exec(source, space);"
+        f"code = compile({MODEL!r}, 'm', 'exec'); print(space['code_digest'](code))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", text],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1
+
+
+# Settings and versions -------------------------------------------------------------------------
+
+
+def settings_key(**options: object) -> CacheKey:
+    settings = code_settings(GraphOptions.from_dict(options))
+    return CacheKey.of(settings, {}, versions={"torch": "2.13.0"}, compiler={})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sizes": [1, 2, 4]},
+        {"max_size": 64},
+        {"mode": "FULL"},
+        {"warmups": 3},
+        {"compile": {"cache_dir": "/elsewhere"}},
+    ],
+)
+def test_what_does_not_change_code_is_not_in_the_key(options: dict[str, object]):
+    assert settings_key(**options) == settings_key()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"splitting_ops": ["aten::mm"]},
+        {"compile": {"backend": "inductor"}},
+        {"compile": {"dynamic_shapes": "unbacked"}},
+    ],
+)
+def test_what_changes_code_is(options: dict[str, object]):
+    assert settings_key(**options).digest != settings_key().digest
+
+
+def test_the_settings_of_one_module_count_alike():
+    found = code_settings(CompileOptions(backend="inductor", cache_dir="/elsewhere"))
+    assert found == {
+        "compile.backend": "inductor",
+        "compile.compile_sizes": (),
+        "compile.dynamic_shapes": "backed",
+    }
+
+
+@pytest.mark.parametrize("name", sorted(runtime_versions()))
+def test_every_version_counts(name: str):
+    versions = runtime_versions()
+    key = CacheKey.of({}, {}, versions=versions, compiler={})
+    other = CacheKey.of({}, {}, versions={**versions, name: "another"}, compiler={})
+    assert key.differences(other) == [f"versions.{name}: another -> {versions[name]}"]
+    assert key.digest != other.digest
+
+
+def test_versions_say_what_made_the_code():
+    versions = runtime_versions("cpu")
+    assert versions["torch"] == torch.__version__ and versions["device"] == "cpu"
+    assert {"graphrt", "python", "machine", "cpu"} <= versions.keys()
+
+
+def test_a_setting_of_the_compiler_counts():
+    from torch._inductor import config
+
+    before = CacheKey.of({}, {}, versions={})
+    with config.patch(max_autotune=not config.max_autotune):
+        after = CacheKey.of({}, {}, versions={})
+    assert [line.split(":")[0] for line in after.differences(before)] == [
+        "compiler.inductor.max_autotune"
+    ]
+    assert CacheKey.of({}, {}, versions={}) == before
+
+
+def test_a_custom_pass_counts():
+    from torch._inductor import config
+
+    class Named:
+        def __init__(self, name: bytes | None) -> None:
+            self.name = name
+
+        def uuid(self) -> bytes | None:
+            return self.name
+
+        def __call__(self, graph: object) -> None: ...
+
+    def found(custom: object) -> object:
+        with config.patch(post_grad_custom_post_pass=custom):
+            return compiler_settings()["inductor.post_grad_custom_post_pass"]
+
+    assert found(Named(b"a")) == found(Named(b"a")) != found(Named(b"b"))
+    assert found(Named(None)) != found(Named(None)), "it asks not to be cached"
+    assert found(lambda graph: 1) != found(lambda graph: 2)
+    assert "inductor.post_grad_custom_post_pass" not in compiler_settings()
+
+
+def test_a_key_survives_json():
+    key = CacheKey.of(
+        {"sizes": (1, 2), "fast": None}, {"m": b"x"}, versions={}, compiler={"a": 1.5}
+    )
+    assert CacheKey.from_parts(json.loads(key.to_json())) == key
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, Path("/x"), float("nan"), torch.float16])
+def test_a_setting_that_cannot_be_compared_is_refused(value: object):
+    with pytest.raises(InvalidOptionError, match="settings of a cache key"):
+        CacheKey.of({"odd": value}, {}, versions={}, compiler={})
+
+
+def test_nothing_but_json_types_of_the_compiler():
+    assert json.loads(json.dumps(compiler_settings())) == compiler_settings()

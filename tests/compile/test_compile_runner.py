@@ -1,0 +1,267 @@
+"""Compiled pieces as graphs: PIECEWISE, FULL around PIECEWISE, and one runner around it all."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from compile_llama import PAGES, Llama, step_inputs
+from torch import nn
+from torch._dynamo.utils import counters
+
+from graphrt import (
+    Batch,
+    GraphMode,
+    GraphPool,
+    GraphRunner,
+    InputSpec,
+    WrapperOptions,
+    eager_break,
+)
+from graphrt.compile import (
+    CompileOptions,
+    CompileSealedError,
+    CompileSizeError,
+    compile_module,
+    opaque,
+)
+from graphrt.core.errors import BreakShapeError
+
+IDS = InputSpec(torch.int64, ("tokens",))
+INPUTS = {
+    "ids": IDS,
+    "positions": IDS,
+    "slots": InputSpec(torch.int64, ("tokens",), pad=-1, index=True),
+    "table": InputSpec(torch.int64, ("tokens", PAGES), pad=0, index=True),
+    "lengths": InputSpec(torch.int64, ("tokens",), pad=1),
+}
+
+
+@opaque("graphrt_tests::doubled", mutates=[], fake=torch.empty_like)
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def llama_runner(model: Any, pool: GraphPool, **more: Any) -> GraphRunner:
+    arguments: dict[str, Any] = {
+        "inputs": INPUTS,
+        "outputs": ("tokens", 128),
+        "mode": "FULL_AND_PIECEWISE",
+        "sizes": [1, 2, 4, 8],
+        "pool": pool,
+        "pieces": "fx",
+        **more,
+    }
+    return GraphRunner(model, **arguments)
+
+
+@pytest.fixture
+def model() -> Llama:
+    torch.manual_seed(0)
+    return Llama(layers=3)
+
+
+@pytest.mark.parametrize("platform", ["cpu"])
+def test_full_and_piecewise_come_from_the_same_pieces(model, platform):
+    original = copy.deepcopy(model)
+    pool = GraphPool(platform)
+    compiled = compile_module(model, pool=pool)
+    runner = llama_runner(model, pool)
+    runner.capture()
+    assert compiled.figures.compilations == 3 and len(compiled.wrappers) == 4
+    assert all(len(wrapper.entries) == 4 for wrapper in compiled.wrappers)
+    before = copy.deepcopy(counters)
+    for step, size in enumerate((1, 2, 3, 8, 5, 1)):
+        inputs = step_inputs(size, step=step)
+        uniform = runner.verify(Batch(size, size, 1), **inputs).clone()
+        assert runner.last_dispatch.mode is GraphMode.FULL
+        mixed = runner.verify(Batch(size, size), **inputs).clone()
+        assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+        with torch.no_grad():
+            eager = original(**inputs)
+        assert torch.equal(uniform, mixed)
+        torch.testing.assert_close(uniform, eager, rtol=1e-5, atol=1e-5)
+    assert counters == before
+
+
+def test_a_thousand_batches_compile_and_capture_nothing(model):
+    pool = GraphPool("cpu")
+    compiled = compile_module(model, pool=pool)
+    with llama_runner(model, pool) as runner:
+        runner.capture()
+        before, figures = copy.deepcopy(counters), copy.copy(compiled.figures)
+        entries = [dict(wrapper.entries) for wrapper in runner.graphs.wrappers()]
+        generator = torch.Generator().manual_seed(0)
+        sizes = [1, 2, *torch.randint(1, 12, (1000,), generator=generator).tolist()]
+        for size in sizes:
+            batch = Batch(size, size, 1) if size % 2 else Batch(size, size)
+            runner(batch, **step_inputs(size))
+        assert counters == before and compiled.figures == figures
+        assert [dict(wrapper.entries) for wrapper in runner.graphs.wrappers()] == entries
+
+
+@pytest.mark.parametrize("warmups", [0, 1])
+def test_capture_compiles_first_and_seals(model, warmups):
+    from graphrt import GraphOptions
+
+    pool = GraphPool("cpu")
+    compiled = compile_module(model, pool=pool)
+    with llama_runner(model, pool, options=GraphOptions(warmups=warmups)) as runner:
+        assert not compiled.compiled
+        runner.capture()
+        assert compiled.compiled and all(wrapper.sealed for wrapper in compiled.wrappers)
+
+
+def test_a_sealed_runner_lets_nothing_compile(model):
+    pool = GraphPool("cpu")
+    compile_module(model, pool=pool)
+    with llama_runner(model, pool) as runner:
+        runner.seal()
+        with pytest.raises(CompileSealedError):
+            runner(Batch(2, 2), **step_inputs(2))
+        runner.capture()
+
+
+@pytest.mark.parametrize("kind", ["compiled", "method", "function", "parent"])
+def test_compiled_modules_are_found_in_a_forward(model, kind):
+    pool = GraphPool("cpu")
+    compiled = compile_module(model, pool=pool)
+    parent = nn.ModuleList([model])
+
+    def function(**inputs):
+        return model(**inputs)
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, **inputs):
+            return self.inner(**inputs)
+
+    forwards = {
+        "compiled": compiled,
+        "method": parent[0].__call__,
+        "function": function,
+        "parent": Parent(),
+    }
+    with llama_runner(forwards[kind], pool) as runner:
+        runner.capture()
+        assert compiled.compiled
+        compiled.unseal()
+        runner.seal()
+        assert compiled._sealed
+
+
+def test_compile_sizes_are_held_against_the_capture_sizes(model):
+    pool = GraphPool("cpu")
+    compile_module(model, pool=pool, options=CompileOptions(compile_sizes=(3,)))
+    with pytest.raises(CompileSizeError, match="compile size 3"):
+        llama_runner(model, pool)
+
+
+def test_pieces_of_their_own_size(model):
+    pool = GraphPool("cpu")
+    given = CompileOptions(compile_sizes=("capture_sizes",))
+    compiled = compile_module(model, pool=pool, options=given)
+    with llama_runner(model, pool) as runner:
+        runner.capture()
+        assert compiled.figures.static_compilations == 4 * 3
+        runner.verify(Batch(3, 3), **step_inputs(3))
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(doubled(self.first(x)))
+
+
+X = {"x": InputSpec(torch.float32, ("tokens", 4))}
+
+
+def test_what_a_splitting_operator_returns_stays_at_one_address():
+    pool = GraphPool("cpu")
+    model = Doubling()
+    compile_module(model, ["x"], pool=pool)
+    with GraphRunner(
+        model, inputs=X, mode="PIECEWISE", sizes=[2, 4], pool=pool, pieces="fx"
+    ) as runner:
+        runner.capture()
+        for size in (4, 1, 3, 2, 4):
+            runner.verify(x=torch.randn(size, 4))
+            assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+
+
+def test_a_splitting_operator_that_changes_its_shape_is_an_error():
+    rows = [None]
+
+    @opaque("graphrt_tests::cut", mutates=[], fake=torch.empty_like)
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return x[: rows[0]] * 2
+
+    pool = GraphPool("cpu")
+    compiled = compile_module(lambda x: cut(x + 1) + 1, ["x"], pool=pool)
+    with GraphRunner(
+        compiled, inputs=X, mode="PIECEWISE", sizes=[4], pool=pool, pieces="fx"
+    ) as runner:
+        runner.capture()
+        rows[0] = 2
+        with pytest.raises(BreakShapeError):
+            runner(x=torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
+def test_results_are_kept_as_the_options_say(outputs):
+    pool = GraphPool("cpu")
+    compiled = compile_module(
+        Doubling(), ["x"], pool=pool, wrapper_options=WrapperOptions(outputs=outputs)
+    )
+    with GraphRunner(
+        compiled, inputs=X, mode="PIECEWISE", sizes=[2, 4], pool=pool, pieces="fx"
+    ) as runner:
+        runner.capture()
+        first = runner(x=torch.ones(4, 4))
+        kept = first.clone()
+        second = runner(x=-torch.ones(4, 4))
+        assert (first.data_ptr() == second.data_ptr()) is (outputs != "clone")
+        assert torch.equal(first, kept) is (outputs == "clone")
+
+
+def test_the_whole_graph_is_one_piece_under_a_full_graph(model):
+    pool = GraphPool("cpu")
+    given = CompileOptions(splitting_ops=[])
+    compiled = compile_module(model, pool=pool, options=given)
+    with llama_runner(model, pool, pieces=given.pieces) as runner:
+        runner.capture()
+        assert compiled.figures.pieces == 1 and compiled.wrappers == ()
+        assert runner.mode is GraphMode.FULL_DECODE_ONLY
+        runner.verify(Batch(3, 3, 1), **step_inputs(3))
+        assert runner.last_dispatch.mode is GraphMode.FULL
+
+
+def test_an_opaque_function_breaks_a_breakable_capture():
+    model = Doubling()
+    with GraphRunner(model, inputs=X, mode="PIECEWISE", sizes=[4], platform="cpu") as runner:
+        runner.capture()
+        wrapper = runner.graphs.wrappers()[0]
+        (entry,) = wrapper.entries.values()
+        assert len(entry.parts) == 3
+        runner.verify(x=torch.randn(3, 4))
+
+
+def test_a_breakable_wrapper_may_stand_around_a_compiled_module():
+    @eager_break
+    def outside(x):
+        return x + 1
+
+    compiled = compile_module(Doubling(), ["x"])
+    with GraphRunner(
+        lambda x: outside(compiled(x)), inputs=X, mode="PIECEWISE", sizes=[4], platform="cpu"
+    ) as runner:
+        runner.capture()
+        runner.verify(x=torch.randn(3, 4))

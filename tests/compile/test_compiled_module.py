@@ -1,0 +1,402 @@
+"""Compiled modules on the eager backend: what they return, what they refuse, what they count."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from compile_llama import Llama, step_inputs
+from torch import nn
+from torch._dynamo.utils import counters
+
+import graphrt.compile
+from graphrt.compile import (
+    CompiledModule,
+    CompileError,
+    CompileOptions,
+    CompileSealedError,
+    CompileSizeError,
+    ReassignedStateError,
+    RetraceError,
+    TraceError,
+    compile_module,
+    support_compile,
+)
+from graphrt.core import tree
+from graphrt.core.errors import InvalidOptionError
+
+SHAPES = ("backed", "unbacked", "backed_size_oblivious")
+
+
+def options(**given: Any) -> CompileOptions:
+    return CompileOptions(**given)
+
+
+@pytest.fixture
+def llama() -> Llama:
+    torch.manual_seed(0)
+    return Llama(layers=2)
+
+
+def reference(model: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
+    """What the model returns eagerly, with its state as it was."""
+    with torch.no_grad():
+        return copy.deepcopy(model)(**inputs)
+
+
+def test_sixteen_layers_are_seventeen_pieces_of_which_three_differ():
+    compiled = compile_module(Llama(layers=16))
+    compiled.ensure_compiled(**step_inputs(3))
+    figures = compiled.figures
+    assert (figures.pieces, figures.splitting_pieces) == (17, 16)
+    assert (figures.distinct_pieces, figures.compilations, figures.traces) == (3, 3, 1)
+    assert [piece.name for piece in compiled.pieces] == [f"piece_{n}" for n in range(33)]
+    assert [piece.splitting for piece in compiled.pieces] == [n % 2 == 1 for n in range(33)]
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("first", [1, 5])
+def test_one_trace_serves_every_batch_size_exactly(llama, shapes, first):
+    expected = {n: reference(llama, **step_inputs(n)) for n in range(1, 13)}
+    compiled = compile_module(llama, options=options(dynamic_shapes=shapes))
+    compiled.ensure_compiled(**step_inputs(first))
+    before = copy.deepcopy(counters)
+    for size in (1, 2, *range(12, 0, -1)):
+        assert torch.equal(llama(**step_inputs(size)), expected[size])
+    assert counters == before
+    assert compiled.figures.traces == 1 and compiled.figures.compilations == 3
+
+
+def test_compiling_runs_nothing(llama):
+    compile_module(llama).ensure_compiled(**step_inputs(4))
+    assert not any(layer.keys.any() for layer in llama.layers)
+
+
+def test_the_call_is_straight_line_python(llama):
+    compiled = compile_module(llama)
+    assert compiled.source == ""
+    compiled.ensure_compiled(**step_inputs(4))
+    lines = compiled.source.splitlines()
+    assert lines[0] == "def forward(ids, positions, slots, table, lengths):"
+    assert sum("piece_" in line for line in lines) == 5
+    assert any(line.strip().startswith("del ") for line in lines)
+    assert "piece_4, compiled" in compiled.computation_graph
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.seen = 0
+        self.log: list[int] = []
+
+    def forward(self, x, scale=2.0, *, extra=None):
+        y = self.linear(x) * scale
+        return y if extra is None else y + extra
+
+
+def compiled_small(**keywords: Any) -> CompiledModule:
+    compiled = compile_module(Small(), {"x": 0, "extra": 0}, **keywords)
+    compiled.ensure_compiled(torch.randn(6, 4), extra=torch.randn(6, 4))
+    return compiled
+
+
+X = torch.randn(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "name", "text"),
+    [
+        ((X.double(),), {"extra": X}, "x", "dtype"),
+        ((X[None],), {"extra": X}, "x", "number of dimensions"),
+        ((torch.randn(6, 5),), {"extra": X}, "x", "dimension 1"),
+        ((X.to("meta"),), {"extra": X}, "x", "device"),
+        ((torch.randn(4, 6).t(),), {"extra": X}, "x", "layout"),
+        ((X, 3.0), {"extra": X}, "scale", "baked in"),
+        ((X, 2), {"extra": X}, "scale", "baked in"),
+        ((X,), {}, "extra", "type"),
+        ((X,), {"extra": torch.randn(5, 4)}, "extra", "another number of tokens"),
+        ((X.tolist(),), {"extra": X}, "x", "structure"),
+    ],
+)
+def test_a_call_that_would_need_another_trace_names_the_input(args, kwargs, name, text):
+    compiled = compiled_small()
+    with pytest.raises(RetraceError, match=text) as caught:
+        compiled(*args, **kwargs)
+    assert caught.value.input.startswith(name)
+    assert compiled.figures.traces == 1
+
+
+def test_a_size_the_forward_decides_by_is_named():
+    def forward(x):
+        return x + 1 if x.shape[0] > 8 else x - 1
+
+    compiled = compile_module(forward, ["x"])
+    assert torch.equal(compiled(torch.zeros(20, 3)), torch.ones(20, 3))
+    assert torch.equal(compiled(torch.zeros(9, 3)), torch.ones(9, 3))
+    with pytest.raises(RetraceError, match="number of tokens") as caught:
+        compiled(torch.zeros(4, 3))
+    assert caught.value.input == "x" and "tokens > 8" in str(caught.value)
+
+
+def test_unbacked_sizes_may_not_be_decided_by():
+    def forward(x):
+        return x + 1 if x.shape[0] > 8 else x - 1
+
+    with pytest.raises(TraceError, match="unbacked"):
+        compile_module(forward, ["x"], options=options(dynamic_shapes="unbacked"))(X)
+
+
+def test_a_batch_dimension_that_is_a_constant_is_refused():
+    with pytest.raises(TraceError, match="constant in the forward"):
+        compile_module(lambda x: x.view(6, 2, 2), ["x"])(X)
+
+
+def test_a_graph_break_is_a_trace_error():
+    def forward(x):
+        print("side effect")
+        return x + (1 if x.sum().item() > 0 else 2)
+
+    with pytest.raises(TraceError, match="one graph"):
+        compile_module(forward, ["x"])(X)
+
+
+def test_several_axes_are_told_apart():
+    def forward(x, starts, pages):
+        return x[starts[:-1]] + pages.sum(1, keepdim=True), pages.shape[0]
+
+    dims = {"x": 0, "starts": {0: "reqs+1"}, "pages": {0: "reqs"}}
+    compiled = compile_module(forward, dims)
+    for tokens, reqs in ((4, 4), (7, 3), (1, 1), (9, 2)):
+        args = torch.randn(tokens, 3), torch.arange(reqs + 1) % tokens, torch.ones(reqs, 5)
+        found, count = compiled(*args)
+        assert torch.equal(found, forward(*args)[0]) and count == reqs
+    assert compiled.figures.traces == 1
+    with pytest.raises(RetraceError, match="reqs") as caught:
+        compiled(torch.randn(7, 3), torch.arange(3), torch.ones(3, 5))
+    assert caught.value.input == "pages"
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.first = self.rows
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: {"y": x + 1, "x": x, "pair": (x * 2, None), "rows": x.shape[0]},
+        lambda x: [x + 1, x.shape[0] * 3, "text", 1.5, True],
+        lambda x: (x, x, x * 2),
+        lambda x: (x + 1,),
+        lambda x: Result(x + 1, x.shape[0]),
+        lambda x: (x.relu(), x.size()),
+        lambda x: x.add_(1),
+    ],
+)
+def test_whatever_a_forward_returns_comes_back(forward):
+    compiled = compile_module(forward, ["x"])
+    for size in (3, 1, 5):
+        x = torch.randn(size, 4)
+        found, expected = compiled(x.clone()), forward(x.clone())
+        assert type(found) is type(expected)
+        assert_same(vars_of(found), vars_of(expected))
+    assert compiled.figures.traces == 1
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    ours, theirs = list(tree.leaves(found)), list(tree.leaves(expected))
+    assert [path for path, _ in ours] == [path for path, _ in theirs]
+    for (_, a), (_, b) in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def vars_of(value: Any) -> Any:
+    return [value.logits, value.rows, value.first] if isinstance(value, Result) else value
+
+
+def test_nested_arguments_are_named_by_their_path():
+    def forward(hidden, *, meta):
+        return hidden[0] + hidden[1] * meta["scale"]
+
+    compiled = compile_module(forward, {"hidden": 0})
+    hidden = [torch.randn(5, 2), torch.randn(5, 2)]
+    meta = {"scale": torch.randn(2)}
+    assert torch.equal(compiled(hidden, meta=meta), forward(hidden, meta=meta))
+    with pytest.raises(RetraceError) as caught:
+        compiled([hidden[0], hidden[1].double()], meta=meta)
+    assert caught.value.input == "hidden[1]"
+    with pytest.raises(RetraceError) as caught:
+        compiled(hidden, meta={"scale": torch.randn(1)})
+    assert caught.value.input == "meta['scale']"
+
+
+def test_one_tensor_passed_twice_at_first_may_be_two_later():
+    def forward(x, y):
+        return x + 2 * y
+
+    compiled = compile_module(forward, ["x", "y"])
+    compiled(X, X)
+    assert torch.equal(compiled(X, -X), -X)
+
+
+class Assigning(Small):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        if self.kind == "buffer":
+            self.count = self.count + 1
+        elif self.kind == "attribute":
+            self.seen = self.seen + 1
+        elif self.kind == "inner":
+            self.linear.last = x
+        elif self.kind == "list":
+            self.log.append(1)
+        else:
+            self.count.add_(1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("buffer", ("module.count",)),
+        ("attribute", ("module.seen",)),
+        ("inner", ("module.linear.last",)),
+        ("list", ("module.log",)),
+    ],
+)
+def test_assigning_is_refused_where_there_are_graphs(kind, names):
+    compiled = compile_module(Assigning(kind), ["x"])
+    with pytest.raises(ReassignedStateError, match=names[0]) as caught:
+        compiled(X)
+    assert caught.value.names == names
+    assert not compiled.compiled
+
+
+def test_assigning_is_repeated_where_there_are_none():
+    model = Assigning("buffer")
+    compiled = compile_module(model, ["x"], graphs=False)
+    compiled(X)
+    compiled(X[:2])
+    assert model.count == 2
+
+
+def test_in_place_updates_are_allowed():
+    model = Assigning("in place")
+    compiled = compile_module(model, ["x"])
+    compiled(X)
+    compiled(X[:1])
+    assert model.count == 2
+
+
+def test_nothing_is_compiled_after_seal():
+    compiled = compile_module(Small(), ["x"])
+    compiled.seal()
+    with pytest.raises(CompileSealedError, match="seal"):
+        compiled(X)
+    compiled.unseal()
+    compiled.ensure_compiled(X)
+    compiled.seal()
+    compiled(X[:2])
+
+
+def test_weights_that_were_replaced_are_taken_over():
+    compiled = compiled_small()
+    model = compiled.unwrap()
+    model.linear.weight = nn.Parameter(torch.ones(4, 4))
+    compiled.rebind_weights()
+    assert torch.equal(compiled(X, extra=X), reference(model, x=X, extra=X))
+    model.linear.weight = nn.Parameter(torch.ones(4, 3))
+    with pytest.raises(RetraceError) as caught:
+        compiled.rebind_weights()
+    assert caught.value.input == "linear.weight"
+
+
+def test_a_compiled_module_is_the_module_in_place():
+    model = nn.Sequential(nn.Linear(4, 4), Small())
+    inner = compile_module(model[1], ["x"])
+    expected = reference(model, input=X)
+    assert torch.equal(model(X), expected)
+    assert inner.compiled and inner.linear is model[1].linear
+    assert list(model.state_dict()) == list(copy.deepcopy(model).state_dict())
+
+
+def test_the_package_is_the_function():
+    compiled = graphrt.compile(Small(), ["x"])
+    assert isinstance(compiled, graphrt.compile.CompiledModule)
+
+
+def test_support_compile_says_the_dimensions():
+    class Marked(Small):
+        pass
+
+    support_compile(dynamic_dims={"x": 0})(Marked)
+    assert compile_module(Marked())(X).shape == (6, 4)
+    with pytest.raises(CompileError, match="dynamic_dims") as caught:
+        compile_module(nn.Sequential(Marked()))
+    assert "'0'" in str(caught.value)
+    with pytest.raises(CompileError, match="class"):
+        support_compile(dynamic_dims=["x"])(lambda x: x)
+
+
+@pytest.mark.parametrize("dims", ["x", {"y": 0}, {"x": "tokens"}, {"x": {0: "a b"}}, {"x": 1.5}])
+def test_wrong_dimensions_are_named_errors(dims):
+    with pytest.raises(CompileError):
+        compile_module(Small(), dims)
+
+
+def test_sizes_to_compile_for_must_be_capture_sizes():
+    given = options(compile_sizes=(2, 5))
+    compiled = compile_module(Small(), ["x"], options=given, capture_sizes=[2, 4, 8])
+    with pytest.raises(CompileSizeError, match="compile size 5") as caught:
+        compiled(X)
+    assert caught.value.size == 5
+    late = compile_module(Small(), ["x"], options=given)
+    late(X)
+    with pytest.raises(CompileSizeError):
+        late.use_capture_sizes([2, 4])
+
+
+def test_all_capture_sizes_are_compiled_for():
+    given = options(compile_sizes=("capture_sizes", 2))
+    with pytest.raises(CompileSizeError, match="nobody has named"):
+        compile_module(Small(), ["x"], options=given)(X)
+    model = Small()
+    compiled = compile_module(model, ["x"], options=given, capture_sizes=[2, 4])
+    # Sizes of the batch reach a piece only if an operator in it takes them.
+    compiled(X)
+    assert compiled.figures.compilations == 1 + compiled.figures.static_compilations
+
+
+def test_options():
+    assert CompileOptions.from_dict({"splitting_ops": "ns::op"}).splitting_ops == ("ns::op",)
+    assert CompileOptions(splitting_ops=[]).whole_graph
+    assert CompileOptions(splitting_ops=[]).pieces is None
+    assert not CompileOptions().whole_graph
+    made = CompileOptions.of(graphrt.GraphOptions(compile={"backend": "inductor"}), autotune=False)
+    assert (made.backend, made.splitting_ops, made.autotune) == ("inductor", None, False)
+    with pytest.raises(InvalidOptionError, match="splitting_op"):
+        CompileOptions.from_dict({"splitting_op": []})
+    with pytest.raises(InvalidOptionError):
+        CompileOptions(save_format="zip")
+    with pytest.raises(CompileError, match="unknown compile backend"):
+        compile_module(Small(), ["x"], options=options(backend="tvm"))(X)
+
+
+def test_importing_loads_no_compiler():
+    code = "import sys, graphrt.compile; print('torch._inductor.compile_fx' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

@@ -1,0 +1,63 @@
+"""`opaque`: functions as operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt.compile import OpaqueError, opaque
+
+
+@opaque("graphrt_tests::scaled", mutates=["out"])
+def scaled(x: torch.Tensor, factor: float, out: torch.Tensor, twice: bool = False) -> None:
+    """Writes x * factor."""
+    torch.mul(x, factor * (2 if twice else 1), out=out)
+
+
+def test_it_is_called_like_the_function():
+    x, out = torch.randn(3), torch.empty(3)
+    assert scaled(x, 2.0, out=out) is None
+    assert torch.equal(out, x * 2)
+    scaled(x, 2.0, out, twice=True)
+    assert torch.equal(out, x * 4)
+    assert scaled.__doc__ == "Writes x * factor."
+
+
+def test_it_is_an_operator_that_splits_and_mutates():
+    operator = scaled.operator
+    assert operator is torch.ops.graphrt_tests.scaled.default
+    assert torch.Tag.cudagraph_unsafe in operator.tags
+    assert [a.name for a in operator._schema.arguments if a.alias_info] == ["out"]
+    with torch._subclasses.FakeTensorMode():
+        scaled(torch.empty(3), 1.0, torch.empty(3))
+
+
+def test_one_that_need_not_split_is_captured():
+    @opaque("graphrt_tests::quiet", mutates=["out"], splits=False)
+    def quiet(out: torch.Tensor) -> None:
+        out.zero_()
+
+    assert torch.Tag.cudagraph_unsafe not in quiet.operator.tags
+
+
+@pytest.mark.parametrize(
+    ("name", "mutates", "text"),
+    [
+        ("attention", [], "namespace"),
+        ("a::b::c", [], "namespace"),
+        ("graphrt_tests::new", ["other"], "no argument"),
+        ("graphrt_tests::scaled", [], "registered already"),
+        ("graphrt_tests::new", [], "shape"),
+    ],
+)
+def test_mistakes_are_named(name, mutates, text):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    with pytest.raises(OpaqueError, match=text):
+        opaque(name, mutates=mutates)(function)
+
+
+def test_a_function_without_types_is_refused():
+    with pytest.raises(OpaqueError, match="cannot be an operator"):
+        opaque("graphrt_tests::untyped", mutates=[])(lambda x: None)
