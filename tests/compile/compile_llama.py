@@ -28,8 +28,10 @@ def attention(
     at = torch.where(slots < 0, keys.shape[0] - 1, slots)
     keys.index_put_((at,), key)
     values.index_put_((at,), value)
-    context = (table.unsqueeze(-1) * PAGE + torch.arange(PAGE)).flatten(1)
-    mask = (torch.arange(context.shape[1]) < lengths.unsqueeze(1))[:, None, None, :]
+    context = (table.unsqueeze(-1) * PAGE + torch.arange(PAGE, device=table.device)).flatten(1)
+    mask = (torch.arange(context.shape[1], device=table.device) < lengths.unsqueeze(1))[
+        :, None, None, :
+    ]
     found = F.scaled_dot_product_attention(
         query.unsqueeze(2),
         keys[context].transpose(1, 2),
