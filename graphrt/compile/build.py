@@ -90,7 +90,7 @@ def build(
     if graphs and traced.assigned:
         raise _reassigned(traced.assigned)
     calls_seen: list[Probe] = [(found, b.args, dict(b.kwargs)) for b, found in probes]
-    around = interface(traced, calls_seen)
+    around, figures.call_reason = interface(traced, calls_seen)
     symbols = _symbols(argument_paths(traced, calls_seen[0]), example_leaves, subject.dims)
     resolve_sizes(traced.graph.graph)
     pieces = split(traced.graph, splits_at(options.splitting_ops))

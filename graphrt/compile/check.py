@@ -143,8 +143,8 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     try:
         return bool(a == b)
-    except Exception:
-        return False  # such as arrays: only the very object is known to be the same
+    except (RuntimeError, TypeError, ValueError):
+        return False  # such as arrays, whose comparison is no single answer: refused as changed
 
 
 def _shape_text(shape: Sequence[int | None]) -> str:

@@ -28,3 +28,5 @@ class Figures:
     """The backend that compiled."""
     backend_reason: str = ""
     """Why it is another one than was asked for."""
+    call_reason: str = ""
+    """Why the code that Dynamo left stays around every call, which makes it slower."""

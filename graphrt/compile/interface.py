@@ -75,21 +75,23 @@ def argument_paths(traced: Traced, probe: Probe) -> dict[fx.Node, str]:
     return {n: paths[id(v)] for n, v in zip(nodes, seen, strict=True) if id(v) in paths}
 
 
-def interface(traced: Traced, probes: Sequence[Probe]) -> Interface | None:
-    """How the forward calls its graph; None where only Dynamo's code can do it.
+def interface(traced: Traced, probes: Sequence[Probe]) -> tuple[Interface | None, str]:
+    """How the forward calls its graph; None, and why, where only Dynamo's code can do it.
 
     Dynamo's code is run once for each probe with something in place of the graph that only looks.
     What differs between two probes of other sizes is known to depend on the size.
     """
     if traced.assigned:
-        return None
+        return None, f"the forward assigns to {', '.join(traced.assigned)}"
     try:
         found = [_probe(traced, *probe) for probe in probes]
-    except Exception:
+    except Exception as error:
         # Whatever the forward does with its results, it cannot be done with placeholders.
-        return None
+        return None, f"the forward computes with what its graph returns ({error!r})"
     first = found[0]
-    return first if all(_same(first, other) for other in found[1:]) else None
+    if all(_same(first, other) for other in found[1:]):
+        return first, ""
+    return None, "two example batches do not tell how the forward calls its graph"
 
 
 def _probe(

@@ -214,6 +214,20 @@ def test_whatever_a_forward_returns_comes_back(forward):
     assert compiled.figures.traces == 1
 
 
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda x: (x + 1, x.relu()), ""),
+        (lambda x: Result(x + 1, x.shape[0]), "what its graph returns"),
+    ],
+)
+def test_a_call_that_keeps_dynamos_code_says_why(forward, reason):
+    compiled = compile_module(forward, ["x"])
+    compiled(torch.randn(3, 4))
+    found = compiled.figures.call_reason
+    assert (reason in found) if reason else found == ""
+
+
 def assert_same(found: Any, expected: Any) -> None:
     ours, theirs = list(tree.leaves(found)), list(tree.leaves(expected))
     assert [path for path, _ in ours] == [path for path, _ in theirs]
