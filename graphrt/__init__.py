@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 # First: it imports torch, and explains what makes that fail.
 from graphrt.core import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt.core.breakable import eager_break
+from graphrt.core.compile_options import CompileOptions
 from graphrt.core.context import ForwardContext, carry_context, current_context, forward_context
 from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.dispatcher import Dispatch, GraphDispatcher, Reason
 from graphrt.core.errors import GraphRTError
 from graphrt.core.input_spec import InputSpec
 from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
-from graphrt.core.options import CompileOptions, GraphOptions
+from graphrt.core.options import GraphOptions
 from graphrt.core.platform import Capability, Platform
 from graphrt.core.plugins import current_platform, get_platform, hookimpl, platforms
 from graphrt.core.pool import GraphPool

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphrt import GraphRunner, InputSpec, eager_break
+from graphrt import GraphRunner, InputSpec, eager_break, opaque
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Shared(NamedTuple):
     sin: Tensor
 
 
-@eager_break
-def attention(
+def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor,
     rows: Tensor, columns: Tensor, visible: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -70,6 +69,25 @@ def attention(
         grouped, keys[:tokens], values[:tokens], attn_mask=visible
     )
     return attended.reshape(tokens, heads * head_dim)
+
+
+attention = eager_break(attend)
+
+
+@opaque("graphrt_bench::attention", mutates=["keys", "values", "out"])
+def attention_into(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor,
+    rows: Tensor, columns: Tensor, visible: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    """`attention` as one operator, whose result is written into `out`."""
+    out.copy_(attend(query, key, value, keys, values, rows, columns, visible))
+
+
+def opaque_attention(query: Tensor, *others: Tensor) -> Tensor:
+    """`attention`, for a model that is compiled in pieces."""
+    out = query.new_empty(len(query), query.shape[1] * query.shape[2])
+    attention_into(query, *others, out)
+    return out
 
 
 class Layer(nn.Module):
@@ -116,6 +134,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config, *, max_batch: int, context: int, device: str) -> None:
         super().__init__()
         self.config, self.max_batch, self.context = config, max_batch, context
+        self.attention: Any = attention
         random = torch.Generator(device).manual_seed(0)
 
         def new(*shape: int, std: float = 0.02, ones: bool = False) -> nn.Parameter:
@@ -153,7 +172,7 @@ class Llama(nn.Module):
         hidden, shared = self.start(input_ids, positions, slot_mapping, seq_lens)
         for layer in self.layers:
             qkv = layer.project(hidden, shared.cos, shared.sin)
-            attended = attention(*qkv, layer.keys, layer.values, *shared[:3])
+            attended = self.attention(*qkv, layer.keys, layer.values, *shared[:3])
             hidden = layer.finish(hidden, attended)
         return self.logits(hidden)
 
@@ -181,10 +200,10 @@ class Llama(nn.Module):
         }
 
     def runner(self, mode: str, sizes: list[int], **options: Any) -> GraphRunner:
-        """A `GraphRunner` of this model."""
+        """A `GraphRunner` of this model, or of what `forward` makes of it."""
         device = self.embedding.device.type
         return GraphRunner(
-            self,
+            options.pop("forward", self),
             mode=mode,
             sizes=sizes,
             inputs=self.input_specs(),

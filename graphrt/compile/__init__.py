@@ -23,7 +23,7 @@ from graphrt.compile.figures import Figures
 from graphrt.compile.module import CompiledModule
 from graphrt.compile.opaque import opaque
 from graphrt.compile.operators import DEFAULT_SPLITTING_OPS
-from graphrt.compile.options import CompileOptions
+from graphrt.core.compile_options import CompileOptions
 
 __all__ = [
     "DEFAULT_SPLITTING_OPS",

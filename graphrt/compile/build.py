@@ -18,14 +18,16 @@ from graphrt.compile.dims import DynamicDims, examples, sizes_of, telling_sizes
 from graphrt.compile.errors import CompileError, ReassignedStateError
 from graphrt.compile.figures import Figures
 from graphrt.compile.interface import Probe, argument_paths, interface
-from graphrt.compile.operators import splits_at
-from graphrt.compile.options import CompileOptions
+from graphrt.compile.operators import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
 from graphrt.compile.parameters import Leaf, Parameters, leaves, substitute
+from graphrt.compile.partition import partitions
 from graphrt.compile.pieces import Compiler, Wrapping, wrapped_pieces
 from graphrt.compile.sizes import resolve_sizes, value_of
 from graphrt.compile.split import Piece, split
 from graphrt.compile.stitch import Stitched, stitch
 from graphrt.compile.trace import trace
+from graphrt.core.breakable import eager_break
+from graphrt.core.compile_options import CompileOptions
 from graphrt.core.wrapper import GraphWrapper
 
 
@@ -93,18 +95,36 @@ def build(
     around, figures.call_reason = interface(traced, calls_seen)
     symbols = _symbols(argument_paths(traced, calls_seen[0]), example_leaves, subject.dims)
     resolve_sizes(traced.graph.graph)
-    pieces = split(traced.graph, splits_at(options.splitting_ops))
+    backend, device = _backend(traced.graph, options, figures)
+    partitioned, figures.partition_reason = partitions(options, device.type)
+    at = options.splitting_ops
+    pieces = split(traced.graph, _nothing if partitioned else splits_at(at))
     figures.trace_s = time.perf_counter() - started
 
     started = time.perf_counter()
-    backend, device = _backend(traced.graph, options, figures)
     main = next((s for s, place in symbols.items() if place == (next(iter(sizes)), 0)), None)
     texts = {"computation_graph.py": readable(traced.graph, pieces)}
     with Compiler(
-        backend, figures, options, device, codes=traced.codes, symbol=main, sizes=static_sizes
+        backend,
+        figures,
+        options,
+        device,
+        codes=traced.codes,
+        symbol=main,
+        sizes=static_sizes,
+        partition_at=(DEFAULT_SPLITTING_OPS if at is None else at) if partitioned else None,
     ) as compiler:
         calls = [compiler.call_of(piece) for piece in pieces]
-        if wrapping is not None and not options.whole_graph:
+        if partitioned:
+            figures.partitions = len(compiler.partitioned[0].partitions)
+        if wrapping is None:
+            # A runner that captures around all of this finds its breaks there.
+            both = zip(pieces, calls, strict=True)
+            calls = [eager_break(call) if piece.splitting else call for piece, call in both]
+        elif partitioned:
+            for code in compiler.partitioned:
+                code.capture_in(wrapping, splitting_names(traced.graph.graph, at))
+        elif not options.whole_graph:
             output = next(iter(reversed(traced.graph.graph.nodes)))
             calls = wrapped_pieces(pieces, calls, wrapping, output.all_input_nodes)
         stitched = stitch(
@@ -124,13 +144,14 @@ def build(
         run = traced.forward_around(stitched.function)
     checker = CallChecker(given, subject.dims, traced.conditions, symbols)
     checker.check(given)
-    wrappers = tuple(call for call in calls if isinstance(call, GraphWrapper))
+    wrappers = [call for call in calls if isinstance(call, GraphWrapper)]
+    wrappers += [wrapper for code in compiler.partitioned for wrapper in code.wrappers]
     return Built(
         run,
         checker,
         stitched,
         tuple(pieces),
-        wrappers,
+        tuple(wrappers),
         traced.codes,
         texts["computation_graph.py"],
         figures,
@@ -206,6 +227,10 @@ def _backend(
     backend, reason = backend_for(options.backend, device.type, autotune=options.autotune)
     figures.backend, figures.backend_reason = backend.name, reason
     return backend, device
+
+
+def _nothing(_: fx.Node) -> bool:
+    return False
 
 
 def _reassigned(names: tuple[str, ...]) -> ReassignedStateError:

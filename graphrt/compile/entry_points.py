@@ -9,7 +9,7 @@ from torch import nn
 
 from graphrt.compile.errors import CompileError
 from graphrt.compile.module import CompiledModule
-from graphrt.compile.options import CompileOptions
+from graphrt.core.compile_options import CompileOptions
 from graphrt.core.context import ForwardContext, current_context
 from graphrt.core.pool import GraphPool
 from graphrt.core.wrapper import WrapperOptions

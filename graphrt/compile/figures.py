@@ -28,5 +28,9 @@ class Figures:
     """The backend that compiled."""
     backend_reason: str = ""
     """Why it is another one than was asked for."""
+    partitions: int = 0
+    """Parts that Inductor itself split its code into."""
+    partition_reason: str = ""
+    """Why it did not, where that was asked for."""
     call_reason: str = ""
     """Why the code that Dynamo left stays around every call, which makes it slower."""

@@ -12,16 +12,17 @@ from torch import nn
 
 from graphrt.compile.build import Built, Subject, build
 from graphrt.compile.dims import DynamicDims
-from graphrt.compile.errors import CompileError, CompileSealedError
+from graphrt.compile.errors import CompileSealedError
 from graphrt.compile.figures import Figures
-from graphrt.compile.options import CompileOptions
 from graphrt.compile.parameters import Parameters, leaves
+from graphrt.compile.partition import partitions
 from graphrt.compile.pieces import Wrapping
 from graphrt.compile.split import Piece
 from graphrt.compile.static_sizes import check_sizes, wanted_sizes
 from graphrt.core.breakable import current_capture
+from graphrt.core.compile_options import CompileOptions
 from graphrt.core.context import ForwardContext, current_context
-from graphrt.core.modes import GraphMode
+from graphrt.core.modes import GraphMode, PieceProvider
 from graphrt.core.pool import GraphPool
 from graphrt.core.wrapper import GraphWrapper, WrapperOptions
 
@@ -48,13 +49,6 @@ class CompiledModule:
         """See `compile_module`."""
         self.module = module
         self.options = options or CompileOptions()
-        if self.options.use_inductor_graph_partition:
-            raise CompileError(
-                "Inductor's own partition is not built into this version",
-                got="use_inductor_graph_partition=True",
-                expected="False: the graph is split before Inductor sees it",
-                advice="leave the option out",
-            )
         call = forward = module
         if isinstance(module, nn.Module):
             call, forward = module._call_impl, module.forward
@@ -103,6 +97,18 @@ class CompiledModule:
     @property
     def compiled(self) -> bool:
         return self._run is not None
+
+    @property
+    def whole_graph(self) -> bool:
+        return self.options.whole_graph
+
+    @property
+    def provides(self) -> PieceProvider | None:
+        """What cuts it into pieces that are captured one by one; None without a pool."""
+        if self._pool is None or self.whole_graph:
+            return None
+        partitioned, _ = partitions(self.options, self._pool.platform.device_type)
+        return PieceProvider.INDUCTOR if partitioned else PieceProvider.FX
 
     @property
     def figures(self) -> Figures:

@@ -27,6 +27,12 @@ def splits_at(names: Collection[str] | None) -> Callable[[fx.Node], bool]:
     return is_splitting
 
 
+def splitting_names(graph: fx.Graph, names: Collection[str] | None) -> frozenset[str]:
+    """The operators of a graph at which `names` split it."""
+    is_splitting = splits_at(names)
+    return frozenset(names_of(node)[0] for node in graph.nodes if is_splitting(node))
+
+
 def names_of(node: fx.Node) -> tuple[str, ...]:
     """How an operator may be called in a list; empty for what is none of the dispatcher's."""
     target = node.target

@@ -15,10 +15,11 @@ from graphrt.compile.backends import Backend
 from graphrt.compile.bridge import BridgedPiece
 from graphrt.compile.figures import Figures
 from graphrt.compile.fingerprint import fingerprint
-from graphrt.compile.options import CompileOptions
+from graphrt.compile.partition import Partitioned, collecting
 from graphrt.compile.sizes import value_of
 from graphrt.compile.split import Piece, returned_count
 from graphrt.compile.static_sizes import BySize, size_place, static_inputs
+from graphrt.core.compile_options import CompileOptions
 from graphrt.core.context import ForwardContext
 from graphrt.core.lookup import wrapper_class
 from graphrt.core.modes import GraphMode
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
 class Compiler:
     """Compiles the pieces of one module, those of equal structure once.
 
-    `sizes` of `symbol` are compiled for themselves in addition. What a compiler made is kept in the
-    cache, and taken from it; nothing of it is there for others unless the block ends well.
+    `sizes` of `symbol` are compiled for themselves in addition. With `partition_at` the compiler
+    makes partitions between these operators, and `partitioned` is all code that has them. What a
+    compiler made is kept in the cache, and taken from it; nothing of it is there for others unless
+    the block ends well.
     """
 
     def __init__(
@@ -46,11 +49,14 @@ class Compiler:
         codes: Sequence[CodeType],
         symbol: Any,
         sizes: Sequence[int],
+        partition_at: Sequence[str] | None = None,
     ) -> None:
         self._backend = backend
         self._figures = figures
         self._symbol = symbol
         self._sizes = sizes
+        self._partition_at = partition_at
+        self.partitioned: list[Partitioned] = []
         self._made: dict[str, Callable[..., Any]] = {}
         # A capture on the CPU records operators, and would not see the kernels of compiled code.
         self._as_operators = device.type == "cpu" and backend.name != "eager"
@@ -95,7 +101,8 @@ class Compiler:
 
     def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
         inputs = [value_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
-        name = f"piece_{key[:32]}"
+        kind = "piece" if self._partition_at is None else "partitioned"
+        name = f"{kind}_{key[:32]}"
         general = self._one(graph, inputs, name, static=False)
         place = size_place(graph, self._symbol) if self._sizes else None
         if place is None:
@@ -109,6 +116,16 @@ class Compiler:
         return BySize(place, static, general)
 
     def _one(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
+    ) -> Callable[..., Any]:
+        if self._partition_at is None:
+            return self._loaded_or_compiled(graph, inputs, name, static=static)
+        with collecting(self._partition_at) as found:
+            made = self._loaded_or_compiled(graph, inputs, name, static=static)
+        self.partitioned.append(Partitioned(made, found))
+        return self.partitioned[-1]
+
+    def _loaded_or_compiled(
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
     ) -> Callable[..., Any]:
         if self._kept is not None:

@@ -52,33 +52,43 @@ def check_sizes(sizes: Collection[int], capture_sizes: Collection[int] | None) -
             )
 
 
+Place = tuple[int, int | None]
+"""Where a call says the size: the number of an argument, and the dimension if that is a tensor."""
+
+
 class BySize:
-    """A piece whose code depends on a size that it is given: that size's, or the general one."""
+    """A piece that has code for some sizes of the batch: that size's code, or the general one."""
 
     def __init__(
-        self, place: int, static: Mapping[int, Callable[..., Any]], general: Callable[..., Any]
+        self, place: Place, static: Mapping[int, Callable[..., Any]], general: Callable[..., Any]
     ) -> None:
-        self._place = place
+        self._argument, self._dim = place
         self._static = dict(static)
         self._general = general
 
     def __call__(self, *args: Any) -> Any:
-        return self._static.get(args[self._place], self._general)(*args)
+        size = args[self._argument]
+        if self._dim is not None:
+            size = size.shape[self._dim]
+        return self._static.get(size, self._general)(*args)
 
 
-def size_place(piece: fx.GraphModule, symbol: Any) -> int | None:
-    """Which input of a piece is the size `symbol`; None if another symbol is in it, or it is not.
-
-    A piece in which two sizes vary cannot be compiled for one of them alone.
-    """
-    place = None
+def size_place(piece: fx.GraphModule, symbol: Any) -> Place | None:
+    """Where a call of a piece says the size `symbol`; None if another symbol is in the piece, or it
+    is not: what varies in two sizes cannot be compiled for one of them alone."""
+    number: Place | None = None
+    tensor: Place | None = None
     for index, node in enumerate(n for n in piece.graph.nodes if n.op == "placeholder"):
         value = value_of(node)
         if any(other != symbol for other in _symbols(value)):
             return None
         if isinstance(value, torch.SymInt) and value.node.expr == symbol:
-            place = index
-    return place
+            number = index, None
+        elif isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                    tensor = tensor or (index, dim)
+    return number or tensor
 
 
 def static_inputs(piece: fx.GraphModule, symbol: Any, size: int) -> list[Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from graphrt.core.capture import (
     WarmUps,
     capture_graphs,
 )
+from graphrt.core.compilable import Compilable, compilables
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.dispatcher import Dispatch, GraphDispatcher
@@ -39,24 +39,6 @@ from graphrt.core.wrapper import GraphWrapper, WrapperOptions
 
 Bind = Callable[[Mapping[str, torch.Tensor], BatchDescriptor, Phase], None]
 CaptureContext = Callable[[], AbstractContextManager[object]]
-
-
-@runtime_checkable
-class Compilable(Protocol):
-    """Part of a forward that compiles itself at its first call, and must not do so any later."""
-
-    @property
-    def compiled(self) -> bool: ...
-
-    def use_capture_sizes(self, sizes: Collection[int]) -> None:
-        """Which numbers of tokens batches are padded to."""
-
-    def rebind_weights(self) -> None:
-        """Weights may have moved since the last capture."""
-
-    def seal(self) -> None: ...
-
-    def unseal(self) -> None: ...
 
 
 class GraphSet:
@@ -126,8 +108,7 @@ class GraphSet:
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._plan(*key)) for key in keys
         ]
-        if planned:
-            self._compile(planned[0].plan, saved)
+        self._compile(planned[0].plan if planned else None, saved)
         if self.eager_launch:
             for graph in planned:
                 self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
@@ -209,8 +190,11 @@ class GraphSet:
         for part in parts:
             part.use_capture_sizes({descriptor.num_tokens for _, descriptor in self.keys})
 
-    def _compile(self, plan: StepPlan, saved: SavedState) -> None:
-        """Run one eager step if a part of the forward has yet to be compiled."""
+    def _compile(self, plan: StepPlan | None, saved: SavedState) -> None:
+        """Run one eager step if a part of the forward has yet to be compiled.
+
+        Without a `plan`, as where no graph is planned, it is one of all rows.
+        """
         parts = compilables(self._forward)
         self._tell_sizes(parts)
         for part in parts:
@@ -220,6 +204,9 @@ class GraphSet:
             return
         for part in pending:
             part.unseal()
+        if plan is None:
+            rows = BatchDescriptor(self._inputs.tokens, self._inputs.reqs)
+            plan = self._plan(GraphMode.NONE, rows)
         self._prepare(plan, "warmup")
         context = ForwardContext(
             GraphMode.NONE, plan.descriptor, updates=WORST_CASE, num_reqs=plan.reqs
@@ -229,6 +216,7 @@ class GraphSet:
                 self.run_forward(**plan.arguments())
         finally:
             saved.restore()
+            self._inputs.reset()
 
     def _wrap(
         self, mode: GraphMode, pieces: PieceProvider | None, hooks: SegmentHooks | None
@@ -317,28 +305,6 @@ class GraphSet:
             GraphsDroppedWarning,
             stacklevel=4,
         )
-
-
-def compilables(forward: Callable[..., Any]) -> list[Compilable]:
-    """The parts of a forward that compile themselves, as far as they can be found: in a module, in
-    a method of one, and in what a function refers to."""
-    roots: list[Any] = [forward, getattr(forward, "__self__", None)]
-    if inspect.isfunction(forward):
-        # A variable that is not assigned yet cannot be asked for.
-        with suppress(ValueError):
-            names = inspect.getclosurevars(forward)
-            roots += [*names.nonlocals.values(), *names.globals.values()]
-    found: dict[int, Compilable] = {}
-    for root in roots:
-        if isinstance(root, GraphWrapper):
-            root = root.unwrap()
-        inside = root.modules() if isinstance(root, torch.nn.Module) else (root,)
-        for each in inside:
-            # Where torch keeps what a module's calls go through instead.
-            part = getattr(each, "_compiled_call_impl", None) or each
-            if not isinstance(part, type) and isinstance(part, Compilable):
-                found[id(part)] = part
-    return list(found.values())
 
 
 def _preference(found: Dispatch) -> tuple[bool, int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from graphrt.core.budget import Budget, CapturePlan, CostModel, GraphCost
 from graphrt.core.budget import plan as fit_budget
+from graphrt.core.compilable import compilables, provider_of
 from graphrt.core.limits import largest_batch
 from graphrt.core.modes import AttentionSupport, ModeResolution, PieceProvider, resolve_mode
 from graphrt.core.options import GraphOptions
@@ -14,16 +15,21 @@ from graphrt.core.sizes import CaptureKey, SizePlan, descriptors_for, plan_sizes
 
 
 class PlannedGraphs(NamedTuple):
-    """What will be captured, and how it came to that; `plan` only where there is a budget."""
+    """What will be captured, and how it came to that; `plan` only where there is a budget.
+
+    `pieces` is what cuts the forward, None where nothing does or may.
+    """
 
     resolution: ModeResolution
     sizes: SizePlan
     keys: tuple[CaptureKey, ...]
     plan: CapturePlan | None
+    pieces: PieceProvider | None
 
 
 def plan_graphs(
     options: GraphOptions,
+    forward: Callable[..., Any],
     *,
     cap: int,
     max_num_tokens: int | None,
@@ -37,15 +43,18 @@ def plan_graphs(
     budget: Budget | None,
     cost: CostModel | None,
 ) -> PlannedGraphs:
-    """Resolve the mode, plan the sizes and keep what `budget` holds; see `GraphRunner`.
+    """Say what cuts the forward, resolve the mode, plan the sizes and keep what `budget` holds.
 
-    `cap` is the platform's largest default size. Raises the named errors of bad modes and sizes.
+    See `GraphRunner` for the arguments. `cap` is the platform's largest default size. Raises the
+    named errors of bad modes and sizes.
     """
+    provider, whole_graph = provider_of(compilables(forward), pieces)
     resolution = resolve_mode(
         options.mode,
         attention=attention,
         query_lens=query_lens,
-        pieces=pieces,
+        pieces=provider,
+        whole_graph_pass=whole_graph,
         strict=options.strict,
     )
     sizes = plan_sizes(
@@ -57,7 +66,7 @@ def plan_graphs(
     )
     keys = descriptors_for(resolution.mode, sizes, loras=loras, bounds=bounds, variants=variants)
     if budget is None:
-        return PlannedGraphs(resolution, sizes, keys, None)
+        return PlannedGraphs(resolution, sizes, keys, None, provider)
     plan = fit_budget(
         keys,
         budget,
@@ -65,4 +74,4 @@ def plan_graphs(
         mode=resolution,
         strict=options.strict,
     )
-    return PlannedGraphs(plan.resolution, sizes, plan.keys, plan)
+    return PlannedGraphs(plan.resolution, sizes, plan.keys, plan, provider)

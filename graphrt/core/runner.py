@@ -12,14 +12,11 @@ from graphrt.core import tree
 from graphrt.core.addresses import Parameters
 from graphrt.core.budget import Budget, CostModel
 from graphrt.core.capture import Progress
+from graphrt.core.compilable import AUTO
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch
 from graphrt.core.dispatcher import Dispatch, Reason, live_query_len
-from graphrt.core.errors import (
-    CaptureSealedError,
-    InvalidBatchError,
-    PoolClosedError,
-)
+from graphrt.core.errors import CaptureSealedError, InvalidBatchError, PoolClosedError
 from graphrt.core.graphset import Bind, CaptureContext, GraphSet
 from graphrt.core.input_spec import InputSpec
 from graphrt.core.inputs import StaticInputs, nest
@@ -58,7 +55,7 @@ class GraphRunner:
         max_num_reqs: int | None = None,
         query_lens: Sequence[int] = (1,),
         attention: AttentionSupport | Mapping[str, AttentionSupport] = AttentionSupport.ALWAYS,
-        pieces: PieceProvider | str | None = PieceProvider.BREAKABLE,
+        pieces: PieceProvider | str | None = AUTO,
         loras: Sequence[int | None] = (0,),
         bounds: Sequence[tuple[int, ...]] = ((),),
         variants: Sequence[Hashable] = (None,),
@@ -76,7 +73,8 @@ class GraphRunner:
         returns (without them, tensors are cut whose first dimension has the padded size, so name
         them where that could be chance). `max_num_tokens` (T) and `max_num_reqs` (S) are the
         largest batch of the host; by default the largest of `sizes`. `mode` and `sizes` go before
-        those of `options`.
+        those of `options`. `pieces` is what cuts the forward; "auto" stands for pieces that a
+        compiled part of it brings along, else for breakable capture.
 
         `bind(buffers, descriptor, phase)` is called before every warm-up, capture, replay and
         eager step. At warm-up and capture all rows of the inputs are padding: what decides which
@@ -96,6 +94,7 @@ class GraphRunner:
         self.platform = self.pool.platform
         planned = plan_graphs(
             self.options,
+            forward,
             cap=self.platform.default_max_size(),
             max_num_tokens=max_num_tokens,
             max_num_reqs=max_num_reqs,
@@ -122,7 +121,7 @@ class GraphRunner:
             forward,
             self.keys,
             mode=self.mode,
-            pieces=PieceProvider.parse(pieces),
+            pieces=planned.pieces,
             options=self.options,
             pool=self.pool,
             inputs=self.inputs,

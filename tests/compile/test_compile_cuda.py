@@ -10,10 +10,16 @@ from compile_llama import Llama, step_inputs
 from test_compile_runner import llama_runner
 from torch._dynamo.utils import counters
 
-from graphrt import Batch, GraphMode, GraphPool
-from graphrt.compile import CompileOptions, compile_module
+from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, WrapperOptions
+from graphrt.compile import CompileOptions, compile_module, opaque
+from graphrt.core.modes import PieceProvider
 
 pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def fresh_inductor_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -60,3 +66,113 @@ def test_a_thousand_batches_compile_and_capture_nothing_on_a_gpu(tmp_path):
         assert compiled.figures.compilations == compilations
         assert sum(len(wrapper.entries) for wrapper in compiled.wrappers) == entries
         assert counters == before
+
+
+def partitioned(**more):
+    return CompileOptions(backend="inductor", use_inductor_graph_partition=True, **more)
+
+
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_inductors_own_partitions_are_captured(tmp_path, start):
+    torch.manual_seed(0)
+    model = Llama(layers=3).cuda()
+    original = copy.deepcopy(model)
+    if start == "warm":
+        options = partitioned(cache_dir=str(tmp_path))
+        first = compile_module(copy.deepcopy(model), options=options)
+        first.ensure_compiled(**{n: x.cuda() for n, x in step_inputs(4).items()})
+        assert first.figures.compilations == 1
+    pool = GraphPool("cuda")
+    compiled = compile_module(model, pool=pool, options=partitioned(cache_dir=str(tmp_path)))
+    assert compiled.provides is PieceProvider.INDUCTOR
+    with llama_runner(model, pool, pieces="auto") as runner:
+        runner.capture()
+        assert runner.mode is GraphMode.FULL_AND_PIECEWISE
+        assert compiled.figures.compilations == (start == "cold")
+        assert compiled.figures.loads == (start == "warm")
+        assert compiled.figures.partitions == len(compiled.wrappers) == 4
+        assert all(len(wrapper.entries) == 4 for wrapper in compiled.wrappers)
+        for step, size in enumerate((1, 2, 3, 8, 5, 1)):
+            inputs = step_inputs(size, step=step)
+            uniform = runner.verify(Batch(size, size, 1), **inputs).clone()
+            assert runner.last_dispatch.mode is GraphMode.FULL
+            mixed = runner.verify(Batch(size, size), **inputs).clone()
+            assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+            with torch.no_grad():
+                eager = original(**{name: each.cuda() for name, each in inputs.items()})
+            assert torch.equal(uniform, mixed)
+            torch.testing.assert_close(uniform, eager, rtol=1e-4, atol=1e-4)
+
+
+@opaque("graphrt_tests::tripled", mutates=[], fake=torch.empty_like)
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+class Tripling(torch.nn.Module):
+    """What the operator returns lies somewhere else in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = tripled(self.linear(x).relu())
+        z = self.linear(y.add_(1)).relu()
+        return tripled(z + y) + z
+
+
+@pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
+def test_what_a_splitting_operator_returns_reaches_the_next_partition(tmp_path, outputs):
+    torch.manual_seed(0)
+    model = Tripling().cuda()
+    pool = GraphPool("cuda")
+    compiled = compile_module(
+        model,
+        ["x"],
+        pool=pool,
+        options=partitioned(cache_dir=str(tmp_path)),
+        wrapper_options=WrapperOptions(outputs=outputs),
+        in_place=False,
+    )
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    with GraphRunner(compiled, inputs=inputs, mode="PIECEWISE", sizes=[2, 4], pool=pool) as runner:
+        runner.capture()
+        kept = []
+        for size in (4, 2, 4, 3):
+            x = torch.randn(size, 4, device="cuda")
+            # Whatever is allocated here moves what the operator returns.
+            kept.append(torch.empty(1024 * size, device="cuda"))
+            found = runner.verify(Batch(size, size), x=x)
+            assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+            with torch.no_grad():
+                torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_whole_graph_is_one_full_graph_on_a_gpu(tmp_path):
+    torch.manual_seed(0)
+    model = Llama(layers=2).cuda()
+    pool = GraphPool("cuda")
+    options = CompileOptions(backend="inductor", splitting_ops=[], cache_dir=str(tmp_path))
+    compile_module(model, pool=pool, options=options)
+    with llama_runner(model, pool, pieces="auto") as runner:
+        runner.capture()
+        assert runner.mode is GraphMode.FULL
+        for size in (1, 3, 8):
+            runner.verify(Batch(size, size), **step_inputs(size))
+            assert runner.last_dispatch.mode is GraphMode.FULL
+
+
+def test_compiled_pieces_are_segments_of_a_breakable_capture_on_a_gpu(tmp_path):
+    torch.manual_seed(0)
+    model = Llama(layers=2).cuda()
+    original = copy.deepcopy(model)
+    compile_module(model, options=CompileOptions(backend="inductor", cache_dir=str(tmp_path)))
+    with llama_runner(model, GraphPool("cuda"), pieces="auto") as runner:
+        runner.capture()
+        for size in (1, 3, 8):
+            inputs = {name: each.cuda() for name, each in step_inputs(size).items()}
+            mixed = runner.verify(Batch(size, size), **inputs)
+            assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+            with torch.no_grad():
+                torch.testing.assert_close(mixed, original(**inputs), rtol=1e-4, atol=1e-4)

@@ -27,7 +27,8 @@ from graphrt.compile import (
     compile_module,
     opaque,
 )
-from graphrt.core.errors import BreakShapeError
+from graphrt.core.errors import BreakShapeError, InvalidOptionError
+from graphrt.core.modes import AttentionSupport, PieceProvider
 
 IDS = InputSpec(torch.int64, ("tokens",))
 INPUTS = {
@@ -232,16 +233,74 @@ def test_results_are_kept_as_the_options_say(outputs):
         assert torch.equal(first, kept) is (outputs == "clone")
 
 
-def test_the_whole_graph_is_one_piece_under_a_full_graph(model):
+@pytest.mark.parametrize(
+    ("support", "mode"),
+    [
+        (AttentionSupport.ALWAYS, GraphMode.FULL),
+        (AttentionSupport.UNIFORM_BATCH, GraphMode.FULL_DECODE_ONLY),
+        (AttentionSupport.NEVER, GraphMode.NONE),
+    ],
+)
+@pytest.mark.parametrize("pieces", ["auto", "fx", "breakable", None])
+def test_a_whole_graph_leaves_no_pieces(model, support, mode, pieces):
     pool = GraphPool("cpu")
-    given = CompileOptions(splitting_ops=[])
-    compiled = compile_module(model, pool=pool, options=given)
-    with llama_runner(model, pool, pieces=given.pieces) as runner:
+    compiled = compile_module(model, pool=pool, options=CompileOptions(splitting_ops=[]))
+    with llama_runner(model, pool, pieces=pieces, attention=support) as runner:
         runner.capture()
         assert compiled.figures.pieces == 1 and compiled.wrappers == ()
-        assert runner.mode is GraphMode.FULL_DECODE_ONLY
+        assert runner.mode is mode
+        if support is not AttentionSupport.NEVER:
+            assert runner.resolution.steps[-1].rule == "whole-graph"
         runner.verify(Batch(3, 3, 1), **step_inputs(3))
-        assert runner.last_dispatch.mode is GraphMode.FULL
+        assert runner.last_dispatch.mode is mode.decode_mode
+
+
+def test_a_runner_takes_the_pieces_that_its_forward_brings(model):
+    pool = GraphPool("cpu")
+    compiled = compile_module(model, pool=pool)
+    with llama_runner(model, pool, pieces="auto") as runner:
+        runner.capture()
+        assert runner.graphs.wrappers()[-1] in compiled.wrappers
+        runner.verify(Batch(3, 3), **step_inputs(3))
+        assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+
+
+def test_pieces_are_not_captured_twice(model):
+    pool = GraphPool("cpu")
+    compile_module(model, pool=pool)
+    with pytest.raises(InvalidOptionError, match="captured again around them"):
+        llama_runner(model, pool, pieces="breakable")
+
+
+def test_without_a_pool_of_their_own_pieces_are_what_a_breakable_capture_breaks(model):
+    original = copy.deepcopy(model)
+    compiled = compile_module(model)
+    with llama_runner(model, GraphPool("cpu"), pieces="auto") as runner:
+        runner.capture()
+        assert compiled.wrappers == () and compiled.figures.pieces == 4
+        piecewise = next(
+            w for w in runner.graphs.wrappers() if w.runtime_mode is GraphMode.PIECEWISE
+        )
+        assert {len(entry.parts) for entry in piecewise.entries.values()} == {4 + 3}
+        for step, size in enumerate((3, 8, 1)):
+            inputs = step_inputs(size, step=step)
+            mixed = runner.verify(Batch(size, size), **inputs).clone()
+            assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+            assert torch.equal(mixed, runner(Batch(size, size, 1), **inputs))
+            torch.testing.assert_close(mixed, original(**inputs))
+
+
+def test_a_device_without_partitions_gets_pieces_and_a_reason(model, tmp_path):
+    pool = GraphPool("cpu")
+    given = CompileOptions(
+        backend="inductor", use_inductor_graph_partition=True, cache_dir=str(tmp_path)
+    )
+    compiled = compile_module(model, pool=pool, options=given)
+    with llama_runner(model, pool, pieces="auto") as runner:
+        runner.capture()
+        assert compiled.provides is PieceProvider.FX and len(compiled.wrappers) == 4
+        assert "'cpu'" in compiled.figures.partition_reason
+        runner.verify(Batch(3, 3), **step_inputs(3))
 
 
 def test_an_opaque_function_breaks_a_breakable_capture():

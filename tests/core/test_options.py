@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphrt.core import compile_options
 from graphrt.core import options as module
+from graphrt.core.compile_options import CompileOptions
 from graphrt.core.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
 from graphrt.core.modes import GraphMode
-from graphrt.core.options import CompileOptions, GraphOptions
+from graphrt.core.options import GraphOptions
 
 WORD = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
 OPERATORS = st.lists(
@@ -26,7 +28,11 @@ COMPILE = st.builds(
     backend=st.text(min_size=1),
     compile_sizes=st.lists(st.one_of(st.integers(1, 9999), st.just("capture_sizes"))),
     dynamic_shapes=st.sampled_from(["backed", "unbacked", "backed_size_oblivious"]),
+    splitting_ops=st.none() | OPERATORS,
+    use_inductor_graph_partition=st.booleans(),
     cache_dir=st.none() | st.text(min_size=1),
+    save_format=st.sampled_from([None, "binary", "unpacked"]),
+    autotune=st.booleans(),
 )
 OPTIONS = st.builds(
     GraphOptions,
@@ -35,7 +41,6 @@ OPTIONS = st.builds(
     max_size=st.none() | st.integers(1, 9999),
     warmups=st.integers(0, 9),
     breaks=OPERATORS,
-    splitting_ops=OPERATORS,
     outputs=st.sampled_from(["pool", "static", "clone"]),
     lazy=st.booleans(),
     strict=st.booleans(),
@@ -57,7 +62,7 @@ def test_defaults() -> None:
 def test_every_field_is_checked() -> None:
     for owner, checks in (
         (GraphOptions, module._GRAPH_CHECKS),
-        (CompileOptions, module._COMPILE_CHECKS),
+        (CompileOptions, compile_options.CHECKS),
     ):
         assert list(checks) == [each.name for each in dataclasses.fields(owner)]
 
@@ -159,7 +164,7 @@ def test_from_json_file(tmp_path: Path) -> None:
     [
         ("warmup", 1, "warmups"),
         ("Sizes", [1], "sizes"),
-        ("splitting_op", ["a::b"], "splitting_ops"),
+        ("splitting_op", ["a::b"], "compile.splitting_ops"),
         ("compile.backnd", "x", "compile.backend"),
     ],
 )
@@ -188,7 +193,6 @@ WRONG = [
     ("warmups", -1),
     ("breaks", "aten.mm"),
     ("breaks", ["aten::mm", 3]),
-    ("splitting_ops", {"a::b": 1}),
     ("outputs", "pools"),
     ("outputs", None),
     ("lazy", "yes"),
@@ -207,6 +211,10 @@ WRONG = [
     ("compile.compile_sizes", ["all"]),
     ("compile.compile_sizes", [True]),
     ("compile.dynamic_shapes", "backd"),
+    ("compile.splitting_ops", {"a::b": 1}),
+    ("compile.use_inductor_graph_partition", 1),
+    ("compile.save_format", "zip"),
+    ("compile.autotune", "yes"),
     ("compile.cache_dir", 1),
 ]
 
