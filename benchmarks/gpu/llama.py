@@ -34,6 +34,7 @@ class Config:
 
 CONFIGS = {
     "tiny": Config(64, 3, 4, 2, 16, 128, 512, True, torch.float32),
+    "small": Config(256, 16, 8, 4, 32, 512, 2048, True, torch.float32),
     "1b": Config(2048, 16, 32, 8, 64, 8192, 128256, True),
     "8b": Config(4096, 32, 32, 8, 128, 14336, 128256, False),
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphrt.compile.backends import backend_for
 from graphrt.compile.errors import CompileError
 from graphrt.core import tree
 from graphrt.core.bridges import Bridges
@@ -189,6 +190,9 @@ def partitions(options: CompileOptions, device_type: str) -> tuple[bool, str]:
         return False, f"Inductor leaves code for device type {device_type!r} out of its partitions"
     from torch._inductor import utils
 
+    _, reason = backend_for(options.backend, device_type)
+    if reason:
+        return False, reason
     if not hasattr(utils, "_unstable_customized_partition_wrapper"):
         return False, f"torch {torch.__version__} offers no way to capture Inductor's partitions"
     return True, ""

@@ -20,7 +20,16 @@ from attention_models import (
     replayed,
 )
 
-from graphrt import Batch, GraphMode, GraphRunner, InputSpec, Reason, eager_break, get_platform
+from graphrt import (
+    Batch,
+    GraphMode,
+    GraphPool,
+    GraphRunner,
+    InputSpec,
+    Reason,
+    eager_break,
+    get_platform,
+)
 from graphrt.ascend import ACLGraphWrapper
 from graphrt.ascend.attention import fused_infer_attention
 
@@ -41,9 +50,9 @@ class BreakingDecoder(Decoder):
         return self.breaking
 
 
-def runner(mode: str) -> GraphRunner:
+def runner(mode: str, forward: Any = None, pool: GraphPool | None = None) -> GraphRunner:
     return GraphRunner(
-        BreakingDecoder(3),
+        forward or BreakingDecoder(3),
         mode=mode,
         sizes=[2, 4, TOKENS],
         inputs={
@@ -51,7 +60,8 @@ def runner(mode: str) -> GraphRunner:
             "block_table": InputSpec(torch.int32, ("reqs+1", PAGES), pad=0, index=True),
         },
         outputs=("tokens", HEADS, WIDTH),
-        platform="ascend",
+        platform=None if pool is not None else "ascend",
+        pool=pool,
         max_num_tokens=TOKENS,
         max_num_reqs=REQS,
     )

@@ -1,0 +1,111 @@
+"""Compiled pieces as ACL graphs: no Inductor there, so the eager backend serves them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from attention_models import BLOCK, HEADS, MAX_KV, Decoder, differing, eager_outputs, replayed
+from compile_llama import Llama, step_inputs
+from test_ascend_modes import runner as ascend_runner
+from test_ascend_modes import steps as ascend_steps
+from test_compile_runner import llama_runner
+
+from graphrt import Batch, GraphMode, GraphPool
+from graphrt.ascend.attention import fused_infer_attention
+from graphrt.compile import CompileOptions, compile_module, opaque
+
+pytestmark = pytest.mark.npu
+
+
+@pytest.mark.parametrize("own_wrappers", [True, False])
+def test_a_device_without_inductor_gets_eager_pieces_and_a_reason(tmp_path, own_wrappers):
+    torch.manual_seed(0)
+    model = Llama(layers=3).to("npu")
+    original = copy.deepcopy(model)
+    pool = GraphPool("ascend")
+    options = CompileOptions(
+        backend="inductor", use_inductor_graph_partition=True, cache_dir=str(tmp_path)
+    )
+    compiled = compile_module(model, pool=pool if own_wrappers else None, options=options)
+    with llama_runner(model, pool, pieces="auto") as runner:
+        runner.capture()
+        figures = compiled.figures
+        assert figures.backend == "eager" and "npu" in figures.backend_reason
+        assert figures.compilations == 3 and len(compiled.wrappers) == 4 * own_wrappers
+        for step, size in enumerate((1, 2, 3, 8, 5, 1)):
+            inputs = step_inputs(size, step=step)
+            uniform = runner.verify(Batch(size, size, 1), **inputs).clone()
+            assert runner.last_dispatch.mode is GraphMode.FULL
+            mixed = runner.verify(Batch(size, size), **inputs).clone()
+            assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+            with torch.no_grad():
+                eager = original(**{name: each.to("npu") for name, each in inputs.items()})
+            assert torch.equal(uniform, mixed)
+            torch.testing.assert_close(uniform.cpu(), eager.cpu(), rtol=1e-4, atol=1e-4)
+
+
+TASK = fused_infer_attention(max_kv_len=MAX_KV, spare_request=True)
+
+
+@opaque("graphrt_tests::npu_attention", mutates=["out"])
+def npu_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    layer: int,
+) -> None:
+    """A task in one graph; in pieces eager, with the lengths of the step."""
+    lse = torch.empty(1, dtype=torch.float32, device=query.device)
+    TASK(
+        query,
+        keys,
+        values,
+        block_table=table,
+        input_layout="TND",
+        block_size=BLOCK,
+        num_heads=HEADS,
+        num_key_value_heads=HEADS,
+        scale=0.5,
+        out=[out, lse],
+        task=f"layers.{layer}",
+    )
+
+
+class CompiledDecoder(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.caches = Decoder(layers).caches
+
+    def forward(self, x: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+        for layer, (keys, values) in enumerate(self.caches):
+            query = x * 0.5
+            out = torch.empty_like(query)
+            npu_attention(query, keys, values, block_table, out, layer)
+            x = query + out
+        return x
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("own_wrappers", [True, False])
+def test_attention_behind_an_operator_is_a_task_in_one_graph_and_eager_between_pieces(
+    decode, own_wrappers
+):
+    pool = GraphPool("ascend")
+    compiled = compile_module(
+        CompiledDecoder(3),
+        {"x": 0, "block_table": {0: "reqs+1"}},
+        pool=pool if own_wrappers else None,
+        in_place=False,
+    )
+    with ascend_runner("FULL_AND_PIECEWISE", forward=compiled, pool=pool) as run:
+        run.capture()
+        assert compiled.figures.pieces == 4 and compiled.figures.splitting_pieces == 3
+        found, todo = [], ascend_steps(40, decode=decode, seed=7)
+        for step in todo:
+            found.append(replayed(run, step).cpu())
+            assert run.last_dispatch.mode is (GraphMode.FULL if decode else GraphMode.PIECEWISE)
+        assert differing(found, eager_outputs(run, todo)) == []
