@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from graphrt.compile.operators import DEFAULT_SPLITTING_OPS, splits_at, splittin
 from graphrt.compile.parameters import Leaf, Parameters, leaves, substitute
 from graphrt.compile.partition import partitions
 from graphrt.compile.pieces import Compiler, Wrapping, wrapped_pieces
+from graphrt.compile.readable import compiled_line, readable, traced_line
 from graphrt.compile.sizes import resolve_sizes, value_of
 from graphrt.compile.split import Piece, split
 from graphrt.compile.stitch import Stitched, stitch
@@ -29,6 +31,8 @@ from graphrt.compile.trace import trace
 from graphrt.core.breakable import eager_break
 from graphrt.core.compile_options import CompileOptions
 from graphrt.core.wrapper import GraphWrapper
+
+logger = logging.getLogger("graphrt")
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,10 @@ def build(
     at = options.splitting_ops
     pieces = split(traced.graph, _nothing if partitioned else splits_at(at))
     figures.trace_s = time.perf_counter() - started
+    logger.info(traced_line(subject.module, figures, traced.graph.graph, pieces))
 
     started = time.perf_counter()
     main = next((s for s, place in symbols.items() if place == (next(iter(sizes)), 0)), None)
-    texts = {"computation_graph.py": readable(traced.graph, pieces)}
     with Compiler(
         backend,
         figures,
@@ -115,6 +119,7 @@ def build(
         partition_at=(DEFAULT_SPLITTING_OPS if at is None else at) if partitioned else None,
     ) as compiler:
         calls = [compiler.call_of(piece) for piece in pieces]
+        text = readable(traced.graph, pieces, compiler.kept_as)
         if partitioned:
             figures.partitions = len(compiler.partitioned[0].partitions)
         if wrapping is None:
@@ -136,8 +141,9 @@ def build(
             weights=subject.weights(),
             label=f"<graphrt {type(subject.module).__name__} {id(subject.module)}>",
         )
-        compiler.finish({**texts, "transformed_code.py": stitched.source})
+        compiler.finish({"computation_graph.py": text, "transformed_code.py": stitched.source})
     figures.compile_s = time.perf_counter() - started
+    logger.info(compiled_line(figures))
 
     run: Callable[..., Any] = stitched.function
     if around is None:
@@ -153,18 +159,9 @@ def build(
         tuple(pieces),
         tuple(wrappers),
         traced.codes,
-        texts["computation_graph.py"],
+        text,
         figures,
     )
-
-
-def readable(graph: fx.GraphModule, pieces: Sequence[Piece]) -> str:
-    """The traced graph and its pieces as Python, to look into."""
-    parts = ["# The whole graph.\n", graph.code.strip("\n")]
-    for piece in pieces:
-        kind = "a splitting piece" if piece.splitting else "compiled"
-        parts += [f"\n\n# {piece.name}, {kind}.\n", piece.graph.code.strip("\n")]
-    return "\n".join(parts) + "\n"
 
 
 def _sizes(subject: Subject, given: Sequence[Leaf]) -> dict[str, int]:

@@ -36,7 +36,7 @@ class Compiler:
     `sizes` of `symbol` are compiled for themselves in addition. With `partition_at` the compiler
     makes partitions between these operators, and `partitioned` is all code that has them. What a
     compiler made is kept in the cache, and taken from it; nothing of it is there for others unless
-    the block ends well.
+    the block ends well. `kept_as` has the names of code by those of pieces.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Compiler:
         self._sizes = sizes
         self._partition_at = partition_at
         self.partitioned: list[Partitioned] = []
+        self.kept_as: dict[str, str] = {}
         self._made: dict[str, Callable[..., Any]] = {}
         # A capture on the CPU records operators, and would not see the kernels of compiled code.
         self._as_operators = device.type == "cpu" and backend.name != "eager"
@@ -86,6 +87,7 @@ class Compiler:
             return forward
         self._figures.pieces += 1
         key = fingerprint(piece.graph)
+        self.kept_as[piece.name] = self._name(key)
         if key not in self._made:
             self._figures.distinct_pieces += 1
             call = self._compiled(piece.graph, key)
@@ -101,8 +103,7 @@ class Compiler:
 
     def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
         inputs = [value_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
-        kind = "piece" if self._partition_at is None else "partitioned"
-        name = f"{kind}_{key[:32]}"
+        name = self._name(key)
         general = self._one(graph, inputs, name, static=False)
         place = size_place(graph, self._symbol) if self._sizes else None
         if place is None:
@@ -114,6 +115,10 @@ class Compiler:
             for size in self._sizes
         }
         return BySize(place, static, general)
+
+    def _name(self, key: str) -> str:
+        kind = "piece" if self._partition_at is None else "partitioned"
+        return f"{kind}_{key[:32]}"
 
     def _one(
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool

@@ -49,7 +49,7 @@ class Entry:
         # What was under way: called again in the same, the wrapper would replay itself.
         self.captured_in = captured_in
         # The caller may change what it gets, so a container is made anew for every step.
-        self.container = not isinstance(outputs, torch.Tensor | None)
+        self.container = _can_change(outputs)
         self._mixed = False
         # Whether the last launch was ended by an update of its tasks, so that it may be repeated.
         self.update_failed = False
@@ -112,6 +112,12 @@ class Entry:
                 taken += count
             else:
                 part.replay()
+
+
+def _can_change(outputs: Any) -> bool:
+    if type(outputs) is tuple:
+        return any(map(_can_change, outputs))
+    return not isinstance(outputs, torch.Tensor | None)
 
 
 def layouts(
