@@ -8,6 +8,7 @@ from graphrt.attention.backend import AttentionBackend, AttentionStep, bind_all,
 from graphrt.attention.flash import FlashAttention
 from graphrt.attention.flashinfer import FlashInferAttention
 from graphrt.attention.levels import get_cudagraph_support, known_backends
+from graphrt.attention.operator import OpaqueAttention
 from graphrt.attention.sdpa import SdpaAttention
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 
@@ -22,6 +23,7 @@ __all__ = [
     "FlashInferAttention",
     "GroupedShape",
     "LatentShape",
+    "OpaqueAttention",
     "SdpaAttention",
     "TritonAttention",
     "bind_all",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import fx
 
-DEFAULT_SPLITTING_OPS = ("graphrt::paged_decode",)
+DEFAULT_SPLITTING_OPS = ("graphrt::paged_decode", "graphrt::attend")
 """Besides every operator with the tag `cudagraph_unsafe`, which `opaque` gives to its own."""
 
 

@@ -1,0 +1,109 @@
+"""`OpaqueAttention`: a backend as one operator, for models that are compiled."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from graphrt.attention.backend import AttentionBackend, AttentionStep
+from graphrt.core.context import current_context
+from graphrt.core.errors import InvalidInputError, InvalidOptionError
+
+_LIBRARY: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_LIBRARY.define(
+    "attend(Tensor query, Tensor[] caches, Tensor block_table, Tensor context_lens, "
+    "Tensor? query_start_loc, Tensor(a!) out, str layer) -> ()",
+    tags=() if _UNSAFE is None else (_UNSAFE,),
+)
+
+_by_name: weakref.WeakValueDictionary[str, OpaqueAttention] = weakref.WeakValueDictionary()
+
+
+class OpaqueAttention:
+    """Calls `backend` through the operator `graphrt::attend`, which compilers do not look into.
+
+    It is a splitting operator of `graphrt.compile`: in one graph with the rest under FULL, eager
+    between pieces. The backend's step is begun at the first call of every step.
+    """
+
+    def __init__(self, backend: AttentionBackend, name: str = "attention") -> None:
+        """`name` is baked into compiled code, so it must be the same in every process.
+
+        Raises `InvalidOptionError` for a name that is in use.
+        """
+        if name in _by_name:
+            raise InvalidOptionError(
+                "two attention backends have one name",
+                got=repr(name),
+                expected="a name for each backend that is in use",
+                advice='OpaqueAttention(backend, name="draft")',
+            )
+        self.backend = backend
+        self.name = name
+        self._begun: tuple[object, AttentionStep] | None = None
+        _by_name[name] = self
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        *caches: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start_loc: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend as `AttentionBackend.attend`, with the step's metadata as `begin` takes it, which
+        must be the same in all layers of a step."""
+        if out is None:
+            out = query.new_empty(query.shape[0], query.shape[1], self.backend.shape.value_dim)
+        torch.ops.graphrt.attend(
+            query, list(caches), block_table, context_lens, query_start_loc, out, self.name
+        )
+        return out
+
+    def step(
+        self,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start_loc: torch.Tensor | None,
+    ) -> AttentionStep:
+        """The step that is under way, begun once for all layers."""
+        context = current_context()
+        token = None if context is None else context.token
+        if self._begun is not None and token is not None and self._begun[0] is token:
+            return self._begun[1]
+        begun = self.backend.begin(block_table, context_lens, query_start_loc=query_start_loc)
+        self._begun = None if token is None else (token, begun)
+        return begun
+
+
+def _attend(
+    query: torch.Tensor,
+    caches: list[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    out: torch.Tensor,
+    layer: str,
+) -> None:
+    found = _by_name.get(layer)
+    if found is None:
+        raise InvalidInputError(
+            "compiled code asks for an attention backend that is not there",
+            got=repr(layer),
+            expected=", ".join(map(repr, _by_name)) or "an OpaqueAttention of that name",
+            advice="make it before the model is called, and keep it as long",
+        )
+    step = found.step(block_table, context_lens, query_start_loc)
+    found.backend.attend(step, query, *caches, out=out)
+
+
+def _nothing(*_: object) -> None:
+    """The result is written in place."""
+
+
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("graphrt::attend", _nothing, lib=_LIBRARY)

@@ -1,0 +1,189 @@
+"""`OpaqueAttention`: attention backends inside of compiled models."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec
+from graphrt.attention import (
+    GroupedShape,
+    OpaqueAttention,
+    SdpaAttention,
+    TritonAttention,
+    supports_of,
+)
+from graphrt.compile import CompileOptions, compile_module
+from graphrt.core.errors import InvalidInputError, InvalidOptionError
+
+SHAPE = GroupedShape(4, 2, 16, page_size=16)
+REQS, PAGES = 4, 3
+NUMBERS = itertools.count()
+WIDTH = SHAPE.num_heads * SHAPE.head_dim
+DIMS = {
+    "x": 0,
+    "block_table": {0: "reqs"},
+    "context_lens": {0: "reqs"},
+    "query_start_loc": {0: "reqs+1"},
+}
+
+
+class Layers(nn.Module):
+    """Layers of attention over caches that are filled already."""
+
+    def __init__(self, attention: OpaqueAttention, layers: int, device: str) -> None:
+        super().__init__()
+        self.attention = attention
+        self.linears = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(layers)
+        )
+        cache = (REQS * PAGES, SHAPE.page_size, SHAPE.num_kv_heads, SHAPE.head_dim)
+        self.caches = [
+            tuple(torch.randn(cache, device=device) for _ in range(2)) for _ in range(layers)
+        ]
+
+    def forward(self, x, block_table, context_lens, query_start_loc):
+        for linear, caches in zip(self.linears, self.caches, strict=True):
+            query = linear(x).view(-1, SHAPE.num_heads, SHAPE.head_dim)
+            found = self.attention(
+                query,
+                *caches,
+                block_table=block_table,
+                context_lens=context_lens,
+                query_start_loc=query_start_loc,
+            )
+            x = x + found.flatten(1)
+        return x
+
+
+def step(lengths: list[int], queries: list[int], seed: int) -> tuple[Batch, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    reqs, tokens = len(lengths), sum(queries)
+    uniform = queries[0] if len(set(queries)) == 1 and queries[0] == 1 else None
+    return Batch(tokens, reqs, uniform), {
+        "x": torch.randn(tokens, WIDTH, generator=generator),
+        "block_table": torch.arange(reqs * PAGES, dtype=torch.int32).view(reqs, PAGES),
+        "context_lens": torch.tensor(lengths, dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int(),
+    }
+
+
+STEPS = [
+    step([5, 40, 17], [1, 1, 1], 0),
+    step([33, 8], [1, 1], 1),
+    step([9, 30, 2], [4, 1, 2], 2),
+    step([48], [1], 3),
+    step([20, 20], [3, 5], 4),
+]
+
+
+def backend_of(kind: str, device: str) -> Any:
+    if kind == "sdpa":
+        return SdpaAttention(SHAPE)
+    pytest.importorskip("triton", reason="Triton is not installed")
+    return TritonAttention(SHAPE, max_num_reqs=REQS, dtype=torch.float32, device=device)
+
+
+def check(kind: str, device: str, options: CompileOptions, *, own_wrappers: bool = True) -> None:
+    torch.manual_seed(0)
+    attention = OpaqueAttention(backend_of(kind, device), f"test{next(NUMBERS)}")
+    model = Layers(attention, 3, device)
+    pool = GraphPool(device)
+    compiled = compile_module(
+        model, DIMS, options=options, pool=pool if own_wrappers else None, in_place=False
+    )
+    runner = GraphRunner(
+        compiled,
+        mode="FULL_AND_PIECEWISE",
+        sizes=[1, 2, 4, 8],
+        max_num_tokens=8,
+        max_num_reqs=REQS,
+        inputs={
+            "x": InputSpec(torch.float32, ("tokens", WIDTH)),
+            "block_table": InputSpec(torch.int32, ("reqs", PAGES), index=True),
+            "context_lens": InputSpec(torch.int32, ("reqs",)),
+            "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
+        },
+        outputs=("tokens", WIDTH),
+        attention=supports_of(attention.backend),
+        pool=pool,
+    )
+    with runner:
+        runner.capture()
+        assert compiled.figures.splitting_pieces == (0 if compiled.figures.partitions else 3)
+        for batch, values in STEPS:
+            found = runner.verify(batch, **values).clone()
+            mode = GraphMode.FULL if batch.query_len else GraphMode.PIECEWISE
+            assert runner.last_dispatch.mode is mode
+            with torch.no_grad():
+                eager = model(**{name: each.to(device) for name, each in values.items()})
+            torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "triton"])
+@pytest.mark.parametrize("own_wrappers", [True, False])
+def test_a_compiled_model_has_its_attention_in_the_graph_or_between_pieces(kind, own_wrappers):
+    check(kind, "cpu", CompileOptions(), own_wrappers=own_wrappers)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["sdpa", "triton"])
+@pytest.mark.parametrize("partition", [False, True])
+def test_compiled_by_inductor_on_a_gpu(kind, partition, tmp_path):
+    options = CompileOptions(
+        backend="inductor", use_inductor_graph_partition=partition, cache_dir=str(tmp_path)
+    )
+    check(kind, "cuda", options)
+
+
+def test_a_step_is_begun_once_for_all_layers(monkeypatch):
+    attention = OpaqueAttention(SdpaAttention(SHAPE), "begun once")
+    begun = []
+    begin = SdpaAttention.begin
+    monkeypatch.setattr(
+        SdpaAttention, "begin", lambda *args, **kwargs: begun.append(1) or begin(*args, **kwargs)
+    )
+    model = Layers(attention, 3, "cpu")
+    with GraphRunner(
+        model,
+        inputs={
+            "x": InputSpec(torch.float32, ("tokens", WIDTH)),
+            "block_table": InputSpec(torch.int32, ("reqs", PAGES), index=True),
+            "context_lens": InputSpec(torch.int32, ("reqs",)),
+            "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
+        },
+        mode="NONE",
+        sizes=[8],
+        platform="cpu",
+    ) as runner:
+        for batch, values in STEPS:
+            runner(batch, **values)
+    assert len(begun) == len(STEPS)
+
+
+def test_a_name_belongs_to_one_backend():
+    first = OpaqueAttention(SdpaAttention(SHAPE), "mine")
+    with pytest.raises(InvalidOptionError, match="one name"):
+        OpaqueAttention(SdpaAttention(SHAPE), "mine")
+    del first
+    gc.collect()
+    OpaqueAttention(SdpaAttention(SHAPE), "mine")
+
+
+def test_compiled_code_without_its_backend_says_which_one_is_missing():
+    values = STEPS[0][1]
+    with pytest.raises(InvalidInputError, match="is not there"):
+        torch.ops.graphrt.attend(
+            torch.zeros(3, 4, 16),
+            [],
+            values["block_table"],
+            values["context_lens"],
+            None,
+            torch.zeros(3, 4, 16),
+            "gone",
+        )
