@@ -15,7 +15,7 @@ from graphrt.compile.cache_entry import CacheEntry
 from graphrt.compile.cache_key import CacheKey, runtime_versions
 from graphrt.compile.cache_sources import TracedSources
 from graphrt.compile.inductor import CompiledPiece
-from graphrt.compile.options import CompileOptions
+from graphrt.core.compile_options import CompileOptions
 
 
 class KeptPieces:
@@ -40,9 +40,15 @@ class KeptPieces:
             "dynamic_shapes": options.dynamic_shapes,
             "splitting_ops": options.splitting_ops,
             "autotune": options.autotune,
+            "use_inductor_graph_partition": options.use_inductor_graph_partition,
         }
         key = CacheKey.of(settings, sources, versions=runtime_versions(device))
         return cls(cache.open(key))
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a complete entry; single pieces of it may still be missing."""
+        return self._entry.found
 
     def load(self, name: str, returns: int | None) -> CompiledPiece | None:
         """A piece that was compiled before; None, with a warning where one is damaged."""
@@ -50,7 +56,7 @@ class KeptPieces:
         if path is None:
             return None
         try:
-            return CompiledPiece.load(path, "unpacked" if path.is_dir() else "binary", returns)
+            return CompiledPiece.load(path, returns)
         except Exception as error:
             # Whatever a compiler says of what it wrote, it is compiled again.
             self._entry.reject(name, f"{type(error).__name__}: {error}")

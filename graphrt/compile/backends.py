@@ -37,9 +37,12 @@ class EagerBackend:
         return forward
 
 
-def backend_for(name: str, device_type: str, *, autotune: bool = True) -> tuple[Backend, str]:
+def backend_for(
+    name: str, device_type: str, *, autotune: bool = True, compiles: bool = True
+) -> tuple[Backend, str]:
     """The backend of that name, or the eager one with the reason why the device has it instead.
 
+    Without `compiles` it only has to load what was compiled before.
     Raises `CompileError` for an unknown name.
     """
     if name == "eager":
@@ -47,7 +50,7 @@ def backend_for(name: str, device_type: str, *, autotune: bool = True) -> tuple[
     if name == "inductor":
         from graphrt.compile.inductor import InductorBackend, why_not
 
-        reason = why_not(device_type)
+        reason = why_not(device_type, compiles=compiles)
         return (EagerBackend(), reason) if reason else (InductorBackend(autotune=autotune), "")
     raise CompileError(
         "unknown compile backend",

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphrt.compile.backends import Backend, backend_for
+from graphrt.compile.artifacts import KeptPieces
+from graphrt.compile.backends import backend_for
 from graphrt.compile.check import CallChecker
 from graphrt.compile.dims import DynamicDims, examples, sizes_of, telling_sizes
 from graphrt.compile.errors import CompileError, ReassignedStateError
 from graphrt.compile.figures import Figures
-from graphrt.compile.interface import Probe, argument_paths, interface
+from graphrt.compile.interface import Interface, Probe, argument_paths, interface
 from graphrt.compile.operators import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
 from graphrt.compile.parameters import Leaf, Parameters, leaves, substitute
 from graphrt.compile.partition import partitions
@@ -27,9 +28,10 @@ from graphrt.compile.readable import compiled_line, readable, traced_line
 from graphrt.compile.sizes import resolve_sizes, value_of
 from graphrt.compile.split import Piece, split
 from graphrt.compile.stitch import Stitched, stitch
-from graphrt.compile.trace import trace
+from graphrt.compile.trace import Traced, trace
 from graphrt.core.breakable import eager_break
 from graphrt.core.compile_options import CompileOptions
+from graphrt.core.frozen_gc import frozen_gc
 from graphrt.core.wrapper import GraphWrapper
 
 logger = logging.getLogger("graphrt")
@@ -80,26 +82,20 @@ def build(
     """
     figures = Figures()
     started = time.perf_counter()
-    given = leaves(bound)
-    sizes = _sizes(subject, given)
-    probes = [_probe(subject, bound, given, sizes, step) for step in (0, 1)]
-    arguments, example_leaves = probes[0]
-    traced = trace(
-        subject.call,
-        subject.parameters,
-        arguments,
-        example_leaves,
-        subject.dims,
-        options.dynamic_shapes,
-    )
-    figures.traces += 1
+    with frozen_gc():
+        seen = _seen(subject, bound, options, figures)
+    traced = seen.traced
     if graphs and traced.assigned:
         raise _reassigned(traced.assigned)
-    calls_seen: list[Probe] = [(found, b.args, dict(b.kwargs)) for b, found in probes]
-    around, figures.call_reason = interface(traced, calls_seen)
-    symbols = _symbols(argument_paths(traced, calls_seen[0]), example_leaves, subject.dims)
-    resolve_sizes(traced.graph.graph)
-    backend, device = _backend(traced.graph, options, figures)
+    device = _device(traced.graph)
+    kept = None if options.backend == "eager" else KeptPieces.open(options, traced.codes, device)
+    backend, figures.backend_reason = backend_for(
+        options.backend,
+        device.type,
+        autotune=options.autotune,
+        compiles=kept is None or not kept.found,
+    )
+    figures.backend = backend.name
     partitioned, figures.partition_reason = partitions(options, device.type)
     at = options.splitting_ops
     pieces = split(traced.graph, _nothing if partitioned else splits_at(at))
@@ -107,14 +103,12 @@ def build(
     logger.info(traced_line(subject.module, figures, traced.graph.graph, pieces))
 
     started = time.perf_counter()
-    main = next((s for s, place in symbols.items() if place == (next(iter(sizes)), 0)), None)
     with Compiler(
         backend,
         figures,
-        options,
         device,
-        codes=traced.codes,
-        symbol=main,
+        kept=None if backend.name == "eager" else kept,
+        symbol=seen.symbol,
         sizes=static_sizes,
         partition_at=(DEFAULT_SPLITTING_OPS if at is None else at) if partitioned else None,
     ) as compiler:
@@ -136,7 +130,7 @@ def build(
             traced.graph,
             pieces,
             calls,
-            interface=around,
+            interface=seen.around,
             parameters=subject.parameters,
             weights=subject.weights(),
             label=f"<graphrt {type(subject.module).__name__} {id(subject.module)}>",
@@ -146,10 +140,10 @@ def build(
     logger.info(compiled_line(figures))
 
     run: Callable[..., Any] = stitched.function
-    if around is None:
+    if seen.around is None:
         run = traced.forward_around(stitched.function)
-    checker = CallChecker(given, subject.dims, traced.conditions, symbols)
-    checker.check(given)
+    checker = CallChecker(seen.given, subject.dims, traced.conditions, seen.symbols)
+    checker.check(seen.given)
     wrappers = [call for call in calls if isinstance(call, GraphWrapper)]
     wrappers += [wrapper for code in compiler.partitioned for wrapper in code.wrappers]
     return Built(
@@ -162,6 +156,42 @@ def build(
         text,
         figures,
     )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A traced call. `symbol` is the size of the first batch axis, of all `symbols`."""
+
+    traced: Traced
+    around: Interface | None
+    given: list[Leaf]
+    symbols: Mapping[Any, tuple[str, int]]
+    symbol: Any
+
+
+def _seen(
+    subject: Subject, bound: inspect.BoundArguments, options: CompileOptions, figures: Figures
+) -> _Seen:
+    """Trace a call with examples in place of its tensors, and find out how it uses them."""
+    given = leaves(bound)
+    sizes = _sizes(subject, given)
+    probes = [_probe(subject, bound, given, sizes, step) for step in (0, 1)]
+    arguments, example_leaves = probes[0]
+    traced = trace(
+        subject.call,
+        subject.parameters,
+        arguments,
+        example_leaves,
+        subject.dims,
+        options.dynamic_shapes,
+    )
+    figures.traces += 1
+    calls: list[Probe] = [(found, b.args, dict(b.kwargs)) for b, found in probes]
+    around, figures.call_reason = interface(traced, calls)
+    symbols = _symbols(argument_paths(traced, calls[0]), example_leaves, subject.dims)
+    resolve_sizes(traced.graph.graph)
+    first = next((s for s, place in symbols.items() if place == (next(iter(sizes)), 0)), None)
+    return _Seen(traced, around, given, symbols, first)
 
 
 def _sizes(subject: Subject, given: Sequence[Leaf]) -> dict[str, int]:
@@ -215,15 +245,10 @@ def _symbols(
     return found
 
 
-def _backend(
-    graph: fx.GraphModule, options: CompileOptions, figures: Figures
-) -> tuple[Backend, torch.device]:
+def _device(graph: fx.GraphModule) -> torch.device:
     values = (value_of(node) for node in graph.graph.nodes if node.op == "placeholder")
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
-    device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-    backend, reason = backend_for(options.backend, device.type, autotune=options.autotune)
-    figures.backend, figures.backend_reason = backend.name, reason
-    return backend, device
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _nothing(_: fx.Node) -> bool:

@@ -7,8 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
-import subprocess
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -21,8 +19,9 @@ from typing import Any
 import torch
 
 from graphrt.compile.cache_sources import TracedSources, code_digest, digests_of
+from graphrt.core.compile_options import CompileOptions
 from graphrt.core.errors import InvalidOptionError
-from graphrt.core.options import CompileOptions, GraphOptions
+from graphrt.core.options import GraphOptions
 
 Parts = dict[str, dict[str, Any]]
 
@@ -139,7 +138,6 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
         "hip": torch.version.hip,
         "triton": _version("triton"),
         "torch_npu": _version("torch_npu"),
-        "cxx": _cxx_version(os.environ.get("CXX") or "g++"),
         "device": _device_name(found),
         "cpu": _cpu_features() if found.type == "cpu" else None,
     }
@@ -255,14 +253,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-@cache
-def _cxx_version(compiler: str) -> str | None:
-    if shutil.which(compiler) is None:
-        return None
-    told = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return told.stdout.partition("\n")[0]
 
 
 def _accelerator() -> torch.device:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import fx
 
+from graphrt.compile.inductor_files import (
+    keep_libraries,
+    kept_libraries,
+    own_directory,
+    recorded_libraries,
+    tuned_kernels,
+)
 from graphrt.compile.sizes import value_of
 from graphrt.compile.split import returned_count
 
+_CODE = "code"
+_LIBRARIES = "libraries"
 _SEARCH = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 
@@ -32,21 +41,25 @@ class InductorBackend:
         import torch._inductor
 
         patches = _SEARCH if static and self._autotune else {}
-        artifact = torch._inductor.standalone_compile(
-            _with_tuple(piece),
-            list(inputs),
-            dynamic_shapes="from_example_inputs" if static else "from_graph",
-            options={"config_patches": patches},
-        )
-        return CompiledPiece(artifact, returned_count(piece))
+        with tuned_kernels(), recorded_libraries() as libraries:
+            artifact = torch._inductor.standalone_compile(
+                _with_tuple(piece),
+                list(inputs),
+                dynamic_shapes="from_example_inputs" if static else "from_graph",
+                options={"config_patches": patches},
+            )
+        return CompiledPiece(artifact, returned_count(piece), libraries)
 
 
 class CompiledPiece:
     """Compiled code of one piece, which returns what the piece does."""
 
-    def __init__(self, artifact: Any, returns: int | None) -> None:
+    def __init__(
+        self, artifact: Any, returns: int | None, libraries: Mapping[str, Path] | None = None
+    ) -> None:
         self.artifact = artifact
         self._returns = returns
+        self._libraries = libraries or {}
 
     def __call__(self, *args: Any) -> Any:
         results = self.artifact(*args)
@@ -55,23 +68,34 @@ class CompiledPiece:
         return results[0] if self._returns == 1 else tuple(results)
 
     def save(self, path: Path, save_format: Literal["binary", "unpacked"]) -> None:
-        """Write the code for `load`."""
-        self.artifact.save(path=str(path), format=save_format)
+        """Write the code, and the libraries it calls, to a directory for `load`."""
+        path.mkdir()
+        self.artifact.save(path=str(path / _CODE), format=save_format)
+        keep_libraries(self._libraries, path / _LIBRARIES)
 
     @classmethod
-    def load(
-        cls, path: Path, save_format: Literal["binary", "unpacked"], returns: int | None
-    ) -> CompiledPiece:
-        """The code of a piece that another process compiled; compiles and tunes nothing."""
+    def load(cls, path: Path, returns: int | None) -> CompiledPiece:
+        """The code of a piece that another process compiled; compiles and tunes nothing.
+
+        It needs no C++ compiler, and nothing of Inductor's or Triton's own caches.
+        """
         from torch import _inductor
 
         inductor: Any = _inductor
-        artifact = inductor.CompiledArtifact.load(path=str(path), format=save_format)
+        code = path / _CODE
+        unpacked = code.is_dir()
+        with own_directory(code if unpacked else None), kept_libraries(path / _LIBRARIES):
+            artifact = inductor.CompiledArtifact.load(
+                path=str(code), format="unpacked" if unpacked else "binary"
+            )
         return cls(artifact, returns)
 
 
-def why_not(device_type: str) -> str:
-    """Why Inductor cannot compile for a device here; "" if it can."""
+def why_not(device_type: str, *, compiles: bool = True) -> str:
+    """Why Inductor cannot be used for a device here; "" if it can.
+
+    Without `compiles` only kept pieces are to be loaded, for which no C++ compiler has to be there.
+    """
     try:
         from torch._inductor.codegen import common
 
@@ -81,6 +105,8 @@ def why_not(device_type: str) -> str:
     except Exception as error:
         return f"Inductor cannot be used: {type(error).__name__}: {error}"
     if device_type == "cpu":
+        if not compiles:
+            return ""
         try:
             from torch._inductor import cpp_builder
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import fx
 
+from graphrt.compile.artifacts import KeptPieces
 from graphrt.compile.as_operator import AsOperator
 from graphrt.compile.backends import Backend
 from graphrt.compile.bridge import BridgedPiece
@@ -19,15 +20,11 @@ from graphrt.compile.partition import Partitioned, collecting
 from graphrt.compile.sizes import value_of
 from graphrt.compile.split import Piece, returned_count
 from graphrt.compile.static_sizes import BySize, size_place, static_inputs
-from graphrt.core.compile_options import CompileOptions
 from graphrt.core.context import ForwardContext
 from graphrt.core.lookup import wrapper_class
 from graphrt.core.modes import GraphMode
 from graphrt.core.pool import GraphPool
 from graphrt.core.wrapper import WrapperOptions
-
-if TYPE_CHECKING:
-    from graphrt.compile.artifacts import KeptPieces
 
 
 class Compiler:
@@ -35,7 +32,7 @@ class Compiler:
 
     `sizes` of `symbol` are compiled for themselves in addition. With `partition_at` the compiler
     makes partitions between these operators, and `partitioned` is all code that has them. What a
-    compiler made is kept in the cache, and taken from it; nothing of it is there for others unless
+    compiler made is put into `kept`, and taken from it; nothing of it is there for others unless
     the block ends well. `kept_as` has the names of code by those of pieces.
     """
 
@@ -43,10 +40,9 @@ class Compiler:
         self,
         backend: Backend,
         figures: Figures,
-        options: CompileOptions,
         device: torch.device,
         *,
-        codes: Sequence[CodeType],
+        kept: KeptPieces | None,
         symbol: Any,
         sizes: Sequence[int],
         partition_at: Sequence[str] | None = None,
@@ -61,11 +57,7 @@ class Compiler:
         self._made: dict[str, Callable[..., Any]] = {}
         # A capture on the CPU records operators, and would not see the kernels of compiled code.
         self._as_operators = device.type == "cpu" and backend.name != "eager"
-        self._kept: KeptPieces | None = None
-        if backend.name != "eager":
-            from graphrt.compile.artifacts import KeptPieces
-
-            self._kept = KeptPieces.open(options, codes, device)
+        self._kept = kept
 
     def __enter__(self) -> Compiler:
         return self

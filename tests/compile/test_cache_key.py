@@ -202,7 +202,7 @@ def test_what_does_not_change_code_is_not_in_the_key(options: dict[str, object])
 @pytest.mark.parametrize(
     "options",
     [
-        {"splitting_ops": ["aten::mm"]},
+        {"compile": {"splitting_ops": ["aten::mm"]}},
         {"compile": {"backend": "inductor"}},
         {"compile": {"dynamic_shapes": "unbacked"}},
     ],
@@ -214,9 +214,12 @@ def test_what_changes_code_is(options: dict[str, object]):
 def test_the_settings_of_one_module_count_alike():
     found = code_settings(CompileOptions(backend="inductor", cache_dir="/elsewhere"))
     assert found == {
+        "compile.autotune": True,
         "compile.backend": "inductor",
         "compile.compile_sizes": (),
         "compile.dynamic_shapes": "backed",
+        "compile.splitting_ops": None,
+        "compile.use_inductor_graph_partition": False,
     }
 
 

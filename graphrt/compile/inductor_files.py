@@ -1,0 +1,166 @@
+"""What Inductor keeps outside of a saved piece: libraries, tuned kernels, its directories."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_LOCK = threading.RLock()
+"""What is replaced here is the whole process's."""
+
+_TRITON_VARIABLE = "TRITON_CACHE_DIR"
+
+Load = Callable[[], Any]
+
+
+@contextlib.contextmanager
+def recorded_libraries() -> Iterator[dict[str, Path]]:
+    """The C++ libraries that compiling in the block built or found built, by `_digest`."""
+    found: dict[str, Path] = {}
+
+    def load_async(build: Callable[..., Load], digest: str, cls: Any) -> Load:
+        load = build()
+
+        def loaded() -> Any:
+            library = load()
+            found[digest] = _path_of(library)
+            return library
+
+        return loaded
+
+    with _replaced(load_async):
+        yield found
+
+
+def keep_libraries(libraries: Mapping[str, Path], directory: Path) -> None:
+    """Copy them, for `kept_libraries`."""
+    directory.mkdir()
+    for digest, path in libraries.items():
+        shutil.copyfile(path, directory / f"{digest}{path.suffix}")
+
+
+@contextlib.contextmanager
+def kept_libraries(directory: Path) -> Iterator[None]:
+    """Code that is loaded in the block takes its C++ libraries from there.
+
+    Inductor finds a library by its compiler's whole command line, for which it runs that compiler
+    several times, and by which no other machine finds it.
+    """
+    kept = {path.stem: path for path in directory.iterdir()} if directory.is_dir() else {}
+
+    def load_async(build: Callable[..., Load], digest: str, cls: Any) -> Load:
+        path = kept.get(digest)
+        return build() if path is None else lambda: cls._load_library(str(path), digest)
+
+    with _replaced(load_async):
+        yield
+
+
+@contextlib.contextmanager
+def tuned_kernels() -> Iterator[None]:
+    """Triton kernels that are compiled in the block are saved as they are after tuning.
+
+    Inductor tunes them before it loads its code, which then finds the same objects in memory, with
+    every configuration that was tried: saved like that, they would be tuned again at every start.
+    """
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    wrapper: Any = PythonWrapperCodegen
+    with _LOCK:
+        original = wrapper.generate_and_run_autotune_block
+
+        def replacement(self: Any) -> None:
+            original(self)
+            PyCodeCache.cache_clear()
+
+        wrapper.generate_and_run_autotune_block = replacement
+        try:
+            yield
+        finally:
+            wrapper.generate_and_run_autotune_block = original
+
+
+@contextlib.contextmanager
+def own_directory(directory: Path | None = None) -> Iterator[None]:
+    """Inductor's and Triton's caches of the block are in `directory`, or in an empty one.
+
+    A saved piece is taken from Inductor's cache after it was put there: from one that others write
+    to, it may be another piece than that, as guards are not compared, or a damaged one.
+    """
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    place = tempfile.mkdtemp(dir=_directory_of_process())
+    with _LOCK, temporary_cache_dir(str(directory or place)), _triton_directory(f"{place}/triton"):
+        yield
+
+
+@contextlib.contextmanager
+def _triton_directory(path: str) -> Iterator[None]:
+    # Inductor sets the variable once, to what lies below its directory at that time.
+    before = os.environ.get(_TRITON_VARIABLE)
+    os.environ[_TRITON_VARIABLE] = path
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TRITON_VARIABLE]
+        else:
+            os.environ[_TRITON_VARIABLE] = before
+
+
+@cache
+def _directory_of_process() -> str:
+    """Kernels may look for their sources as long as the process runs."""
+    path, owner = tempfile.mkdtemp(prefix="graphrt-"), os.getpid()
+
+    def remove() -> None:
+        # A forked child ends before its parent.
+        if os.getpid() == owner:
+            shutil.rmtree(path, ignore_errors=True)
+
+    atexit.register(remove)
+    return path
+
+
+@contextlib.contextmanager
+def _replaced(load_async: Callable[[Callable[..., Load], str, Any], Load]) -> Iterator[None]:
+    """Where Inductor asks for a C++ library, of whichever kind."""
+    from torch._inductor.codecache import CppCodeCache
+
+    caches: Any = CppCodeCache
+    with _LOCK:
+        original = vars(caches)["load_async"]
+
+        def replacement(cls: Any, *args: Any, **kwargs: Any) -> Load:
+            def build() -> Load:
+                load: Load = original.__func__(cls, *args, **kwargs)
+                return load
+
+            return load_async(build, _digest(cls, args, kwargs), cls)
+
+        caches.load_async = classmethod(replacement)
+        try:
+            yield
+        finally:
+            caches.load_async = original
+
+
+def _digest(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Of the source and settings of a library, without who builds it."""
+    settings = sorted((name, each) for name, each in kwargs.items() if name != "submit_fn")
+    return hashlib.sha256(repr((cls.__name__, args, settings)).encode()).hexdigest()[:32]
+
+
+def _path_of(library: Any) -> Path:
+    return Path(str(library.__file__ if isinstance(library, ModuleType) else library._name))

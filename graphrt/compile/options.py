@@ -1,1 +1,0 @@
-from graphrt.core.compile_options import CompileOptions as CompileOptions

@@ -1,0 +1,244 @@
+"""A second start compiles and tunes nothing, counted in a process with empty compiler caches."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.compile import CompileOptions, compile_module
+from graphrt.compile.cache_log import CompileCacheWarning
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor on the CPU needs g++"
+)
+FORMATS = ("binary", "unpacked")
+ROOT = Path(__file__).parents[2]
+
+
+# In a process of its own ----------------------------------------------------------------------
+
+
+def counted() -> tuple[Counter[str], list[list[str]]]:
+    """Calls of all that compiles or tunes from now on, and the programs that are started."""
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.cpp_builder import CppBuilder
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache
+
+    calls: Counter[str] = Counter()
+    programs: list[list[str]] = []
+
+    def count(owner: Any, name: str, what: str) -> None:
+        function = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            calls[what] += 1
+            return function(*args, **kwargs)
+
+        setattr(owner, name, counting)
+
+    def seen(event: str, args: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen":
+            programs.append([str(each) for each in args[1]])
+
+    count(GraphLowering, "__init__", "graphs lowered")
+    count(CppBuilder, "build", "libraries built")
+    count(AlgorithmSelectorCache, "__call__", "algorithms selected")
+    count(CachingAutotuner, "benchmark_all_configs", "kernels tuned")
+    count(CachingAutotuner, "coordinate_descent_tuning", "kernels tuned further")
+    count(FxGraphCache, "_save_graph", "graphs saved")
+    if importlib.util.find_spec("triton") is not None:
+        from triton.compiler.compiler import ASTSource
+
+        # Not called for what Triton finds in its cache.
+        count(ASTSource, "make_ir", "kernels compiled")
+    sys.addaudithook(seen)
+    return calls, programs
+
+
+def start(given: dict[str, Any]) -> dict[str, Any]:
+    """Compile the sixteen layers or load them, and call them at a general and a static size."""
+    from compile_llama import Llama, step_inputs
+
+    calls, programs = counted()
+    torch.manual_seed(0)
+    options = CompileOptions(
+        backend="inductor",
+        cache_dir=given["cache"],
+        save_format=given["save_format"],
+        compile_sizes=(4,),
+    )
+    compiled = compile_module(Llama(layers=16).to(given["device"]), options=options)
+    results = []
+    for size in (3, 4):
+        inputs = {name: each.to(given["device"]) for name, each in step_inputs(size).items()}
+        results.append(compiled(**inputs).tolist())
+    figures = compiled.figures
+    return {
+        "backend": figures.backend,
+        "compilations": figures.compilations,
+        "loads": figures.loads,
+        "calls": calls,
+        "compilers": [each for each in programs if "--version" not in each],
+        "results": results,
+    }
+
+
+# Tests ----------------------------------------------------------------------------------------
+
+
+def started(
+    directory: Path, save_format: str, device: str = "cpu", **environment: str
+) -> dict[str, Any]:
+    """What `start` tells of a new process, whose compilers have cached nothing."""
+    compilers = directory / "compilers"
+    shutil.rmtree(compilers, ignore_errors=True)
+    given = {
+        "cache": str(directory / "kept"),
+        "save_format": save_format,
+        "device": device,
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(given)],
+        cwd=Path(__file__).parent,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TORCHINDUCTOR_CACHE_DIR": str(compilers / "inductor"),
+            "TRITON_CACHE_DIR": str(compilers / "triton"),
+            # What is built is built in the process that counts.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TRITON_INTERPRET": "0",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert "CompileCacheWarning" not in done.stderr
+    return found
+
+
+def check_starts(tmp_path: Path, save_format: str, device: str, **environment: str) -> Counter[str]:
+    """The second of two starts loads what the first one made; what that one did is returned."""
+    cold = started(tmp_path / "here", save_format, device)
+    assert (cold["backend"], cold["compilations"], cold["loads"]) == ("inductor", 6, 0)
+    assert cold["calls"]["graphs lowered"] >= 6
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    warm = started(tmp_path / "there", save_format, device, **environment)
+    assert warm["calls"] == {} and warm["compilers"] == []
+    assert (warm["backend"], warm["compilations"], warm["loads"]) == ("inductor", 0, 6)
+    assert warm["results"] == cold["results"]
+    return Counter(cold["calls"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("save_format", FORMATS)
+def test_a_second_start_needs_no_compiler(tmp_path: Path, save_format: str):
+    calls = check_starts(tmp_path, save_format, "cpu", PATH=str(tmp_path))
+    assert calls["libraries built"] and calls["algorithms selected"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("save_format", FORMATS)
+def test_a_second_start_compiles_and_tunes_nothing_on_a_gpu(tmp_path: Path, save_format: str):
+    calls = check_starts(tmp_path, save_format, "cuda")
+    assert calls["kernels compiled"] and calls["kernels tuned further"]
+
+
+def forward(x):
+    return (x * 3).relu()
+
+
+def compiled_in(directory: Path) -> Any:
+    options = CompileOptions(backend="inductor", cache_dir=str(directory))
+    compiled = compile_module(forward, ["x"], options=options)
+    compiled.ensure_compiled(torch.randn(3, 4))
+    return compiled
+
+
+def libraries(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("libraries/*"), key=lambda path: path.name)
+
+
+@pytest.fixture
+def inductor_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    return tmp_path / "inductor"
+
+
+@needs_compiler
+def test_libraries_are_kept_although_inductor_had_built_them_before(
+    tmp_path: Path, inductor_directory: Path
+):
+    for name in ("first", "second"):
+        compiled = compiled_in(tmp_path / name)
+        assert compiled.figures.compilations == 1
+    kept = [[path.name for path in libraries(tmp_path / name)] for name in ("first", "second")]
+    assert len(kept[0]) == 1 and kept[0] == kept[1]
+
+
+@needs_compiler
+def test_a_damaged_library_is_never_loaded(tmp_path: Path, inductor_directory: Path):
+    compiled_in(tmp_path / "kept")
+    (library,) = libraries(tmp_path / "kept")
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+    with pytest.warns(CompileCacheWarning, match="checksum"):
+        again = compiled_in(tmp_path / "kept")
+    assert (again.figures.compilations, again.figures.loads) == (1, 0)
+    assert torch.equal(again(torch.ones(2, 4)), torch.full((2, 4), 3.0))
+
+
+@needs_compiler
+def test_loading_leaves_the_compilers_directories_alone(
+    tmp_path: Path, inductor_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compiled_in(tmp_path / "kept")
+    shutil.rmtree(inductor_directory)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    before = dict(os.environ)
+    assert compiled_in(tmp_path / "kept").figures.loads == 1
+    after = {name: value for name, value in os.environ.items() if not name.startswith("_")}
+    assert after == {name: value for name, value in before.items() if not name.startswith("_")}
+    assert not [path for path in inductor_directory.rglob("*") if path.is_file()]
+
+
+@needs_compiler
+def test_code_that_inductor_cannot_load_is_compiled_again(
+    tmp_path: Path, inductor_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from torch._inductor import codecache
+
+    compiled_in(tmp_path / "kept")
+    before = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    load_async: Callable[..., Any] = codecache.CppCodeCache.load_async.__func__
+
+    def no_library(path: str, key: str) -> Any:
+        raise OSError("no such library")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(codecache.CppPythonBindingsCodeCache, "_load_library", no_library)
+        with pytest.warns(CompileCacheWarning), pytest.raises(Exception, match="no such library"):
+            compiled_in(tmp_path / "kept")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == before
+    assert codecache.CppCodeCache.load_async.__func__ is load_async
+
+
+if __name__ == "__main__":
+    print(json.dumps(start(json.loads(sys.argv[1]))))
