@@ -13,6 +13,7 @@ from graphrt.compile.inductor_files import (
     kept_libraries,
     own_directory,
     recorded_libraries,
+    tuned_before,
     tuned_kernels,
 )
 from graphrt.compile.sizes import value_of
@@ -84,7 +85,11 @@ class CompiledPiece:
         inductor: Any = _inductor
         code = path / _CODE
         unpacked = code.is_dir()
-        with own_directory(code if unpacked else None), kept_libraries(path / _LIBRARIES):
+        with (
+            own_directory(code if unpacked else None),
+            kept_libraries(path / _LIBRARIES),
+            tuned_before(),
+        ):
             artifact = inductor.CompiledArtifact.load(
                 path=str(code), format="unpacked" if unpacked else "binary"
             )

@@ -92,6 +92,32 @@ def tuned_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def tuned_before() -> Iterator[None]:
+    """Triton kernels that are loaded in the block stay as they were tuned before they were saved.
+
+    A configuration (of Triton 3.6) forgets on disk that it was found by a search, and every kernel
+    would be tuned again at its first call.
+    """
+    from torch._inductor.triton_bundler import TritonBundler
+
+    bundler: Any = TritonBundler
+    with _LOCK:
+        original = vars(bundler)["load_autotuners"]
+
+        def replacement(cls: Any, kernels: Any) -> Any:
+            for each in kernels or ():
+                if len(each.kernel.compile_results) == 1:
+                    each.kernel.compile_results[0].config.found_by_coordesc = True
+            return original.__func__(cls, kernels)
+
+        bundler.load_autotuners = classmethod(replacement)
+        try:
+            yield
+        finally:
+            bundler.load_autotuners = original
+
+
+@contextlib.contextmanager
 def own_directory(directory: Path | None = None) -> Iterator[None]:
     """Inductor's and Triton's caches of the block are in `directory`, or in an empty one.
 
