@@ -6,12 +6,14 @@ Every start is a process of its own. The cold one finds no caches at all; the wa
 the cold one left in graphrt's compile cache, and nothing else: the compilers' own caches are empty
 again. A start is everything from the model in memory to the end of `runner.capture()`, or for
 torch.compile to the end of the third call of every batch size; its caches are kept for its warm
-start. Seconds; steady state in milliseconds, medians of rounds in which all take turns.
+start. PyTorch's compiler is imported before, which every start needs ("import"). Seconds; steady
+state in milliseconds, medians of rounds in which all take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -34,6 +36,11 @@ from graphrt import Batch, GraphPool
 from graphrt.compile import CompileOptions, compile_module
 
 TORCH = "torch.compile"
+INDUCTOR = (
+    "torch._inductor.compile_fx",
+    "torch._inductor.standalone_compile",
+    "torch._inductor.runtime.triton_heuristics",
+)
 BACKENDS: dict[str, dict[str, Any]] = {
     "eager": {"backend": "eager"},
     "inductor": {"backend": "inductor"},
@@ -54,6 +61,9 @@ def start(backend: str, options: argparse.Namespace) -> dict[str, Any]:
     inputs = {tokens: model.inputs(tokens) for tokens in batches}
     synchronizer(device)()
     steps: dict[str, Any] = {"eager": staged(model, device)}
+    imported = time.perf_counter()
+    for name in ("torch._dynamo", *(() if backend == "eager" else INDUCTOR)):
+        importlib.import_module(name)
     started = time.perf_counter()
     if backend == TORCH:
         steps[TORCH] = compiled(model, device)
@@ -75,6 +85,7 @@ def start(backend: str, options: argparse.Namespace) -> dict[str, Any]:
         }
         steps["PIECEWISE"] = lambda tokens, values: runner(Batch(tokens, tokens), **values)
         steps["FULL"] = lambda tokens, values: runner(Batch(tokens, tokens, 1), **values)
+    found["import_s"] = started - imported
     counters = torch._dynamo.utils.counters
     found["inductor_compilations"] = counters["inductor"]["fxgraph_cache_miss"]
     found["steady_ms"] = {
@@ -117,17 +128,39 @@ def both_starts(backend: str, arguments: list[str]) -> dict[str, Any]:
         # What graphrt keeps must be enough; torch.compile has nothing but its own caches.
         warm = in_own_process(backend, caches, first if backend == TORCH else second, arguments)
     print(f"{backend}: {cold['seconds']:.1f} s, then {warm['seconds']:.1f} s", flush=True)
-    return {"cold": cold, "warm": warm, "share": warm["seconds"] / cold["seconds"]}
+    whole = [each["seconds"] + each["import_s"] for each in (warm, cold)]
+    return {
+        "cold": cold,
+        "warm": warm,
+        "share": warm["seconds"] / cold["seconds"],
+        "share_with_import": whole[0] / whole[1],
+    }
 
 
 def summarise(results: dict[str, Any]) -> None:
-    columns = ["backend", "cold", "warm", "warm / cold", "trace", "compile", "trace", "compile"]
-    rows = []
-    for backend, both in results.items():
-        times = [both[kind].get(name) for kind in ("cold", "warm") for name in PHASES]
-        rows.append([backend, both["cold"]["seconds"], both["warm"]["seconds"], both["share"]])
-        rows[-1] += times
-    show("seconds: cold and warm start, then phases of the cold and of the warm one", columns, rows)
+    show(
+        "seconds: cold and warm start, and the share with PyTorch's imports in both",
+        ["backend", "cold", "warm", "warm / cold", "import", "share with import"],
+        [
+            [
+                b,
+                both["cold"]["seconds"],
+                both["warm"]["seconds"],
+                both["share"],
+                both["warm"]["import_s"],
+                both["share_with_import"],
+            ]
+            for b, both in results.items()
+        ],
+    )
+    show(
+        "seconds of the phases, cold and warm",
+        ["backend", *PHASES, *PHASES],
+        [
+            [b, *(both[kind].get(name) for kind in ("cold", "warm") for name in PHASES)]
+            for b, both in results.items()
+        ],
+    )
     show(
         "what ran, cold and warm",
         ["backend", "compiled", "loaded", "in Inductor", "compiled", "loaded", "in Inductor"],
@@ -146,7 +179,7 @@ def summarise(results: dict[str, Any]) -> None:
         )
 
 
-PHASES = ("trace_s", "compile_s")
+PHASES = ("trace_s", "compile_s", "capture_s")
 COUNTS = ("compilations", "loads", "inductor_compilations")
 
 

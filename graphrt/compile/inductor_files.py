@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -14,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 _LOCK = threading.RLock()
 """What is replaced here is the whole process's."""
@@ -126,9 +129,18 @@ def own_directory(directory: Path | None = None) -> Iterator[None]:
     """
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
+    _start_triton()
     place = tempfile.mkdtemp(dir=_directory_of_process())
     with _LOCK, temporary_cache_dir(str(directory or place)), _triton_directory(f"{place}/triton"):
         yield
+
+
+def _start_triton() -> None:
+    """Triton builds its driver with a C compiler, once for each of its directories."""
+    if torch.accelerator.is_available() and importlib.util.find_spec("triton") is not None:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
 
 
 @contextlib.contextmanager

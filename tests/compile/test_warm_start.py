@@ -69,6 +69,11 @@ def counted() -> tuple[Counter[str], list[list[str]]]:
     return calls, programs
 
 
+def is_of_triton(program: list[str]) -> bool:
+    """Whether it is for Triton's driver or its launchers, which are no code of a piece."""
+    return "--version" in program or "-Wno-psabi" in program or "ldconfig" in program[0]
+
+
 def start(given: dict[str, Any]) -> dict[str, Any]:
     """Compile the sixteen layers or load them, and call them at a general and a static size."""
     from compile_llama import Llama, step_inputs
@@ -92,7 +97,7 @@ def start(given: dict[str, Any]) -> dict[str, Any]:
         "compilations": figures.compilations,
         "loads": figures.loads,
         "calls": calls,
-        "compilers": [each for each in programs if "--version" not in each],
+        "compilers": [each for each in programs if not is_of_triton(each)],
         "results": results,
     }
 
