@@ -23,6 +23,7 @@ needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor on the CPU needs g++"
 )
 FORMATS = ("binary", "unpacked")
+COMPILERS = {"g++", "gcc", "c++", "cc", "clang", "clang++", "nvcc", "ptxas"}
 ROOT = Path(__file__).parents[2]
 
 
@@ -69,9 +70,10 @@ def counted() -> tuple[Counter[str], list[list[str]]]:
     return calls, programs
 
 
-def is_of_triton(program: list[str]) -> bool:
-    """Whether it is for Triton's driver or its launchers, which are no code of a piece."""
-    return "--version" in program or "-Wno-psabi" in program or "ldconfig" in program[0]
+def compiles(program: list[str]) -> bool:
+    """Whether it is a compiler at work; Triton's driver and launchers are no code of a piece."""
+    name = Path(program[0]).name
+    return name in COMPILERS and "--version" not in program and "-Wno-psabi" not in program
 
 
 def start(given: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def start(given: dict[str, Any]) -> dict[str, Any]:
         "compilations": figures.compilations,
         "loads": figures.loads,
         "calls": calls,
-        "compilers": [each for each in programs if not is_of_triton(each)],
+        "compilers": [each for each in programs if compiles(each)],
         "results": results,
     }
 
