@@ -14,6 +14,7 @@ from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.dispatcher import Dispatch, GraphDispatcher, Reason
 from graphrt.core.errors import GraphRTError
 from graphrt.core.input_spec import InputSpec
+from graphrt.core.log import set_up_logging
 from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
 from graphrt.core.options import GraphOptions
 from graphrt.core.platform import Capability, Platform
@@ -71,6 +72,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+set_up_logging()
 
 
 def __getattr__(name: str) -> Any:

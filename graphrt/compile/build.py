@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,9 +31,8 @@ from graphrt.compile.trace import Traced, trace
 from graphrt.core.breakable import eager_break
 from graphrt.core.compile_options import CompileOptions
 from graphrt.core.frozen_gc import frozen_gc
+from graphrt.core.log import logger
 from graphrt.core.wrapper import GraphWrapper
-
-logger = logging.getLogger("graphrt")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from typing import Literal, cast
 
 from graphrt.compile.cache_entry import CacheEntry, CacheFigures
 from graphrt.compile.cache_key import CacheKey
-from graphrt.compile.cache_log import set_up_logging
 from graphrt.core.errors import InvalidOptionError
 
 DIRECTORY_VARIABLE = "GRAPHRT_CACHE_DIR"
@@ -73,7 +72,6 @@ class CompileCache:
         save_format: str | None = None,
         enabled: bool | None = None,
     ) -> None:
-        set_up_logging()
         settings = CacheSettings.of(directory, save_format, enabled)
         self.directory = settings.directory
         self.save_format = settings.save_format

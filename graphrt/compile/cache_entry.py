@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from graphrt.compile.cache_key import CacheKey
 from graphrt.compile.cache_listing import explain_miss
-from graphrt.compile.cache_log import logger, size_text, warn
+from graphrt.compile.cache_log import size_text, warn
 from graphrt.compile.cache_permissions import warn_if_writable_by_others
 from graphrt.compile.cache_store import (
     KEY_FILE,
@@ -34,6 +34,7 @@ from graphrt.compile.cache_store import (
     write_synced,
 )
 from graphrt.core.errors import InvalidOptionError
+from graphrt.core.log import logger
 
 Payload = bytes | Callable[[Path], object]
 Loaded = TypeVar("Loaded")

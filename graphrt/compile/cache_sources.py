@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphrt.compile.cache_log import logger, set_up_logging
+from graphrt.core.log import logger
 
 _NUMBER = re.compile(r"\d+")
 
@@ -31,7 +31,6 @@ class TracedSources:
     """
 
     def __init__(self) -> None:
-        set_up_logging()
         self._digests: dict[str, set[str]] = {}
         self._seen: set[object] = set()
 

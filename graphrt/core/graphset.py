@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.dispatcher import Dispatch, GraphDispatcher
 from graphrt.core.errors import CaptureError, GraphsDroppedWarning, ResourceExhaustedError
 from graphrt.core.inputs import StaticInputs
+from graphrt.core.log import logger
 from graphrt.core.lookup import wrapper_class
 from graphrt.core.modes import GraphMode, PieceProvider
 from graphrt.core.options import GraphOptions
@@ -92,8 +94,11 @@ class GraphSet:
         """Capture what is not captured yet, then seal."""
         self.dropped.clear()
         captured = {(found.mode, found.descriptor) for found in self.dispatcher.published}
+        started = time.perf_counter()
         self.capture([key for key in self.keys if key not in captured], progress)
         self.seal()
+        count = len(self.dispatcher.published) - len(captured)
+        logger.info("captured %d graphs in %.2f s", count, time.perf_counter() - started)
         if self.dropped:
             self._tell_dropped()
 
@@ -284,6 +289,7 @@ class GraphSet:
         self.plans.extend([None] * (graph.slot + 1 - len(self.plans)))
         self.plans[graph.slot] = graph.plan
         self.records.append(record)
+        logger.debug("%s [%s] in %.3f s", graph.mode.name, graph.descriptor, record.capture_s)
         self.dispatcher.publish(graph.mode, graph.descriptor)
 
     def _drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:

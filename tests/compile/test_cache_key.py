@@ -160,7 +160,7 @@ def test_bytecode_digests_do_not_depend_on_the_process(tree: Path):
         "import sys; sys.modules['torch'] = None; import types;"
         f"source = open({str(here / 'graphrt/compile/cache_sources.py')!r}).read();"
         "source = source.replace('import torch', '').replace("
-        "'from graphrt.compile.cache_log import logger, set_up_logging', '');"
+        "'from graphrt.core.log import logger', '');"
         "space = {'__name__': 'x'}; exec(source, space);"
         f"code = compile({MODEL!r}, 'm', 'exec'); print(space['code_digest'](code))"
     )
