@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ Directory = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
+_PIPE_WIDTH = 160
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -40,7 +42,7 @@ def ls(directory: Directory = None, json: Json = False) -> None:
     if json:
         print(json_format.dumps([as_data(each) for each in keys], indent=2))
         return
-    console = Console()
+    console = _console()
     table = _table("key", "age", "size", "backend", "torch", "device", "ranks", "pieces", "state")
     for each in keys:
         data = as_data(each)
@@ -88,7 +90,7 @@ def show(
     if json:
         print(json_format.dumps(data, indent=2))
     else:
-        _show(data, Console())
+        _show(data, _console())
 
 
 @cache_app.command("rm")
@@ -149,7 +151,7 @@ def _artifacts(artifacts: Any) -> list[dict[str, Any]]:
         {
             "name": name,
             "path": record.path,
-            "format": "unpacked" if record.directory else "binary",
+            "kind": "directory" if record.directory else "file",
             "size_bytes": record.size_bytes,
         }
         for name, record in sorted(artifacts.items())
@@ -177,10 +179,10 @@ def _show(data: dict[str, Any], console: Console) -> None:
 def _show_rank(rank: dict[str, Any], console: Console) -> None:
     why = f": {rank['damage']}" if rank["damage"] else ""
     _say(console, f"\nRank {rank['rank']}, {rank['state']}{why}")
-    table = _table("piece", "size", "format", "file", "")
+    table = _table("piece", "size", "kind", "path", "")
     for each in rank["artifacts"]:
         damage = rank["damaged_artifacts"].get(each["name"], "")
-        row = (each["name"], size_text(each["size_bytes"]), each["format"], each["path"])
+        row = (each["name"], size_text(each["size_bytes"]), each["kind"], each["path"])
         _row(table, *row, damage)
     if rank["artifacts"]:
         console.print(table)
@@ -190,8 +192,13 @@ def _value_text(value: object) -> str:
     return value if isinstance(value, str) else json_format.dumps(value)
 
 
+def _console() -> Console:
+    # A pipe has no width, and the default of 80 columns would fold every cell.
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+
+
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

@@ -26,6 +26,9 @@ from graphrt.core.modes import GraphMode
 from graphrt.core.pool import GraphPool
 from graphrt.core.wrapper import WrapperOptions
 
+_KEY_LENGTH = 16
+"""Hex digits of a piece's hash that name it among the pieces of one module."""
+
 
 class Compiler:
     """Compiles the pieces of one module, those of equal structure once.
@@ -110,7 +113,7 @@ class Compiler:
 
     def _name(self, key: str) -> str:
         kind = "piece" if self._partition_at is None else "partitioned"
-        return f"{kind}_{key[:32]}"
+        return f"{kind}_{key[:_KEY_LENGTH]}"
 
     def _one(
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool

@@ -73,7 +73,7 @@ def test_ls_of_nothing(tmp_path: Path):
 
 def test_show(directory: Path):
     text = run("show", name_of(b"one")[:6])
-    for part in ("net.model", '["demo::attention"]', "piece_0", "unpacked", "binary", "Rank 1"):
+    for part in ("net.model", '["demo::attention"]', "piece_0", "directory", "file", "Rank 1"):
         assert part in text
     assert "1 settings of the compiler" in text
     data = json.loads(run("show", name_of(b"one"), "--json"))
