@@ -1,0 +1,101 @@
+"""What hits the compile cache and what misses it, from `graphrt.compile` to the pieces."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.compile import CompileOptions, compile_module
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on the CPU needs g++")
+
+TRACED = "from untraced import NAME\n\ndef forward(x):\n    return (x * 3).relu()\n"
+UNTRACED = "NAME = 'a'\n"
+
+
+class Start:
+    """What a new process would do with the sources of a directory, one after the other."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.edit("traced.py", TRACED)
+        self.edit("untraced.py", UNTRACED)
+
+    def edit(self, name: str, text: str) -> None:
+        (self.directory / name).write_text(text)
+
+    def __call__(self, capture_sizes: list[int] | None = None, **options: Any) -> tuple[int, int]:
+        """How many pieces were compiled, and how many loaded."""
+        sys.modules.pop("untraced", None)
+        # Bytecode of a file that was edited within a second is not told apart.
+        shutil.rmtree(self.directory / "__pycache__", ignore_errors=True)
+        given = {"backend": "inductor", "cache_dir": str(self.directory / "kept"), **options}
+        compiled = compile_module(
+            _imported(self.directory / "traced.py").forward,
+            ["x"],
+            options=CompileOptions(**given),
+            capture_sizes=capture_sizes,
+        )
+        compiled.ensure_compiled(torch.ones(3, 4))
+        return compiled.figures.compilations, compiled.figures.loads
+
+
+def _imported(path: Path) -> Any:
+    # The module of a file keeps its name, as in another process.
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return Start(tmp_path)
+
+
+COMPILED, LOADED = (1, 0), (0, 1)
+TAIL = "\n# An edit.\nLATER = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "found"),
+    [
+        (lambda start, patch: None, {}, LOADED),
+        (lambda start, patch: start.edit("untraced.py", UNTRACED + TAIL), {}, LOADED),
+        (lambda start, patch: None, {"capture_sizes": [1, 2, 4]}, LOADED),
+        (lambda start, patch: start.edit("traced.py", TRACED + TAIL), {}, COMPILED),
+        (lambda start, patch: patch.setattr(torch, "__version__", "9.9.9"), {}, COMPILED),
+        (lambda start, patch: None, {"dynamic_shapes": "unbacked"}, COMPILED),
+        (lambda start, patch: None, {"autotune": False}, COMPILED),
+    ],
+    ids=["nothing", "untraced", "capture sizes", "traced", "torch", "shapes", "autotune"],
+)
+def test_what_hits_and_what_misses(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Start, pytest.MonkeyPatch], None],
+    given: dict[str, Any],
+    found: tuple[int, int],
+):
+    assert start() == COMPILED
+    assert start() == LOADED
+    change(start, monkeypatch)
+    assert start(**given) == found
+    assert start(**given) == LOADED
+
+
+def test_without_the_cache_everything_is_compiled(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GRAPHRT_DISABLE_COMPILE_CACHE", "1")
+    assert start() == COMPILED
+    assert start() == COMPILED
+    assert not (start.directory / "kept").exists()
