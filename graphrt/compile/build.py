@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -15,7 +15,7 @@ from torch import fx, nn
 from graphrt.compile.artifacts import KeptPieces
 from graphrt.compile.backends import backend_for
 from graphrt.compile.check import CallChecker
-from graphrt.compile.dims import DynamicDims, examples, sizes_of, telling_sizes
+from graphrt.compile.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes
 from graphrt.compile.errors import CompileError, ReassignedStateError
 from graphrt.compile.figures import Figures
 from graphrt.compile.interface import Interface, Probe, argument_paths, interface
@@ -28,6 +28,7 @@ from graphrt.compile.sizes import resolve_sizes, value_of
 from graphrt.compile.split import Piece, split
 from graphrt.compile.stitch import Stitched, stitch
 from graphrt.compile.trace import Traced, trace
+from graphrt.core import tree
 from graphrt.core.breakable import eager_break
 from graphrt.core.compile_options import CompileOptions
 from graphrt.core.frozen_gc import frozen_gc
@@ -45,10 +46,26 @@ class Subject:
     dims: DynamicDims
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The module's parameters and buffers by name."""
+        """All tensors of the module by name, those that share a name's tensor too; of a function,
+        those of the modules that it refers to."""
+        modules = {"": self.module}
         if not isinstance(self.module, nn.Module):
-            return {}
-        return dict([*self.module.named_parameters(), *self.module.named_buffers()])
+            closure = inspect.getclosurevars(inspect.unwrap(self.module))
+            modules = {**closure.globals, **closure.nonlocals}
+        found: dict[str, torch.Tensor] = {}
+        for root, module in modules.items():
+            if isinstance(module, nn.Module):
+                for prefix, inner in module.named_modules(prefix=root, remove_duplicate=False):
+                    found.update(_tensors_of(prefix, inner))
+        return found
+
+
+def _tensors_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+    for name, value in {**module._parameters, **module._buffers, **own}.items():
+        for path, leaf in tree.leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield f"{prefix}.{name}{path}".lstrip("."), leaf
 
 
 @dataclass(frozen=True)
@@ -188,7 +205,9 @@ def _seen(
     around, figures.call_reason = interface(traced, calls)
     symbols = _symbols(argument_paths(traced, calls[0]), example_leaves, subject.dims)
     resolve_sizes(traced.graph.graph)
-    first = next((s for s, place in symbols.items() if place == (next(iter(sizes)), 0)), None)
+    # Capture sizes are numbers of tokens, whatever the first argument counts.
+    axis = DEFAULT_AXIS if DEFAULT_AXIS in sizes else next(iter(sizes))
+    first = next((s for s, place in symbols.items() if place == (axis, 0)), None)
     return _Seen(traced, around, given, symbols, first)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import CodeType
@@ -17,6 +18,7 @@ from graphrt.compile.figures import Figures
 from graphrt.compile.parameters import Parameters, leaves
 from graphrt.compile.partition import partitions
 from graphrt.compile.pieces import Wrapping
+from graphrt.compile.places import ArgumentPlaces
 from graphrt.compile.split import Piece
 from graphrt.compile.static_sizes import check_sizes, wanted_sizes
 from graphrt.core.breakable import current_capture
@@ -54,15 +56,17 @@ class CompiledModule:
             call, forward = module._call_impl, module.forward
         self._subject = Subject(module, call, Parameters(forward), DynamicDims(dynamic_dims))
         self._subject.dims.check_names(self._subject.parameters.names)
+        self._dynamic_dims = dynamic_dims
         self._pool = pool
         self._graphs = graphs
         self._capture_sizes = None if capture_sizes is None else frozenset(capture_sizes)
-        self._wrapper_options = wrapper_options or WrapperOptions()
+        self._wrapper_options = wrapper_options
         self._read_context = read_context
         self._built: Built | None = None
         self._run: Callable[..., Any] | None = None
         self._sealed = False
         self._static_sizes: tuple[int, ...] = ()
+        self._places = ArgumentPlaces()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -72,14 +76,16 @@ class CompiledModule:
             run = self._compile(self._subject.parameters.bind(args, kwargs)).run
         else:
             context = self._read_context()
-            # A step that is replayed reads the buffers of its capture, which were checked then.
-            if (
-                context is None
-                or context.mode is not GraphMode.PIECEWISE
-                or context.capture is not None
-                or context.slot < 0
-            ):
+            if context is None or context.capture is not None:
+                self.rebind_weights()
+            if context is None or context.mode is not GraphMode.PIECEWISE:
                 self.check(*args, **kwargs)
+            else:
+                # A step that is replayed reads the buffers of its capture, checked then.
+                if context.capture is not None or context.slot < 0:
+                    self.check(*args, **kwargs)
+                if self._pool is not None:
+                    self._places.check(context, self._pool, (args, kwargs))
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return run(*args, **kwargs)
@@ -90,6 +96,18 @@ class CompiledModule:
             raise AttributeError(name)
         return getattr(self.module, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        """A module of its own that is not compiled yet; it captures in the same pool."""
+        return CompiledModule(
+            copy.deepcopy(self.module, memo),
+            self._dynamic_dims,
+            options=self.options,
+            pool=self._pool,
+            graphs=self._graphs,
+            wrapper_options=self._wrapper_options,
+            read_context=self._read_context,
+        )
+
     def __repr__(self) -> str:
         state = f"{len(self.pieces)} pieces" if self.compiled else "not compiled"
         return f"{type(self).__name__}({type(self.module).__name__}, {state})"
@@ -97,6 +115,14 @@ class CompiledModule:
     @property
     def compiled(self) -> bool:
         return self._run is not None
+
+    @property
+    def graphs(self) -> bool:
+        return self._graphs
+
+    @property
+    def pool(self) -> GraphPool | None:
+        return self._pool
 
     @property
     def whole_graph(self) -> bool:
@@ -160,15 +186,27 @@ class CompiledModule:
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
         """Say which further sizes batches are padded to; raises `CompileSizeError` for compile
         sizes that are none of them all."""
-        self._capture_sizes = (self._capture_sizes or frozenset()) | frozenset(sizes)
+        sizes = (self._capture_sizes or frozenset()) | frozenset(sizes)
         numbers = [size for size in self.options.compile_sizes if isinstance(size, int)]
-        check_sizes({*numbers, *self._static_sizes}, self._capture_sizes)
+        check_sizes({*numbers, *self._static_sizes}, sizes)
+        self._capture_sizes = sizes
+
+    def use_wrapper_options(self, options: WrapperOptions) -> None:
+        """Capture pieces with these options, unless some were given or it is compiled already."""
+        if self._wrapper_options is None and self._built is None:
+            self._wrapper_options = options
 
     def rebind_weights(self) -> None:
         """Take the module's weights as they are now; raises `RetraceError` if one has changed its
         shape, dtype or device."""
         if self._built is not None:
             self._built.stitched.rebind(self._subject.weights())
+
+    def moved_weights(self) -> list[str]:
+        """Names of weights that are other tensors now than compiled code uses."""
+        if self._built is None:
+            return []
+        return self._built.stitched.moved(self._subject.weights())
 
     def seal(self) -> None:
         """Compile nothing any more; capture nothing any more in the pieces."""
@@ -179,6 +217,7 @@ class CompiledModule:
     def unseal(self) -> None:
         """Allow compiling again, and capturing in the pieces."""
         self._sealed = False
+        self._places.clear()
         for wrapper in self.wrappers:
             wrapper.unseal()
 
@@ -187,7 +226,8 @@ class CompiledModule:
         static = wanted_sizes(self.options.compile_sizes, self._capture_sizes)
         wrapping = None
         if self._pool is not None:
-            wrapping = Wrapping(self._pool, self._wrapper_options, self._read_context)
+            given = self._wrapper_options or WrapperOptions()
+            wrapping = Wrapping(self._pool, given, self._read_context)
         built = build(
             self._subject,
             bound,

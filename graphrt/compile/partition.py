@@ -17,6 +17,7 @@ from graphrt.core import tree
 from graphrt.core.bridges import Bridges
 from graphrt.core.compile_options import CompileOptions
 from graphrt.core.descriptor import BatchDescriptor
+from graphrt.core.errors import BakedScalarError
 from graphrt.core.lookup import wrapper_class
 from graphrt.core.modes import GraphMode
 from graphrt.core.wrapper import GraphWrapper
@@ -118,14 +119,24 @@ class _Captured:
         self._is_fixed = is_fixed
         self._bridges = Bridges()
         self._places: dict[BatchDescriptor, list[tuple[int, torch.Tensor]]] = {}
+        self._numbers: dict[BatchDescriptor, list[Any]] = {}
 
     def __call__(self, args: list[Any]) -> Any:
         context = self._read_context()
         descriptor = None if context is None else context.descriptor
         if context is None or descriptor is None or context.mode is not GraphMode.PIECEWISE:
             return self._function(args)
+        numbers = [each for each in args if not isinstance(each, torch.Tensor)]
         if context.capture is not None or descriptor not in self._places:
             self._places[descriptor] = self._bridged(args)
+            self._numbers[descriptor] = numbers
+        elif numbers != self._numbers[descriptor]:
+            raise BakedScalarError(
+                "a partition gets another number than its graph has baked in",
+                got=numbers,
+                expected=self._numbers[descriptor],
+                advice="keep sizes that depend on data out of code between splitting operators",
+            )
         places = self._places[descriptor]
         given = [args[place] for place, _ in places]
         for place, buffer in places:
@@ -163,8 +174,11 @@ def collecting(splitting_ops: Sequence[str]) -> Iterator[list[Partition]]:
     from torch._inductor import config, utils
 
     found: list[Partition] = []
+    owner = threading.get_ident()
 
-    def take(function: Callable[[list[Any]], Any], metadata: Any) -> Partition:
+    def take(function: Callable[[list[Any]], Any], metadata: Any) -> Callable[..., Any]:
+        if threading.get_ident() != owner:
+            return function  # of a torch.compile in another thread
         if metadata.partition_index == 0:
             found.clear()
         found.append(Partition(function))

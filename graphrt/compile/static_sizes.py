@@ -39,8 +39,8 @@ def wanted_sizes(
 
 def check_sizes(sizes: Collection[int], capture_sizes: Collection[int] | None) -> None:
     """Raise `CompileSizeError` for the first of `sizes` that is no capture size."""
-    if capture_sizes is None:
-        return
+    if not capture_sizes:
+        return  # nobody has said, or nothing is captured, and nothing padded
     for size in sorted(sizes):
         if size not in capture_sizes:
             raise CompileSizeError(

@@ -29,21 +29,39 @@ class Stitched:
     weights: Mapping[str, str]
 
     def rebind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Let the function use these weights; raises `RetraceError` for one of another kind."""
+        """Let the function use these weights; raises `RetraceError` for one of another kind, and
+        where one is gone, or is no longer the same as another one that it was compiled as."""
         namespace = self.function.__globals__
+        found: dict[str, tuple[str, torch.Tensor]] = {}
         for own, name in self.weights.items():
             new, old = weights.get(own), namespace[name]
-            if new is None or new is old:
-                continue
-            if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
-                raise RetraceError(
-                    f"the weight {own} is another one than was compiled for",
-                    input=own,
-                    got=f"{new.dtype} {tuple(new.shape)} on {new.device}",
-                    expected=f"{old.dtype} {tuple(old.shape)} on {old.device}",
-                    advice="compile a new instance of the module",
-                )
-            namespace[name] = new
+            if new is not old and (new is None or _kind(new) != _kind(old)):
+                raise _other_weight(own, "nothing" if new is None else _kind(new), _kind(old))
+            first, other = found.setdefault(name, (own, new))
+            if other is not new:
+                raise _other_weight(own, "a tensor of its own", f"the same as {first}")
+        namespace.update({name: new for name, (_, new) in found.items()})
+
+    def moved(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names of weights that are others than those in use."""
+        namespace = self.function.__globals__
+        return [
+            own for own, name in self.weights.items() if weights.get(own) is not namespace[name]
+        ]
+
+
+def _kind(weight: torch.Tensor) -> str:
+    return f"{weight.dtype} {tuple(weight.shape)} {weight.stride()} on {weight.device}"
+
+
+def _other_weight(name: str, got: str, expected: str) -> RetraceError:
+    return RetraceError(
+        f"the weight {name} is another one than was compiled for",
+        input=name,
+        got=got,
+        expected=expected,
+        advice="compile a new instance of the module",
+    )
 
 
 def stitch(
@@ -105,16 +123,17 @@ class _Writer:
         parameters: Parameters,
         weights: Mapping[str, torch.Tensor],
     ) -> None:
-        own_names = {id(weight): own for own, weight in weights.items()}
+        own_names: dict[int, list[str]] = {}
+        for own, weight in weights.items():
+            own_names.setdefault(id(weight), []).append(own)
         self._signature = parameters.header()
         self._globals.update(parameters.defaults())
         nodes = [n for n in self._graph.graph.nodes if n.op == "placeholder"]
         for node, source in zip(nodes, interface.inputs, strict=True):
             if isinstance(source, torch.Tensor):
-                own = own_names.get(id(source))
-                self._names[node] = self._constant(own or node.name, source)
-                if own is not None:
-                    self._weights[own] = self._names[node]
+                owns = own_names.get(id(source), [])
+                self._names[node] = self._constant(owns[0] if owns else node.name, source)
+                self._weights.update(dict.fromkeys(owns, self._names[node]))
             elif not is_number(node):
                 self._names[node] = source
             elif node in self._used_numbers():

@@ -185,7 +185,9 @@ class _Session:
         self._warm_ups.done(graph)
 
     def _attempt(self, graph: PlannedGraph) -> CaptureTransaction:
-        transaction = CaptureTransaction(graph.slot)
+        views = graph.plan.views.values()
+        fixed = {view.untyped_storage().data_ptr() for view in views}
+        transaction = CaptureTransaction(graph.slot, fixed)
         try:
             self._bind(graph.plan, "capture")
             self._run(graph, graph.mode, transaction)

@@ -23,7 +23,12 @@ from graphrt.core.compilable import Compilable, compilables
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch, BatchDescriptor
 from graphrt.core.dispatcher import Dispatch, GraphDispatcher
-from graphrt.core.errors import CaptureError, GraphsDroppedWarning, ResourceExhaustedError
+from graphrt.core.errors import (
+    CaptureError,
+    GraphsDroppedWarning,
+    ResourceExhaustedError,
+    StaleInputError,
+)
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.log import logger
 from graphrt.core.lookup import wrapper_class
@@ -105,19 +110,19 @@ class GraphSet:
         """Capture and publish the graphs of `keys` in their order."""
         if self.records:
             # Graphs that are captured already read the old addresses.
-            self.addresses.check()
+            self.check_weights()
         else:
             self.addresses.record()
         saved = SavedState(self.state, self._options.state_limit_bytes)
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._plan(*key)) for key in keys
         ]
+        self._pool.check_idle()
         self._compile(planned[0].plan if planned else None, saved)
         if self.eager_launch:
             for graph in planned:
                 self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
             return
-        self._pool.check_idle()
         try:
             capture_graphs(
                 planned,
@@ -161,6 +166,18 @@ class GraphSet:
         if len(self.dropped) == dropped:
             self._failed.discard(wanted.slot)
 
+    def check_weights(self) -> None:
+        """Raise `StaleInputError` if weights are no longer where the graphs read them."""
+        self.addresses.check()
+        moved = [name for part in compilables(self._forward) for name in part.moved_weights()]
+        if moved and self.records:
+            raise StaleInputError(
+                "weights are not where the graphs read them",
+                got=", ".join(moved[:8]),
+                expected="values written in place, as by copy_()",
+                advice="call recapture()",
+            )
+
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
         self.sealed = True
@@ -180,6 +197,7 @@ class GraphSet:
         self.sealed = False
         for part in compilables(self._forward):
             part.unseal()
+            part.rebind_weights()
         captured, self._captured = self._captured, []
         for wrapper, descriptor in reversed(captured):
             wrapper.drop(descriptor)
@@ -211,12 +229,12 @@ class GraphSet:
         if plan is None:
             rows = BatchDescriptor(self._inputs.tokens, self._inputs.reqs)
             plan = self._plan(GraphMode.NONE, rows)
-        self._prepare(plan, "warmup")
         context = ForwardContext(
             GraphMode.NONE, plan.descriptor, updates=WORST_CASE, num_reqs=plan.reqs
         )
         try:
-            with self._pool.owned_by(context), context:
+            with self._capture_context(), self._pool.owned_by(context), context:
+                self._prepare(plan, "warmup")
                 self.run_forward(**plan.arguments())
         finally:
             saved.restore()
@@ -237,6 +255,12 @@ class GraphSet:
             "share_executables": options.share_executables,
             "eager_after_failed_update": options.eager_after_failed_update,
         }
+        for part in compilables(self._forward):
+            # The runner itself clones what comes out of several graphs.
+            outputs = "static" if options.outputs == "static" else "pool"
+            part.use_wrapper_options(
+                WrapperOptions(**{**common, "outputs": outputs, "breaks": frozenset()})
+            )
         wrappers: dict[GraphMode, GraphWrapper] = {}
         inner = self._forward
         if mode.has_piecewise and pieces is PieceProvider.BREAKABLE:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from graphrt.core.budget import Budget, CapturePlan, CostModel, GraphCost
 from graphrt.core.budget import plan as fit_budget
-from graphrt.core.compilable import compilables, provider_of
+from graphrt.core.compilable import compilables, provider_of, without_graphs
 from graphrt.core.limits import largest_batch
 from graphrt.core.modes import AttentionSupport, ModeResolution, PieceProvider, resolve_mode
 from graphrt.core.options import GraphOptions
@@ -48,7 +48,8 @@ def plan_graphs(
     See `GraphRunner` for the arguments. `cap` is the platform's largest default size. Raises the
     named errors of bad modes and sizes.
     """
-    provider, whole_graph = provider_of(compilables(forward), pieces)
+    parts = compilables(forward)
+    provider, whole_graph = provider_of(parts, pieces)
     resolution = resolve_mode(
         options.mode,
         attention=attention,
@@ -57,6 +58,7 @@ def plan_graphs(
         whole_graph_pass=whole_graph,
         strict=options.strict,
     )
+    resolution = without_graphs(parts, resolution, strict=options.strict)
     sizes = plan_sizes(
         **largest_batch(max_num_tokens, max_num_reqs, options.sizes),
         query_lens=query_lens,

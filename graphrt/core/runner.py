@@ -12,7 +12,7 @@ from graphrt.core import tree
 from graphrt.core.addresses import Parameters
 from graphrt.core.budget import Budget, CostModel
 from graphrt.core.capture import Progress
-from graphrt.core.compilable import AUTO
+from graphrt.core.compilable import AUTO, compilables, pool_of
 from graphrt.core.context import ForwardContext
 from graphrt.core.descriptor import Batch
 from graphrt.core.dispatcher import Dispatch, Reason, live_query_len
@@ -87,6 +87,7 @@ class GraphRunner:
         self.options = (options or GraphOptions()).merged(
             {key: value for key, value in given.items() if value is not None}
         )
+        pool = pool_of(compilables(forward), pool)
         if pool is not None and platform is not None:
             pool.check_platform(platform)
         self._owns_pool = pool is None
@@ -257,7 +258,7 @@ class GraphRunner:
 
     def weights_changed(self) -> None:
         """Declare that weights were written; raises `StaleInputError` if they moved."""
-        self.graphs.addresses.check()
+        self.graphs.check_weights()
 
     def close(self) -> None:
         """Destroy the graphs, and the pool if it is this runner's own.
@@ -314,7 +315,7 @@ class GraphRunner:
             call = self.graphs.run_forward if eager else plan.call
             with context:
                 outputs = call(**plan.arguments())
-            if self._clones and (eager or self._eager_launch):
+            if self._clones and call is self.graphs.run_forward:
                 outputs = tree.map_tensors(torch.Tensor.clone, outputs)
         return plan.live(outputs, tokens, reqs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from graphrt.core.descriptor import BatchDescriptor
@@ -15,11 +16,13 @@ class CaptureTransaction:
 
     `slot` is where their entries will be found; a context that captures has none itself, so that
     its calls take the path that looks twice. `task_names` collects the tasks, and their groups,
-    that the step has.
+    that the step has. `fixed` are the addresses of the storages in which every step of the graph
+    finds its inputs.
     """
 
-    def __init__(self, slot: int = -1) -> None:
+    def __init__(self, slot: int = -1, fixed: Collection[int] = ()) -> None:
         self.slot = slot
+        self.fixed = frozenset(fixed)
         self.task_names: set[str] = set()
         self._captured: list[tuple[GraphWrapper, BatchDescriptor]] = []
 

@@ -1,0 +1,291 @@
+"""What a runner finds out about the compiled parts of its forward, and what it does with them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec
+from graphrt.compile import CompileOptions, RetraceError, compile_module, opaque
+from graphrt.core.compilable import compilables
+from graphrt.core.errors import InvalidOptionError, ModeNotSupportedError, StaleInputError
+from graphrt.core.options import GraphOptions
+
+X = {"x": InputSpec(torch.float32, ("tokens", 4))}
+DECODE, MIXED = Batch(4, 4, 1), Batch(4, 4)
+
+
+@opaque("graphrt_tests::parted", mutates=[], fake=torch.empty_like)
+def parted(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Parted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(parted(self.first(x)))
+
+
+def runner(forward: Any, pool: GraphPool | None = None, **more: Any) -> GraphRunner:
+    given = {"mode": "FULL_AND_PIECEWISE", "sizes": [4], **more}
+    where = {"platform": "cpu"} if pool is None else {"pool": pool}
+    return GraphRunner(forward, inputs=X, outputs=("tokens", 4), **where, **given)
+
+
+@pytest.fixture
+def module() -> Parted:
+    torch.manual_seed(0)
+    return Parted()
+
+
+class Larger(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+class Engine:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def with_helper(model: nn.Module) -> Callable[..., Any]:
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    return lambda x: helper(x)
+
+
+def decorated(model: nn.Module) -> Callable[..., Any]:
+    @torch.no_grad()
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    return forward
+
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "module": lambda model: model,
+    "bound method": lambda model: model.__call__,
+    "closure": lambda model: lambda x: model(x),
+    "partial": lambda model: functools.partial(lambda net, x: net(x), model),
+    "decorated": decorated,
+    "helper": with_helper,
+    "list": lambda model: (lambda nets: lambda x: nets[0](x))([model]),
+    "dict": lambda model: (lambda nets: lambda x: nets["main"](x))({"main": model}),
+    "engine": Engine,
+    "engine's method": lambda model: Engine(model).step,
+    "larger module": Larger,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_parts_are_found(module, way):
+    compiled = compile_module(module, ["x"])
+    assert compilables(WAYS[way](module)) == [compiled]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("way", WAYS)
+def test_recapture_takes_weights_that_were_replaced(module, way, mode):
+    compile_module(module, ["x"])
+    with runner(WAYS[way](module), mode=mode) as run:
+        run.capture()
+        run.weights_changed()
+        torch.manual_seed(1)
+        other = Parted()
+        module.load_state_dict(other.state_dict(), assign=True)
+        with pytest.raises(StaleInputError, match="weights are not where"):
+            run.weights_changed()
+        run.recapture()
+        run.weights_changed()
+        x = torch.randn(4, 4)
+        assert torch.equal(run(DECODE, x=x), other(x))
+        run.release()
+        module.load_state_dict(Parted().state_dict(), assign=True)
+        run.release()
+        assert torch.equal(run(DECODE, x=x), copy.deepcopy(module)(x))
+
+
+def test_objects_that_only_look_like_parts_are_none():
+    class Answering:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("asked for an attribute")
+
+    proxy, model = Answering(), Parted()
+    assert compilables(lambda x: (proxy, model(x))) == []
+
+
+draft = compile_module(Parted(), ["x"])
+
+
+def test_an_attribute_is_no_global_of_its_name(module):
+    big = Engine(module)
+    big.draft = lambda x: x
+    assert compilables(lambda x: big.draft(x)) == []
+
+
+def test_an_argument_that_moves_is_an_error_and_not_an_old_value(module):
+    pool = GraphPool("cpu")
+    compile_module(module, ["x"], pool=pool)
+    with runner(lambda x: module(torch.relu(x)), pool) as run:
+        run.capture()
+        with pytest.raises(StaleInputError, match="without pool="):
+            steps_until_it_moves(run, module)
+
+
+def steps_until_it_moves(run: GraphRunner, module: nn.Module) -> None:
+    kept = []
+    for _ in range(8):
+        kept.append(torch.empty(4, 4))
+        x = torch.randn(4, 4)
+        found = run(MIXED, x=x)
+        with torch.no_grad():
+            torch.testing.assert_close(found, copy.deepcopy(module)(torch.relu(x)))
+
+
+def test_without_a_pool_a_larger_forward_is_captured_around_the_module(module):
+    compile_module(module, ["x"])
+    with runner(lambda x: module(torch.relu(x))) as run:
+        run.capture()
+        for batch in (DECODE, MIXED, Batch(3, 3)):
+            run.verify(batch, x=torch.randn(batch.num_tokens, 4))
+
+
+def test_parts_may_follow_each_other(module):
+    pool = GraphPool("cpu")
+    parts = [module, copy.deepcopy(module)]
+    for part in parts:
+        compile_module(part, ["x"], pool=pool)
+    with runner(lambda x: parts[1](parts[0](x)), pool) as run:
+        run.capture()
+        for batch in (DECODE, MIXED):
+            run.verify(batch, x=torch.randn(4, 4))
+
+
+def test_a_runner_takes_the_pool_of_its_parts(module):
+    pool = GraphPool("cpu")
+    compile_module(module, ["x"], pool=pool)
+    with runner(module) as run:
+        assert run.pool is pool
+    with pytest.raises(InvalidOptionError, match="another pool"):
+        runner(module, GraphPool("cpu"))
+
+
+def test_outputs_of_pieces_are_cloned_as_the_runner_says(module):
+    pool = GraphPool("cpu")
+    compile_module(module, ["x"], pool=pool)
+    with runner(module, pool, mode="PIECEWISE", options=GraphOptions(outputs="clone")) as run:
+        run.capture()
+        first = run(MIXED, x=torch.ones(4, 4))
+        kept = first.clone()
+        run(MIXED, x=-torch.ones(4, 4))
+        assert torch.equal(first, kept)
+
+
+def test_pieces_are_captured_with_the_options_of_the_runner(module):
+    pool = GraphPool("cpu")
+    compiled = compile_module(module, ["x"], pool=pool)
+    given = GraphOptions(check_addresses=True, strict=True)
+    with runner(module, pool, options=given) as run:
+        run.capture()
+        assert all(each.options.check_addresses for each in compiled.wrappers)
+        assert all(each.options.strict for each in compiled.wrappers)
+
+
+def test_a_part_without_graphs_leaves_none_to_the_runner(module):
+    compile_module(module, ["x"], graphs=False)
+    with runner(module) as run:
+        assert run.mode is GraphMode.NONE
+        assert run.resolution.steps[-1].rule == "graphs-off"
+        run.capture()
+        run(DECODE, x=torch.randn(4, 4))
+    with pytest.raises(ModeNotSupportedError, match="graphs=False"):
+        runner(module, options=GraphOptions(strict=True))
+
+
+def test_sizes_of_their_own_need_no_graphs(module):
+    compiled = compile_module(module, ["x"], options=CompileOptions(compile_sizes=(3,)))
+    with runner(module, mode="NONE") as run:
+        run.capture()
+        assert compiled.figures.static_compilations == 1
+        run(Batch(3, 3), x=torch.randn(3, 4))
+
+
+class Ragged(Parted):
+    def forward(self, starts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + starts.sum()
+
+
+def test_sizes_are_of_tokens_whatever_comes_first():
+    compiled = compile_module(
+        Ragged(),
+        {"starts": {0: "reqs+1"}, "x": 0},
+        options=CompileOptions(compile_sizes=(3,)),
+    )
+    compiled.ensure_compiled(torch.zeros(3), torch.zeros(5, 4))
+    assert compiled.figures.static_compilations
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m: setattr(m, "first", nn.Sequential(m.first)), "first.weight"),
+        (lambda m: setattr(m.first, "weight", nn.Parameter(torch.randn(4, 4).t())), "first.weight"),
+    ],
+    ids=["gone", "strides"],
+)
+def test_weights_that_cannot_be_taken_over_are_errors(module, change, text):
+    compiled = compile_module(module, ["x"])
+    compiled.ensure_compiled(torch.zeros(4, 4))
+    change(module)
+    with pytest.raises(RetraceError, match=text):
+        compiled.rebind_weights()
+
+
+def test_weights_that_were_one_must_stay_one(module):
+    module.second.weight = module.first.weight
+    compiled = compile_module(module, ["x"])
+    compiled.ensure_compiled(torch.zeros(4, 4))
+    module.second.weight = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(RetraceError, match=r"second\.weight"):
+        compiled.rebind_weights()
+
+
+def test_a_function_takes_the_weights_of_its_modules(module):
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return module(x)
+
+    compiled = compile_module(forward, ["x"])
+    compiled.ensure_compiled(torch.zeros(4, 4))
+    module.first.weight = nn.Parameter(torch.zeros(4, 4))
+    x = torch.randn(4, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_a_copy_is_compiled_anew(module):
+    compiled = compile_module(module, ["x"], in_place=False)
+    compiled.ensure_compiled(torch.zeros(4, 4))
+    other = copy.deepcopy(compiled)
+    assert not other.compiled and other.module is not module
+    x = torch.randn(4, 4)
+    assert torch.equal(other(x), compiled(x))
