@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
+from graphrt.core.breakable import eager_break
 from graphrt.core.context import current_context
 from graphrt.core.errors import InvalidInputError, InvalidOptionError
 
@@ -21,12 +23,16 @@ _LIBRARY.define(
 
 _by_name: weakref.WeakValueDictionary[str, OpaqueAttention] = weakref.WeakValueDictionary()
 
+# In the name, for the operator to see: a compiler cannot trace an error raised around its call.
+_COPY = "\0copy"
+
 
 class OpaqueAttention:
     """Calls `backend` through the operator `graphrt::attend`, which compilers do not look into.
 
     It is a splitting operator of `graphrt.compile`: in one graph with the rest under FULL, eager
-    between pieces. The backend's step is begun at the first call of every step.
+    between pieces. The backend's step is begun at the first call of every step. A copy cannot be
+    called while the original has its name: it needs an `OpaqueAttention` of its own.
     """
 
     def __init__(self, backend: AttentionBackend, name: str = "attention") -> None:
@@ -34,6 +40,9 @@ class OpaqueAttention:
 
         Raises `InvalidOptionError` for a name that is in use.
         """
+        if name in _by_name:
+            # The one before may be garbage that waits for the collector.
+            gc.collect()
         if name in _by_name:
             raise InvalidOptionError(
                 "two attention backends have one name",
@@ -44,7 +53,18 @@ class OpaqueAttention:
         self.backend = backend
         self.name = name
         self._begun: tuple[object, AttentionStep] | None = None
+        self._owns_name = True
         _by_name[name] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A step belongs to the thread and the process it was begun in.
+        passing = ("_begun", "_owns_name")
+        return {name: each for name, each in vars(self).items() if name not in passing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begun = None
+        self._owns_name = _by_name.setdefault(self.name, self) is self
 
     def __call__(
         self,
@@ -56,12 +76,14 @@ class OpaqueAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend as `AttentionBackend.attend`, with the step's metadata as `begin` takes it, which
-        must be the same in all layers of a step."""
+        must be the same in all layers of a step.
+
+        Raises `InvalidOptionError` for a copy, as its name belongs to the original.
+        """
         if out is None:
             out = query.new_empty(query.shape[0], query.shape[1], self.backend.shape.value_dim)
-        torch.ops.graphrt.attend(
-            query, list(caches), block_table, context_lens, query_start_loc, out, self.name
-        )
+        layer = self.name if self._owns_name else self.name + _COPY
+        _call(query, list(caches), block_table, context_lens, query_start_loc, out, layer)
         return out
 
     def step(
@@ -73,11 +95,27 @@ class OpaqueAttention:
         """The step that is under way, begun once for all layers."""
         context = current_context()
         token = None if context is None else context.token
-        if self._begun is not None and token is not None and self._begun[0] is token:
-            return self._begun[1]
+        # Read once: another thread may replace it in between.
+        known = self._begun
+        if known is not None and token is not None and known[0] is token:
+            return known[1]
         begun = self.backend.begin(block_table, context_lens, query_start_loc=query_start_loc)
         self._begun = None if token is None else (token, begun)
         return begun
+
+
+@eager_break
+def _call(
+    query: torch.Tensor,
+    caches: list[torch.Tensor],
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    out: torch.Tensor,
+    layer: str,
+) -> None:
+    """The operator; inside of it, where the backend breaks too, a segment can no longer end."""
+    torch.ops.graphrt.attend(query, caches, block_table, context_lens, query_start_loc, out, layer)
 
 
 def _attend(
@@ -91,6 +129,7 @@ def _attend(
 ) -> None:
     found = _by_name.get(layer)
     if found is None:
+        _refuse_copy(layer)
         raise InvalidInputError(
             "compiled code asks for an attention backend that is not there",
             got=repr(layer),
@@ -101,9 +140,20 @@ def _attend(
     found.backend.attend(step, query, *caches, out=out)
 
 
-def _nothing(*_: object) -> None:
+def _fake(*args: Any) -> None:
     """The result is written in place."""
+    _refuse_copy(args[-1])
+
+
+def _refuse_copy(layer: str) -> None:
+    if layer.endswith(_COPY):
+        raise InvalidOptionError(
+            "the name of a copied attention backend belongs to the original",
+            got=f"a copy of OpaqueAttention(..., {layer.removesuffix(_COPY)!r})",
+            expected="an OpaqueAttention of its own for the copy, with another name",
+            advice='copy.attention = OpaqueAttention(backend, name="draft")',
+        )
 
 
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("graphrt::attend", _nothing, lib=_LIBRARY)
+torch.library.register_fake("graphrt::attend", _fake, lib=_LIBRARY)

@@ -13,8 +13,10 @@ import torch
 from graphrt.compile.cache import CompileCache
 from graphrt.compile.cache_entry import CacheEntry
 from graphrt.compile.cache_key import CacheKey, runtime_versions
+from graphrt.compile.cache_log import warn
 from graphrt.compile.cache_sources import TracedSources
 from graphrt.compile.inductor import CompiledPiece
+from graphrt.compile.inductor_files import new_directory
 from graphrt.core.compile_options import CompileOptions
 
 
@@ -51,12 +53,18 @@ class KeptPieces:
         return self._entry.found
 
     def load(self, name: str, returns: int | None) -> CompiledPiece | None:
-        """A piece that was compiled before; None, with a warning where one is damaged."""
+        """A piece that was compiled before; None, with a warning, where it cannot be used."""
         path = self._entry.load(name)
         if path is None:
             return None
         try:
-            return CompiledPiece.load(path, returns)
+            place = new_directory()
+        except OSError as error:
+            # The piece is as good as before.
+            warn(f"compiled code is not loaded, as nothing can be unpacked for it: {error}")
+            return None
+        try:
+            return CompiledPiece.load(path, returns, place)
         except Exception as error:
             # Whatever a compiler says of what it wrote, it is compiled again.
             self._entry.reject(name, f"{type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ from torch import fx
 from graphrt.compile.inductor_files import (
     keep_libraries,
     kept_libraries,
+    new_directory,
     own_directory,
     recorded_libraries,
     tuned_before,
@@ -75,10 +76,11 @@ class CompiledPiece:
         keep_libraries(self._libraries, path / _LIBRARIES)
 
     @classmethod
-    def load(cls, path: Path, returns: int | None) -> CompiledPiece:
+    def load(cls, path: Path, returns: int | None, place: str | None = None) -> CompiledPiece:
         """The code of a piece that another process compiled; compiles and tunes nothing.
 
-        It needs no C++ compiler, and nothing of Inductor's or Triton's own caches.
+        It needs no C++ compiler, and nothing of Inductor's or Triton's own caches: what they write
+        goes to `place`, an empty directory.
         """
         from torch import _inductor
 
@@ -86,7 +88,7 @@ class CompiledPiece:
         code = path / _CODE
         unpacked = code.is_dir()
         with (
-            own_directory(code if unpacked else None),
+            own_directory(place or new_directory(), code if unpacked else None),
             kept_libraries(path / _LIBRARIES),
             tuned_before(),
         ):

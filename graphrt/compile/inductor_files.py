@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import importlib.util
@@ -11,15 +10,39 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-_LOCK = threading.RLock()
-"""What is replaced here is the whole process's."""
+
+class _Process:
+    """What one process has, and no child that it forks."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        # What is replaced here is the whole process's.
+        self.lock = threading.RLock()
+        self.directory = ""
+
+    def directory_that_is_there(self) -> str:
+        with self.lock:
+            # Others clean the temporary directory, of what is old.
+            if not os.path.isdir(self.directory):
+                self.directory = tempfile.mkdtemp(prefix="graphrt-")
+                # Unlike `atexit` it is for forked workers too, and in each for its own only.
+                Finalize(None, shutil.rmtree, (self.directory, True), exitpriority=0)
+            return self.directory
+
+
+_process = _Process()
+if hasattr(os, "register_at_fork"):
+    # Another thread may hold the lock, which the child does not have and would wait for.
+    os.register_at_fork(after_in_child=_process.begin)
 
 _TRITON_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -80,7 +103,7 @@ def tuned_kernels() -> Iterator[None]:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     wrapper: Any = PythonWrapperCodegen
-    with _LOCK:
+    with _process.lock:
         original = wrapper.generate_and_run_autotune_block
 
         def replacement(self: Any) -> None:
@@ -104,7 +127,7 @@ def tuned_before() -> Iterator[None]:
     from torch._inductor.triton_bundler import TritonBundler
 
     bundler: Any = TritonBundler
-    with _LOCK:
+    with _process.lock:
         original = vars(bundler)["load_autotuners"]
 
         def replacement(cls: Any, kernels: Any) -> Any:
@@ -121,8 +144,10 @@ def tuned_before() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_directory(directory: Path | None = None) -> Iterator[None]:
-    """Inductor's and Triton's caches of the block are in `directory`, or in an empty one.
+def own_directory(place: str, directory: Path | None = None) -> Iterator[None]:
+    """Inductor's and Triton's caches of the block are in `directory`, or else in `place`.
+
+    Triton's are always in `place`, which is of `new_directory`.
 
     A saved piece is taken from Inductor's cache after it was put there: from one that others write
     to, it may be another piece than that, as guards are not compared, or a damaged one.
@@ -130,8 +155,11 @@ def own_directory(directory: Path | None = None) -> Iterator[None]:
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     _start_triton()
-    place = tempfile.mkdtemp(dir=_directory_of_process())
-    with _LOCK, temporary_cache_dir(str(directory or place)), _triton_directory(f"{place}/triton"):
+    with (
+        _process.lock,
+        temporary_cache_dir(str(directory or place)),
+        _triton_directory(f"{place}/triton"),
+    ):
         yield
 
 
@@ -157,18 +185,12 @@ def _triton_directory(path: str) -> Iterator[None]:
             os.environ[_TRITON_VARIABLE] = before
 
 
-@cache
-def _directory_of_process() -> str:
-    """Kernels may look for their sources as long as the process runs."""
-    path, owner = tempfile.mkdtemp(prefix="graphrt-"), os.getpid()
+def new_directory() -> str:
+    """An empty one, as kernels may look for their sources as long as the process runs.
 
-    def remove() -> None:
-        # A forked child ends before its parent.
-        if os.getpid() == owner:
-            shutil.rmtree(path, ignore_errors=True)
-
-    atexit.register(remove)
-    return path
+    Raises `OSError`.
+    """
+    return tempfile.mkdtemp(dir=_process.directory_that_is_there())
 
 
 @contextlib.contextmanager
@@ -177,7 +199,7 @@ def _replaced(load_async: Callable[[Callable[..., Load], str, Any], Load]) -> It
     from torch._inductor.codecache import CppCodeCache
 
     caches: Any = CppCodeCache
-    with _LOCK:
+    with _process.lock:
         original = vars(caches)["load_async"]
 
         def replacement(cls: Any, *args: Any, **kwargs: Any) -> Load:

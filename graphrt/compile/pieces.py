@@ -12,7 +12,7 @@ from torch import fx
 
 from graphrt.compile.artifacts import KeptPieces
 from graphrt.compile.as_operator import AsOperator
-from graphrt.compile.backends import Backend
+from graphrt.compile.backends import Backend, backend_for
 from graphrt.compile.bridge import BridgedPiece
 from graphrt.compile.figures import Figures
 from graphrt.compile.fingerprint import fingerprint
@@ -52,6 +52,7 @@ class Compiler:
     ) -> None:
         self._backend = backend
         self._figures = figures
+        self._device_type = device.type
         self._symbol = symbol
         self._sizes = sizes
         self._partition_at = partition_at
@@ -133,11 +134,17 @@ class Compiler:
             if found is not None:
                 self._figures.loads += 1
                 return found
+        backend, why_eager = self._backend, ""
+        if self._kept is not None and self._kept.found:
+            # It was chosen to load what is kept, which was more than there is.
+            other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
+            if why_eager:
+                backend, self._figures.backend_reason = other, why_eager
         with torch.no_grad():
-            compiled: Any = self._backend.compile(graph, inputs, static=static)
+            compiled: Any = backend.compile(graph, inputs, static=static)
         self._figures.compilations += 1
         self._figures.static_compilations += static
-        if self._kept is not None:
+        if self._kept is not None and not why_eager:
             self._kept.store(name, compiled)
         made: Callable[..., Any] = compiled
         return made

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from graphrt.attention import (
     supports_of,
 )
 from graphrt.compile import CompileOptions, compile_module
+from graphrt.compile.errors import TraceError
+from graphrt.core.context import ForwardContext
 from graphrt.core.errors import InvalidInputError, InvalidOptionError
 
 SHAPE = GroupedShape(4, 2, 16, page_size=16)
@@ -30,6 +34,12 @@ DIMS = {
     "block_table": {0: "reqs"},
     "context_lens": {0: "reqs"},
     "query_start_loc": {0: "reqs+1"},
+}
+INPUTS = {
+    "x": InputSpec(torch.float32, ("tokens", WIDTH)),
+    "block_table": InputSpec(torch.int32, ("reqs", PAGES), index=True),
+    "context_lens": InputSpec(torch.int32, ("reqs",)),
+    "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
 }
 
 
@@ -103,12 +113,7 @@ def check(kind: str, device: str, options: CompileOptions, *, own_wrappers: bool
         sizes=[1, 2, 4, 8],
         max_num_tokens=8,
         max_num_reqs=REQS,
-        inputs={
-            "x": InputSpec(torch.float32, ("tokens", WIDTH)),
-            "block_table": InputSpec(torch.int32, ("reqs", PAGES), index=True),
-            "context_lens": InputSpec(torch.int32, ("reqs",)),
-            "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
-        },
+        inputs=INPUTS,
         outputs=("tokens", WIDTH),
         attention=supports_of(attention.backend),
         pool=pool,
@@ -151,12 +156,7 @@ def test_a_step_is_begun_once_for_all_layers(monkeypatch):
     model = Layers(attention, 3, "cpu")
     with GraphRunner(
         model,
-        inputs={
-            "x": InputSpec(torch.float32, ("tokens", WIDTH)),
-            "block_table": InputSpec(torch.int32, ("reqs", PAGES), index=True),
-            "context_lens": InputSpec(torch.int32, ("reqs",)),
-            "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
-        },
+        inputs=INPUTS,
         mode="NONE",
         sizes=[8],
         platform="cpu",
@@ -166,6 +166,59 @@ def test_a_step_is_begun_once_for_all_layers(monkeypatch):
     assert len(begun) == len(STEPS)
 
 
+def test_an_uncompiled_model_breaks_around_the_operator():
+    torch.manual_seed(0)
+    attention = OpaqueAttention(SdpaAttention(SHAPE), f"test{next(NUMBERS)}")
+    with GraphRunner(
+        Layers(attention, 3, "cpu"),
+        mode="PIECEWISE",
+        sizes=[1, 2, 4, 8],
+        max_num_tokens=8,
+        max_num_reqs=REQS,
+        inputs=INPUTS,
+        outputs=("tokens", WIDTH),
+        platform="cpu",
+    ) as runner:
+        runner.capture()
+        for batch, values in STEPS:
+            runner.verify(batch, **values)
+            assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+
+
+def attended(attention: OpaqueAttention) -> torch.Tensor:
+    values = {name: each for name, each in STEPS[0][1].items() if name != "x"}
+    cache = torch.ones(REQS * PAGES, SHAPE.page_size, SHAPE.num_kv_heads, SHAPE.head_dim)
+    return attention(torch.ones(3, SHAPE.num_heads, SHAPE.head_dim), cache, cache, **values)
+
+
+def test_a_copy_says_that_its_name_belongs_to_the_original():
+    model = Layers(OpaqueAttention(SdpaAttention(SHAPE), f"test{next(NUMBERS)}"), 1, "cpu")
+    with ForwardContext(GraphMode.NONE):
+        before = attended(model.attention)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in copies:
+        with pytest.raises(InvalidOptionError, match="belongs to the original"):
+            attended(each.attention)
+        each.attention = OpaqueAttention(SdpaAttention(SHAPE), f"test{next(NUMBERS)}")
+        assert torch.equal(attended(each.attention), before)
+    assert torch.equal(attended(model.attention), before)
+
+
+def test_a_copy_is_not_compiled_with_the_name_of_the_original():
+    attention = OpaqueAttention(SdpaAttention(SHAPE), f"test{next(NUMBERS)}")
+    model = copy.deepcopy(Layers(attention, 1, "cpu"))
+    compiled = compile_module(model, DIMS)
+    with pytest.raises(TraceError) as caught:
+        compiled(**STEPS[0][1])
+    assert "belongs to the original" in str(caught.value.__cause__)
+
+
+def test_an_unpickled_one_has_its_name_in_another_process():
+    stored = pickle.dumps(OpaqueAttention(SdpaAttention(SHAPE), "stored"))
+    attention = pickle.loads(stored)
+    assert attended(attention).shape == (3, SHAPE.num_heads, SHAPE.head_dim)
+
+
 def test_a_name_belongs_to_one_backend():
     first = OpaqueAttention(SdpaAttention(SHAPE), "mine")
     with pytest.raises(InvalidOptionError, match="one name"):
@@ -173,6 +226,17 @@ def test_a_name_belongs_to_one_backend():
     del first
     gc.collect()
     OpaqueAttention(SdpaAttention(SHAPE), "mine")
+
+
+def test_a_name_is_free_once_its_backend_is_garbage():
+    held: list[Any] = [OpaqueAttention(SdpaAttention(SHAPE), "in a cycle")]
+    held.append(held)
+    gc.disable()
+    try:
+        del held
+        OpaqueAttention(SdpaAttention(SHAPE), "in a cycle")
+    finally:
+        gc.enable()
 
 
 def test_compiled_code_without_its_backend_says_which_one_is_missing():

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from graphrt.compile import CompileOptions, compile_module
+from graphrt.compile import CompileOptions, compile_module, inductor_files
+from graphrt.compile.artifacts import KeptPieces
 from graphrt.compile.cache_log import CompileCacheWarning
 
 needs_compiler = pytest.mark.skipif(
@@ -113,11 +118,7 @@ def started(
     """What `start` tells of a new process, whose compilers have cached nothing."""
     compilers = directory / "compilers"
     shutil.rmtree(compilers, ignore_errors=True)
-    given = {
-        "cache": str(directory / "kept"),
-        "save_format": save_format,
-        "device": device,
-    }
+    given = {"cache": str(directory / "kept"), "save_format": save_format, "device": device}
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(given)],
         cwd=Path(__file__).parent,
@@ -246,6 +247,53 @@ def test_code_that_inductor_cannot_load_is_compiled_again(
             compiled_in(tmp_path / "kept")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == before
     assert codecache.CppCodeCache.load_async.__func__ is load_async
+
+
+@needs_compiler
+def test_trouble_with_the_temporary_directory_rejects_nothing(
+    tmp_path: Path, inductor_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compiled_in(tmp_path)
+    shutil.rmtree(Path(inductor_files.new_directory()).parent)
+    assert compiled_in(tmp_path).figures.loads == 1
+    with monkeypatch.context() as patched:
+        patched.setattr("tempfile.mkdtemp", Mock(side_effect=OSError("no space left")))
+        with pytest.warns(CompileCacheWarning, match=r"is not loaded.*no space left"):
+            assert KeptPieces.load(Mock(), "piece", 1) is None
+    assert compiled_in(tmp_path).figures.loads == 1
+
+
+@needs_compiler
+def test_a_damaged_piece_runs_eagerly_where_nothing_can_compile_it(
+    tmp_path: Path, inductor_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compiled_in(tmp_path)
+    (library,) = libraries(tmp_path)
+    library.write_bytes(b"")
+    none = Mock(side_effect=RuntimeError("No working C++ compiler found"))
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
+    with pytest.warns(CompileCacheWarning):
+        again = compiled_in(tmp_path)
+    assert "No working C++ compiler" in again.figures.backend_reason
+    assert torch.equal(again(torch.ones(2, 4)), torch.full((2, 4), 3.0))
+    assert libraries(tmp_path) == [library] and not library.read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_has_a_lock_and_a_directory_of_its_own():
+    parents = Path(inductor_files.new_directory()).parent
+    # A thread that is another one than forks.
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
+        pool.submit(held.enter_context, inductor_files.tuned_kernels()).result()
+        if (child := os.fork()) == 0:
+            signal.alarm(10)  # ends a child that waits for a lock which nobody releases
+            with contextlib.suppress(BaseException):
+                own = Path(inductor_files.new_directory()).parent
+                os._exit(0 if own != parents and shutil.rmtree(own) is None else 1)
+            os._exit(2)
+        _, status = os.waitpid(child, 0)
+        pool.submit(held.close).result()
+    assert status == 0
 
 
 if __name__ == "__main__":
