@@ -139,7 +139,7 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
         "triton": _version("triton"),
         "torch_npu": _version("torch_npu"),
         "device": _device_name(found),
-        "cpu": _cpu_features() if found.type == "cpu" else None,
+        "cpu": cpu_features() if found.type == "cpu" else None,
     }
     return {name: str(value) for name, value in versions.items() if value is not None}
 
@@ -271,7 +271,7 @@ def _device_name(device: torch.device) -> str:
 
 
 @cache
-def _cpu_features() -> str:
+def cpu_features() -> str:
     level = torch.backends.cpu.get_cpu_capability()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from graphrt.compile.cache_key import cpu_features
+
 
 class _Process:
     """What one process has, and no child that it forks."""
@@ -217,9 +219,10 @@ def _replaced(load_async: Callable[[Callable[..., Load], str, Any], Load]) -> It
 
 
 def _digest(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Of the source and settings of a library, without who builds it."""
+    """Of the source and settings of a library and the CPU it is for, without who builds it."""
     settings = sorted((name, each) for name, each in kwargs.items() if name != "submit_fn")
-    return hashlib.sha256(repr((cls.__name__, args, settings)).encode()).hexdigest()[:32]
+    content = cls.__name__, cpu_features(), args, settings
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
 
 def _path_of(library: Any) -> Path:

@@ -14,10 +14,10 @@ import torch
 from graphrt.compile.backends import backend_for
 from graphrt.compile.errors import CompileError
 from graphrt.core import tree
-from graphrt.core.bridges import Bridges
+from graphrt.core.bridges import Bridges, separate_strides
 from graphrt.core.compile_options import CompileOptions
 from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import BakedScalarError
+from graphrt.core.errors import BakedScalarError, BreakShapeError
 from graphrt.core.lookup import wrapper_class
 from graphrt.core.modes import GraphMode
 from graphrt.core.wrapper import GraphWrapper
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # What Inductor calls for each of its partitions is process-wide.
 _lock = threading.RLock()
+_ALIGNMENT = 16
+"""Bytes; what Inductor's kernels take for granted."""
 
 
 class Partition:
@@ -60,7 +62,7 @@ class Partitioned:
         wrapping = self._wrapping
         context = None if wrapping is None else wrapping.read_context()
         if wrapping is None or context is None or context.mode is not GraphMode.PIECEWISE:
-            return self._run(*args)
+            return self._run_aligned(args)
         self._step = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
         result = self._run(*args)
         if wrapping.options.outputs == "clone":
@@ -90,6 +92,26 @@ class Partitioned:
         assert self._wrapping is not None
         pool = self._wrapping.pool
         return _storage(tensor) in self._step or pool.platform.owns(pool.memory, tensor)
+
+    def _run_aligned(self, args: tuple[Any, ...]) -> Any:
+        """Run with copies of tensors at odd addresses, which are copied back.
+
+        Inductor's code does that itself, but for code whose partitions somebody else calls.
+        """
+        odd = [
+            place
+            for place, each in enumerate(args)
+            if isinstance(each, torch.Tensor) and each.is_cuda and each.data_ptr() % _ALIGNMENT
+        ]
+        if not odd:
+            return self._run(*args)
+        copies = list(args)
+        for place in odd:
+            copies[place] = args[place].clone()
+        result = self._run(*copies)
+        for place in odd:
+            args[place].copy_(copies[place])
+        return result
 
     def _in_place(self, result: Any) -> Any:
         place = 0
@@ -140,6 +162,7 @@ class _Captured:
         places = self._places[descriptor]
         given = [args[place] for place, _ in places]
         for place, buffer in places:
+            _check_shape(args[place], buffer)
             args[place] = buffer.copy_(args[place])
         result = self._wrapper(*args)
         for original, (_, buffer) in zip(given, places, strict=True):
@@ -152,10 +175,11 @@ class _Captured:
         for place, tensor in enumerate(args):
             if not isinstance(tensor, torch.Tensor) or not tensor.numel() or self._is_fixed(tensor):
                 continue
-            if _storage(tensor) in storages:
+            alone = separate_strides(tensor) == tensor.stride()
+            if _storage(tensor) in storages or not alone:
                 raise CompileError(
-                    "a partition reads two views of what a splitting operator returned",
-                    got=f"two inputs of one storage, the second is number {place}",
+                    "a partition reads views of what a splitting operator returned",
+                    got=f"input {place}, {'a second one of its storage' if alone else 'expanded'}",
                     expected="separate tensors, which separate buffers can stand for",
                     advice="let the operator write into given tensors, or leave "
                     "use_inductor_graph_partition out",
@@ -215,6 +239,16 @@ def partitions(options: CompileOptions, device_type: str) -> tuple[bool, str]:
 def _with_list(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     # Inductor's code empties the list that it is given.
     return lambda *args: function(list(args))
+
+
+def _check_shape(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+    if tensor.shape != buffer.shape or tensor.dtype != buffer.dtype:
+        raise BreakShapeError(
+            "a splitting operator returned another tensor than at capture",
+            got=f"{tensor.dtype} {tuple(tensor.shape)}",
+            expected=f"{buffer.dtype} {tuple(buffer.shape)}",
+            advice="return the padded shape; mask the padding rows instead of dropping them",
+        )
 
 
 def _storage(tensor: torch.Tensor) -> int:

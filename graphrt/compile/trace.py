@@ -210,7 +210,12 @@ def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> 
         yield
 
 
-def _explained(error: Exception, dynamic_shapes: str) -> TraceError:
+def _explained(error: Exception, dynamic_shapes: str) -> GraphRTError:
+    named: BaseException | None = error
+    while named is not None:
+        if isinstance(named, GraphRTError):
+            return named  # raised by what was traced
+        named = named.__cause__ or named.__context__
     error = getattr(error, "inner_exception", None) or error
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,178 @@
+"""Partitions as Inductor calls them, with plain functions in place of its code (it partitions code
+for GPUs only: see test_compile_cuda.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import GraphPool, GraphRunner, InputSpec, WrapperOptions, current_context
+from graphrt.compile import CompileOptions, opaque
+from graphrt.compile.errors import CompileError
+from graphrt.compile.partition import Partition, Partitioned, collecting, partitions
+from graphrt.compile.pieces import Wrapping
+from graphrt.core.errors import BakedScalarError, BreakShapeError, MissedBreakError
+
+X = {"x": InputSpec(torch.float32, ("tokens", 4))}
+
+
+def add_one(args: list[Any]) -> tuple[torch.Tensor, ...]:
+    (x,) = args
+    args.clear()  # as Inductor's code does
+    return (x + 1,)
+
+
+def runner(
+    between: Callable[[torch.Tensor], torch.Tensor],
+    second: Callable[[list[Any]], Any] = add_one,
+    more: Callable[[], list[Any]] = list,
+    splitting: frozenset[str] = frozenset(),
+    after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda y, _: y,
+) -> GraphRunner:
+    """x + 1, what is `between`, and the second partition."""
+    first, last = Partition(add_one), Partition(second)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        (y,) = first([x])
+        z = between(y)
+        (found,) = last([z, *more()])
+        return after(found, z)
+
+    pool = GraphPool("cpu")
+    code = Partitioned(run, [first, last])
+    code.capture_in(Wrapping(pool, WrapperOptions(), current_context), splitting)
+    return GraphRunner(
+        lambda x: code(x),
+        inputs=X,
+        outputs=("tokens", 4),
+        mode="PIECEWISE",
+        sizes=[2, 4],
+        pool=pool,
+        pieces="inductor",
+    )
+
+
+def test_what_lies_elsewhere_in_every_step_reaches_the_graph():
+    kept = []
+
+    def between(y: torch.Tensor) -> torch.Tensor:
+        kept.append(torch.empty(len(y), 4))
+        return y * 2
+
+    with runner(between) as run:
+        run.capture()
+        for rows in (4, 2, 3, 4):
+            x = torch.randn(rows, 4)
+            assert torch.equal(run(x=x), (x + 1) * 2 + 1)
+
+
+def test_what_a_partition_writes_into_its_input_is_seen_outside():
+    def doubled_in_place(args: list[Any]) -> tuple[torch.Tensor, ...]:
+        (z,) = args
+        z.mul_(2)
+        return (z + 1,)
+
+    with runner(lambda y: y * 3, doubled_in_place, after=lambda y, z: y * 0 + z) as run:
+        run.capture()
+        for _ in range(3):
+            x = torch.randn(4, 4)
+            assert torch.equal(run(x=x), (x + 1) * 3 * 2)
+
+
+def test_another_number_than_at_capture_is_an_error():
+    number = [3]
+    with runner(lambda y: y * 2, lambda args: (args[0] + args[1],), lambda: list(number)) as run:
+        run.capture()
+        run(x=torch.zeros(4, 4))
+        number[0] = 4
+        with pytest.raises(BakedScalarError):
+            run(x=torch.zeros(4, 4))
+        number[0] = 3
+        assert run(x=torch.zeros(4, 4))[0, 0] == 5
+
+
+def test_another_shape_than_at_capture_is_an_error():
+    rows = [4]
+    with runner(lambda y: (y * 2)[: rows[0]]) as run:
+        run.capture()
+        rows[0] = 1
+        with pytest.raises(BreakShapeError):
+            run(x=torch.zeros(4, 4))
+        rows[0] = 4
+        assert torch.equal(run(x=torch.zeros(4, 4)), torch.full((4, 4), 3.0))
+
+
+def test_elements_that_share_memory_are_refused():
+    with runner(lambda y: (y[:1] * 2).expand(len(y), 4)) as run, pytest.raises(CompileError):
+        run.capture()
+
+
+@opaque("graphrt_tests::inside", mutates=[], fake=torch.empty_like)
+def inside(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_splitting_operator_inside_of_a_partition_is_an_error():
+    operator = inside.operator  # type: ignore[attr-defined]
+    named = frozenset({"graphrt_tests::inside"})
+    run = runner(lambda y: y, lambda args: (operator(args[0]),), splitting=named)
+    with run, pytest.raises(MissedBreakError):
+        run.capture()
+
+
+def test_a_failed_step_and_a_recapture_leave_it_right():
+    fails = [False]
+
+    def between(y: torch.Tensor) -> torch.Tensor:
+        if fails[0]:
+            raise ValueError("boom")
+        return y * 2
+
+    x = torch.randn(4, 4)
+    with runner(between) as run:
+        run.capture()
+        fails[0] = True
+        with pytest.raises(ValueError, match="boom"):
+            run(x=x)
+        fails[0] = False
+        assert torch.equal(run(x=x), (x + 1) * 2 + 1)
+        run.recapture()
+        assert torch.equal(run(x=x), (x + 1) * 2 + 1)
+
+
+def test_partitions_of_other_threads_are_not_taken():
+    from torch._inductor import utils
+
+    hook: Any = utils._unstable_customized_partition_wrapper
+    assert hook.wrapper is None
+    with collecting(["ns::op"]) as found:
+        ours = hook.wrapper(add_one, SimpleNamespace(partition_index=0))
+        others: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: others.append(hook.wrapper(add_one, SimpleNamespace(partition_index=0)))
+        )
+        thread.start()
+        thread.join()
+        assert found == [ours] and others == [add_one]
+    assert hook.wrapper is None
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "reason"),
+    [
+        ({}, "cuda", ""),
+        ({"use_inductor_graph_partition": True}, "cuda", "backend 'eager'"),
+        ({"use_inductor_graph_partition": True, "backend": "inductor"}, "cpu", "'cpu'"),
+        ({"use_inductor_graph_partition": True, "backend": "inductor"}, "npu", "'npu'"),
+        ({"use_inductor_graph_partition": True, "splitting_ops": []}, "cuda", ""),
+    ],
+)
+def test_where_inductor_does_not_split_there_is_a_reason(given, device, reason):
+    wanted, why = partitions(CompileOptions(**given), device)
+    assert not wanted
+    assert (reason in why) if reason else why == ""
