@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 from attention_models import BLOCK, HEADS, MAX_KV, Decoder, differing, eager_outputs, replayed
-from compile_llama import Llama, step_inputs
+from compile_llama import Llama, check_both_modes
 from test_ascend_modes import runner as ascend_runner
 from test_ascend_modes import steps as ascend_steps
 from test_compile_runner import llama_runner
 
-from graphrt import Batch, GraphMode, GraphPool
+from graphrt import GraphMode, GraphPool
 from graphrt.ascend.attention import fused_infer_attention
 from graphrt.compile import CompileOptions, compile_module, opaque
 
@@ -34,16 +34,7 @@ def test_a_device_without_inductor_gets_eager_pieces_and_a_reason(tmp_path, own_
         figures = compiled.figures
         assert figures.backend == "eager" and "npu" in figures.backend_reason
         assert figures.compilations == 3 and len(compiled.wrappers) == 4 * own_wrappers
-        for step, size in enumerate((1, 2, 3, 8, 5, 1)):
-            inputs = step_inputs(size, step=step)
-            uniform = runner.verify(Batch(size, size, 1), **inputs).clone()
-            assert runner.last_dispatch.mode is GraphMode.FULL
-            mixed = runner.verify(Batch(size, size), **inputs).clone()
-            assert runner.last_dispatch.mode is GraphMode.PIECEWISE
-            with torch.no_grad():
-                eager = original(**{name: each.to("npu") for name, each in inputs.items()})
-            assert torch.equal(uniform, mixed)
-            torch.testing.assert_close(uniform.cpu(), eager.cpu(), rtol=1e-4, atol=1e-4)
+        check_both_modes(runner, original, exact=True)
 
 
 TASK = fused_infer_attention(max_kv_len=MAX_KV, spare_request=True)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from graphrt import Batch, GraphMode, GraphRunner
 from graphrt.compile import opaque, support_compile
 
 PAGE = 4
@@ -119,3 +120,23 @@ def step_inputs(batch: int, step: int = 5, seed: int = 0) -> dict[str, torch.Ten
         "table": table,
         "lengths": positions + 1,
     }
+
+
+def check_both_modes(runner: GraphRunner, original: nn.Module, *, exact: bool) -> None:
+    """FULL and PIECEWISE steps are equal to each other, and near what `original` gives eagerly; to
+    the bit if `exact`, where nothing is padded."""
+    device = next(original.parameters()).device
+    captured = {descriptor.num_tokens for _, descriptor in runner.keys}
+    for step, size in enumerate((1, 2, 8, 3, 5, 1)):
+        inputs = step_inputs(size, step=step)
+        uniform = runner.verify(Batch(size, size, 1), **inputs).clone()
+        assert runner.last_dispatch.mode is GraphMode.FULL
+        mixed = runner.verify(Batch(size, size), **inputs).clone()
+        assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+        with torch.no_grad():
+            eager = original(**{name: each.to(device) for name, each in inputs.items()})
+        assert torch.equal(uniform, mixed)
+        exact = exact and size in captured
+        if exact:
+            assert torch.equal(uniform, eager)
+        torch.testing.assert_close(uniform.cpu(), eager.cpu(), rtol=1e-4, atol=1e-4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compile_llama import PAGES, Llama, step_inputs
+from compile_llama import PAGES, Llama, check_both_modes, step_inputs
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -74,16 +74,7 @@ def test_full_and_piecewise_come_from_the_same_pieces(model, platform):
     assert compiled.figures.compilations == 3 and len(compiled.wrappers) == 4
     assert all(len(wrapper.entries) == 4 for wrapper in compiled.wrappers)
     before = copy.deepcopy(counters)
-    for step, size in enumerate((1, 2, 3, 8, 5, 1)):
-        inputs = step_inputs(size, step=step)
-        uniform = runner.verify(Batch(size, size, 1), **inputs).clone()
-        assert runner.last_dispatch.mode is GraphMode.FULL
-        mixed = runner.verify(Batch(size, size), **inputs).clone()
-        assert runner.last_dispatch.mode is GraphMode.PIECEWISE
-        with torch.no_grad():
-            eager = original(**inputs)
-        assert torch.equal(uniform, mixed)
-        torch.testing.assert_close(uniform, eager, rtol=1e-5, atol=1e-5)
+    check_both_modes(runner, original, exact=True)
     assert counters == before
 
 
