@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from graphrt.compile.artifacts import KeptPieces
 from graphrt.compile.backends import backend_for
@@ -20,52 +20,20 @@ from graphrt.compile.errors import CompileError, ReassignedStateError
 from graphrt.compile.figures import Figures
 from graphrt.compile.interface import Interface, Probe, argument_paths, interface
 from graphrt.compile.operators import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
-from graphrt.compile.parameters import Leaf, Parameters, leaves, substitute
+from graphrt.compile.parameters import Leaf, leaves, substitute
 from graphrt.compile.partition import partitions
 from graphrt.compile.pieces import Compiler, Wrapping, wrapped_pieces
 from graphrt.compile.readable import compiled_line, readable, traced_line
 from graphrt.compile.sizes import resolve_sizes, value_of
 from graphrt.compile.split import Piece, split
 from graphrt.compile.stitch import Stitched, stitch
+from graphrt.compile.subject import Subject
 from graphrt.compile.trace import Traced, trace
-from graphrt.core import tree
 from graphrt.core.breakable import eager_break
 from graphrt.core.compile_options import CompileOptions
 from graphrt.core.frozen_gc import frozen_gc
 from graphrt.core.log import logger
 from graphrt.core.wrapper import GraphWrapper
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is compiled: a module or a function, and how it is called."""
-
-    module: Callable[..., Any]
-    call: Callable[..., Any]
-    parameters: Parameters
-    dims: DynamicDims
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """All tensors of the module by name, those that share a name's tensor too; of a function,
-        those of the modules that it refers to."""
-        modules = {"": self.module}
-        if not isinstance(self.module, nn.Module):
-            closure = inspect.getclosurevars(inspect.unwrap(self.module))
-            modules = {**closure.globals, **closure.nonlocals}
-        found: dict[str, torch.Tensor] = {}
-        for root, module in modules.items():
-            if isinstance(module, nn.Module):
-                for prefix, inner in module.named_modules(prefix=root, remove_duplicate=False):
-                    found.update(_tensors_of(prefix, inner))
-        return found
-
-
-def _tensors_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
-    for name, value in {**module._parameters, **module._buffers, **own}.items():
-        for path, leaf in tree.leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                yield f"{prefix}.{name}{path}".lstrip("."), leaf
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt.compile.build import Built, Subject, build
+from graphrt.compile.build import Built, build
 from graphrt.compile.dims import DynamicDims
 from graphrt.compile.errors import CompileSealedError
 from graphrt.compile.figures import Figures
@@ -21,6 +21,7 @@ from graphrt.compile.pieces import Wrapping
 from graphrt.compile.places import ArgumentPlaces
 from graphrt.compile.split import Piece
 from graphrt.compile.static_sizes import check_sizes, wanted_sizes
+from graphrt.compile.subject import Place, Subject
 from graphrt.core.breakable import current_capture
 from graphrt.core.compile_options import CompileOptions
 from graphrt.core.context import ForwardContext, current_context
@@ -67,6 +68,8 @@ class CompiledModule:
         self._sealed = False
         self._static_sizes: tuple[int, ...] = ()
         self._places = ArgumentPlaces()
+        self._weight_places: list[Place] = []
+        self._released = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -76,8 +79,8 @@ class CompiledModule:
             run = self._compile(self._subject.parameters.bind(args, kwargs)).run
         else:
             context = self._read_context()
-            if context is None or context.capture is not None:
-                self.rebind_weights()
+            if self._released or context is None or context.capture is not None:
+                self._follow_weights()
             if context is None or context.mode is not GraphMode.PIECEWISE:
                 self.check(*args, **kwargs)
             else:
@@ -201,6 +204,8 @@ class CompiledModule:
         shape, dtype or device."""
         if self._built is not None:
             self._built.stitched.rebind(self._subject.weights())
+            self._weight_places = self._subject.places()
+            self._released = False
 
     def moved_weights(self) -> list[str]:
         """Names of weights that are other tensors now than compiled code uses."""
@@ -215,11 +220,23 @@ class CompiledModule:
             wrapper.seal()
 
     def unseal(self) -> None:
-        """Allow compiling again, and capturing in the pieces."""
+        """Allow compiling again, and capturing in the pieces; weights may move until the next
+        call."""
         self._sealed = False
+        self._released = True
         self._places.clear()
         for wrapper in self.wrappers:
             wrapper.unseal()
+
+    def _follow_weights(self) -> None:
+        """Rebind if anything is not where it was; on the way of every call without a runner."""
+        if not self._released:
+            for held, name, value in self._weight_places:
+                if held.get(name) is not value:
+                    break
+            else:
+                return
+        self.rebind_weights()
 
     def _compile(self, bound: inspect.BoundArguments) -> Built:
         self._check_may_compile()
@@ -237,6 +254,7 @@ class CompiledModule:
             graphs=self._graphs,
         )
         self._built, self._run, self._static_sizes = built, built.run, static
+        self._weight_places = self._subject.places()
         return built
 
     def _check_may_compile(self) -> None:

@@ -61,7 +61,8 @@ class Compilable(Protocol):
 
     def seal(self) -> None: ...
 
-    def unseal(self) -> None: ...
+    def unseal(self) -> None:
+        """It may be compiled again; weights may move until its next call, which takes them over."""
 
 
 _NAMES = tuple(name for name in vars(Compilable) if not name.startswith("_"))

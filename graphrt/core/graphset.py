@@ -197,7 +197,6 @@ class GraphSet:
         self.sealed = False
         for part in compilables(self._forward):
             part.unseal()
-            part.rebind_weights()
         captured, self._captured = self._captured, []
         for wrapper, descriptor in reversed(captured):
             wrapper.drop(descriptor)

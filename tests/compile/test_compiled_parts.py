@@ -289,3 +289,39 @@ def test_a_copy_is_compiled_anew(module):
     assert not other.compiled and other.module is not module
     x = torch.randn(4, 4)
     assert torch.equal(other(x), compiled(x))
+
+
+def test_runners_close_although_a_weight_cannot_be_taken_over(module):
+    compile_module(module, ["x"])
+    run = runner(module)
+    run.capture()
+    wrappers = run.graphs.wrappers()
+    module.first.weight = nn.Parameter(torch.randn(4, 4).t())
+    run.release()
+    assert not any(wrapper.entries for wrapper in wrappers)
+    with pytest.raises(RetraceError, match=r"first\.weight"):
+        run(DECODE, x=torch.randn(4, 4))
+    run.close()
+
+
+@pytest.mark.parametrize("replaced", ["weight", "module", "attribute"])
+def test_a_call_without_a_runner_takes_what_was_replaced(replaced):
+    class Scaled(Parted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = [torch.ones(4)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scales[0]
+
+    module = Scaled()
+    compiled = compile_module(module, ["x"])
+    x = torch.randn(4, 4)
+    compiled(x)
+    if replaced == "weight":
+        module.first.weight = nn.Parameter(torch.randn(4, 4))
+    elif replaced == "module":
+        module.first = nn.Linear(4, 4)
+    else:
+        module.scales = [torch.full((4,), 3.0)]
+    assert torch.equal(compiled(x), copy.deepcopy(module)(x))
