@@ -33,8 +33,8 @@ from graphrt import (
     WrapperOptions,
     eager_break,
 )
-from graphrt.core.lookup import resolve_platform, wrapper_class
-from graphrt.core.transaction import CaptureTransaction
+from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.device.lookup import resolve_platform, wrapper_class
 
 ROUNDS, CALLS, PIECES = 41, 400, 33
 

@@ -6,30 +6,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # First: it imports torch, and explains what makes that fail.
-from graphrt.core import torch_import as _torch_import  # noqa: F401  isort: skip
-from graphrt.core.breakable import eager_break
-from graphrt.core.compile_options import CompileOptions
-from graphrt.core.context import ForwardContext, carry_context, current_context, forward_context
-from graphrt.core.descriptor import Batch, BatchDescriptor
-from graphrt.core.dispatcher import Dispatch, GraphDispatcher, Reason
-from graphrt.core.errors import GraphRTError
-from graphrt.core.input_spec import InputSpec
-from graphrt.core.log import set_up_logging
-from graphrt.core.modes import AttentionSupport, GraphMode, PieceProvider, resolve_mode
-from graphrt.core.options import GraphOptions
-from graphrt.core.platform import Capability, Platform
-from graphrt.core.plugins import current_platform, get_platform, hookimpl, platforms
-from graphrt.core.pool import GraphPool
-from graphrt.core.runner import GraphRunner
-from graphrt.core.sizes import descriptors_for, plan_sizes
-from graphrt.core.state import State
-from graphrt.core.tasks import UNCHANGED, HostArg, UpdatableTask
-from graphrt.core.wrapper import GraphWrapper, WrapperOptions
+from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
+from graphrt.compile.options import CompileOptions
+from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.log import set_up_logging
+from graphrt.core.batch.context import (
+    ForwardContext,
+    carry_context,
+    current_context,
+    forward_context,
+)
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.recorder import eager_break
+from graphrt.core.capture.state import State
+from graphrt.core.capture.wrapper import GraphWrapper, WrapperOptions
+from graphrt.core.device.platform import Capability, Platform
+from graphrt.core.device.registry import current_platform, get_platform, hookimpl, platforms
+from graphrt.core.dispatch.dispatcher import Dispatch, GraphDispatcher, Reason
+from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.plan.resolution import resolve_mode
+from graphrt.core.plan.sizes import descriptors_for, plan_sizes
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.tasks import UNCHANGED, HostArg, UpdatableTask
+from graphrt.core.runner.runner import GraphRunner
 
 if TYPE_CHECKING:
     from graphrt import compile
     from graphrt.compile.entry_points import support_compile
-    from graphrt.compile.opaque import opaque
+    from graphrt.compile.split.opaque import opaque
 
 __all__ = [
     "UNCHANGED",

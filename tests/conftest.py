@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphrt.core.plugins import PLATFORM_VARIABLE, get_platform
+from graphrt.core.device.registry import PLATFORM_VARIABLE, get_platform
 
 if importlib.util.find_spec("hypothesis") is not None:
     import hypothesis

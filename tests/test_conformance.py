@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from graphrt.core.plugins import PLATFORM_VARIABLE, get_platform
+from graphrt.core.device.registry import PLATFORM_VARIABLE, get_platform
 from graphrt.testing import PlatformConformance
 
 

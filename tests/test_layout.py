@@ -26,7 +26,7 @@ THIRD_PARTY = {
 
 
 def layer_of(path: Path) -> str:
-    """ "core" for graphrt/core/pool.py, "" for graphrt/__init__.py."""
+    """ "core" for graphrt/core/replay/pool.py, "" for graphrt/__init__.py."""
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else ""
 
@@ -101,7 +101,7 @@ def test_the_check_finds_breaches(layer: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("layer", "source"),
     [
-        ("core", "import os, torch, pluggy, graphrt.core.pool"),
+        ("core", "import os, torch, pluggy, graphrt.core.replay.pool"),
         ("core", "from . import tree"),
         ("cpu", "from graphrt.core import tree\nfrom graphrt.cpu.arena import Arena"),
         ("cuda", "from cuda.bindings import driver"),

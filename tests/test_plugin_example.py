@@ -69,7 +69,7 @@ def test_example_is_used_through_the_variable(installed: Path) -> None:
         import graphrt
         platform = graphrt.current_platform()
         path = platform.get_static_graph_wrapper_cls()
-        from graphrt.core.lookup import wrapper_class
+        from graphrt.core.device.lookup import wrapper_class
         print(platform.name, path, wrapper_class(platform).__name__)
         print(*(f"{p.name}<{p.plugin}" for p in graphrt.platforms() if p.origin == "plugin"))
     """

@@ -17,7 +17,7 @@ from common import arguments, environment, finish, show
 from llama import CONFIGS, Llama
 
 from graphrt import Batch
-from graphrt.core.sizes import plan_sizes
+from graphrt.core.plan.sizes import plan_sizes
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from paged import SHAPES, Paged
 
 from graphrt import UNCHANGED, Batch, GraphRunner, InputSpec
 from graphrt.attention import TritonAttention, supports_of
-from graphrt.cuda import siblings
+from graphrt.cuda.update import siblings
 
 LAYERS, KERNELS = 32, 64
 MAX_CONTEXT = 65_536

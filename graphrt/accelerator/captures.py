@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graphrt.accelerator.memory import GraphMemory, PoolHandle, captured_pool
-from graphrt.core.errors import CaptureError, NestedCaptureError
+from graphrt.core.base.errors import CaptureError, NestedCaptureError
 
 _undead: list[Any] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.platform import Availability
+from graphrt.core.device.platform import Availability
 
 Snapshot = Callable[[], Sequence[Mapping[str, Any]]]
 """The segments of the device's allocator: `address`, `total_size`, `device`, `segment_pool_id`."""

@@ -11,7 +11,8 @@ import torch
 from graphrt.accelerator import library
 from graphrt.accelerator.captures import Captures, current
 from graphrt.accelerator.memory import GraphMemory
-from graphrt.core.platform import Availability, Capability, MemoryFigures, Platform
+from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.device.platform import Availability, Capability, Platform
 
 
 class AcceleratorPlatform(Platform):

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.ascend.library import torch_npu
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import InvalidUpdateError
-from graphrt.core.segments import HostValues
-from graphrt.core.tasks import HostArg, UpdatableTask
+from graphrt.ascend.driver.library import torch_npu
+from graphrt.core.base.errors import InvalidUpdateError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.replay.segments import HostValues
+from graphrt.core.replay.tasks import HostArg, UpdatableTask
 
 __all__ = [
     "AttentionTask",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from graphrt.ascend import launch_queue
-from graphrt.ascend.library import available_streams
+from graphrt.ascend.driver import launch_queue
+from graphrt.ascend.driver.library import available_streams
 from graphrt.ascend.memory import GraphMemory
-from graphrt.ascend.tasks import Tasks
-from graphrt.core.errors import NestedCaptureError, StreamBudgetError
-from graphrt.core.pool_memory import has_captured
+from graphrt.ascend.update.tasks import Tasks
+from graphrt.core.base.errors import NestedCaptureError, StreamBudgetError
+from graphrt.core.device.pool_memory import has_captured
 
 
 class Captures:

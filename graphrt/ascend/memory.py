@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphrt.core.pool_memory import Allocator, PoolMemory
+from graphrt.core.device.pool_memory import Allocator, PoolMemory
 
 
 class GraphMemory(PoolMemory):

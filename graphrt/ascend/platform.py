@@ -9,24 +9,18 @@ from typing import Any
 
 import torch
 
-from graphrt.ascend import launch_queue
 from graphrt.ascend.captures import Captures
-from graphrt.ascend.explain import explain
-from graphrt.ascend.library import availability, limits, torch_npu, versions
+from graphrt.ascend.driver import launch_queue
+from graphrt.ascend.driver.explain import explain
+from graphrt.ascend.driver.library import availability, limits, torch_npu, versions
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import AscendOptions, update_order_of
-from graphrt.ascend.tasks import TaskHandle, Tasks
-from graphrt.ascend.update_streams import is_update_stream
+from graphrt.ascend.update.streams import is_update_stream
+from graphrt.ascend.update.tasks import TaskHandle, Tasks
 from graphrt.ascend.watchdog import Watchdog
-from graphrt.core.errors import CaptureError
-from graphrt.core.platform import (
-    Availability,
-    Capability,
-    Limits,
-    MemoryFigures,
-    Platform,
-    TaskUpdate,
-)
+from graphrt.core.base.errors import CaptureError
+from graphrt.core.device.figures import Limits, MemoryFigures
+from graphrt.core.device.platform import Availability, Capability, Platform, TaskUpdate
 
 
 class AscendPlatform(Platform):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep, bind_all, supports_of
-from graphrt.attention.flash import FlashAttention
-from graphrt.attention.flashinfer import FlashInferAttention
-from graphrt.attention.levels import get_cudagraph_support, known_backends
+from graphrt.attention.levels.levels import get_cudagraph_support, known_backends
+from graphrt.attention.libraries.flash import FlashAttention
+from graphrt.attention.libraries.flashinfer import FlashInferAttention
 from graphrt.attention.operator import OpaqueAttention
 from graphrt.attention.sdpa import SdpaAttention
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from graphrt.attention.shapes import AttentionShape, check_tensors
-from graphrt.core.breakable import eager_break
-from graphrt.core.capture import Phase
-from graphrt.core.context import ForwardContext, current_context
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import InvalidInputError
-from graphrt.core.graphset import Bind
-from graphrt.core.modes import AttentionSupport
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.capture.recorder import eager_break
+from graphrt.core.runner.graphs import Bind
+from graphrt.core.runner.session import Phase
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from graphrt.core.errors import GraphRTError
+from graphrt.core.base.errors import GraphRTError
 
 try:
     import typer
@@ -14,7 +14,7 @@ except ImportError:  # pragma: no cover - an installation without the extra
     sys.exit('The graphrt command needs the extra "cli": pip install "graphrt[cli]"')
 
 from graphrt.cli.cache import cache_app
-from graphrt.core.options import GraphOptions
+from graphrt.core.capture.options import GraphOptions
 
 app = typer.Typer(
     help="Capture a PyTorch forward as static device graphs and replay the right one per batch.",

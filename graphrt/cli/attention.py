@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.attention.known import FAMILIES
-from graphrt.attention.levels import (
+from graphrt.attention.levels.known import FAMILIES
+from graphrt.attention.levels.levels import (
     KnownBackend,
     Level,
     facts_of,

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graphrt.core.budget import Budget, CapturePlan, GraphCost, plan
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import InvalidOptionError
-from graphrt.core.modes import GraphMode, ModeResolution
-from graphrt.core.platform import Platform
-from graphrt.core.sizes import CaptureKey, SizePlan
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.device.platform import Platform
+from graphrt.core.plan.budget import Budget, CapturePlan, GraphCost, plan
+from graphrt.core.plan.resolution import ModeResolution
+from graphrt.core.plan.sizes import CaptureKey, SizePlan
 
 ASCEND = "ascend"
 _FIELDS = {
@@ -152,7 +153,8 @@ def _streams(
     if request.layers is None:
         return None
     # Late, so that the command starts without the platforms that are not asked about.
-    from graphrt.ascend import library, streams
+    from graphrt.ascend.budget import streams
+    from graphrt.ascend.driver import library
 
     model = streams.Deployment(
         request.layers,

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphrt.compile.cache import default_directory
-from graphrt.compile.cache_listing import StoredKey, find_key, remove, stored_keys
-from graphrt.compile.cache_log import size_text
-from graphrt.core.errors import InvalidOptionError
+from graphrt.compile.cache.cache import default_directory
+from graphrt.compile.cache.listing import StoredKey, find_key, remove, stored_keys
+from graphrt.compile.cache.log import size_text
+from graphrt.core.base.errors import InvalidOptionError
 
 cache_app = typer.Typer(
     help="List, show and remove compiled code that is kept for the next start.",

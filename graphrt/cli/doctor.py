@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 import graphrt
-from graphrt.core.errors import GraphRTError
-from graphrt.core.found import FoundPlatform
-from graphrt.core.plugins import current_platform, platforms
+from graphrt.core.base.errors import GraphRTError
+from graphrt.core.device.found import FoundPlatform
+from graphrt.core.device.registry import current_platform, platforms
 
 PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "cuda-bindings", "safetensors", "tokenizers")
 
@@ -66,7 +66,7 @@ def _platform(found: FoundPlatform) -> dict[str, Any]:
 def _notes() -> list[str]:
     if _version("torch_npu") is None:
         return []
-    from graphrt.ascend.library import environment_notes
+    from graphrt.ascend.driver.library import environment_notes
 
     return list(environment_notes())
 

@@ -15,14 +15,15 @@ from rich.table import Table
 from graphrt.cli import budget
 from graphrt.cli.attention import find_level
 from graphrt.cli.budget import BudgetRequest
-from graphrt.core.budget import CapturePlan
-from graphrt.core.errors import InvalidOptionError
-from graphrt.core.lookup import resolve_platform
-from graphrt.core.modes import AttentionSupport, resolve_mode
-from graphrt.core.options import GraphOptions
-from graphrt.core.platform import Platform
-from graphrt.core.plugins import get_platform
-from graphrt.core.sizes import CaptureKey, SizePlan, descriptors_for, plan_sizes
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import get_platform
+from graphrt.core.plan.budget import CapturePlan
+from graphrt.core.plan.resolution import resolve_mode
+from graphrt.core.plan.sizes import CaptureKey, SizePlan, descriptors_for, plan_sizes
 
 UNNAMED = "attention"
 

@@ -19,11 +19,11 @@ from graphrt.compile.errors import (
     RetraceError,
     TraceError,
 )
-from graphrt.compile.figures import Figures
 from graphrt.compile.module import CompiledModule
-from graphrt.compile.opaque import opaque
-from graphrt.compile.operators import DEFAULT_SPLITTING_OPS
-from graphrt.core.compile_options import CompileOptions
+from graphrt.compile.options import CompileOptions
+from graphrt.compile.pieces.figures import Figures
+from graphrt.compile.split.opaque import opaque
+from graphrt.compile.split.operators import DEFAULT_SPLITTING_OPS
 
 __all__ = [
     "DEFAULT_SPLITTING_OPS",

@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.artifacts import KeptPieces
-from graphrt.compile.backends import backend_for
-from graphrt.compile.check import CallChecker
-from graphrt.compile.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes
+from graphrt.compile.backend.backends import backend_for
 from graphrt.compile.errors import CompileError, ReassignedStateError
-from graphrt.compile.figures import Figures
-from graphrt.compile.interface import Interface, Probe, argument_paths, interface
-from graphrt.compile.operators import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
-from graphrt.compile.parameters import Leaf, leaves, substitute
-from graphrt.compile.partition import partitions
-from graphrt.compile.pieces import Compiler, Wrapping, wrapped_pieces
-from graphrt.compile.readable import compiled_line, readable, traced_line
-from graphrt.compile.sizes import resolve_sizes, value_of
-from graphrt.compile.split import Piece, split
-from graphrt.compile.stitch import Stitched, stitch
-from graphrt.compile.subject import Subject
-from graphrt.compile.trace import Traced, trace
-from graphrt.core.breakable import eager_break
-from graphrt.core.compile_options import CompileOptions
-from graphrt.core.frozen_gc import frozen_gc
-from graphrt.core.log import logger
-from graphrt.core.wrapper import GraphWrapper
+from graphrt.compile.options import CompileOptions
+from graphrt.compile.pieces.artifacts import KeptPieces
+from graphrt.compile.pieces.figures import Figures
+from graphrt.compile.pieces.partition import partitions
+from graphrt.compile.pieces.pieces import Compiler, Wrapping, wrapped_pieces
+from graphrt.compile.pieces.readable import compiled_line, readable, traced_line
+from graphrt.compile.pieces.stitch import Stitched, stitch
+from graphrt.compile.split.operators import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
+from graphrt.compile.split.split import Piece, split
+from graphrt.compile.trace.check import CallChecker
+from graphrt.compile.trace.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes
+from graphrt.compile.trace.interface import Interface, Probe, argument_paths, interface
+from graphrt.compile.trace.parameters import Leaf, leaves, substitute
+from graphrt.compile.trace.sizes import resolve_sizes, value_of
+from graphrt.compile.trace.subject import Subject
+from graphrt.compile.trace.trace import Traced, trace
+from graphrt.core.base.garbage import frozen_gc
+from graphrt.core.base.log import logger
+from graphrt.core.capture.recorder import eager_break
+from graphrt.core.capture.wrapper import GraphWrapper
 
 
 @dataclass(frozen=True)

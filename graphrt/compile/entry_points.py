@@ -9,10 +9,10 @@ from torch import nn
 
 from graphrt.compile.errors import CompileError
 from graphrt.compile.module import CompiledModule
-from graphrt.core.compile_options import CompileOptions
-from graphrt.core.context import ForwardContext, current_context
-from graphrt.core.pool import GraphPool
-from graphrt.core.wrapper import WrapperOptions
+from graphrt.compile.options import CompileOptions
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.capture.wrapper import WrapperOptions
+from graphrt.core.replay.pool import GraphPool
 
 M = TypeVar("M", bound=type)
 

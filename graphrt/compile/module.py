@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from graphrt.compile.build import Built, build
-from graphrt.compile.dims import DynamicDims
 from graphrt.compile.errors import CompileSealedError
-from graphrt.compile.figures import Figures
-from graphrt.compile.parameters import Parameters, leaves
-from graphrt.compile.partition import partitions
-from graphrt.compile.pieces import Wrapping
-from graphrt.compile.places import ArgumentPlaces
-from graphrt.compile.split import Piece
-from graphrt.compile.static_sizes import check_sizes, wanted_sizes
-from graphrt.compile.subject import Place, Subject
-from graphrt.core.breakable import current_capture
-from graphrt.core.compile_options import CompileOptions
-from graphrt.core.context import ForwardContext, current_context
-from graphrt.core.modes import GraphMode, PieceProvider
-from graphrt.core.pool import GraphPool
-from graphrt.core.wrapper import GraphWrapper, WrapperOptions
+from graphrt.compile.options import CompileOptions
+from graphrt.compile.pieces.figures import Figures
+from graphrt.compile.pieces.partition import partitions
+from graphrt.compile.pieces.pieces import Wrapping
+from graphrt.compile.pieces.places import ArgumentPlaces
+from graphrt.compile.pieces.static_sizes import check_sizes, wanted_sizes
+from graphrt.compile.split.split import Piece
+from graphrt.compile.trace.dims import DynamicDims
+from graphrt.compile.trace.parameters import Parameters, leaves
+from graphrt.compile.trace.subject import Place, Subject
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.modes import GraphMode, PieceProvider
+from graphrt.core.capture.recorder import current_capture
+from graphrt.core.capture.wrapper import GraphWrapper, WrapperOptions
+from graphrt.core.replay.pool import GraphPool
 
 
 class CompiledModule:

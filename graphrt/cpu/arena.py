@@ -13,7 +13,7 @@ from weakref import KeyedRef
 
 import torch
 
-from graphrt.core.errors import GraphRTError, PoolClosedError, PoolExhaustedError
+from graphrt.core.base.errors import GraphRTError, PoolClosedError, PoolExhaustedError
 
 _ALIGN = 64
 _FIRST_CHUNK_BYTES = 256 * 1024

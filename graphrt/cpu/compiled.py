@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.source import user_source
-from graphrt.cpu.lowering import Call, Lowered
-from graphrt.cpu.refusals import HostReads
-from graphrt.cpu.tape import Step, Tape
-from graphrt.cpu.tensors import storages_of
+from graphrt.core.capture.source import user_source
+from graphrt.cpu.tape.lowering import Call, Lowered
+from graphrt.cpu.tape.recorder import Step, Tape
+from graphrt.cpu.tape.refusals import HostReads
+from graphrt.cpu.tape.tensors import storages_of
 
 # How this hooks in: the function that torch.compile returns is `compile_wrapper` of
 # torch/_dynamo/eval_frame.py. It calls that module's `_callback_from_stance` right before the

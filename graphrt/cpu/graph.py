@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from graphrt.core.errors import CaptureError, NestedCaptureError, TaskContractError
-from graphrt.core.thread_mode import dispatch_modes, remove_dispatch_mode
+from graphrt.core.base.errors import CaptureError, NestedCaptureError, TaskContractError
+from graphrt.core.base.thread_mode import dispatch_modes, remove_dispatch_mode
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
-from graphrt.cpu.lowering import Call, replay_guard
-from graphrt.cpu.program import TaskCall, assemble
-from graphrt.cpu.refusals import HostReads
-from graphrt.cpu.tape import Step, Tape
+from graphrt.cpu.tape.lowering import Call, replay_guard
+from graphrt.cpu.tape.program import TaskCall, assemble
+from graphrt.cpu.tape.recorder import Step, Tape
+from graphrt.cpu.tape.refusals import HostReads
+from graphrt.cpu.tape.tensors import tensors_in
 from graphrt.cpu.task import TaskHandle, reissue
-from graphrt.cpu.tensors import tensors_in
 
 _thread = threading.local()
 _function_modes = torch._C._len_torch_function_stack

@@ -7,13 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from graphrt.core.platform import (
-    Availability,
-    Capability,
-    MemoryFigures,
-    Platform,
-    TaskUpdate,
-)
+from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.device.platform import Availability, Capability, Platform, TaskUpdate
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph
 from graphrt.cpu.task import TaskHandle

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.errors import TaskContractError
-from graphrt.core.thread_mode import ThreadMode
-from graphrt.cpu.operators import Operator, operator_of
-from graphrt.cpu.tape import Step
+from graphrt.core.base.errors import TaskContractError
+from graphrt.core.base.thread_mode import ThreadMode
+from graphrt.cpu.tape.operators import Operator, operator_of
+from graphrt.cpu.tape.recorder import Step
 
 
 @dataclass(frozen=True, eq=False)

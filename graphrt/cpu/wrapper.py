@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.wrapper import GraphWrapper
+from graphrt.core.capture.wrapper import GraphWrapper
 
 
 class CPUGraphWrapper(GraphWrapper):

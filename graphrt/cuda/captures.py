@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.errors import CaptureError, NestedCaptureError
-from graphrt.cuda import driver
-from graphrt.cuda.forks import ForkWatch
+from graphrt.core.base.errors import CaptureError, NestedCaptureError
+from graphrt.cuda.driver import api as driver
+from graphrt.cuda.driver.forks import ForkWatch
 from graphrt.cuda.memory import GraphMemory
-from graphrt.cuda.update import Tasks
+from graphrt.cuda.update.tasks import Tasks
 
 
 class Captures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.errors import CaptureError, CaptureSyncError, ResourceExhaustedError
+from graphrt.core.base.errors import CaptureError, CaptureSyncError, ResourceExhaustedError
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from graphrt.core.pool_memory import Allocator, PoolMemory
-from graphrt.cuda.ladder import UpdateCounts
+from graphrt.core.device.pool_memory import Allocator, PoolMemory
 from graphrt.cuda.sharing import Sharing
+from graphrt.cuda.update.ladder import UpdateCounts
 
 
 class GraphMemory(PoolMemory):

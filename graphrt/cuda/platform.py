@@ -9,23 +9,16 @@ from typing import Any
 
 import torch
 
-from graphrt.core.errors import CaptureError
-from graphrt.core.platform import (
-    Availability,
-    Capability,
-    MemoryFigures,
-    Platform,
-    SharingFigures,
-    TaskUpdate,
-    UpdateFigures,
-)
-from graphrt.core.sizes import default_cap
-from graphrt.cuda import driver
+from graphrt.core.base.errors import CaptureError
+from graphrt.core.device.figures import MemoryFigures, SharingFigures, UpdateFigures
+from graphrt.core.device.platform import Availability, Capability, Platform, TaskUpdate
+from graphrt.core.plan.sizes import default_cap
 from graphrt.cuda.captures import Captures
+from graphrt.cuda.driver import api as driver
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory
 from graphrt.cuda.sharing import ShareableGraph
-from graphrt.cuda.update import TaskHandle, Tasks
+from graphrt.cuda.update.tasks import TaskHandle, Tasks
 
 
 class CudaPlatform(Platform):

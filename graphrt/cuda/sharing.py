@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.errors import ExecutableSwitchError
-from graphrt.core.platform import SharingFigures
-from graphrt.cuda.driver import node_count
-from graphrt.cuda.nodes import clone_graph, destroy_graph, update_executable
+from graphrt.core.base.errors import ExecutableSwitchError
+from graphrt.core.device.figures import SharingFigures
+from graphrt.cuda.driver.api import node_count
+from graphrt.cuda.driver.nodes import clone_graph, destroy_graph, update_executable
 from graphrt.cuda.signature import signature_of
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphrt import BatchDescriptor, GraphMode, GraphOptions, get_platform
-from graphrt.core.errors import InvalidInputError
+from graphrt.core.base.errors import InvalidInputError
 from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
 from graphrt.demo.engine import EngineLimits
 from graphrt.demo.model import Decoder

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphrt.core.errors import CheckpointError
+from graphrt.core.base.errors import CheckpointError
 from graphrt.demo.model import DecoderConfig, tensor_shapes
 
 BEGIN, END = 256, 257

@@ -10,8 +10,8 @@ import torch
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec
 from graphrt.ascend import AscendPlatform
-from graphrt.ascend.library import available_streams
-from graphrt.core.errors import CaptureError, GraphsDroppedWarning, ResourceExhaustedError
+from graphrt.ascend.driver.library import available_streams
+from graphrt.core.base.errors import CaptureError, GraphsDroppedWarning, ResourceExhaustedError
 
 SIZES = list(range(1, 21))
 

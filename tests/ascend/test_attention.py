@@ -10,7 +10,7 @@ import torch
 
 from graphrt import BatchDescriptor, forward_context
 from graphrt.ascend import attention
-from graphrt.core.errors import InvalidUpdateError
+from graphrt.core.base.errors import InvalidUpdateError
 
 DECODE = BatchDescriptor(4, 4, uniform=True, query_len=1)
 LENGTHS = [5, 6]

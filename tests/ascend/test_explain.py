@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from graphrt.ascend.error_codes import CAPTURE_CAUSES, REPLAY_CAUSES
-from graphrt.ascend.explain import explain, explain_replay
-from graphrt.core.errors import (
+from graphrt.ascend.driver.error_codes import CAPTURE_CAUSES, REPLAY_CAUSES
+from graphrt.ascend.driver.explain import explain, explain_replay
+from graphrt.core.base.errors import (
     CaptureError,
     CaptureSyncError,
     CaptureThreadError,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from graphrt.ascend import library
+from graphrt.ascend.driver import library
 from graphrt.cli.app import app
-from graphrt.core import plugins
-from graphrt.core.errors import TorchImportError
-from graphrt.core.torch_import import explain_torch_import
+from graphrt.core.base.errors import TorchImportError
+from graphrt.core.base.torch_import import explain_torch_import
+from graphrt.core.device import registry as plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_CANN = "libhccl.so: cannot open shared object file: No such file or directory"
@@ -177,7 +177,7 @@ def test_graphrt_says_why_torch_cannot_be_imported(broken_extension: dict[str, s
     load = (
         "import sys, types; package = types.ModuleType('graphrt'); "
         f"package.__path__ = [{str(ROOT / 'graphrt')!r}]; sys.modules['graphrt'] = package; "
-        "import graphrt.core.torch_import"
+        "import graphrt.core.base.torch_import"
     )
     done = subprocess.run(
         [sys.executable, "-c", load],

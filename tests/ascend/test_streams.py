@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.ascend.streams import (
+from graphrt.ascend.budget.streams import (
     DEVICES,
     DOMAINS,
     PROFILES,
@@ -24,10 +24,10 @@ from graphrt.ascend.streams import (
     structural_figures,
     update_aclgraph_sizes,
 )
-from graphrt.core.budget import Budget, CapturePlan, plan
-from graphrt.core.errors import InvalidOptionError
-from graphrt.core.modes import GraphMode
-from graphrt.core.sizes import descriptors_for, mixed_sizes, plan_sizes
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.plan.budget import Budget, CapturePlan, plan
+from graphrt.core.plan.sizes import descriptors_for, mixed_sizes, plan_sizes
 
 A2, A5 = DEVICES["A2"], DEVICES["950"]
 SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphrt.attention.backend import AttentionStep
-from graphrt.attention.flash import FlashAttention, FlashAttention3, copy_live, key_starts
-from graphrt.attention.flashinfer import FlashInferAttention, worst_case
-from graphrt.attention.flashinfer_pages import page_lists, starts
+from graphrt.attention.libraries.flash import FlashAttention, FlashAttention3, copy_live, key_starts
+from graphrt.attention.libraries.flashinfer import FlashInferAttention, worst_case
+from graphrt.attention.libraries.flashinfer_pages import page_lists, starts
 from graphrt.attention.oracle import reference_attention
-from graphrt.attention.prefill import varlen_attention
+from graphrt.attention.prefill.prefill import varlen_attention
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import InvalidInputError, MissingLibraryError
-from graphrt.core.modes import AttentionSupport
+from graphrt.core.base.errors import InvalidInputError, MissingLibraryError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport
 from tests.attention.problems import random_problem
 
 GROUPED = GroupedShape(4, 2, 16, page_size=16)

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from graphrt.attention import GroupedShape, SdpaAttention
-from graphrt.attention.known import FACTS
-from graphrt.attention.levels import (
+from graphrt.attention.levels.known import FACTS
+from graphrt.attention.levels.levels import (
     facts_of,
     get_cudagraph_support,
     known_backend,
     known_backends,
     level_of,
 )
-from graphrt.core.errors import GraphRTError, InvalidOptionError
-from graphrt.core.modes import AttentionSupport, resolve_mode
+from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.plan.resolution import resolve_mode
 
 A, U, S, N = "ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"
 

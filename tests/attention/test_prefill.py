@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.attention import prefill
 from graphrt.attention.oracle import reference_attention
-from graphrt.attention.prefill import varlen_attention
-from graphrt.attention.query_tiles import QueryTiles, tile_size, tiles_of
+from graphrt.attention.prefill import prefill
+from graphrt.attention.prefill.prefill import varlen_attention
+from graphrt.attention.prefill.query_tiles import QueryTiles, tile_size, tiles_of
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 from tests.attention.problems import Problem, random_problem
 

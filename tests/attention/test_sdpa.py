@@ -11,14 +11,14 @@ import torch
 from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.attention.backend import bind_all, supports_of
 from graphrt.attention.oracle import reference_attention
-from graphrt.attention.query_tiles import LARGEST_TILE, QueryTiles
+from graphrt.attention.prefill.query_tiles import LARGEST_TILE, QueryTiles
 from graphrt.attention.sdpa import SdpaAttention
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
-from graphrt.core.context import forward_context
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.dispatcher import Reason
-from graphrt.core.errors import InvalidInputError
-from graphrt.core.modes import AttentionSupport, GraphMode
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.batch.context import forward_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport, GraphMode
+from graphrt.core.dispatch.dispatcher import Reason
 from tests.attention.problems import Problem, random_problem
 
 GROUPED = GroupedShape(6, 2, 16, page_size=16)

@@ -21,10 +21,10 @@ from graphrt.attention import (
 )
 from graphrt.attention.oracle import reference_attention
 from graphrt.attention.triton.work import UNIT, Room, fixed_splits, planned_splits
-from graphrt.core.context import forward_context
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import InvalidInputError, InvalidOptionError, InvalidUpdateError
-from graphrt.core.modes import GraphMode
+from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, InvalidUpdateError
+from graphrt.core.batch.context import forward_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from tests.attention.problems import Problem, random_problem
 
 ON_GPU = torch.cuda.is_available()

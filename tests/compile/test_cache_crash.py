@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.compile.cache import CompileCache
-from graphrt.compile.cache_entry import CacheEntry
-from graphrt.compile.cache_key import CacheKey
-from graphrt.compile.cache_listing import remove, stored_keys
-from graphrt.compile.cache_log import CompileCacheWarning
-from graphrt.compile.cache_store import MANIFEST
+from graphrt.compile.cache.cache import CompileCache
+from graphrt.compile.cache.entry import CacheEntry
+from graphrt.compile.cache.key import CacheKey
+from graphrt.compile.cache.listing import remove, stored_keys
+from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.store import MANIFEST
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 
@@ -301,7 +301,7 @@ def test_a_manifest_of_something_else_is_foreign(tmp_path: Path, text: str):
 def test_a_manifest_names_no_file_outside(tmp_path: Path):
     write(tmp_path)
     manifest = files_of(tmp_path)["manifest"]
-    from graphrt.compile.cache_store import ArtifactRecord, FileRecord, Manifest
+    from graphrt.compile.cache.store import ArtifactRecord, FileRecord, Manifest
 
     (tmp_path / "secret").write_bytes(b"code")
     file = FileRecord("../../secret", 4, hashlib.sha256(b"code").hexdigest())

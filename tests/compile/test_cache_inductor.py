@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.compile.cache import CompileCache
-from graphrt.compile.cache_key import CacheKey, code_settings
-from graphrt.compile.cache_log import CompileCacheWarning
-from graphrt.compile.cache_sources import TracedSources
-from graphrt.core.options import GraphOptions
+from graphrt.compile.cache.cache import CompileCache
+from graphrt.compile.cache.key import CacheKey, code_settings
+from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.sources import TracedSources
+from graphrt.core.capture.options import GraphOptions
 
 inductor = pytest.importorskip("torch._inductor.standalone_compile")
 

@@ -12,15 +12,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from graphrt.compile.cache_key import (
-    CacheKey,
-    code_settings,
-    compiler_settings,
-    runtime_versions,
-)
-from graphrt.compile.cache_sources import TracedSources, code_digest, module_name
-from graphrt.core.errors import InvalidOptionError
-from graphrt.core.options import CompileOptions, GraphOptions
+from graphrt.compile.cache.key import CacheKey, code_settings, compiler_settings, runtime_versions
+from graphrt.compile.cache.sources import TracedSources, code_digest, module_name
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.capture.options import CompileOptions, GraphOptions
 
 MODEL = """
 from helper import scale
@@ -158,9 +153,9 @@ def test_bytecode_digests_do_not_depend_on_the_process(tree: Path):
     here = Path(code_digest.__code__.co_filename).parents[2]
     text = (
         "import sys; sys.modules['torch'] = None; import types;"
-        f"source = open({str(here / 'graphrt/compile/cache_sources.py')!r}).read();"
+        f"source = open({str(here / 'graphrt/compile/cache/sources.py')!r}).read();"
         "source = source.replace('import torch', '').replace("
-        "'from graphrt.core.log import logger', '');"
+        "'from graphrt.core.base.log import logger', '');"
         "space = {'__name__': 'x'}; exec(source, space);"
         f"code = compile({MODEL!r}, 'm', 'exec'); print(space['code_digest'](code))"
     )

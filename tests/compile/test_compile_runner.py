@@ -11,24 +11,11 @@ from compile_llama import PAGES, Llama, check_both_modes, step_inputs
 from torch import nn
 from torch._dynamo.utils import counters
 
-from graphrt import (
-    Batch,
-    GraphMode,
-    GraphPool,
-    GraphRunner,
-    InputSpec,
-    WrapperOptions,
-    eager_break,
-)
-from graphrt.compile import (
-    CompileOptions,
-    CompileSealedError,
-    CompileSizeError,
-    compile_module,
-    opaque,
-)
-from graphrt.core.errors import BreakShapeError, InvalidOptionError
-from graphrt.core.modes import AttentionSupport, PieceProvider
+from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, WrapperOptions, eager_break
+from graphrt.compile import CompileOptions, CompileSealedError, CompileSizeError, compile_module
+from graphrt.compile.split import opaque
+from graphrt.core.base.errors import BreakShapeError, InvalidOptionError
+from graphrt.core.batch.modes import AttentionSupport, PieceProvider
 
 IDS = InputSpec(torch.int64, ("tokens",))
 INPUTS = {

@@ -27,8 +27,8 @@ from graphrt.compile import (
     compile_module,
     support_compile,
 )
-from graphrt.core import tree
-from graphrt.core.errors import InvalidOptionError
+from graphrt.core.base import tree
+from graphrt.core.base.errors import InvalidOptionError
 
 SHAPES = ("backed", "unbacked", "backed_size_oblivious")
 

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec
-from graphrt.compile import CompileOptions, RetraceError, compile_module, opaque
-from graphrt.core.compilable import compilables
-from graphrt.core.errors import InvalidOptionError, ModeNotSupportedError, StaleInputError
-from graphrt.core.options import GraphOptions
+from graphrt.compile import CompileOptions, RetraceError, compile_module
+from graphrt.compile.split import opaque
+from graphrt.core.base.errors import InvalidOptionError, ModeNotSupportedError, StaleInputError
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.runner.parts import compilables
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 DECODE, MIXED = Batch(4, 4, 1), Batch(4, 4)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.compile import OpaqueError, opaque
+from graphrt.compile import OpaqueError
+from graphrt.compile.split import opaque
 
 
 @opaque("graphrt_tests::scaled", mutates=["out"])

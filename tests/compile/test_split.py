@@ -10,11 +10,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphrt.compile import opaque
-from graphrt.compile.fingerprint import fingerprint, normalised
-from graphrt.compile.operators import splits_at
-from graphrt.compile.sizes import floating, resolve_sizes, value_of
-from graphrt.compile.split import partition, split
+from graphrt.compile.split import opaque
+from graphrt.compile.split.fingerprint import fingerprint, normalised
+from graphrt.compile.split.operators import splits_at
+from graphrt.compile.split.split import partition, split
+from graphrt.compile.trace.sizes import floating, resolve_sizes, value_of
 
 
 @opaque("graphrt_tests::touch", mutates=["out"])

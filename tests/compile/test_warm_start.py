@@ -20,9 +20,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from graphrt.compile import CompileOptions, compile_module, inductor_files
-from graphrt.compile.artifacts import KeptPieces
-from graphrt.compile.cache_log import CompileCacheWarning
+from graphrt.compile import CompileOptions, compile_module
+from graphrt.compile.backend import inductor_files
+from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.pieces.artifacts import KeptPieces
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor on the CPU needs g++"

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.core.budget import Budget, CapturePlan, GraphCost, plan
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
-from graphrt.core.modes import GraphMode, resolve_mode
-from graphrt.core.sizes import CaptureKey, descriptors_for, mixed_sizes, plan_sizes
-from graphrt.core.traffic import by_worth
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.plan.budget import Budget, CapturePlan, GraphCost, plan
+from graphrt.core.plan.resolution import resolve_mode
+from graphrt.core.plan.sizes import CaptureKey, descriptors_for, mixed_sizes, plan_sizes
+from graphrt.core.plan.traffic import by_worth
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 BOTH = GraphMode.FULL_AND_PIECEWISE

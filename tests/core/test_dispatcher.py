@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.core.descriptor import Batch, BatchDescriptor
-from graphrt.core.dispatcher import Dispatch, GraphDispatcher, Reason
-from graphrt.core.errors import InvalidBatchError
-from graphrt.core.modes import GraphMode
+from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.dispatcher import Dispatch, GraphDispatcher, Reason
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 LEVEL = {NONE: 0, PIECEWISE: 1, FULL: 2}

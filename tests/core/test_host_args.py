@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from graphrt import UNCHANGED, BatchDescriptor, ForwardContext, GraphMode, HostArg, UpdatableTask
-from graphrt.core.errors import InvalidUpdateError, MissingUpdateError
-from graphrt.core.segments import CapturedTask
-from graphrt.core.tasks import TaskTable, resolve_updates
+from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.replay.segments import CapturedTask
+from graphrt.core.replay.tasks import TaskTable, resolve_updates
 
 TOKENS, REQS = 8, 4
 

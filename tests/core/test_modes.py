@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphrt import AttentionSupport, GraphMode, resolve_mode
-from graphrt.core.errors import InvalidModeError, ModeNotSupportedError
+from graphrt.core.base.errors import InvalidModeError, ModeNotSupportedError
 
 P, F, N = "PIECEWISE", "FULL", "NONE"
 FDO, FAP = "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"

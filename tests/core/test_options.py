@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.core import compile_options
-from graphrt.core import options as module
-from graphrt.core.compile_options import CompileOptions
-from graphrt.core.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
-from graphrt.core.modes import GraphMode
-from graphrt.core.options import GraphOptions
+from graphrt.compile import options as compile_options
+from graphrt.compile.options import CompileOptions
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture import options as module
+from graphrt.core.capture.options import GraphOptions
 
 WORD = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
 OPERATORS = st.lists(

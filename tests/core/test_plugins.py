@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from graphrt.core import plugins
-from graphrt.core.errors import (
+from graphrt.core.base.errors import (
     PlatformConflictError,
     PlatformError,
     PlatformUnavailableError,
     UnknownPlatformError,
 )
-from graphrt.core.found import PluginWarning
-from graphrt.core.platform import Availability, Platform
-from graphrt.core.plugins import PlatformRegistry, hookimpl
+from graphrt.core.device import registry as plugins
+from graphrt.core.device.found import PluginWarning
+from graphrt.core.device.platform import Availability, Platform
+from graphrt.core.device.registry import PlatformRegistry, hookimpl
 
 
 class StubPlatform(Platform):
@@ -384,7 +384,7 @@ def test_importing_finds_nothing_and_imports_no_platform() -> None:
         "    assert k.get('group') != 'graphrt', 'scanned at import'\n"
         "    return scan(**k)\n"
         "m.entry_points = refuse\n"
-        "import graphrt.core.plugins\n"
+        "import graphrt.core.device.registry\n"
         "platforms = ('cpu', 'cuda', 'ascend', 'accelerator')\n"
         "found = [n for n in sys.modules if n.split('.')[:2] in"
         " [['graphrt', each] for each in platforms]]\n"

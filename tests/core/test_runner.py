@@ -22,8 +22,7 @@ from graphrt import (
     current_context,
     eager_break,
 )
-from graphrt.core.budget import Budget, GraphCost
-from graphrt.core.errors import (
+from graphrt.core.base.errors import (
     CaptureError,
     CaptureSealedError,
     GraphRTError,
@@ -40,6 +39,7 @@ from graphrt.core.errors import (
     UnknownPlatformError,
     VerificationError,
 )
+from graphrt.core.plan.budget import Budget, GraphCost
 from graphrt.cpu import CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from graphrt import HostArg, UpdatableTask
-from graphrt.core.segments import CapturedTask, TaskedSegment
+from graphrt.core.replay.segments import CapturedTask, TaskedSegment
 
 
 class Listening:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import InvalidModeError, InvalidSizesError
-from graphrt.core.modes import GraphMode
-from graphrt.core.sizes import (
+from graphrt.core.base.errors import InvalidModeError, InvalidSizesError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.plan.sizes import (
     SizePlan,
     capture_limit,
     check_sizes,

@@ -104,7 +104,7 @@ def test_a_graph_break_inside_a_compiled_function_is_issued_again_at_replay():
 
 
 def test_host_reads_outside_the_compiled_region_are_still_refused():
-    from graphrt.core.errors import CaptureSyncError
+    from graphrt.core.base.errors import CaptureSyncError
 
     inner = torch.compile(lambda x: x + 1, backend="eager")
     with pytest.raises(CaptureSyncError):

@@ -7,8 +7,8 @@ import torch
 from cpu_capturing import capture, same
 from torch.nn import functional as F
 
-from graphrt.cpu import lowering
-from graphrt.cpu.operators import operator_of
+from graphrt.cpu.tape import lowering
+from graphrt.cpu.tape.operators import operator_of
 
 
 @torch.library.custom_op("graphrt_cpu_test::scaled", mutates_args=())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cpu_capturing import capture, modes_left
 
-from graphrt.core.errors import (
+from graphrt.core.base.errors import (
     CaptureError,
     CaptureSyncError,
     NestedCaptureError,

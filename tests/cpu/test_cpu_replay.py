@@ -7,7 +7,7 @@ import torch
 from cpu_capturing import capture, same
 from cpu_llama import Llama, step_inputs
 
-from graphrt.core.errors import CaptureError
+from graphrt.core.base.errors import CaptureError
 from graphrt.cpu import Arena
 
 

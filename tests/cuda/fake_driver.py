@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphrt.cuda.images import EMPTY, KERNEL, Image, Images, image_of, with_skipped
-from graphrt.cuda.ladder import TaskNode, UpdateCounts
-from graphrt.cuda.update import GraphTasks, TaskHandle
+from graphrt.cuda.update.images import EMPTY, KERNEL, Image, Images, image_of, with_skipped
+from graphrt.cuda.update.ladder import TaskNode, UpdateCounts
+from graphrt.cuda.update.tasks import GraphTasks, TaskHandle
 
 _FUNCTIONS: list[tuple[int, ...]] = [()]
 """The sizes of the arguments of each kernel, which is a place in this list."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason
-from graphrt.core import errors
+from graphrt.core.base import errors
 
 pytestmark = pytest.mark.cuda
 

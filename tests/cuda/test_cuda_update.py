@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from graphrt import UNCHANGED, Batch, GraphOptions, GraphRunner, HostArg, InputSpec, UpdatableTask
-from graphrt.core.dispatcher import Reason
-from graphrt.core.errors import MissingUpdateError, TaskContractError, UpdateRefusedError
+from graphrt.core.base.errors import MissingUpdateError, TaskContractError, UpdateRefusedError
+from graphrt.core.dispatch.dispatcher import Reason
 
 pytestmark = pytest.mark.cuda
 
@@ -428,7 +428,7 @@ def test_a_graph_for_which_no_way_is_left_runs_eagerly_where_that_is_allowed(rep
 
 
 def test_parameters_that_cannot_be_read_are_handed_on(monkeypatch):
-    from graphrt.cuda import images
+    from graphrt.cuda.update import images
 
     monkeypatch.setattr(images, "argument_sizes", lambda function: None)
     with runner(model(fill, row=HostArg(None))) as updated:

@@ -8,12 +8,12 @@ import struct
 import pytest
 from fake_driver import Fake, copy, kernel, read
 
-from graphrt.core.errors import TaskContractError, UpdateRefusedError
-from graphrt.cuda.addresses import Homes, strange_address
-from graphrt.cuda.images import KERNEL, NOTHING, image_of, key_of, offsets
-from graphrt.cuda.ladder import UpdateCounts
-from graphrt.cuda.settings import PatchedSetting, SharedSetting
-from graphrt.cuda.siblings import REMEMBERED, own_words, patched
+from graphrt.core.base.errors import TaskContractError, UpdateRefusedError
+from graphrt.cuda.update.addresses import Homes, strange_address
+from graphrt.cuda.update.images import KERNEL, NOTHING, image_of, key_of, offsets
+from graphrt.cuda.update.ladder import UpdateCounts
+from graphrt.cuda.update.settings import PatchedSetting, SharedSetting
+from graphrt.cuda.update.siblings import REMEMBERED, own_words, patched
 
 ADDRESS = 0x7F10_0000_0000
 
@@ -351,7 +351,7 @@ def test_an_address_may_move_within_its_block_or_the_captured_tensors(old, new, 
 
 
 def test_contract_errors_name_the_task():
-    from graphrt.cuda.update import refused
+    from graphrt.cuda.update.tasks import refused
 
     fake = Fake(attention, at(0))
     error = refused(fake.tasks[1], "a tensor that it was not captured with")

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from graphrt.ascend.simulator import building
-from graphrt.core.errors import PlatformUnavailableError
+from graphrt.core.base.errors import PlatformUnavailableError
 
 _WHEEL = "2.13"
 _NOTICE = (

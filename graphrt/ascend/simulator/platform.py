@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from graphrt.ascend.library import torch_npu
+from graphrt.ascend.driver.library import torch_npu
 from graphrt.ascend.platform import AscendPlatform
 from graphrt.ascend.simulator import loading
-from graphrt.core.platform import Availability
+from graphrt.core.device.platform import Availability
 
 
 class SimulatedAscendPlatform(AscendPlatform):

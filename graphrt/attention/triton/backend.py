@@ -9,24 +9,18 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.attention.prefill import varlen_attention
-from graphrt.attention.query_tiles import QueryTiles, with_tiles
+from graphrt.attention.prefill.prefill import varlen_attention
+from graphrt.attention.prefill.query_tiles import QueryTiles, with_tiles
 from graphrt.attention.shapes import AttentionShape, check_strides
 from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, plan_spans
-from graphrt.attention.triton.work import (
-    SHORT,
-    Splits,
-    fixed_splits,
-    most_splits,
-    planned_splits,
-)
-from graphrt.core.context import current_context
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import InvalidInputError, InvalidOptionError
-from graphrt.core.modes import AttentionSupport
-from graphrt.core.segments import HostValues
-from graphrt.core.tasks import HostArg, UpdatableTask
+from graphrt.attention.triton.work import SHORT, Splits, fixed_splits, most_splits, planned_splits
+from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
+from graphrt.core.batch.context import current_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.replay.segments import HostValues
+from graphrt.core.replay.tasks import HostArg, UpdatableTask
 
 SplitPolicy = Literal["device", "fixed", "task"]
 _POLICIES = ("device", "fixed", "task")

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.context import ForwardContext
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.lookup import wrapper_class
-from graphrt.core.modes import GraphMode
-from graphrt.core.platform import Capability, Platform
-from graphrt.core.pool import GraphPool
-from graphrt.core.transaction import CaptureTransaction
-from graphrt.core.wrapper import GraphWrapper, WrapperOptions
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.capture.wrapper import GraphWrapper, WrapperOptions
+from graphrt.core.device.lookup import wrapper_class
+from graphrt.core.device.platform import Capability, Platform
+from graphrt.core.replay.pool import GraphPool
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 D4, D2 = BatchDescriptor(4), BatchDescriptor(2)

@@ -7,16 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.breakable import eager_break
-from graphrt.core.context import current_context
-from graphrt.core.errors import (
-    BakedScalarError,
-    BreakError,
-    BreakShapeError,
-    MissedBreakError,
-)
-from graphrt.core.platform import Capability
-from graphrt.core.pool import GraphPool
+from graphrt.core.base.errors import BakedScalarError, BreakError, BreakShapeError, MissedBreakError
+from graphrt.core.batch.context import current_context
+from graphrt.core.capture.recorder import eager_break
+from graphrt.core.device.platform import Capability
+from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import D2, FULL, PIECEWISE, ConformanceBase, Counting
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.errors import CaptureError, CaptureSealedError, StaleInputError
-from graphrt.core.platform import Capability
-from graphrt.core.pool import GraphPool
+from graphrt.core.base.errors import CaptureError, CaptureSealedError, StaleInputError
+from graphrt.core.device.platform import Capability
+from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import (
     D2,
     D4,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.breakable import current_capture, eager_break
-from graphrt.core.context import current_context
-from graphrt.core.errors import CaptureError, NestedCaptureError
-from graphrt.core.pool import GraphPool
+from graphrt.core.base.errors import CaptureError, NestedCaptureError
+from graphrt.core.batch.context import current_context
+from graphrt.core.capture.recorder import current_capture, eager_break
+from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.breakable import eager_break
-from graphrt.core.descriptor import Batch
-from graphrt.core.dispatcher import Reason
-from graphrt.core.errors import CaptureError, PoolClosedError
-from graphrt.core.input_spec import InputSpec
-from graphrt.core.modes import GraphMode
-from graphrt.core.runner import GraphRunner
+from graphrt.core.base.errors import CaptureError, PoolClosedError
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.recorder import eager_break
+from graphrt.core.dispatch.dispatcher import Reason
+from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.runner.runner import GraphRunner
 from graphrt.testing.conformance.base import ConformanceBase
 
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]

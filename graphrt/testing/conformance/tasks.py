@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.descriptor import BatchDescriptor
-from graphrt.core.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
-from graphrt.core.platform import Capability
-from graphrt.core.pool import GraphPool
-from graphrt.core.tasks import UNCHANGED, HostArg, UpdatableTask
+from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.device.platform import Capability
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.tasks import UNCHANGED, HostArg, UpdatableTask
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase, Counting
 
 DESCRIPTOR = BatchDescriptor(4, 4)

@@ -1,0 +1,213 @@
+"""How many streams of an NPU graphs hold: by structure, by measurement, or by the old formula.
+
+The structural model follows the rules of the CANN runtime; no NPU was at hand to confirm it. What
+a device has left can be asked or probed at run time, which goes before any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from graphrt.ascend.budget.profiles import (
+    DOMAINS,
+    PROFILES,
+    Deployment,
+    Profile,
+    StreamFigures,
+    profile_named,
+    update_aclgraph_sizes,
+)
+from graphrt.core.base.errors import InvalidOptionError
+
+__all__ = [
+    "DEVICES",
+    "DOMAINS",
+    "PROFILES",
+    "STRUCTURAL",
+    "Deployment",
+    "Device",
+    "Profile",
+    "StreamFigures",
+    "device_named",
+    "device_of",
+    "graph_streams",
+    "probe_streams",
+    "profile_named",
+    "sizes_that_fit",
+    "stream_figures",
+    "structural_figures",
+    "update_aclgraph_sizes",
+]
+
+STRUCTURAL = "structural"
+
+TORCH_NPU_STREAMS = 34
+"""Streams that torch_npu takes for itself: two at the start, 32 with the first `Stream()`."""
+RESERVED_STREAMS = 48
+"""Kept free by default: the 32 that torch_npu makes for its other priority, and some slack."""
+DOMAIN_STREAMS = 2
+"""Side streams of a communication domain whose collectives are not on vector cores."""
+
+_QUEUE_HEADROOM = 32
+
+_Stream = TypeVar("_Stream")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a generation of NPUs gives a capture; queue entries are SQEs, one for a kernel."""
+
+    name: str
+    prefixes: tuple[str, ...]
+    """How torch_npu's names of such devices begin."""
+    streams: int
+    """Documented streams of a device, shared by all processes on it."""
+    queue_depth: int = 2048
+    queue_headroom: int = _QUEUE_HEADROOM
+    wait_entries: int = 4
+    """Entries of waiting for an external event."""
+    group_entries: int = 8
+    """Entries that beginning a task group puts in front of the task."""
+    captures: bool = True
+
+    @property
+    def stream_entries(self) -> int:
+        """Entries after which a capture goes on in one more (cascade) stream."""
+        return self.queue_depth - self.queue_headroom
+
+    @property
+    def task_entries(self) -> int:
+        """Entries that an updatable task takes besides its kernels: wait, signal taken, group."""
+        return self.wait_entries + 1 + self.group_entries
+
+
+# Queue figures of 310P, 310B and 910A are those of A2: none are published.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A3", ("Ascend910_93",), 1984),
+        Device(
+            "950", ("Ascend950", "Ascend910_95"), 1984, 2049, _QUEUE_HEADROOM + 8, wait_entries=3
+        ),
+        Device("310P", ("Ascend310P",), 1024, group_entries=10),
+        Device("310B", ("Ascend310B",), 512, captures=False),
+        Device("910A", ("Ascend910A", "Ascend910ProA"), 2048, captures=False),
+        Device("A2", ("Ascend910B", "Ascend910"), 1984),
+    )
+}
+"""By the name of the generation; the first one with a fitting prefix is meant."""
+
+
+def device_of(name: str) -> Device:
+    """The generation of a device by torch_npu's name for it; an unknown one counts as A2."""
+    found = (each for each in DEVICES.values() if name.startswith(each.prefixes))
+    return next(found, DEVICES["A2"])
+
+
+def device_named(name: str) -> Device:
+    """The generation of that name, in any case; raises `InvalidOptionError`."""
+    for device in DEVICES.values():
+        if device.name.lower() == name.strip().lower():
+            return device
+    raise InvalidOptionError(
+        "unknown generation of NPUs",
+        got=repr(name),
+        expected=", ".join(DEVICES),
+        advice="A2 for Ascend 910B, A3 for Ascend 910_93",
+    )
+
+
+def graph_streams(entries: Sequence[int], device: Device) -> int:
+    """Streams that one captured graph holds until it is destroyed.
+
+    `entries` are the queue entries of each stream that takes part: the capture's own and every
+    side stream that joined it. Each is captured into a stream of its own, and into one more
+    whenever the last is full. Exact for tasks of one entry, an upper bound for larger ones.
+    Source: the rules of the CANN runtime; a cascade may itself take an entry, which is not counted.
+    """
+    return sum(-(-max(1, each) // device.stream_entries) for each in entries)
+
+
+def structural_figures(
+    model: Deployment,
+    device: Device,
+    *,
+    available: int | None = None,
+    reserve: int = RESERVED_STREAMS,
+) -> StreamFigures:
+    """Streams of full and piecewise graphs by the structure of the model.
+
+    `available` are the streams that are free now, if they were asked for; without, those that
+    torch_npu takes are assumed to be the only ones in use. `reserve` is kept free. Every side
+    stream is assumed to take part in every piece. Where the device's queues are in software
+    (newer CANN and driver), captured graphs hold far fewer streams than this.
+    """
+    own_queue = model.other_kernels + _layers(model, model.layers, device)
+    side = model.multi_stream
+    if not model.aiv:
+        side += DOMAIN_STREAMS * len(model.domains)
+    full = graph_streams([own_queue, *[1] * side], device)
+    if model.draft_layers:
+        draft = _layers(model, model.draft_layers, device)
+        full += graph_streams([draft, *[1] * side], device)
+    piece = graph_streams([model.kernels_per_layer, *[1] * side], device)
+    if available is None:
+        terms = [
+            (f"documented for {device.name}", device.streams),
+            ("torch_npu's own", -TORCH_NPU_STREAMS),
+        ]
+    else:
+        terms = [("free on this device now", min(available, device.streams))]
+    if reserve:
+        terms.append(("kept in reserve", -reserve))
+    usable = max(0, sum(streams for _, streams in terms))
+    pieces = model.pieces
+    return StreamFigures(STRUCTURAL, usable, full, piece * pieces, pieces, tuple(terms))
+
+
+def stream_figures(
+    profile: str, model: Deployment, device: Device, *, available: int | None = None
+) -> StreamFigures:
+    """The figures of the structural model, or of the old formula in the version `profile`.
+
+    Raises `InvalidOptionError` for an unknown profile.
+    """
+    if profile == STRUCTURAL:
+        return structural_figures(model, device, available=available)
+    return profile_named(profile).figures(model)
+
+
+def sizes_that_fit(before: int, after: int, *, reserve: int = RESERVED_STREAMS) -> int | None:
+    """How many sizes of one mode fit, from the free streams around the capture of the first.
+
+    The first one counts. None if it took none: then streams are not what limits graphs here.
+    """
+    taken = before - after
+    return None if taken <= 0 else 1 + max(0, after - reserve) // taken
+
+
+def probe_streams(
+    create: Callable[[], _Stream], destroy: Callable[[_Stream], object], *, most: int = 1984
+) -> int:
+    """Count the streams that are free now by creating them until that fails; destroys them all.
+
+    `create` makes one stream of the device (not one of torch_npu's pool, which hands out the same
+    32 again and again) and raises `RuntimeError` or `OSError` where there is none left. Meanwhile
+    other processes on the device find none: for devices that cannot be asked.
+    """
+    streams: list[_Stream] = []
+    try:
+        while len(streams) < most:
+            streams.append(create())
+    except (RuntimeError, OSError):
+        pass
+    finally:
+        for stream in streams:
+            destroy(stream)
+    return len(streams)
+
+
+def _layers(model: Deployment, layers: int, device: Device) -> int:
+    return layers * (model.kernels_per_layer + model.tasks_per_layer * device.task_entries)

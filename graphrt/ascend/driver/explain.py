@@ -1,0 +1,173 @@
+"""From the error of a failed capture or replay to its cause, as an error of graphrt.
+
+The outermost error seldom is the cause: `capture_end()` reports whatever had happened before as
+507903, and Python chains the first error behind it. So the whole chain is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from graphrt.ascend.driver.error_codes import (
+    CAPTURE_CAUSES,
+    CONSEQUENCES,
+    NO_MEMORY,
+    NO_NOTIFIES,
+    NO_QUEUES,
+    NO_STREAMS,
+    REPLAY_CAUSES,
+    TOO_MANY_AT_ONCE,
+    Cause,
+)
+from graphrt.core.base.errors import (
+    CaptureError,
+    CaptureSyncError,
+    DeviceHangError,
+    GraphRTError,
+    RefusedOpError,
+)
+
+_CODE = re.compile(r"(?:error code is |\(code )(\d{6})")
+# torch_npu refuses these itself, before the device could give a code.
+_REFUSED = re.compile(r"Cannot run aclop operators .*Current working aclop is (\w+)|(philox_\w+)")
+_TEXTS: tuple[tuple[re.Pattern[str], Cause], ...] = (
+    # CANN reports these under more than one code, "Failed to apply for memory" among their texts.
+    (re.compile(r"EE1023"), TOO_MANY_AT_ONCE),
+    (re.compile(r"0x702001b", re.I), NO_NOTIFIES),
+    (re.compile(r"alloc sq cq fail", re.I), NO_QUEUES),
+    (
+        re.compile(
+            r"insufficient_stream_resources|stream resources are insufficient|0x7020023", re.I
+        ),
+        NO_STREAMS,
+    ),
+    (re.compile(r"NPU out of memory", re.I), NO_MEMORY),
+    (
+        re.compile(r"must be captured on a non-default stream"),
+        Cause(
+            CaptureError,
+            "refused by torch_npu",
+            "a capture was begun on the default stream",
+            "capture inside `with torch.npu.stream(torch.npu.Stream())`, as graphrt's pools do",
+        ),
+    ),
+    (
+        re.compile(r"already owns a captured graph"),
+        Cause(
+            CaptureError,
+            "refused by torch_npu",
+            "a graph that was captured before was captured into again",
+            "make a new torch.npu.NPUGraph() for every capture",
+        ),
+    ),
+)
+_MOST_LINES = 12
+_BLOCKING = "ASCEND_LAUNCH_BLOCKING"
+
+
+class _Code(NamedTuple):
+    code: int
+    link: BaseException
+
+
+def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> CaptureError:
+    """The cause of a failed capture, looked for in the whole chain of `error`.
+
+    What it found says what happened, the code and the original text, and one thing to do. In
+    `environ` (by default `os.environ`) ASCEND_LAUNCH_BLOCKING=1 is a cause of host waits.
+    """
+    chain = list(_chain(error))
+    for link in chain:
+        refused = _REFUSED.search(str(link))
+        if refused:
+            return RefusedOpError(
+                "an operator was issued that has no form an ACL graph can hold",
+                op=refused[1] or refused[2],
+                got=_original(link),
+                advice="replace it, or mark the function around it @eager_break",
+            )
+    for pattern, cause in _TEXTS:
+        for link in chain:
+            if pattern.search(str(link)):
+                return _explained(cause, _codes([link]), link, environ)
+    for found in _codes(chain):
+        known = CAPTURE_CAUSES.get(found.code)
+        if known is not None:
+            return _explained(known, [found], found.link, environ)
+    return CaptureError(
+        f"capture failed: {type(error).__name__}: {error}",
+        advice="run the same forward eagerly; if that passes, look for work that an NPU cannot "
+        "capture",
+    )
+
+
+def explain_replay(
+    error: BaseException, environ: Mapping[str, str] | None = None
+) -> GraphRTError | None:
+    """The cause of a failed replay, update or synchronisation, or None if no code is known.
+
+    An update that does not match its capture is a `TaskContractError`, a device that does not
+    finish a `DeviceHangError`, one graph with too many streams a `StreamBudgetError`.
+    """
+    for found in _codes(_chain(error)):
+        cause = REPLAY_CAUSES.get(found.code)
+        if cause is None:
+            continue
+        what, advice = cause.what, cause.advice
+        if cause.kind is DeviceHangError and _is_blocking(environ):
+            what = f"{what}: with {_BLOCKING}=1 a replay waits for its own end before its tasks run"
+            advice = f"unset {_BLOCKING}"
+        return cause.kind(
+            what, got=f"error {found.code} ({cause.name}): {_original(found.link)}", advice=advice
+        )
+    return None
+
+
+def _explained(
+    cause: Cause, codes: list[_Code], link: BaseException, environ: Mapping[str, str] | None
+) -> CaptureError:
+    advice = cause.advice
+    if cause.kind is CaptureSyncError and _is_blocking(environ):
+        advice = f"unset {_BLOCKING}, which makes every operator wait; then {advice}"
+    code = f"error {codes[0].code} " if codes else ""
+    return cause.kind(cause.what, got=f"{code}({cause.name}): {_original(link)}", advice=advice)
+
+
+def _codes(chain: Iterable[BaseException]) -> list[_Code]:
+    """The codes of all errors, causes before consequences, outer errors before inner ones."""
+    found = [_Code(int(code), link) for link in chain for code in _CODE.findall(str(link))]
+    ranks = {code: rank for rank, code in enumerate(CONSEQUENCES, start=1)}
+    return sorted(found, key=lambda each: ranks.get(each.code, 0))
+
+
+def _original(link: BaseException) -> str:
+    lines = [line.rstrip() for line in str(link).strip().splitlines() if line.strip()]
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[:_MOST_LINES], f"({len(lines) - _MOST_LINES} more lines)"]
+    return "\n    ".join(lines)
+
+
+def _is_blocking(environ: Mapping[str, str] | None) -> bool:
+    return (os.environ if environ is None else environ).get(_BLOCKING, "0") == "1"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """`error` and what it came from, nearest first.
+
+    An error that was explained before belongs to an earlier attempt, which this one was made in
+    the handler of; so does all behind it.
+    """
+    seen: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop(0)
+        if link is None or any(link is each for each in seen):
+            continue
+        if isinstance(link, CaptureError) and link is not error:
+            continue
+        seen.append(link)
+        yield link
+        pending += [link.__cause__, link.__context__]

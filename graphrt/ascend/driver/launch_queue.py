@@ -1,0 +1,43 @@
+"""torch_npu's queue of launches, and that it ends with the first error inside of it.
+
+By default (TASK_QUEUE_ENABLE=1) torch_npu hands operators to a thread that launches them. Where one
+fails there, the error is raised at some later call, the queue ends, and torch_npu drops without a
+word whatever is issued afterwards, on every stream: results are what was in memory before. Only a
+new process gets out of it.
+"""
+
+from __future__ import annotations
+
+from graphrt.core.base.errors import CaptureError
+
+_ENDED = "The process exits for this inner error"
+_first: list[str] = []
+
+
+def has_ended(error: BaseException | None) -> bool:
+    """Whether `error`, or one behind it, says that the queue has ended; remembered if so."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, RuntimeError) and _ENDED in str(error):
+            _first.append(str(error).splitlines()[0])
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def check() -> None:
+    """Raise `CaptureError` once the queue has ended."""
+    if _first:
+        raise ended_error()
+
+
+def ended_error() -> CaptureError:
+    """That the queue has ended; not a lack of room, after which others could be captured."""
+    return CaptureError(
+        "an operator failed in torch_npu's queue of launches, which ends at that: nothing that "
+        "this process issues gets to the device any more",
+        got=_first[0] if _first else None,
+        expected="operators that do not fail",
+        advice="start the process anew; with TASK_QUEUE_ENABLE=0 torch_npu goes on after the error",
+    )

@@ -1,0 +1,155 @@
+"""How a task is bracketed at capture and issued again at replay: two ways behind one call."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import InvalidUpdateError, MissingCapabilityError, TaskContractError
+from graphrt.core.device.platform import TaskUpdate
+
+
+@dataclass(frozen=True)
+class TaskHandle:
+    """A task group of a graph, and the event for which every replay waits before it.
+
+    `record` is torch_npu's own note of the call, where that made the bracket.
+    """
+
+    group: Any
+    event: Any
+    record: Any = None
+
+
+class Groups:
+    """Task groups that are begun, ended and updated by the public functions of torch_npu."""
+
+    def __init__(self, npu: Any) -> None:
+        self._npu = npu
+        self._open: dict[Any, Any] = {}
+
+    def begin(self, graph: Any) -> None:
+        stream = self._npu.current_stream()
+        event = self._npu.ExternalEvent()
+        # Where CANN has no value wait the signal is not taken by waiting for it.
+        event.wait(stream)
+        event.reset(stream)
+        self._npu.graph_task_group_begin(stream)
+        self._open[graph] = event
+
+    def end(self, graph: Any) -> TaskHandle:
+        event = self._open.pop(graph)
+        return TaskHandle(self._npu.graph_task_group_end(self._npu.current_stream()), event)
+
+    def abort(self, graph: Any) -> None:
+        """Close the group that a failed task left open."""
+        if self._open.pop(graph, None) is not None:
+            # Ending a group of an invalidated capture reports what is being handled already.
+            with suppress(RuntimeError):
+                self._npu.graph_task_group_end(self._npu.current_stream())
+
+    def issue(self, graph: Any, stream: Any, update: TaskUpdate) -> None:
+        """Issue the task anew on `stream`, which is current, and signal it."""
+        self._npu.graph_task_update_begin(stream, update.handle.group)
+        try:
+            update.issue()
+            self._npu.graph_task_update_end(stream)
+        except BaseException:
+            # Closing it reports that the tasks do not match, but the stream is usable again. An end
+            # that failed with what the operator had left in the queue of launches closed nothing.
+            with suppress(RuntimeError):
+                self._npu.graph_task_update_end(stream)
+            raise
+        update.handle.event.record(stream)
+
+
+class AutoDispatch:
+    """Task groups of torch_npu's `auto_dispatch_capture`, updated by `NPUGraph.update`.
+
+    torch_npu updates on one stream for the whole process, in no order with the replay, ignores
+    unknown names, and leaves its update open when the operator raises; so it is handed one record
+    at a time, on the pool's stream, with names that the record has.
+    """
+
+    def __init__(self, npu: Any) -> None:
+        """Raises `MissingCapabilityError` where torch_npu has no automatic dispatch."""
+        self._npu = npu
+        self._open: dict[Any, int] = {}
+        if not hasattr(npu.NPUGraph(), "graph_dispatch_mode"):
+            raise MissingCapabilityError(
+                "this torch_npu cannot capture updatable operators by itself",
+                got="update_strategy='auto_dispatch'",
+                expected="NPUGraph.graph_dispatch_mode",
+                advice="update_strategy='groups'",
+            )
+
+    def begin(self, graph: Any) -> None:
+        graph.auto_dispatch_capture = True
+        mode = graph.graph_dispatch_mode
+        self._open[graph] = len(mode.graph_dispatch_records)
+        mode.__enter__()
+
+    def end(self, graph: Any) -> TaskHandle:
+        mode = graph.graph_dispatch_mode
+        mode.__exit__(None, None, None)
+        new = mode.graph_dispatch_records[self._open.pop(graph) :]
+        if len(new) != 1:
+            raise TaskContractError(
+                "a task is not one operator that torch_npu has a handler for",
+                got=[record.op_cache_entry.__name__ for record in new],
+                expected="one operator of register_npu_graph_handler()",
+                advice="update_strategy='groups' takes any operator",
+            )
+        return TaskHandle(new[0].handle, new[0].event, new[0])
+
+    def abort(self, graph: Any) -> None:
+        """Leave the mode and close the group that a failed task left open."""
+        if self._open.pop(graph, None) is not None:
+            graph.graph_dispatch_mode.__exit__(None, None, None)
+            with suppress(RuntimeError):
+                self._npu.graph_task_group_end(self._npu.current_stream())
+
+    def issue(self, graph: Any, stream: Any, update: TaskUpdate) -> None:
+        """Let torch_npu issue the task anew on `stream` and signal it."""
+        record, mode = update.handle.record, graph.graph_dispatch_mode
+        values = _as_recorded(update, record)
+        records = mode.graph_dispatch_records
+        mode.update_stream, mode.graph_dispatch_records = stream, [record]
+        try:
+            graph.update([values])
+        except BaseException:
+            with suppress(RuntimeError):
+                self._npu.graph_task_update_end(stream)
+            raise
+        finally:
+            mode.graph_dispatch_records = records
+
+
+def _as_recorded(update: TaskUpdate, record: Any) -> dict[str, Any]:
+    """The host values of a task in the types with which torch_npu recorded them.
+
+    Raises `InvalidUpdateError` for a name that torch_npu would ignore.
+    """
+    found: dict[str, Any] = {}
+    recorded = _recorded_arguments(record)
+    for name, value in update.values.items():
+        if name not in recorded:
+            raise InvalidUpdateError(
+                f"torch_npu does not update argument {name!r} of task {update.name!r}",
+                got=name,
+                expected=sorted(recorded),
+                advice="update_strategy='groups'",
+            )
+        before = recorded[name]
+        if isinstance(before, torch.Tensor) and isinstance(value, list):
+            value = torch.tensor(value, dtype=before.dtype)
+        found[name] = value
+    return found
+
+
+def _recorded_arguments(record: Any) -> dict[str, Any]:
+    positional = zip(record.op_cache_entry._schema.arguments, record.args, strict=False)
+    return {**{argument.name: value for argument, value in positional}, **record.kwargs}

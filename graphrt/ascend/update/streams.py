@@ -1,0 +1,83 @@
+"""Streams to update tasks on: none that is computed or captured on, and one for each pool."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection
+from typing import Any
+from weakref import WeakSet
+
+from graphrt.core.base.errors import PlatformError
+
+_TRIES = 64
+
+
+class UpdateStream:
+    """A stream on which one pool updates its tasks, and the lock for where pools must share it.
+
+    Two threads that update on one stream collide (107033), and what one of them queues between
+    another's fence and its signals could wait for itself.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.id: int = stream.npu_stream
+        self.lock = threading.Lock()
+
+
+# Process-wide, as torch_npu's streams are: it hands out 32 (or 8) of them in turn, so that the
+# 33rd "new" stream is the first one.
+_lock = threading.Lock()
+_live: WeakSet[UpdateStream] = WeakSet()
+_last_use: dict[int, int] = {}
+_uses = itertools.count()
+
+
+def note_use(stream: Any) -> None:
+    """Remember a stream that is computed or captured on, so that no task is updated on it."""
+    _last_use[stream.npu_stream] = next(_uses)
+
+
+def is_update_stream(stream: Any) -> bool:
+    """Whether some pool updates its tasks on this stream."""
+    return any(each.id == stream.npu_stream for each in list(_live))
+
+
+def new_update_stream(npu: Any, current: Any, avoid: Collection[int]) -> UpdateStream:
+    """A stream for the updates of one pool, which is neither `current` nor among `avoid`.
+
+    As far as torch_npu has enough of them it is no stream that was ever computed or captured on,
+    and no other pool's; else one of another pool, to be shared under its lock; else the one whose
+    last use is longest ago. Raises `PlatformError` if there is no other stream at all.
+    """
+    with _lock:
+        updated_on = {each.id: each for each in _live}
+        used = {}
+        shared = []
+        for _ in range(_TRIES):
+            stream = npu.Stream()
+            if stream == current or stream.npu_stream in avoid:
+                continue
+            if stream.npu_stream in updated_on:
+                shared.append(updated_on[stream.npu_stream])
+            elif stream.npu_stream in _last_use:
+                used[stream.npu_stream] = stream
+            else:
+                return _new(stream)
+        if shared:
+            return min(shared, key=lambda each: _last_use.get(each.id, -1))
+        if used:
+            return _new(used[min(used, key=_last_use.__getitem__)])
+        raise PlatformError(
+            "torch_npu has no stream to update tasks on",
+            got=f"the current one, and {len(avoid)} that are captured on",
+            expected="one more",
+            advice="raise STREAMS_PER_DEVICE to 32",
+        )
+
+
+def _new(stream: Any) -> UpdateStream:
+    update_stream = UpdateStream(stream)
+    _live.add(update_stream)
+    return update_stream

@@ -1,0 +1,193 @@
+"""Tasks of captured graphs, and their update around a replay, ordered on the device alone.
+
+The update of a step may begin when the same graph's replay before it is over (a signal that is
+given twice before it is taken once is lost), and that fence must be queued before the replay is:
+afterwards the update stream would wait for what waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from graphrt.ascend.driver import launch_queue
+from graphrt.ascend.driver.explain import explain_replay
+from graphrt.ascend.memory import GraphMemory
+from graphrt.ascend.options import UpdateOrder, UpdateStrategy
+from graphrt.ascend.update.brackets import AutoDispatch, Groups, TaskHandle
+from graphrt.ascend.update.streams import UpdateStream, new_update_stream, note_use
+from graphrt.ascend.watchdog import Watchdog, WatchedStep
+from graphrt.core.base.errors import DeviceHangError, GraphRTError
+from graphrt.core.device.platform import TaskUpdate
+
+__all__ = ["TaskHandle", "Tasks"]
+
+Undo = Callable[[Any, Sequence[TaskUpdate], Sequence[TaskUpdate]], None]
+
+
+class Tasks:
+    """All task groups of a platform: the open ones, and what orders the update of the others."""
+
+    def __init__(
+        self,
+        npu: Any,
+        *,
+        order: UpdateOrder,
+        strategy: UpdateStrategy,
+        watchdog: Watchdog | None,
+    ) -> None:
+        self._npu = npu
+        self._update_first = order == "update_first"
+        self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)
+        self._watchdog = watchdog
+        self._capturing: set[int] = set()
+        self._captured_on: WeakKeyDictionary[GraphMemory, set[int]] = WeakKeyDictionary()
+        self._memories: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
+        self._streams: WeakKeyDictionary[GraphMemory, UpdateStream] = WeakKeyDictionary()
+        self._replayed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def begin(self, graph: Any, memory: GraphMemory) -> None:
+        self._brackets.begin(graph)
+        self._memories[graph] = memory
+
+    def end(self, graph: Any) -> TaskHandle:
+        return self._brackets.end(graph)
+
+    def abort(self, graph: Any) -> None:
+        """Close what a failed task left open."""
+        self._brackets.abort(graph)
+
+    def leave(self, stream: Any, memory: GraphMemory) -> None:
+        """Update nothing on `stream` any more, which is going to be captured on into `memory`."""
+        note_use(stream)
+        self._capturing.add(stream.npu_stream)
+        self._captured_on.setdefault(memory, set()).add(stream.npu_stream)
+        for other, update_stream in list(self._streams.items()):
+            if update_stream.stream == stream:
+                with update_stream.lock:
+                    self._streams.pop(other, None)
+
+    def return_to(self, stream: Any) -> None:
+        """Nothing is captured on `stream` any more."""
+        self._capturing.discard(stream.npu_stream)
+
+    def replay(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool, name: str) -> None:
+        """Replay with every task signalled, and updated if `changed`.
+
+        Raises what an update raised, with the device idle or on the way to it, and the
+        `DeviceHangError` of a step before.
+        """
+        launch_queue.check()
+        current = self._npu.current_stream()
+        updating = self._update_stream(graph, current)
+        with updating.lock:
+            watched = None if self._watchdog is None else self._watchdog.begin(name, current)
+            replayed = self._replayed.get(graph)
+            if replayed is not None:
+                updating.stream.wait_event(replayed)
+            try:
+                if self._update_first:
+                    self._update(graph, updating.stream, updates, changed, watched, self._take_back)
+                    current.wait_stream(updating.stream)
+                    try:
+                        self._launch(graph, current, watched)
+                    except BaseException:
+                        self._take_back(updating.stream, updates, ())
+                        raise
+                else:
+                    self._launch(graph, current, watched)
+                    self._update(graph, updating.stream, updates, changed, watched, self._drain)
+            except BaseException:
+                if watched is not None and self._watchdog is not None and not watched.is_launched:
+                    self._watchdog.drop(watched)
+                raise
+
+    def _launch(self, graph: Any, stream: Any, watched: WatchedStep | None) -> None:
+        graph.replay()
+        self._replayed[graph] = done = stream.record_event()
+        if watched is not None:
+            watched.launched(done)
+
+    def _update(
+        self,
+        graph: Any,
+        stream: Any,
+        updates: Sequence[TaskUpdate],
+        changed: bool,
+        watched: WatchedStep | None,
+        undo: Undo,
+    ) -> None:
+        signalled = 0
+        try:
+            with self._npu.stream(stream):
+                for update in updates:
+                    if watched is not None:
+                        watched.updating(update.name)
+                    if changed:
+                        self._brackets.issue(graph, stream, update)
+                    else:
+                        update.handle.event.record(stream)
+                    signalled += 1
+                    if watched is not None:
+                        watched.signalled(stream)
+        except BaseException as error:
+            undo(stream, updates[:signalled], updates[signalled:])
+            named = _named(error, updates[min(signalled, len(updates) - 1)])
+            if named is not None:
+                raise named from error
+            raise
+
+    def _drain(
+        self, stream: Any, signalled: Sequence[TaskUpdate], missing: Sequence[TaskUpdate]
+    ) -> None:
+        """Let the replay that is running come to its end: it waits for every task."""
+        for update in missing:
+            with suppress(RuntimeError):
+                update.handle.event.record(stream)
+
+    def _take_back(
+        self, stream: Any, signalled: Sequence[TaskUpdate], missing: Sequence[TaskUpdate]
+    ) -> None:
+        """Take the signals that no replay is going to take: the next one would run too early."""
+        for update in signalled:
+            with suppress(RuntimeError):
+                update.handle.event.wait(stream)
+                update.handle.event.reset(stream)
+
+    def _update_stream(self, graph: Any, current: Any) -> UpdateStream:
+        memory = self._memories[graph]
+        found = self._streams.get(memory)
+        note_use(current)
+        # On the stream of the replay the signal would queue up behind what waits for it.
+        if found is None or found.stream == current:
+            avoid = self._capturing | self._captured_on[memory]
+            found = new_update_stream(self._npu, current, avoid)
+            self._streams[memory] = found
+        return found
+
+
+def _named(error: BaseException, update: TaskUpdate) -> GraphRTError | None:
+    """What graphrt calls an error that torch_npu raised in an update; None for any other."""
+    if not isinstance(error, RuntimeError):
+        return None
+    if launch_queue.has_ended(error):
+        found = launch_queue.ended_error()
+        hang = DeviceHangError(
+            f"task {update.name!r} cannot be signalled, so its replay never ends: {found.what}",
+            got=found.got,
+            expected=found.expected,
+            advice=found.advice,
+        )
+        hang.task = update.name
+        return hang
+    explained = explain_replay(error)
+    if explained is None:
+        return None
+    return type(explained)(
+        f"the update of task {update.name!r} failed: {explained.what}",
+        got=explained.got,
+        expected=explained.expected,
+        advice=explained.advice,
+    )

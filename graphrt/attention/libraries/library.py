@@ -1,0 +1,23 @@
+"""Libraries of kernels that not every machine has, imported when an adapter needs them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from graphrt.core.base.errors import MissingLibraryError
+
+
+def load(module: str, package: str) -> Any:
+    """The module of an optional library; raises `MissingLibraryError`."""
+    try:
+        return importlib.import_module(module)
+    # A library that was built for another torch or CUDA fails in its own ways.
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        raise MissingLibraryError(
+            f"{package} is not installed" if missing else f"{package} cannot be imported",
+            got=f"{type(error).__name__}: {error}",
+            expected=f"a module {module!r} that works with this torch",
+            advice=f"install {package}, or use SdpaAttention, which needs nothing but torch",
+        ) from error

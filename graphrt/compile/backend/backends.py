@@ -1,0 +1,60 @@
+"""What turns a piece into something to call: as it is, or through Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import fx
+
+from graphrt.compile.errors import CompileError
+
+
+class Backend(Protocol):
+    """Compiles one piece; `version` changes when the code it makes may."""
+
+    name: str
+
+    def compile(
+        self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
+    ) -> Callable[..., Any]:
+        """A callable that takes and returns what `piece` does.
+
+        `inputs` are fake tensors and numbers. With `static` they are exactly those that will come,
+        worth a longer search for fast code.
+        """
+
+
+class EagerBackend:
+    """Runs the operators of the piece one by one; needs no compiler, and equals eager exactly."""
+
+    name = "eager"
+
+    def compile(
+        self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
+    ) -> Callable[..., Any]:
+        forward: Callable[..., Any] = piece.forward
+        return forward
+
+
+def backend_for(
+    name: str, device_type: str, *, autotune: bool = True, compiles: bool = True
+) -> tuple[Backend, str]:
+    """The backend of that name, or the eager one with the reason why the device has it instead.
+
+    Without `compiles` it only has to load what was compiled before.
+    Raises `CompileError` for an unknown name.
+    """
+    if name == "eager":
+        return EagerBackend(), ""
+    if name == "inductor":
+        from graphrt.compile.backend.inductor import InductorBackend, why_not
+
+        reason = why_not(device_type, compiles=compiles)
+        return (EagerBackend(), reason) if reason else (InductorBackend(autotune=autotune), "")
+    raise CompileError(
+        "unknown compile backend",
+        got=repr(name),
+        expected="eager or inductor",
+        advice='backend="inductor"',
+    )

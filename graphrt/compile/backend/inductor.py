@@ -1,0 +1,143 @@
+"""Pieces through Inductor. Nothing of the compiler is imported before something is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import fx
+
+from graphrt.compile.backend.inductor_files import (
+    keep_libraries,
+    kept_libraries,
+    new_directory,
+    own_directory,
+    recorded_libraries,
+    tuned_before,
+    tuned_kernels,
+)
+from graphrt.compile.split.split import returned_count
+from graphrt.compile.trace.sizes import value_of
+
+_CODE = "code"
+_LIBRARIES = "libraries"
+_SEARCH = {"max_autotune": True, "coordinate_descent_tuning": True}
+
+
+class InductorBackend:
+    """Compiles pieces with `torch._inductor.standalone_compile`.
+
+    `autotune` searches longer for pieces of one size.
+    """
+
+    name = "inductor"
+
+    def __init__(self, *, autotune: bool = True) -> None:
+        self._autotune = autotune
+
+    def compile(
+        self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
+    ) -> CompiledPiece:
+        """Code for the shapes of `piece`, or with `static` for exactly those of `inputs`."""
+        import torch._inductor
+
+        patches = _SEARCH if static and self._autotune else {}
+        with tuned_kernels(), recorded_libraries() as libraries:
+            artifact = torch._inductor.standalone_compile(
+                _with_tuple(piece),
+                list(inputs),
+                dynamic_shapes="from_example_inputs" if static else "from_graph",
+                options={"config_patches": patches},
+            )
+        return CompiledPiece(artifact, returned_count(piece), libraries)
+
+
+class CompiledPiece:
+    """Compiled code of one piece, which returns what the piece does."""
+
+    def __init__(
+        self, artifact: Any, returns: int | None, libraries: Mapping[str, Path] | None = None
+    ) -> None:
+        self.artifact = artifact
+        self._returns = returns
+        self._libraries = libraries or {}
+
+    def __call__(self, *args: Any) -> Any:
+        results = self.artifact(*args)
+        if self._returns is None:
+            return None
+        return results[0] if self._returns == 1 else tuple(results)
+
+    def save(self, path: Path, save_format: Literal["binary", "unpacked"]) -> None:
+        """Write the code, and the libraries it calls, to a directory for `load`."""
+        path.mkdir()
+        self.artifact.save(path=str(path / _CODE), format=save_format)
+        keep_libraries(self._libraries, path / _LIBRARIES)
+
+    @classmethod
+    def load(cls, path: Path, returns: int | None, place: str | None = None) -> CompiledPiece:
+        """The code of a piece that another process compiled; compiles and tunes nothing.
+
+        It needs no C++ compiler, and nothing of Inductor's or Triton's own caches: what they write
+        goes to `place`, an empty directory.
+        """
+        from torch import _inductor
+
+        inductor: Any = _inductor
+        code = path / _CODE
+        unpacked = code.is_dir()
+        with (
+            own_directory(place or new_directory(), code if unpacked else None),
+            kept_libraries(path / _LIBRARIES),
+            tuned_before(),
+        ):
+            artifact = inductor.CompiledArtifact.load(
+                path=str(code), format="unpacked" if unpacked else "binary"
+            )
+        return cls(artifact, returns)
+
+
+def why_not(device_type: str, *, compiles: bool = True) -> str:
+    """Why Inductor cannot be used for a device here; "" if it can.
+
+    Without `compiles` only kept pieces are to be loaded, for which no C++ compiler has to be there.
+    """
+    try:
+        from torch._inductor.codegen import common
+
+        common.init_backend_registration()
+        if common.get_scheduling_for_device(device_type) is None:
+            return f"Inductor generates no code for device type {device_type!r}"
+    except Exception as error:
+        return f"Inductor cannot be used: {type(error).__name__}: {error}"
+    if device_type == "cpu":
+        if not compiles:
+            return ""
+        try:
+            from torch._inductor import cpp_builder
+
+            cpp_builder.get_cpp_compiler()
+        except Exception as error:
+            return f"Inductor needs a C++ compiler: {error}"
+        return ""
+    from torch.utils._triton import has_triton
+
+    return "" if has_triton() else "Inductor needs Triton, which is not there for this device"
+
+
+def _with_tuple(piece: fx.GraphModule) -> fx.GraphModule:
+    """A copy that returns a tuple, as Inductor wants it."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in piece.graph.nodes:
+        if node.op == "output":
+            returned = fx.node.map_arg(node.args[0], copies.__getitem__)
+            several = returned if isinstance(returned, tuple) else (returned,)
+            graph.output(() if returned is None else several)
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        value = value_of(node)
+        if value is not None:
+            copies[node].meta["example_value"] = value
+    return fx.GraphModule(piece, graph)

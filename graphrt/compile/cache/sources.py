@@ -1,0 +1,165 @@
+"""The source that a trace went through: what must not change for compiled code to fit."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import os
+import re
+import sysconfig
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from graphrt.core.base.log import logger
+
+_NUMBER = re.compile(r"\d+")
+
+
+class TracedSources:
+    """Collects the source files of the functions that Dynamo traced.
+
+    A module is known by its dotted name below its top-level package, never by an absolute path, and
+    its digest is that of the file's content together with the traced functions' bytecode: a file
+    that was edited after it was imported must not vouch for code that never ran.
+
+    torch and the standard library are left out; their versions are in the key.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[str, set[str]] = {}
+        self._seen: set[object] = set()
+
+    def add(self, *traced: Any) -> None:
+        """Take in functions, code objects or paths; raises `OSError` for an unreadable path."""
+        for each in traced:
+            if isinstance(each, (str, Path)):
+                self._add_file(str(each))
+            else:
+                self._add_code(_code_of(each))
+
+    def digests(self) -> dict[str, str]:
+        """Module names and digests, for `CacheKey.of`."""
+        return {
+            name: hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
+            for name, found in sorted(self._digests.items())
+        }
+
+    def _add_code(self, code: CodeType) -> None:
+        if code in self._seen or is_covered(code.co_filename):
+            return
+        self._seen.add(code)
+        name = module_name(code.co_filename)
+        self._digests.setdefault(name, set()).add(f"code {code_digest(code)}")
+        try:
+            self._add_file(code.co_filename)
+        except OSError:
+            # A notebook cell or generated code; it may be known to linecache only.
+            self._add_content(name, "".join(linecache.getlines(code.co_filename)).encode())
+
+    def _add_file(self, path: str) -> None:
+        if path in self._seen or is_covered(path):
+            return
+        content = Path(path).read_bytes()
+        self._seen.add(path)
+        self._add_content(module_name(path), content)
+
+    def _add_content(self, name: str, content: bytes) -> None:
+        digest = f"file {hashlib.sha256(content).hexdigest()}"
+        found = self._digests.setdefault(name, set())
+        if content and digest not in found:
+            found.add(digest)
+            logger.debug("traced %s (%s)", name, digest[5:21])
+
+
+def module_name(path: str) -> str:
+    """The dotted name from the top-level package on; "<string>" and the like without numbers.
+
+    Files that share a name, such as two scripts, share a digest too.
+    """
+    if path.startswith("<"):
+        return _NUMBER.sub("", path)
+    file = Path(path)
+    parts = [] if file.stem == "__init__" else [file.stem]
+    between: list[str] = []
+    for directory in file.parents:
+        if (directory / "__init__.py").is_file():
+            parts = [directory.name, *between, *parts]
+            between = []
+        elif between:
+            break
+        else:
+            # Maybe a package without an __init__.py, inside one that has it.
+            between = [directory.name]
+    return ".".join(parts) or file.stem
+
+
+def is_covered(path: str) -> bool:
+    """Whether the file belongs to torch or to Python itself."""
+    if path.startswith("<frozen "):
+        return True
+    real = os.path.realpath(path)
+    if any(real.startswith(root) for root in _torch_roots()):
+        return True
+    return any(
+        real.startswith(root) and "-packages" + os.sep not in real.removeprefix(root)
+        for root in _python_roots()
+    )
+
+
+@cache
+def _torch_roots() -> tuple[str, ...]:
+    site = Path(os.path.realpath(torch.__file__)).parent.parent
+    return tuple(str(site / name) + os.sep for name in ("torch", "torchgen", "functorch"))
+
+
+@cache
+def _python_roots() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({os.path.realpath(paths[name]) + os.sep for name in ("stdlib", "platstdlib")})
+
+
+def _code_of(traced: Any) -> CodeType:
+    code = traced if isinstance(traced, CodeType) else getattr(traced, "__code__", None)
+    if not isinstance(code, CodeType):
+        raise TypeError(f"a function, code object or path is needed, not {traced!r}")
+    return code
+
+
+def code_digest(code: CodeType) -> str:
+    """Equal in every process that compiled the same source with the same Python."""
+    parts = (
+        code.co_name,
+        code.co_flags,
+        (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount),
+        code.co_code,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars + code.co_cellvars,
+        _constant(code.co_consts),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _constant(value: object) -> str:
+    if isinstance(value, CodeType):
+        return code_digest(value)
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(map(_constant, value))})"
+    if isinstance(value, (frozenset, set)):
+        # Its order is another one in every process.
+        return f"{{{','.join(sorted(map(_constant, value)))}}}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def digests_of(sources: Mapping[str, str | Path | bytes]) -> dict[str, str]:
+    """Digests of sources given as content (bytes) or as the path of a file."""
+    found = {}
+    for name, source in sources.items():
+        content = source if isinstance(source, bytes) else Path(source).read_bytes()
+        found[name] = hashlib.sha256(content).hexdigest()
+    return found

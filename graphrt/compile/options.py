@@ -1,0 +1,84 @@
+"""`CompileOptions`: how modules are traced, split and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from graphrt.core.base.checks import (
+    Check,
+    check_fields,
+    check_keys,
+    choice,
+    flag,
+    operators,
+    optional,
+    sequence,
+    text,
+    wrong_type,
+)
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Settings of `graphrt.compile`.
+
+    `backend` is "eager" or "inductor". `compile_sizes` are sizes of the first batch axis that get
+    code of their own; "capture_sizes" stands for all capture sizes. `dynamic_shapes` says how a
+    batch dimension is traced: "backed" by a number that branches may look at, "unbacked" (a branch
+    that does is an error), or "backed_size_oblivious" (backed, and as if it were never 0 or 1).
+
+    `splitting_ops` are the operators at which the graph is split, "ns::op" or "ns::op.overload";
+    None stands for `DEFAULT_SPLITTING_OPS` and every operator tagged `cudagraph_unsafe`, an empty
+    list for one piece that is the whole graph. With `use_inductor_graph_partition` Inductor gets
+    the whole graph, and splits its own code at those operators. `cache_dir` goes before
+    `GRAPHRT_CACHE_DIR`. `save_format` is how the cache keeps compiled pieces; None: as
+    `GRAPHRT_COMPILE_CACHE_SAVE_FORMAT` says, else "binary". `autotune` searches for fast kernels
+    where a size is compiled for itself.
+    """
+
+    backend: str = "eager"
+    compile_sizes: tuple[int | str, ...] = ()
+    dynamic_shapes: Literal["backed", "unbacked", "backed_size_oblivious"] = "backed"
+    splitting_ops: tuple[str, ...] | None = None
+    use_inductor_graph_partition: bool = False
+    cache_dir: str | None = None
+    save_format: Literal["binary", "unpacked"] | None = None
+    autotune: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, CHECKS, prefix="compile.")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> CompileOptions:
+        """Options from names and values; raises `InvalidOptionError`."""
+        check_keys(options, cls, prefix="compile.")
+        return cls(**options)
+
+    @property
+    def whole_graph(self) -> bool:
+        """Whether nothing splits the graph."""
+        return self.splitting_ops == ()
+
+
+def _sizes(key: str, value: object) -> object:
+    expected, example = 'positive integers or "capture_sizes"', f'{key}=[1,8,"capture_sizes"]'
+    sizes = sequence(key, value, expected, example)
+    for size in sizes:
+        positive = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        if not positive and size != "capture_sizes":
+            raise wrong_type(key, size, expected, example)
+    return sizes
+
+
+CHECKS: dict[str, Check] = {
+    "backend": text,
+    "compile_sizes": _sizes,
+    "dynamic_shapes": choice("backed", "unbacked", "backed_size_oblivious"),
+    "splitting_ops": optional(operators),
+    "use_inductor_graph_partition": flag,
+    "cache_dir": optional(text),
+    "save_format": optional(choice("binary", "unpacked")),
+    "autotune": flag,
+}

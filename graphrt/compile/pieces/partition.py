@@ -1,0 +1,255 @@
+"""Inductor's own partition: code of one whole graph, of which the parts between the splitting
+operators are captured."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphrt.compile.backend.backends import backend_for
+from graphrt.compile.errors import CompileError
+from graphrt.compile.options import CompileOptions
+from graphrt.core.base import tree
+from graphrt.core.base.errors import BakedScalarError, BreakShapeError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.bridges import Bridges, separate_strides
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.device.lookup import wrapper_class
+
+if TYPE_CHECKING:
+    from graphrt.compile.pieces.pieces import Wrapping
+
+# What Inductor calls for each of its partitions is process-wide.
+_lock = threading.RLock()
+_ALIGNMENT = 16
+"""Bytes; what Inductor's kernels take for granted."""
+
+
+class Partition:
+    """One partition, called as Inductor does: with one list, which the callee may empty."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self.function = function
+        self.run = function
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self.run(args)
+
+
+class Partitioned:
+    """Compiled code of a whole graph; its partitions are captured once `capture_in` is called.
+
+    A partition's inputs must stay where its graph reads them. Weights, the arguments of the step
+    and what other partitions return do; anything else, such as what a splitting operator returns,
+    is copied to a fixed place before the partition and back after it, since it may be written too.
+    """
+
+    def __init__(self, run: Callable[..., Any], partitions: Sequence[Partition]) -> None:
+        self.partitions = tuple(partitions)
+        self.wrappers: tuple[GraphWrapper, ...] = ()
+        self._run = run
+        self._wrapping: Wrapping | None = None
+        self._results = Bridges()
+        self._step: set[int] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        wrapping = self._wrapping
+        context = None if wrapping is None else wrapping.read_context()
+        if wrapping is None or context is None or context.mode is not GraphMode.PIECEWISE:
+            return self._run_aligned(args)
+        self._step = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
+        result = self._run(*args)
+        if wrapping.options.outputs == "clone":
+            return tree.map_tensors(torch.Tensor.clone, result)
+        return self._in_place(result) if wrapping.options.outputs == "static" else result
+
+    def capture_in(self, wrapping: Wrapping, splitting: frozenset[str]) -> None:
+        """Put each partition into a PIECEWISE wrapper; `splitting` may not run inside of one."""
+        self._wrapping = wrapping
+        wrap = wrapper_class(wrapping.pool.platform)
+        options = replace(wrapping.options, outputs="pool", breaks=splitting)
+        wrappers = []
+        for partition in self.partitions:
+            wrapper = wrap(
+                _with_list(partition.function),
+                GraphMode.PIECEWISE,
+                pool=wrapping.pool,
+                read_context=wrapping.read_context,
+                options=options,
+            )
+            partition.run = _Captured(partition.function, wrapper, wrapping, self.is_fixed)
+            wrappers.append(wrapper)
+        self.wrappers = tuple(wrappers)
+
+    def is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether a partition's input is at one address in every step like this one."""
+        assert self._wrapping is not None
+        pool = self._wrapping.pool
+        return _storage(tensor) in self._step or pool.platform.owns(pool.memory, tensor)
+
+    def _run_aligned(self, args: tuple[Any, ...]) -> Any:
+        """Run with copies of tensors at odd addresses, which are copied back.
+
+        Inductor's code does that itself, but for code whose partitions somebody else calls.
+        """
+        odd = [
+            place
+            for place, each in enumerate(args)
+            if isinstance(each, torch.Tensor) and each.is_cuda and each.data_ptr() % _ALIGNMENT
+        ]
+        if not odd:
+            return self._run(*args)
+        copies = list(args)
+        for place in odd:
+            copies[place] = args[place].clone()
+        result = self._run(*copies)
+        for place in odd:
+            args[place].copy_(copies[place])
+        return result
+
+    def _in_place(self, result: Any) -> Any:
+        place = 0
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal place
+            place += 1
+            buffer = self._results.buffer((0, place), tensor)
+            return buffer.copy_(tensor)
+
+        return tree.map_tensors(copied, result)
+
+
+class _Captured:
+    """A partition in its wrapper, with the copies of inputs that come from nowhere fixed."""
+
+    def __init__(
+        self,
+        function: Callable[[list[Any]], Any],
+        wrapper: GraphWrapper,
+        wrapping: Wrapping,
+        is_fixed: Callable[[torch.Tensor], bool],
+    ) -> None:
+        self._function = function
+        self._wrapper = wrapper
+        self._read_context = wrapping.read_context
+        self._is_fixed = is_fixed
+        self._bridges = Bridges()
+        self._places: dict[BatchDescriptor, list[tuple[int, torch.Tensor]]] = {}
+        self._numbers: dict[BatchDescriptor, list[Any]] = {}
+
+    def __call__(self, args: list[Any]) -> Any:
+        context = self._read_context()
+        descriptor = None if context is None else context.descriptor
+        if context is None or descriptor is None or context.mode is not GraphMode.PIECEWISE:
+            return self._function(args)
+        numbers = [each for each in args if not isinstance(each, torch.Tensor)]
+        if context.capture is not None or descriptor not in self._places:
+            self._places[descriptor] = self._bridged(args)
+            self._numbers[descriptor] = numbers
+        elif numbers != self._numbers[descriptor]:
+            raise BakedScalarError(
+                "a partition gets another number than its graph has baked in",
+                got=numbers,
+                expected=self._numbers[descriptor],
+                advice="keep sizes that depend on data out of code between splitting operators",
+            )
+        places = self._places[descriptor]
+        given = [args[place] for place, _ in places]
+        for place, buffer in places:
+            _check_shape(args[place], buffer)
+            args[place] = buffer.copy_(args[place])
+        result = self._wrapper(*args)
+        for original, (_, buffer) in zip(given, places, strict=True):
+            original.copy_(buffer)
+        return result
+
+    def _bridged(self, args: list[Any]) -> list[tuple[int, torch.Tensor]]:
+        found: list[tuple[int, torch.Tensor]] = []
+        storages: set[int] = set()
+        for place, tensor in enumerate(args):
+            if not isinstance(tensor, torch.Tensor) or not tensor.numel() or self._is_fixed(tensor):
+                continue
+            alone = separate_strides(tensor) == tensor.stride()
+            if _storage(tensor) in storages or not alone:
+                raise CompileError(
+                    "a partition reads views of what a splitting operator returned",
+                    got=f"input {place}, {'a second one of its storage' if alone else 'expanded'}",
+                    expected="separate tensors, which separate buffers can stand for",
+                    advice="let the operator write into given tensors, or leave "
+                    "use_inductor_graph_partition out",
+                )
+            storages.add(_storage(tensor))
+            found.append((place, self._bridges.buffer((0, place), tensor)))
+        return found
+
+
+@contextmanager
+def collecting(splitting_ops: Sequence[str]) -> Iterator[list[Partition]]:
+    """Let Inductor partition what is compiled or loaded in the block; the partitions, in order.
+
+    Operators tagged `cudagraph_unsafe` and those in `splitting_ops` stay between them.
+    """
+    from torch._inductor import config, utils
+
+    found: list[Partition] = []
+    owner = threading.get_ident()
+
+    def take(function: Callable[[list[Any]], Any], metadata: Any) -> Callable[..., Any]:
+        if threading.get_ident() != owner:
+            return function  # of a torch.compile in another thread
+        if metadata.partition_index == 0:
+            found.clear()
+        found.append(Partition(function))
+        return found[-1]
+
+    patches = {"graph_partition": True, "custom_should_partition_ops": list(splitting_ops)}
+    with _lock, config.patch(patches):
+        hook: Any = utils._unstable_customized_partition_wrapper
+        before, hook.wrapper = hook.wrapper, take
+        try:
+            yield found
+        finally:
+            hook.wrapper = before
+
+
+def partitions(options: CompileOptions, device_type: str) -> tuple[bool, str]:
+    """Whether Inductor splits the graph, and why it does not where that was asked for."""
+    if not options.use_inductor_graph_partition or options.whole_graph:
+        return False, ""
+    if options.backend != "inductor":
+        return False, f"backend {options.backend!r} partitions nothing"
+    if device_type in ("cpu", "mps"):
+        return False, f"Inductor leaves code for device type {device_type!r} out of its partitions"
+    from torch._inductor import utils
+
+    _, reason = backend_for(options.backend, device_type)
+    if reason:
+        return False, reason
+    if not hasattr(utils, "_unstable_customized_partition_wrapper"):
+        return False, f"torch {torch.__version__} offers no way to capture Inductor's partitions"
+    return True, ""
+
+
+def _with_list(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    # Inductor's code empties the list that it is given.
+    return lambda *args: function(list(args))
+
+
+def _check_shape(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+    if tensor.shape != buffer.shape or tensor.dtype != buffer.dtype:
+        raise BreakShapeError(
+            "a splitting operator returned another tensor than at capture",
+            got=f"{tensor.dtype} {tuple(tensor.shape)}",
+            expected=f"{buffer.dtype} {tuple(buffer.shape)}",
+            advice="return the padded shape; mask the padding rows instead of dropping them",
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,190 @@
+"""From pieces of a graph to what is called for each: compiled once, wrapped for capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphrt.compile.backend.as_operator import AsOperator
+from graphrt.compile.backend.backends import Backend, backend_for
+from graphrt.compile.pieces.artifacts import KeptPieces
+from graphrt.compile.pieces.bridge import BridgedPiece
+from graphrt.compile.pieces.figures import Figures
+from graphrt.compile.pieces.partition import Partitioned, collecting
+from graphrt.compile.pieces.static_sizes import BySize, size_place, static_inputs
+from graphrt.compile.split.fingerprint import fingerprint
+from graphrt.compile.split.split import Piece, returned_count
+from graphrt.compile.trace.sizes import value_of
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.wrapper import WrapperOptions
+from graphrt.core.device.lookup import wrapper_class
+from graphrt.core.replay.pool import GraphPool
+
+_KEY_LENGTH = 16
+"""Hex digits of a piece's hash that name it among the pieces of one module."""
+
+
+class Compiler:
+    """Compiles the pieces of one module, those of equal structure once.
+
+    `sizes` of `symbol` are compiled for themselves in addition. With `partition_at` the compiler
+    makes partitions between these operators, and `partitioned` is all code that has them. What a
+    compiler made is put into `kept`, and taken from it; nothing of it is there for others unless
+    the block ends well. `kept_as` has the names of code by those of pieces.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        figures: Figures,
+        device: torch.device,
+        *,
+        kept: KeptPieces | None,
+        symbol: Any,
+        sizes: Sequence[int],
+        partition_at: Sequence[str] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._figures = figures
+        self._device_type = device.type
+        self._symbol = symbol
+        self._sizes = sizes
+        self._partition_at = partition_at
+        self.partitioned: list[Partitioned] = []
+        self.kept_as: dict[str, str] = {}
+        self._made: dict[str, Callable[..., Any]] = {}
+        # A capture on the CPU records operators, and would not see the kernels of compiled code.
+        self._as_operators = device.type == "cpu" and backend.name != "eager"
+        self._kept = kept
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and self._kept is not None:
+            self._kept.discard()
+
+    def call_of(self, piece: Piece) -> Callable[..., Any]:
+        """What runs a piece; a splitting one runs as it is."""
+        if piece.splitting:
+            self._figures.splitting_pieces += 1
+            forward: Callable[..., Any] = piece.graph.forward
+            return forward
+        self._figures.pieces += 1
+        key = fingerprint(piece.graph)
+        self.kept_as[piece.name] = self._name(key)
+        if key not in self._made:
+            self._figures.distinct_pieces += 1
+            call = self._compiled(piece.graph, key)
+            if self._as_operators:
+                call = AsOperator(call, returned_count(piece.graph))
+            self._made[key] = call
+        return self._made[key]
+
+    def finish(self, texts: Mapping[str, str]) -> None:
+        """Show the cache's other users what was compiled, with `texts` for reading beside it."""
+        if self._kept is not None:
+            self._kept.finish(texts)
+
+    def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
+        inputs = [value_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
+        name = self._name(key)
+        general = self._one(graph, inputs, name, static=False)
+        place = size_place(graph, self._symbol) if self._sizes else None
+        if place is None:
+            return general
+        static = {
+            size: self._one(
+                graph, static_inputs(graph, self._symbol, size), f"{name}_{size}", static=True
+            )
+            for size in self._sizes
+        }
+        return BySize(place, static, general)
+
+    def _name(self, key: str) -> str:
+        kind = "piece" if self._partition_at is None else "partitioned"
+        return f"{kind}_{key[:_KEY_LENGTH]}"
+
+    def _one(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
+    ) -> Callable[..., Any]:
+        if self._partition_at is None:
+            return self._loaded_or_compiled(graph, inputs, name, static=static)
+        with collecting(self._partition_at) as found:
+            made = self._loaded_or_compiled(graph, inputs, name, static=static)
+        self.partitioned.append(Partitioned(made, found))
+        return self.partitioned[-1]
+
+    def _loaded_or_compiled(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
+    ) -> Callable[..., Any]:
+        if self._kept is not None:
+            found = self._kept.load(name, returned_count(graph))
+            if found is not None:
+                self._figures.loads += 1
+                return found
+        backend, why_eager = self._backend, ""
+        if self._kept is not None and self._kept.found:
+            # It was chosen to load what is kept, which was more than there is.
+            other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
+            if why_eager:
+                backend, self._figures.backend_reason = other, why_eager
+        with torch.no_grad():
+            compiled: Any = backend.compile(graph, inputs, static=static)
+        self._figures.compilations += 1
+        self._figures.static_compilations += static
+        if self._kept is not None and not why_eager:
+            self._kept.store(name, compiled)
+        made: Callable[..., Any] = compiled
+        return made
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How pieces are captured: where, with which options, and what tells them the step."""
+
+    pool: GraphPool
+    options: WrapperOptions
+    read_context: Callable[[], ForwardContext | None]
+
+
+def wrapped_pieces(
+    pieces: Sequence[Piece],
+    calls: Sequence[Callable[..., Any]],
+    wrapping: Wrapping,
+    returned: Collection[fx.Node],
+) -> list[Callable[..., Any]]:
+    """Each compiled piece in a PIECEWISE wrapper of its own, and splitting ones kept in place.
+
+    `outputs` of the options holds for pieces whose results the forward returns: all others are read
+    by the pieces that follow, where they are.
+    """
+    wrap = wrapper_class(wrapping.pool.platform)
+    inner = replace(wrapping.options, outputs="pool")
+    wrapped: list[Callable[..., Any]] = []
+    for piece, call in zip(pieces, calls, strict=True):
+        if piece.splitting:
+            wrapped.append(BridgedPiece(call, wrapping.read_context) if piece.outputs else call)
+            continue
+        last = any(node in returned for node in piece.outputs)
+        wrapped.append(
+            wrap(
+                call,
+                GraphMode.PIECEWISE,
+                pool=wrapping.pool,
+                read_context=wrapping.read_context,
+                options=wrapping.options if last else inner,
+            )
+        )
+    return wrapped

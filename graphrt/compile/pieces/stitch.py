@@ -1,0 +1,256 @@
+"""The call that runs all pieces in order, as straight-line Python."""
+
+from __future__ import annotations
+
+import keyword
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphrt.compile.errors import RetraceError
+from graphrt.compile.split.fingerprint import target_name
+from graphrt.compile.split.split import Piece
+from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
+from graphrt.compile.trace.parameters import Parameters
+from graphrt.compile.trace.sizes import is_number
+
+
+@dataclass(frozen=True)
+class Stitched:
+    """A function and its source. `weights` are the names in it of the module's, by their own."""
+
+    function: FunctionType
+    source: str
+    weights: Mapping[str, str]
+
+    def rebind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Let the function use these weights; raises `RetraceError` for one of another kind, and
+        where one is gone, or is no longer the same as another one that it was compiled as."""
+        namespace = self.function.__globals__
+        found: dict[str, tuple[str, torch.Tensor]] = {}
+        for own, name in self.weights.items():
+            new, old = weights.get(own), namespace[name]
+            if new is not old and (new is None or _kind(new) != _kind(old)):
+                raise _other_weight(own, "nothing" if new is None else _kind(new), _kind(old))
+            first, other = found.setdefault(name, (own, new))
+            if other is not new:
+                raise _other_weight(own, "a tensor of its own", f"the same as {first}")
+        namespace.update({name: new for name, (_, new) in found.items()})
+
+    def moved(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names of weights that are others than those in use."""
+        namespace = self.function.__globals__
+        return [
+            own for own, name in self.weights.items() if weights.get(own) is not namespace[name]
+        ]
+
+
+def _kind(weight: torch.Tensor) -> str:
+    return f"{weight.dtype} {tuple(weight.shape)} {weight.stride()} on {weight.device}"
+
+
+def _other_weight(name: str, got: str, expected: str) -> RetraceError:
+    return RetraceError(
+        f"the weight {name} is another one than was compiled for",
+        input=name,
+        got=got,
+        expected=expected,
+        advice="compile a new instance of the module",
+    )
+
+
+def stitch(
+    graph: fx.GraphModule,
+    pieces: Sequence[Piece],
+    calls: Sequence[Callable[..., Any]],
+    *,
+    interface: Interface | None,
+    parameters: Parameters,
+    weights: Mapping[str, torch.Tensor],
+    label: str,
+) -> Stitched:
+    """Generate the function that calls `calls`, one for each piece.
+
+    With an `interface` it has the forward's own parameters and holds the weights; without, it takes
+    and returns what the graph does. `weights` are the module's.
+    """
+    writer = _Writer(graph, pieces, parameters if interface else None)
+    if interface is None:
+        writer.take_placeholders()
+    else:
+        writer.take_parameters(interface, parameters, weights)
+    for piece, call in zip(pieces, calls, strict=True):
+        writer.call_piece(piece, call)
+    writer.give_back(interface)
+    return writer.finished(label)
+
+
+class _Writer:
+    def __init__(
+        self, graph: fx.GraphModule, pieces: Sequence[Piece], parameters: Parameters | None
+    ) -> None:
+        self._graph = graph
+        self._globals: dict[str, Any] = {}
+        self._weights: dict[str, str] = {}
+        self._reserved = {piece.name for piece in pieces}
+        self._reserved |= set(parameters.names) if parameters else set()
+        self._names: dict[fx.Node, str] = {}
+        self._head: list[str] = []
+        self._lines: list[str] = []
+        self._signature = ""
+        self._last_use = _last_uses(pieces)
+        self._kept: set[fx.Node] = set()
+        output = next(iter(reversed(graph.graph.nodes)))
+        self._outputs: Sequence[Any] = output.args[0]
+        self._kept.update(output.all_input_nodes)
+        self._wanted = {n for piece in pieces for n in piece.inputs} | self._kept
+
+    def take_placeholders(self) -> None:
+        nodes = [n for n in self._graph.graph.nodes if n.op == "placeholder"]
+        for node in nodes:
+            self._names[node] = self._fresh(node.name)
+        self._signature = f"({', '.join(self._names[n] for n in nodes)})"
+        self._take_attributes()
+
+    def take_parameters(
+        self,
+        interface: Interface,
+        parameters: Parameters,
+        weights: Mapping[str, torch.Tensor],
+    ) -> None:
+        own_names: dict[int, list[str]] = {}
+        for own, weight in weights.items():
+            own_names.setdefault(id(weight), []).append(own)
+        self._signature = parameters.header()
+        self._globals.update(parameters.defaults())
+        nodes = [n for n in self._graph.graph.nodes if n.op == "placeholder"]
+        for node, source in zip(nodes, interface.inputs, strict=True):
+            if isinstance(source, torch.Tensor):
+                owns = own_names.get(id(source), [])
+                self._names[node] = self._constant(owns[0] if owns else node.name, source)
+                self._weights.update(dict.fromkeys(owns, self._names[node]))
+            elif not is_number(node):
+                self._names[node] = source
+            elif node in self._used_numbers():
+                self._names[node] = self._fresh(node.name)
+                self._lines.append(f"{self._names[node]} = {source}")
+        self._take_attributes()
+
+    def call_piece(self, piece: Piece, call: Callable[..., Any]) -> None:
+        self._globals[piece.name] = call
+        arguments = ", ".join(self._names[n] for n in piece.inputs)
+        for node in piece.outputs:
+            self._names[node] = self._fresh(node.name)
+        results = ", ".join(self._names[n] for n in piece.outputs)
+        self._lines.append(f"{results}{' = ' if results else ''}{piece.name}({arguments})")
+        own = (
+            n for n in (*piece.inputs, *piece.outputs) if n.op not in ("placeholder", "get_attr")
+        )
+        done = [n for n in own if self._last_use.get(n) == piece.index and n not in self._kept]
+        if done:
+            # Memory that nothing reads any more is free for the pieces that follow.
+            self._lines.append(f"del {', '.join(self._names[n] for n in done)}")
+
+    def give_back(self, interface: Interface | None) -> None:
+        self._compute_numbers()
+        outputs = [self._text(value) for value in self._outputs]
+        if interface is None:
+            self._lines.append(f"return ({', '.join(outputs)}{',' if len(outputs) == 1 else ''})")
+        else:
+            self._lines.append(f"return {self._returned(interface.result, outputs)}")
+
+    def finished(self, label: str) -> Stitched:
+        body = "\n".join(f"    {line}" for line in self._lines)
+        source = f"def forward{self._signature}:\n{body}\n"
+        namespace = dict(self._globals)
+        exec(compile(source, label, "exec"), namespace)
+        # So that tracebacks show the lines.
+        linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)
+        return Stitched(namespace["forward"], source, self._weights)
+
+    def _take_attributes(self) -> None:
+        for node in self._graph.graph.nodes:
+            if node.op == "get_attr" and node in self._wanted:
+                value = _attribute(self._graph, str(node.target))
+                self._names[node] = self._constant(node.name, value)
+
+    def _used_numbers(self) -> set[fx.Node]:
+        """Size placeholders that a piece takes, or that a number the forward returns is made of."""
+        used = {n for n in self._wanted if is_number(n)}
+        stack = list(used)
+        while stack:
+            for n in stack.pop().all_input_nodes:
+                if n not in used and is_number(n):
+                    used.add(n)
+                    stack.append(n)
+        return used
+
+    def _compute_numbers(self) -> None:
+        used = self._used_numbers()
+        for node in self._graph.graph.nodes:
+            if node in used and node not in self._names:
+                function = self._constant(target_name(node.target).rpartition(".")[2], node.target)
+                arguments = [self._text(a) for a in node.args]
+                arguments += [f"{key}={self._text(a)}" for key, a in node.kwargs.items()]
+                self._names[node] = self._fresh(node.name)
+                self._lines.append(f"{self._names[node]} = {function}({', '.join(arguments)})")
+
+    def _returned(self, value: Any, outputs: Sequence[str]) -> str:
+        if isinstance(value, Output):
+            return outputs[value.place]
+        if isinstance(value, Argument):
+            return value.path
+        if isinstance(value, Weight):
+            return self._constant("weight", value.tensor)
+        if isinstance(value, tuple):
+            inside = ", ".join(self._returned(v, outputs) for v in value)
+            return f"({inside}{',' if len(value) == 1 else ''})"
+        if isinstance(value, list):
+            return f"[{', '.join(self._returned(v, outputs) for v in value)}]"
+        if isinstance(value, dict):
+            items = (f"{self._literal(k)}: {self._returned(v, outputs)}" for k, v in value.items())
+            return "{" + ", ".join(items) + "}"
+        return self._literal(value)
+
+    def _text(self, value: Any) -> str:
+        return self._names[value] if isinstance(value, fx.Node) else self._literal(value)
+
+    def _literal(self, value: Any) -> str:
+        if value is None or type(value) in (int, str, bool):
+            return repr(value)
+        return self._constant("constant", value)
+
+    def _constant(self, name: str, value: Any) -> str:
+        """A global name for a value; the same one for the same value."""
+        name = "".join(c if c.isalnum() else "_" for c in name)
+        for known, other in self._globals.items():
+            if other is value and known.startswith(name):
+                return known
+        name = self._fresh(name)
+        self._globals[name] = value
+        return name
+
+    def _fresh(self, name: str) -> str:
+        while name in self._reserved or keyword.iskeyword(name) or not name.isidentifier():
+            name = f"_{name}" if not name[:1].isalpha() and name[:1] != "_" else f"{name}_"
+        self._reserved.add(name)
+        return name
+
+
+def _attribute(graph: fx.GraphModule, target: str) -> Any:
+    found: Any = graph
+    for part in target.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _last_uses(pieces: Sequence[Piece]) -> dict[fx.Node, int]:
+    found: dict[fx.Node, int] = {}
+    for piece in pieces:
+        found.update(dict.fromkeys((*piece.outputs, *piece.inputs), piece.index))
+    return found

@@ -1,0 +1,94 @@
+"""When two pieces are the same code: the text that says so, and its hash."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphrt.compile.trace.sizes import value_of
+
+_PLAIN = (str, int, float, complex, bool, type(None), type(Ellipsis))
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def fingerprint(graph: fx.GraphModule) -> str:
+    """A hash that is equal for pieces that one compiled function can serve.
+
+    What operators a graph has, in which order, with which constants, and what is known of its
+    inputs: shapes, strides, dtypes, devices, and which of them share memory. Names do not matter.
+    """
+    return hashlib.sha256("\n".join(normalised(graph)).encode()).hexdigest()
+
+
+def normalised(graph: fx.GraphModule) -> list[str]:
+    """The lines that are hashed."""
+    numbers: dict[fx.Node, str] = {}
+    storages: dict[int, int] = {}
+    lines = []
+    for node in graph.graph.nodes:
+        numbers[node] = name = f"%{len(numbers)}"
+        if node.op == "placeholder":
+            lines.append(f"{name} = input {_described(value_of(node), storages)}")
+        elif node.op == "output":
+            lines.append(f"return {_argument(node.args[0], numbers)}")
+        elif node.op == "get_attr":
+            lines.append(f"{name} = {_attribute(graph, str(node.target))}")
+        else:
+            args = _argument((node.args, node.kwargs), numbers)
+            lines.append(f"{name} = {node.op} {target_name(node.target)} {args}")
+    return lines
+
+
+def target_name(target: Any) -> str:
+    """The name of what a node calls, which is the same in every process."""
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(target)
+    module = getattr(target, "__module__", None) or type(target).__module__
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    return f"{module}.{name or repr(target)}"
+
+
+def _attribute(graph: fx.GraphModule, target: str) -> str:
+    found: Any = graph
+    for part in target.split("."):
+        found = getattr(found, part)
+    if isinstance(found, fx.GraphModule):
+        return f"graph {fingerprint(found)}"
+    return f"attribute {id(found)}"
+
+
+def _described(value: Any, storages: dict[int, int]) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value}"
+    place = ""
+    if value.layout is torch.strided:
+        key = value.untyped_storage()._cdata
+        place = f"{value.stride()} in {storages.setdefault(key, len(storages))}"
+        place += f" at {value.storage_offset()}"
+    kind = "Parameter" if isinstance(value, torch.nn.Parameter) else type(value).__name__
+    return f"{kind} {value.dtype} {value.device} {value.layout} {tuple(value.shape)} {place}"
+
+
+def _argument(value: Any, numbers: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return numbers[value]
+    if isinstance(value, list | tuple):
+        inside = ", ".join(_argument(v, numbers) for v in value)
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_argument(v, numbers)}" for k, v in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice{_argument((value.start, value.stop, value.step), numbers)}"
+    if isinstance(value, _NAMED):
+        return str(value)
+    if isinstance(value, _PLAIN):
+        return f"{type(value).__name__} {value!r}"
+    if callable(value) or isinstance(value, type):
+        return target_name(value)
+    # Nothing is known of it: only pieces with this very object are the same.
+    return f"{type(value).__name__} {id(value)}"

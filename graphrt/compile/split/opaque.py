@@ -1,0 +1,118 @@
+"""`opaque`: a function as one operator that no compiler looks into."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from graphrt.compile.errors import OpaqueError
+from graphrt.core.capture.recorder import eager_break
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
+# An operator lives as long as the library that defined it.
+_libraries: list[torch.library.Library] = []
+
+
+def opaque(
+    name: str,
+    *,
+    mutates: Sequence[str],
+    fake: Callable[..., Any] | None = None,
+    splits: bool = True,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function the operator `name` ("ns::op"), which writes the arguments `mutates`.
+
+        @opaque("engine::attention", mutates=["out"])
+        def attention(query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    A trace sees one operator. With `splits` it is a splitting operator by default, and under a
+    breakable capture a call of it is an eager break; without, it is captured like any other.
+    Its parameters and its result need the types of operators. One that returns nothing writes into
+    given tensors, which is what graphs around it like best; another one needs `fake`, which takes
+    the same arguments and returns empty tensors of the right shapes. It may not return what it is
+    given. Raises `OpaqueError` where that cannot be an operator.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise OpaqueError(
+            "an operator needs a namespace and a name",
+            got=repr(name),
+            expected='"namespace::name"',
+            advice='@opaque("engine::attention", mutates=["out"])',
+        )
+
+    def made_opaque(function: Callable[P, R]) -> Callable[P, R]:
+        overload = _define(name, function, mutates, fake, splits)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            result: R = overload(*args, **kwargs)
+            return result
+
+        finished: Any = eager_break(call) if splits else call
+        finished.operator = overload
+        return finished  # type: ignore[no-any-return]
+
+    return made_opaque
+
+
+def _define(
+    name: str,
+    function: Callable[..., Any],
+    mutates: Sequence[str],
+    fake: Callable[..., Any] | None,
+    splits: bool,
+) -> Any:
+    namespace, short = name.split("::")
+    if torch._C._jit_get_schemas_for_operator(name):
+        raise OpaqueError(
+            "an operator of that name is registered already",
+            got=name,
+            expected="a new name",
+            advice="define it once, at the top of a module",
+        )
+    known = list(inspect.signature(function).parameters)
+    for argument in mutates:
+        if argument not in known:
+            raise OpaqueError(
+                f"{name} has no argument of a name in mutates=",
+                got=repr(argument),
+                expected=", ".join(known),
+                advice="name the tensors that the function writes",
+            )
+    try:
+        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
+    except ValueError as error:
+        raise OpaqueError(
+            f"{name} cannot be an operator: {error}",
+            got=f"{function.__qualname__}{inspect.signature(function)}",
+            expected="annotated tensors, numbers, strings and lists of them",
+            advice="annotate every parameter and the result",
+        ) from error
+    nothing = schema.endswith("-> ()")
+    if fake is None and not nothing:
+        raise OpaqueError(
+            f"{name} returns something, so tracing needs to know its shape",
+            got=schema,
+            expected="fake=",
+            advice="pass fake=, or write into a given tensor and return nothing",
+        )
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    tags = (unsafe,) if splits and unsafe is not None else ()
+    library: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(short + schema, tags=tags)
+    library.impl(short, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake or _nothing, lib=library)
+    _libraries.append(library)
+    return getattr(getattr(torch.ops, namespace), short).default
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """All results are written in place."""

@@ -1,0 +1,167 @@
+"""Which dimensions of the arguments are the batch's, and example tensors of other batch sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from graphrt.compile.errors import CompileError, RetraceError
+from graphrt.compile.trace.parameters import Leaf
+
+DEFAULT_AXIS = "tokens"
+_AXIS = re.compile(r"(\w+?)(?:\+(\d+))?")
+
+
+class Axis(NamedTuple):
+    """A batch dimension: its size is that of the batch's axis `name`, plus `offset`."""
+
+    name: str
+    offset: int = 0
+
+    @classmethod
+    def parse(cls, text: object) -> Axis:
+        """An axis from "tokens", "reqs" or "reqs+1"; raises `CompileError`."""
+        found = _AXIS.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise CompileError(
+                "a batch axis has a name",
+                got=repr(text),
+                expected='"tokens", "reqs" or "reqs+1"',
+                advice='dynamic_dims={"ids": 0, "block_table": {0: "reqs"}}',
+            )
+        return cls(found[1], int(found[2] or 0))
+
+    def __str__(self) -> str:
+        return f"{self.name}+{self.offset}" if self.offset else self.name
+
+
+class DynamicDims:
+    """The batch dimensions of each argument.
+
+    Given as names (dimension 0 is the batch's), or as a dict from names to a dimension, to several,
+    or to `{dimension: axis}`. Dimensions of one axis have one size in every call; the axis that has
+    no name is "tokens". A name is an argument's, or the path of an element such as `hidden[0]`.
+    """
+
+    def __init__(self, given: Mapping[str, Any] | Sequence[str]) -> None:
+        if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
+            raise _wrong_dims(given)
+        named = given if isinstance(given, Mapping) else dict.fromkeys(given, 0)
+        self._axes = {name: _axes(value) for name, value in named.items()}
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise `CompileError` for a name that is no parameter's."""
+        for name in self._axes:
+            if Leaf(name, None).argument not in names:
+                raise CompileError(
+                    "dynamic_dims names an argument that the forward does not have",
+                    got=repr(name),
+                    expected=", ".join(names),
+                    advice="use the parameter names of forward",
+                )
+
+    def of(self, leaf: Leaf) -> dict[int, Axis]:
+        """The batch dimensions of one leaf; empty for what is no tensor."""
+        if not isinstance(leaf.value, torch.Tensor):
+            return {}
+        axes = self._axes.get(leaf.path)
+        if axes is None:
+            axes = self._axes.get(leaf.argument, {})
+        rank = leaf.value.dim()
+        for dim in axes:
+            if not -rank <= dim < rank:
+                raise RetraceError(
+                    f"argument {leaf.path} has no dimension {dim}, which should be a batch one",
+                    input=leaf.path,
+                    got=f"shape {tuple(leaf.value.shape)}",
+                    expected=f"more than {dim} dimensions",
+                    advice="correct dynamic_dims",
+                )
+        return {dim % rank: axis for dim, axis in axes.items()}
+
+
+def sizes_of(dims: DynamicDims, leaves: Iterable[Leaf]) -> dict[str, int]:
+    """The size of every axis in a call; raises `RetraceError` where arguments contradict."""
+    found: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for leaf in leaves:
+        for dim, axis in dims.of(leaf).items():
+            size = leaf.value.shape[dim] - axis.offset
+            known = found.setdefault(axis.name, size)
+            if known != size:
+                raise RetraceError(
+                    f"argument {leaf.path} has another number of {axis.name} than "
+                    f"{first[axis.name]}",
+                    input=leaf.path,
+                    got=f"{leaf.value.shape[dim]} in dimension {dim}",
+                    expected=str(known + axis.offset),
+                    advice="pass arguments of one batch, or give the dimension an axis of its own",
+                )
+            first.setdefault(axis.name, leaf.path)
+    return found
+
+
+def telling_sizes(given: Mapping[str, int], avoid: Iterable[int]) -> dict[str, int]:
+    """A size for every axis, near the given one, that nothing else has.
+
+    A size that two things have would be taken for one size of both.
+    """
+    taken = {0, 1, *avoid}
+    found: dict[str, int] = {}
+    for name, size in given.items():
+        near = (*range(size, 1, -1), *range(size + 1, size + len(taken) + 8))
+        found[name] = next(n for n in near if n not in taken and n + 1 not in taken)
+        taken |= {found[name] - 1, found[name], found[name] + 1}
+    return found
+
+
+def examples(
+    dims: DynamicDims, leaves: Sequence[Leaf], sizes: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Tensors like those of the leaves, with batch dimensions of `sizes`; nothing is in them.
+
+    A leaf without batch dimensions is represented by itself, under an identity of its own.
+    """
+    found = {}
+    for leaf in leaves:
+        value = leaf.value
+        if not isinstance(value, torch.Tensor):
+            continue
+        axes = dims.of(leaf)
+        if not axes:
+            found[leaf.path] = value.detach() if type(value) is torch.Tensor else value
+            continue
+        shape = list(value.shape)
+        for dim, axis in axes.items():
+            shape[dim] = sizes[axis.name] + axis.offset
+        if value.is_contiguous():
+            found[leaf.path] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        else:
+            found[leaf.path] = torch.empty_strided(
+                shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+    return found
+
+
+def _axes(value: Any) -> dict[int, Axis]:
+    if isinstance(value, Mapping):
+        axes = {dim: Axis.parse(axis) for dim, axis in value.items()}
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        axes = {dim: Axis(DEFAULT_AXIS) for dim in value}
+    else:
+        axes = {value: Axis(DEFAULT_AXIS)}
+    if not all(isinstance(dim, int) and not isinstance(dim, bool) for dim in axes):
+        raise _wrong_dims(value)
+    return axes
+
+
+def _wrong_dims(value: object) -> CompileError:
+    return CompileError(
+        "dynamic_dims says which dimensions are the batch's",
+        got=repr(value),
+        expected="names of arguments, or a dict from them to dimensions",
+        advice='dynamic_dims={"ids": 0, "block_table": {0: "reqs"}}',
+    )

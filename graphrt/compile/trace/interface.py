@@ -1,0 +1,187 @@
+"""Where a graph's inputs come from in a call, and what of its outputs the call returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphrt.compile.trace.parameters import Leaf
+from graphrt.compile.trace.sizes import value_of
+from graphrt.compile.trace.trace import Traced
+
+Probe = tuple[Sequence[Leaf], tuple[Any, ...], dict[str, Any]]
+"""A call with example tensors: its leaves, its positional and its keyword arguments."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The call around the graph, as far as generated code can say it.
+
+    `inputs` has one entry for each placeholder: Python text that reads it from the parameters, or
+    a weight. `result` is what the forward returns, with an `Output` for each tensor of the graph.
+    """
+
+    inputs: tuple[str | torch.Tensor, ...]
+    result: Any
+
+
+@dataclass(frozen=True)
+class Output:
+    """The graph's output of this place."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument that the forward returns as it is."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of the module that the forward returns as it is."""
+
+    tensor: torch.Tensor
+
+
+class _Unclear(Exception):
+    """Generated code cannot say it."""
+
+
+class _Seen(BaseException):
+    """Ends a call once the graph's inputs are known."""
+
+
+def argument_paths(traced: Traced, probe: Probe) -> dict[fx.Node, str]:
+    """The placeholders that are arguments, with where they are in the call."""
+    leaves, args, kwargs = probe
+    seen: list[Any] = []
+
+    def look(*inputs: Any) -> tuple[Any, ...]:
+        seen.extend(inputs)
+        raise _Seen
+
+    with contextlib.suppress(_Seen):
+        traced.forward_around(look)(*args, **kwargs)
+    paths = _paths(leaves)
+    nodes = _placeholders(traced.graph)
+    return {n: paths[id(v)] for n, v in zip(nodes, seen, strict=True) if id(v) in paths}
+
+
+def interface(traced: Traced, probes: Sequence[Probe]) -> tuple[Interface | None, str]:
+    """How the forward calls its graph; None, and why, where only Dynamo's code can do it.
+
+    Dynamo's code is run once for each probe with something in place of the graph that only looks.
+    What differs between two probes of other sizes is known to depend on the size.
+    """
+    if traced.assigned:
+        return None, f"the forward assigns to {', '.join(traced.assigned)}"
+    try:
+        found = [_probe(traced, *probe) for probe in probes]
+    except Exception as error:
+        # Whatever the forward does with its results, it cannot be done with placeholders.
+        return None, f"the forward computes with what its graph returns ({error!r})"
+    first = found[0]
+    if all(_same(first, other) for other in found[1:]):
+        return first, ""
+    return None, "two example batches do not tell how the forward calls its graph"
+
+
+def _probe(
+    traced: Traced, leaves: Sequence[Leaf], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Interface:
+    seen: list[Any] = []
+    outputs = tuple(Output(place) for place in range(len(_outputs(traced.graph))))
+
+    def look(*inputs: Any) -> tuple[Output, ...]:
+        seen.extend(inputs)
+        return outputs
+
+    with torch.no_grad():
+        returned = traced.forward_around(look)(*args, **kwargs)
+    paths = _paths(leaves)
+    nodes = _placeholders(traced.graph)
+    sizes = _size_texts(nodes, seen, paths)
+    inputs = tuple(_source(n, value, paths, sizes) for n, value in zip(nodes, seen, strict=True))
+    weights = {id(value): value for value in inputs if isinstance(value, torch.Tensor)}
+    return Interface(inputs, _described(returned, paths, weights))
+
+
+def _paths(leaves: Sequence[Leaf]) -> dict[int, str]:
+    return {id(leaf.value): leaf.path for leaf in leaves if isinstance(leaf.value, torch.Tensor)}
+
+
+def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _outputs(graph: fx.GraphModule) -> Sequence[Any]:
+    node = next(iter(reversed(graph.graph.nodes)))
+    found: Sequence[Any] = node.args[0]
+    return found
+
+
+def _size_texts(
+    nodes: Sequence[fx.Node], values: Sequence[Any], paths: dict[int, str]
+) -> dict[Any, str]:
+    """How to read each symbol off the arguments."""
+    found: dict[Any, str] = {}
+    for node, tensor in zip(nodes, values, strict=True):
+        fake, path = value_of(node), paths.get(id(tensor))
+        if path is None or not isinstance(fake, torch.Tensor):
+            continue
+        for dim, size in enumerate(fake.shape):
+            if isinstance(size, torch.SymInt):
+                found.setdefault(size.node.expr, f"{path}.size({dim})")
+    return found
+
+
+def _source(
+    node: fx.Node, value: Any, paths: dict[int, str], sizes: dict[Any, str]
+) -> str | torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return paths.get(id(value), value)
+    symbolic = value_of(node)
+    if isinstance(symbolic, torch.SymInt) and symbolic.node.expr in sizes:
+        return sizes[symbolic.node.expr]
+    raise _Unclear(node.name)
+
+
+def _described(value: Any, paths: dict[int, str], weights: dict[int, torch.Tensor]) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(_described(v, paths, weights) for v in value)
+    if type(value) is dict:
+        return {key: _described(v, paths, weights) for key, v in value.items()}
+    if isinstance(value, torch.Tensor):
+        if id(value) in paths:
+            return Argument(paths[id(value)])
+        if id(value) in weights:
+            return Weight(value)
+        raise _Unclear("a tensor from elsewhere")
+    if isinstance(value, Output) or value is None or type(value) in (int, float, str, bool):
+        return value
+    raise _Unclear(type(value).__name__)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Interface):
+        both = zip(a.inputs, b.inputs, strict=True)
+        return all(_same(x, y) for x, y in both) and _same(a.result, b.result)
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b
+    if isinstance(a, Weight) and isinstance(b, Weight):
+        return a.tensor is b.tensor
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
+    return bool(a == b)

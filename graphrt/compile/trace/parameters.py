@@ -1,0 +1,118 @@
+"""The parameters of a forward: how calls are bound to them, and how generated code names them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphrt.compile.errors import CompileError
+from graphrt.core.base import tree
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An argument, or an element of one. `path` is Python: `ids`, `cache[0]`, `meta['lengths']`."""
+
+    path: str
+    value: Any
+
+    @property
+    def argument(self) -> str:
+        """The name of the parameter it belongs to."""
+        return self.path.partition("[")[0].partition(".")[0]
+
+
+class Parameters:
+    """The signature of a forward."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.signature = inspect.signature(function)
+        self.names = tuple(self.signature.parameters)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        """The arguments of a call by name, with defaults; raises `CompileError`."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise CompileError(
+                f"the forward cannot be called like this: {error}",
+                expected=f"forward{self.signature}",
+                advice="pass the arguments that the forward names",
+            ) from None
+        bound.apply_defaults()
+        return bound
+
+    def header(self) -> str:
+        """The parameter list as text, with `_default_NAME` for every default."""
+        plain = [
+            each.replace(
+                annotation=inspect.Parameter.empty,
+                default=each.default
+                if each.default is inspect.Parameter.empty
+                else _Name(f"_default_{each.name}"),
+            )
+            for each in self.signature.parameters.values()
+        ]
+        return str(inspect.Signature(plain))
+
+    def defaults(self) -> dict[str, Any]:
+        """The values of the names in `header`."""
+        return {
+            f"_default_{each.name}": each.default
+            for each in self.signature.parameters.values()
+            if each.default is not inspect.Parameter.empty
+        }
+
+    def forwarding(self) -> str:
+        """The arguments as text that passes every parameter on."""
+        return ", ".join(_SPELLINGS[p.kind].format(p.name) for p in self._parameters())
+
+    def _parameters(self) -> list[inspect.Parameter]:
+        return list(self.signature.parameters.values())
+
+
+def leaves(bound: inspect.BoundArguments) -> list[Leaf]:
+    """Every leaf of the arguments, in a fixed order."""
+    return [
+        Leaf(path, value)
+        for name, argument in bound.arguments.items()
+        for path, value in tree.leaves(argument, name)
+    ]
+
+
+def substitute(
+    bound: inspect.BoundArguments, replacements: Mapping[str, torch.Tensor]
+) -> inspect.BoundArguments:
+    """The same arguments with other tensors at the paths of `replacements`."""
+    copied = inspect.BoundArguments(bound.signature, bound.arguments.__class__())
+    for name, argument in bound.arguments.items():
+        found = [replacements.get(path, leaf) for path, leaf in tree.leaves(argument, name)]
+        in_order = iter(found)
+        copied.arguments[name] = tree.map_leaves(partial(_next, in_order), argument)
+    return copied
+
+
+def _next(values: Iterator[Any], _: object) -> Any:
+    return next(values)
+
+
+class _Name:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+_SPELLINGS = {
+    inspect.Parameter.POSITIONAL_ONLY: "{0}",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: "{0}",
+    inspect.Parameter.VAR_POSITIONAL: "*{0}",
+    inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
+    inspect.Parameter.VAR_KEYWORD: "**{0}",
+}

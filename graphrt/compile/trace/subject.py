@@ -1,0 +1,63 @@
+"""What is compiled, and where it keeps its weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrt.compile.trace.dims import DynamicDims
+from graphrt.compile.trace.parameters import Parameters
+from graphrt.core.base import tree
+
+Place = tuple[Mapping[str, Any], str, Any]
+"""A dict, a name in it, and the object of that name."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compiled: a module or a function, and how it is called."""
+
+    module: Callable[..., Any]
+    call: Callable[..., Any]
+    parameters: Parameters
+    dims: DynamicDims
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All tensors of the module by name, those that share a name's tensor too; of a function,
+        those of the modules that it refers to."""
+        found: dict[str, torch.Tensor] = {}
+        for prefix, module in self._modules():
+            found.update(_tensors_of(prefix, module))
+        return found
+
+    def places(self) -> list[Place]:
+        """Where the module keeps its weights and modules, and what is there now."""
+        found: list[Place] = []
+        for _, module in self._modules():
+            own = vars(module)
+            for held in (module._parameters, module._buffers, module._modules):
+                found += [(held, name, value) for name, value in held.items()]
+            found += [(own, name, own[name]) for name in own if name[0] != "_"]
+        return found
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        roots: Mapping[str, Any] = {"": self.module}
+        if not isinstance(self.module, nn.Module):
+            closure = inspect.getclosurevars(inspect.unwrap(self.module))
+            roots = {**closure.globals, **closure.nonlocals}
+        for root, module in roots.items():
+            if isinstance(module, nn.Module):
+                yield from module.named_modules(prefix=root, remove_duplicate=False)
+
+
+def _tensors_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+    for name, value in {**module._parameters, **module._buffers, **own}.items():
+        for path, leaf in tree.leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield f"{prefix}.{name}{path}".lstrip("."), leaf

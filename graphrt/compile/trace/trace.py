@@ -1,0 +1,239 @@
+"""One Dynamo trace of a forward, with dynamic batch dimensions and without guards."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphrt.compile.errors import TraceError
+from graphrt.compile.trace.dims import DynamicDims
+from graphrt.compile.trace.parameters import Leaf, Parameters
+from graphrt.compile.trace.side_effects import assigned_places
+from graphrt.core.base.errors import GraphRTError
+
+# Dynamo's hooks for bytecode are process-wide; a trace is rare enough to take turns.
+_lock = threading.RLock()
+_traces = 0
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one trace found.
+
+    `graph` takes arguments, sizes and weights, in an order of Dynamo's own. `transformed` is the
+    code that Dynamo leaves of the forward: it gathers those, calls the graph, and builds what the
+    forward returns. `conditions` are the relations of sizes that the trace relied on. `assigned`
+    are the attributes and containers that the forward assigns to. `codes` is what Dynamo inlined.
+    """
+
+    graph: fx.GraphModule
+    transformed: CodeType
+    conditions: tuple[Any, ...]
+    assigned: tuple[str, ...]
+    codes: tuple[CodeType, ...]
+    _function: FunctionType
+    _graph_name: str
+
+    def forward_around(self, run: Callable[..., Sequence[Any]]) -> FunctionType:
+        """The forward with `run`, which takes and returns what the graph does, in its place."""
+        function = self._function
+        made = FunctionType(
+            self.transformed,
+            {**function.__globals__, self._graph_name: run},
+            "forward",
+            function.__defaults__,
+            function.__closure__,
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made
+
+
+class _Stop(BaseException):
+    """Ends the call that traced: nothing of it shall run."""
+
+
+def trace(
+    call: Callable[..., Any],
+    parameters: Parameters,
+    arguments: inspect.BoundArguments,
+    leaves: Sequence[Leaf],
+    dims: DynamicDims,
+    dynamic_shapes: str,
+) -> Traced:
+    """Trace `call` with example `arguments`, of which `leaves` are the parts; runs nothing.
+
+    Raises `TraceError` where the forward is not one graph, and where a batch dimension turns out
+    to be a constant.
+    """
+    unbacked = dynamic_shapes == "unbacked"
+    equalities = _mark(leaves, dims, unbacked=unbacked)
+    function = _function(call, parameters, equalities)
+    found: dict[str, Any] = {}
+
+    def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        found["graph"] = graph
+        found["assigned"] = assigned_places()
+        found.update(_context_figures(graph))
+        return _stop
+
+    def keep_code(old: CodeType, new: CodeType) -> None:
+        if old is function.__code__:
+            found["code"] = new
+
+    compiled = torch.compile(
+        function,
+        backend=backend,
+        fullgraph=True,
+        dynamic=False,
+        options={"guard_filter_fn": _no_guards},
+    )
+    with _lock, _tracing(keep_code, oblivious=dynamic_shapes == "backed_size_oblivious"):
+        try:
+            compiled(*arguments.args, **arguments.kwargs)
+        except _Stop:
+            pass
+        except GraphRTError:
+            raise
+        except Exception as error:
+            raise _explained(error, dynamic_shapes) from error
+    if "graph" not in found or "code" not in found:
+        raise TraceError(
+            "nothing was traced: the forward issues no operator",
+            advice="compile the module that computes",
+        )
+    names = [n for n in found["code"].co_names if n.startswith("__compiled_fn")]
+    if len(names) != 1:
+        raise TraceError(
+            "the traced code calls no single graph", got=names, expected="one compiled function"
+        )
+    # Dynamo takes its names out of the globals when it forgets the trace.
+    kept = FunctionType(
+        function.__code__, dict(function.__globals__), "forward", function.__defaults__
+    )
+    kept.__kwdefaults__ = function.__kwdefaults__
+    return Traced(
+        found["graph"],
+        found["code"],
+        found["conditions"],
+        found["assigned"],
+        found["codes"],
+        kept,
+        names[0],
+    )
+
+
+def _stop(*_: object) -> Any:
+    raise _Stop
+
+
+def _no_guards(entries: Sequence[object]) -> list[bool]:
+    return [False] * len(entries)
+
+
+def _mark(leaves: Sequence[Leaf], dims: DynamicDims, *, unbacked: bool) -> list[str]:
+    """Mark the batch dimensions; returns the equalities that make those of one axis one symbol."""
+    dynamo: Any = torch._dynamo
+    shape_ids = "shape_id" in inspect.signature(dynamo.decorators.mark_unbacked).parameters
+    first: dict[str, str] = {}
+    equalities = []
+    for leaf in leaves:
+        for dim, axis in dims.of(leaf).items():
+            shared = unbacked and shape_ids and not axis.offset
+            if not unbacked:
+                dynamo.mark_dynamic(leaf.value, dim)
+            elif shared:
+                dynamo.decorators.mark_unbacked(leaf.value, dim, shape_id=axis.name)
+            else:
+                dynamo.decorators.mark_unbacked(leaf.value, dim)
+            offset = f" - {axis.offset}" if axis.offset else ""
+            here = f"{leaf.path}.size({dim}){offset}"
+            there = first.setdefault(axis.name, here)
+            if there != here and not shared:
+                equalities.append(f"{here} == {there}")
+    return equalities
+
+
+def _function(
+    call: Callable[..., Any], parameters: Parameters, equalities: Sequence[str]
+) -> FunctionType:
+    """`call` as a function of its own code: Dynamo keeps what it knows with the code."""
+    global _traces
+    _traces += 1
+    # Code objects of equal source are equal, wherever they are from; this one is new to Dynamo.
+    name = f"forward_{_traces}"
+    lines = [f"def {name}{parameters.header()}:"]
+    lines += [f"    _check({equality})" for equality in equalities]
+    lines.append(f"    return _call({parameters.forwarding()})")
+    namespace: dict[str, Any] = {
+        "_call": call,
+        "_check": torch._check,
+        **parameters.defaults(),
+    }
+    file, source = f"<graphrt trace {_traces}>", "\n".join(lines)
+    # Dynamo (2.11) wraps what has no source, and all in the same frame.
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), namespace)
+    function = namespace[name]
+    assert isinstance(function, FunctionType)
+    return function
+
+
+def _context_figures(graph: fx.GraphModule) -> dict[str, Any]:
+    context: Any = torch._guards.TracingContext.get()
+    env = context.fake_mode.shape_env
+    conditions = tuple(guard.expr for guard in getattr(env, "guards", ()))
+    codes = tuple(getattr(context, "traced_code", None) or ())
+    return {"conditions": conditions, "codes": codes}
+
+
+@contextmanager
+def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> Iterator[None]:
+    from torch._dynamo import convert_frame
+    from torch.fx.experimental import _config as shapes
+
+    with ExitStack() as stack:
+        handle = convert_frame.register_bytecode_hook(hook)  # type: ignore[arg-type]
+        stack.callback(handle.remove)
+        stack.enter_context(torch.no_grad())
+        if oblivious:
+            patch: Callable[..., Any] = shapes.patch  # type: ignore[attr-defined]
+            stack.enter_context(patch(backed_size_oblivious=True))
+        yield
+
+
+def _explained(error: Exception, dynamic_shapes: str) -> GraphRTError:
+    named: BaseException | None = error
+    while named is not None:
+        if isinstance(named, GraphRTError):
+            return named  # raised by what was traced
+        named = named.__cause__ or named.__context__
+    error = getattr(error, "inner_exception", None) or error
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    kind = type(error).__name__
+    if "ConstraintViolation" in kind + text:
+        return TraceError(
+            "a batch dimension is a constant in the forward",
+            got=text,
+            expected="a forward that works for every batch size",
+            advice="take the dimension out of dynamic_dims, or remove the comparison with a number",
+        )
+    if "data-dependent" in text and dynamic_shapes == "unbacked":
+        return TraceError(
+            "the forward decides by the batch size, which dynamic_shapes='unbacked' refuses",
+            got=first,
+            advice="add torch._check for what is always true, or use dynamic_shapes='backed'",
+        )
+    return TraceError(
+        f"the forward cannot be traced as one graph: {kind}: {first}",
+        advice="look at the error above; take what cannot be traced into an opaque operator",
+    )

@@ -1,0 +1,112 @@
+"""Checks of option values: each returns the value in its field's own type, or raises."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from graphrt.core.base.errors import InvalidOptionError
+
+Check = Callable[[str, object], object]
+"""Takes the option's name and its value; raises `InvalidOptionError`."""
+
+_OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
+
+
+def check_keys(
+    given: Mapping[str, object], owner: type, prefix: str = "", like: Sequence[str] = ()
+) -> None:
+    """Raise `InvalidOptionError` for a key that is no field; `like` are further ones to advise."""
+    known = [prefix + each.name for each in fields(owner)]
+    for key in given:
+        name = f"{prefix}{key}"
+        if name not in known:
+            raise InvalidOptionError(
+                f"unknown option {name!r}",
+                got=f"{name}={given[key]!r}",
+                expected=", ".join(known),
+                advice=_nearest(name, [*known, *like])
+                or "see `GraphOptions` for what each option does",
+            )
+
+
+def check_fields(options: Any, checks: Mapping[str, Check], prefix: str = "") -> None:
+    """Replace each field by what its check makes of it."""
+    for name, check in checks.items():
+        # The only way to set a field of a frozen dataclass.
+        object.__setattr__(options, name, check(prefix + name, getattr(options, name)))
+
+
+def _nearest(name: str, known: Sequence[str]) -> str | None:
+    # Users leave out the prefix or the case as often as they mistype.
+    plain = {each.rpartition(".")[2].lower(): each for each in known}
+    match = difflib.get_close_matches(name.rpartition(".")[2].lower(), plain, n=1)
+    return plain[match[0]] if match else None
+
+
+def wrong_type(key: str, value: object, expected: str, example: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"option {key!r} has a wrong value", got=repr(value), expected=expected, advice=example
+    )
+
+
+def flag(key: str, value: object) -> object:
+    if not isinstance(value, bool):
+        raise wrong_type(key, value, "true or false", f"{key}=true")
+    return value
+
+
+def text(key: str, value: object) -> object:
+    if not isinstance(value, str) or not value:
+        raise wrong_type(key, value, "a string", f"quote it: {key}={json.dumps(str(value))}")
+    return value
+
+
+def whole(least: int, example: int) -> Check:
+    def check(key: str, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise wrong_type(key, value, f"an integer >= {least}", f"{key}={example}")
+        return value
+
+    return check
+
+
+def ratio(key: str, value: object) -> object:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type,operator]
+        raise wrong_type(key, value, "a number >= 0", f"{key}=0.5")
+    return float(value)  # type: ignore[arg-type]
+
+
+def choice(*choices: str) -> Check:
+    def check(key: str, value: object) -> object:
+        if value not in choices or not isinstance(value, str):
+            best = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.4)
+            raise wrong_type(key, value, " or ".join(choices), f"{key}={(best or choices)[0]}")
+        return value
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    return lambda key, value: None if value is None else check(key, value)
+
+
+def sequence(key: str, value: object, expected: str, example: str) -> tuple[object, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise wrong_type(key, value, expected, example)
+    return tuple(value)
+
+
+def operators(key: str, value: object) -> object:
+    expected, example = "operator names: ns::op or ns::op.overload", f'{key}=["aten::mm"]'
+    names = sequence(key, [value] if isinstance(value, str) else value, expected, example)
+    for name in names:
+        if not isinstance(name, str) or not _OPERATOR.fullmatch(name):
+            raise wrong_type(key, name, expected, example)
+    return names

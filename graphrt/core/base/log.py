@@ -1,0 +1,39 @@
+"""The library's log: `GRAPHRT_LOG=DEBUG` prints it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from graphrt.core.base.errors import InvalidOptionError
+
+LOG_VARIABLE = "GRAPHRT_LOG"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+logger = logging.getLogger("graphrt")
+
+
+def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
+    """Print the library's log at the level of `GRAPHRT_LOG`; unset, the host's logging decides."""
+    level = (os.environ if environ is None else environ).get(LOG_VARIABLE, "").strip().upper()
+    if not level:
+        return
+    if level not in LEVELS:
+        raise InvalidOptionError(
+            f"{LOG_VARIABLE} names no level of logging",
+            got=repr(level),
+            expected=", ".join(LEVELS),
+            advice=f"{LOG_VARIABLE}=DEBUG",
+        )
+    logger.setLevel(level)
+    if not any(isinstance(handler, _Handler) for handler in logger.handlers):
+        handler = _Handler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        # Else a host that has set up logging would print every line twice.
+        logger.propagate = False
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """The one that `GRAPHRT_LOG` sets up, on stderr."""

@@ -1,0 +1,129 @@
+"""The forward context: what wrappers read at run time to know which graph a step is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar, Token, copy_context
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from graphrt.core.base.errors import InvalidModeError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+
+if TYPE_CHECKING:
+    from graphrt.core.capture.transaction import CaptureTransaction
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ForwardContext:
+    """One step: its runtime mode, the descriptor of its graph, and its task updates.
+
+    `metadata` is the host's, for eager parts that need this step's values. `slot` is the
+    dispatcher's index of the graph (-1: look it up by descriptor). Entering it makes it
+    `current_context()` for this thread. It may be entered again after it was left, which is
+    another step; `token` is unique to one step and None outside of one. `num_reqs` is the padded
+    number of requests where the descriptor leaves it open. `query_len` is how many tokens each
+    request of the live batch has, None where they differ or nobody said: a graph of mixed batches
+    serves uniform ones too, which eager parts may run faster.
+    """
+
+    __slots__ = (
+        "capture",
+        "descriptor",
+        "metadata",
+        "mode",
+        "num_reqs",
+        "query_len",
+        "slot",
+        "token",
+        "updates",
+    )
+
+    def __init__(
+        self,
+        mode: GraphMode,
+        descriptor: BatchDescriptor | None = None,
+        slot: int = -1,
+        updates: Any = None,
+        metadata: Any = None,
+        capture: CaptureTransaction | None = None,
+        num_reqs: int | None = None,
+        query_len: int | None = None,
+    ) -> None:
+        self.num_reqs = num_reqs
+        self.query_len = query_len
+        self.mode = mode
+        self.descriptor = descriptor
+        self.slot = slot
+        self.updates = updates
+        self.metadata = metadata
+        self.capture = capture
+        self.token: Token[ForwardContext | None] | None = None
+
+    def __enter__(self) -> ForwardContext:
+        self.token = _set_current(self)
+        return self
+
+    # Named arguments: packing them into a tuple would cost more than leaving the context.
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        token = self.token
+        self.token = None
+        _reset_current(token)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"ForwardContext({self.mode.name}, {self.descriptor})"
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("graphrt_forward_context", default=None)
+
+_set_current = _current.set
+_reset_current = _current.reset
+
+current_context: Callable[[], ForwardContext | None] = _current.get
+"""The context of this step, or None outside of one. (The bound C method: it is on the hot path.)"""
+
+
+def forward_context(
+    mode: GraphMode | str,
+    descriptor: BatchDescriptor | None = None,
+    *,
+    slot: int = -1,
+    updates: Any = None,
+    metadata: Any = None,
+    num_reqs: int | None = None,
+    query_len: int | None = None,
+) -> ForwardContext:
+    """A context to run one step in: `with forward_context(mode, descriptor): model(...)`.
+
+    `num_reqs` (padded) and `query_len` (of a uniform live batch) are for graphs of mixed batches.
+    Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL.
+    """
+    mode = GraphMode.parse(mode)
+    if not mode.is_runtime_mode:
+        raise InvalidModeError(
+            "a step runs in one runtime mode",
+            got=mode.name,
+            expected="NONE, PIECEWISE or FULL",
+            advice="pass the mode that GraphDispatcher.dispatch() returned",
+        )
+    return ForwardContext(
+        mode, descriptor, slot, updates, metadata, num_reqs=num_reqs, query_len=query_len
+    )
+
+
+def carry_context(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` bound to the context of this thread, for running it in another one.
+
+    New threads start without context variables, so wrappers called there would run eagerly.
+    """
+    context = copy_context()
+
+    @functools.wraps(function)
+    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A Context cannot be entered twice at once, so every call runs in a copy of its own.
+        return context.copy().run(function, *args, **kwargs)
+
+    return carried

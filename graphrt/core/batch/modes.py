@@ -1,0 +1,113 @@
+"""Graph modes, attention support, and how a requested mode becomes the one that runs."""
+
+from __future__ import annotations
+
+import enum
+
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
+
+
+class GraphMode(enum.Enum):
+    """What is captured for uniform decode batches and for mixed ones."""
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL = "FULL"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+
+    # Members are singletons, so identity hashing is right and much cheaper than Enum's own.
+    __hash__ = object.__hash__
+
+    @classmethod
+    def parse(cls, value: GraphMode | str) -> GraphMode:
+        """A mode from itself or its name in any case; raises `InvalidModeError`."""
+        if isinstance(value, GraphMode):
+            return value
+        try:
+            return cls[value.strip().upper()]
+        except (KeyError, AttributeError):
+            raise InvalidModeError(
+                "unknown graph mode",
+                got=repr(value),
+                expected=", ".join(cls.__members__),
+                advice='mode="FULL_AND_PIECEWISE"',
+            ) from None
+
+    @property
+    def decode_mode(self) -> GraphMode:
+        """The runtime mode of a uniform decode batch."""
+        return _DECODE_AND_MIXED[self][0]
+
+    @property
+    def mixed_mode(self) -> GraphMode:
+        """The runtime mode of any other batch."""
+        return _DECODE_AND_MIXED[self][1]
+
+    @property
+    def is_runtime_mode(self) -> bool:
+        """Whether a single step can run in this mode: NONE, PIECEWISE or FULL."""
+        return self.decode_mode is self
+
+    @property
+    def has_full(self) -> bool:
+        return self.decode_mode is GraphMode.FULL
+
+    @property
+    def has_piecewise(self) -> bool:
+        return self.mixed_mode is GraphMode.PIECEWISE
+
+    @property
+    def runtime_modes(self) -> tuple[GraphMode, ...]:
+        """The runtime modes that graphs are captured for, FULL first."""
+        modes = dict.fromkeys((self.decode_mode, self.mixed_mode))
+        return tuple(mode for mode in modes if mode is not GraphMode.NONE)
+
+    def without_pieces(self) -> GraphMode:
+        """The mode that is left when nothing provides pieces."""
+        if self is GraphMode.PIECEWISE:
+            return GraphMode.NONE
+        if self is GraphMode.FULL_AND_PIECEWISE:
+            return GraphMode.FULL_DECODE_ONLY
+        return self
+
+
+_DECODE_AND_MIXED = {
+    GraphMode.NONE: (GraphMode.NONE, GraphMode.NONE),
+    GraphMode.PIECEWISE: (GraphMode.PIECEWISE, GraphMode.PIECEWISE),
+    GraphMode.FULL: (GraphMode.FULL, GraphMode.FULL),
+    GraphMode.FULL_DECODE_ONLY: (GraphMode.FULL, GraphMode.NONE),
+    GraphMode.FULL_AND_PIECEWISE: (GraphMode.FULL, GraphMode.PIECEWISE),
+}
+
+
+class AttentionSupport(enum.IntEnum):
+    """The widest kind of batch whose attention may be captured in a FULL graph."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+class PieceProvider(enum.Enum):
+    """What cuts a forward into pieces."""
+
+    BREAKABLE = "breakable"
+    FX = "fx"
+    INDUCTOR = "inductor"
+
+    @classmethod
+    def parse(cls, value: PieceProvider | str | None) -> PieceProvider | None:
+        """A provider from itself or its name, None for none; raises `InvalidOptionError`."""
+        if value is None or isinstance(value, PieceProvider):
+            return value
+        try:
+            return cls(value.strip().lower())
+        except (ValueError, AttributeError):
+            raise InvalidOptionError(
+                "unknown provider of pieces",
+                got=repr(value),
+                expected=", ".join(provider.value for provider in cls) + ", or None",
+                advice='pieces="breakable"',
+            ) from None

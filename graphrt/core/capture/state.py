@@ -1,0 +1,94 @@
+"""State that a forward advances: what warm-up and capture must leave as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import InvalidOptionError, StateTooLargeError
+
+
+class State:
+    """One piece of state: a tensor, some rows of it, or the host's own way to save it.
+
+    `State(tensor, rows=slice(0, 4))` or `State(save=..., restore=...)`, where `restore` is called
+    with what `save` returned, as often as needed.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor | None = None,
+        *,
+        rows: Any = None,
+        save: Callable[[], Any] | None = None,
+        restore: Callable[[Any], None] | None = None,
+    ) -> None:
+        if (tensor is None) == (save is None) or (save is None) != (restore is None):
+            raise InvalidOptionError(
+                "state is either a tensor or a pair of functions",
+                got=f"tensor={tensor is not None}, save={save}, restore={restore}",
+                expected="State(tensor, rows=...) or State(save=..., restore=...)",
+            )
+        # An index that copies (a list or tensor of rows) must write back into the tensor itself.
+        self._tensor = tensor
+        self._rows = slice(None) if rows is None else rows
+        self._save = save
+        self._restore = restore
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that saving takes; 0 for the host's own functions."""
+        if self._tensor is None:
+            return 0
+        if self._tensor.dim() == 0:
+            return self._tensor.element_size()
+        part = self._tensor[self._rows]
+        return part.numel() * part.element_size()
+
+    def save(self) -> Callable[[], None]:
+        """Save it now; the returned function restores it, any number of times."""
+        if self._save is not None and self._restore is not None:
+            saved, restore = self._save(), self._restore
+            return lambda: restore(saved)
+        tensor = self._tensor
+        assert tensor is not None
+        rows = ... if tensor.dim() == 0 else self._rows
+        with torch.no_grad():
+            copy = tensor[rows].clone()
+
+        def put_back() -> None:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor[rows] = copy
+
+        return put_back
+
+
+class SavedState:
+    """The declared state as it was, for the time of a `capture()`."""
+
+    def __init__(self, states: Iterable[State | torch.Tensor], limit_bytes: int) -> None:
+        """Raises `StateTooLargeError` above `limit_bytes`; nothing is saved then."""
+        declared = as_states(states)
+        total = sum(state.bytes for state in declared)
+        if total > limit_bytes:
+            raise StateTooLargeError(
+                "saving the declared state takes too much memory",
+                got=f"{total} bytes",
+                expected=f"at most {limit_bytes} bytes",
+                advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
+                "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
+                "or raise state_limit_bytes",
+            )
+        self._restores = [state.save() for state in declared]
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        for restore in self._restores:
+            restore()
+
+
+def as_states(states: Iterable[State | torch.Tensor]) -> Sequence[State]:
+    """Tensors wrapped as `State`."""
+    return [state if isinstance(state, State) else State(state) for state in states]

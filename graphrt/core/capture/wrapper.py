@@ -1,0 +1,386 @@
+"""`GraphWrapper`: a callable that is run eagerly, captured or replayed, as the context says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from graphrt.core.base import tree
+from graphrt.core.base.errors import (
+    CaptureError,
+    CaptureSealedError,
+    InvalidModeError,
+    StaleInputError,
+)
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.bridges import Bridges
+from graphrt.core.capture.recorder import Capture, graphs_of
+from graphrt.core.device.platform import Capability
+from graphrt.core.replay.entry import Entry, layouts
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """How one wrapper captures and replays.
+
+    `outputs`: "pool" returns weak references to pool memory, valid until the pool's next step;
+    "static" copies inside the graph into one buffer of the largest size; "clone" copies after
+    every replay. `breakable` ends segments at `@eager_break` functions and at the operators in
+    `breaks` ("ns::op" or "ns::op.overload"); in a PIECEWISE wrapper that is not breakable those
+    operators are errors. `lazy` captures at the first call of a descriptor. `strict` raises where
+    a sealed wrapper sees an unseen descriptor. `check_addresses` compares every tensor argument of
+    every replay with the captured one. `share_executables` lets graphs of equal structure share
+    one executable on the device: less memory, and a switch where the graph changes.
+    `eager_after_failed_update` runs a step eagerly, once more, whose update of tasks raised: for
+    forwards that may run twice on the same inputs.
+    """
+
+    outputs: Literal["pool", "static", "clone"] = "pool"
+    breakable: bool = False
+    breaks: frozenset[str] = frozenset()
+    lazy: bool = False
+    strict: bool = False
+    check_addresses: bool = False
+    segment_hooks: SegmentHooks | None = None
+    share_executables: bool = False
+    eager_after_failed_update: bool = False
+
+
+class _Hot:
+    """What every call of a wrapper reads.
+
+    Apart from the wrapper, because a class with `__getattr__` loads its own attributes slowly.
+    """
+
+    __slots__ = (
+        "by_slot",
+        "checked",
+        "clones",
+        "mode",
+        "one_call_a_step",
+        "pool",
+        "read_context",
+        "read_stream_id",
+    )
+
+    def __init__(
+        self,
+        mode: GraphMode,
+        pool: GraphPool,
+        options: WrapperOptions,
+        read_context: Callable[[], ForwardContext | None],
+    ) -> None:
+        # Its last element is always None: that is what the slot -1 finds.
+        self.by_slot: list[Entry | None] = [None]
+        self.checked = options.check_addresses
+        self.clones = options.outputs == "clone"
+        self.mode = mode
+        self.one_call_a_step = mode is GraphMode.FULL
+        self.pool = pool
+        self.read_context = read_context
+        self.read_stream_id = pool.read_stream_id
+
+
+class GraphWrapper:
+    """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
+
+    Without a context, under mode NONE or under another mode than its own it calls the runnable:
+    that is what lets a FULL wrapper stand around a model whose pieces are PIECEWISE wrappers.
+    Attributes that the wrapper lacks are the runnable's.
+    """
+
+    platform_name: str | None = None
+    """The platform a subclass belongs to; None is the current one."""
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        runtime_mode: GraphMode | str,
+        *,
+        pool: GraphPool | None = None,
+        read_context: Callable[[], ForwardContext | None] = current_context,
+        options: WrapperOptions | None = None,
+    ) -> None:
+        """`read_context` is called with no arguments and returns this step's `ForwardContext`, or
+        None; a host with a context of its own builds one from it, once for each of its steps.
+
+        Raises `InvalidModeError` unless the mode is PIECEWISE or FULL.
+        """
+        self.runnable = runnable
+        self.runtime_mode = GraphMode.parse(runtime_mode)
+        if self.runtime_mode not in (GraphMode.FULL, GraphMode.PIECEWISE):
+            raise InvalidModeError(
+                "a wrapper captures in one runtime mode",
+                got=self.runtime_mode.name,
+                expected="FULL or PIECEWISE",
+                advice="nest a FULL wrapper around PIECEWISE ones for FULL_AND_PIECEWISE",
+            )
+        self.pool = GraphPool(self.platform_name) if pool is None else pool
+        self.options = options or WrapperOptions()
+        if self.options.share_executables:
+            self.pool.platform.require(Capability.EXEC_DEDUP, "share_executables")
+        self.calls_without_context = 0
+        self.eager_calls_after_seal = 0
+        self.failed_updates = 0
+        self.last_failed_update: str | None = None
+        self.pool.add_wrapper(self)
+        self._hot = _Hot(self.runtime_mode, self.pool, self.options, read_context)
+        self._entries: dict[BatchDescriptor, Entry] = {}
+        self._bridges = Bridges()
+        self._statics = Bridges()
+        self._sealed = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hot = self._hot
+        context = hot.read_context()
+        if context is None:
+            self.calls_without_context += 1
+            return self.runnable(*args, **kwargs)
+        if context.mode is not hot.mode:
+            return self.runnable(*args, **kwargs)
+        try:
+            entry = hot.by_slot[context.slot]
+        except IndexError:
+            entry = None
+        if entry is None or entry.descriptor is not context.descriptor:
+            entry = self._entry_or_none(context)
+            if entry is None:
+                return self._first_call(context, args, kwargs)
+        if hot.checked:
+            self._check_inputs(entry, args, kwargs)
+        pool = hot.pool
+        owner = pool.owner
+        if owner is not None and owner is not context:
+            raise pool.busy_error(context)
+        pool.owner = context
+        try:
+            if hot.one_call_a_step:
+                if pool.step is not None:
+                    pool.leave_step(context)
+                pool.generation += 1
+            elif pool.step is not context.token or context.token is None:
+                pool.enter_step(context)
+            if hot.read_stream_id is not None:
+                stream_id = hot.read_stream_id()
+                if stream_id != pool.stream_id:
+                    pool.change_stream(stream_id)
+            graph = entry.graph
+            if graph is None:
+                try:
+                    entry.launch(context, all_tasks=hot.one_call_a_step)
+                except Exception as error:
+                    if entry.update_failed and self.options.eager_after_failed_update:
+                        return self._repeat_eagerly(context, error, args, kwargs)
+                    raise
+            else:
+                graph.replay()
+            if pool.owner is not context:
+                # The check and the store above are two steps: a thread may slip in between.
+                raise pool.busy_error(context)
+            if hot.clones:
+                return tree.map_tensors(torch.Tensor.clone, entry.outputs)
+        finally:
+            pool.owner = owner
+        if entry.container:
+            return tree.map_leaves(_itself, entry.outputs)
+        return entry.outputs
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "runnable":
+            raise AttributeError(name)
+        return getattr(self.runnable, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.runtime_mode.name}, {len(self._entries)} graphs)"
+
+    @property
+    def entries(self) -> Mapping[BatchDescriptor, Entry]:
+        """What is captured, by descriptor; a read-only view."""
+        return MappingProxyType(self._entries)
+
+    @property
+    def sealed(self) -> bool:
+        return self._sealed
+
+    def unwrap(self) -> Callable[..., Any]:
+        """The callable inside all wrappers."""
+        inner = self.runnable
+        return inner.unwrap() if isinstance(inner, GraphWrapper) else inner
+
+    def seal(self) -> None:
+        """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
+        self._sealed = True
+
+    def unseal(self) -> None:
+        """Allow capturing again."""
+        self._sealed = False
+
+    def clear_graphs(self) -> None:
+        """Destroy every graph; the wrapper can capture again.
+
+        Raises `PoolBusyError` while a step is under way in the pool.
+        """
+        self.pool.check_idle()
+        parts = [part for entry in self._entries.values() for part in entry.parts]
+        self._entries.clear()
+        self._hot.by_slot = [None]
+        self.pool.reset_graphs(graphs_of(parts))
+        self._bridges.clear()
+        self._statics.clear()
+        self._sealed = False
+
+    def drop(self, descriptor: BatchDescriptor) -> None:
+        """Destroy the graph of one descriptor, if there is one."""
+        entry = self._entries.pop(descriptor, None)
+        if entry is not None:
+            hot = self._hot
+            hot.by_slot = [None if other is entry else other for other in hot.by_slot]
+            self.pool.reset_graphs(graphs_of(entry.parts))
+            if not self._entries:
+                self._bridges.clear()
+                self._statics.clear()
+
+    def _entry_or_none(self, context: ForwardContext) -> Entry | None:
+        descriptor = context.descriptor
+        entry = None if descriptor is None else self._entries.get(descriptor)
+        if entry is None:
+            return None
+        under_way = context.capture or context.token
+        again = under_way is not None and entry.captured_in is under_way
+        if again or context.capture is not None:
+            raise CaptureError(
+                "a wrapper was called twice in the step that captures it"
+                if again
+                else "a descriptor was captured a second time",
+                got=descriptor,
+                expected="one call for each descriptor",
+                advice="give every call site its own wrapper"
+                if again
+                else "call clear_graphs() or drop(descriptor) before capturing again",
+            )
+        self._insert(entry, context.slot)
+        return entry
+
+    def _first_call(
+        self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        descriptor = context.descriptor
+        allowed = context.capture is not None or (self.options.lazy and not self._sealed)
+        if descriptor is None or not allowed:
+            if self._sealed and self.options.strict:
+                raise CaptureSealedError(
+                    "a graph would have to be captured after seal()",
+                    got=descriptor,
+                    expected=", ".join(str(d) for d in self._entries) or "no graphs at all",
+                    advice="add the size to sizes=, or use strict=False to run it eagerly",
+                )
+            self.eager_calls_after_seal += self._sealed
+            return self.runnable(*args, **kwargs)
+        return self._capture(context, descriptor, args, kwargs)
+
+    def _capture(
+        self,
+        context: ForwardContext,
+        descriptor: BatchDescriptor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        options = self.options
+        piecewise = self.runtime_mode is GraphMode.PIECEWISE
+        capture = Capture(
+            self.pool,
+            self._bridges,
+            context,
+            breakable=piecewise and options.breakable,
+            breaks=options.breaks,
+            must_break=piecewise,
+            hooks=options.segment_hooks,
+            share_executables=options.share_executables,
+        )
+        result: Any = None
+        with torch.no_grad(), capture.recording():
+            result = self.runnable(*args, **kwargs)
+            if options.outputs == "static":
+                result = self._to_static(result)
+        outputs = tree.map_tensors(capture.captured_ref, result)
+        inputs = layouts(args, kwargs)
+        transaction = context.capture
+        entry = Entry(
+            descriptor, tuple(capture.parts), outputs, inputs, transaction or context.token
+        )
+        self._entries[descriptor] = entry
+        if transaction is not None:
+            transaction.add(self, descriptor)
+            self._insert(entry, transaction.slot)
+        # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
+        if self._hot.clones:
+            return tree.map_tensors(torch.Tensor.clone, result)
+        return result
+
+    def _repeat_eagerly(
+        self,
+        context: ForwardContext,
+        error: Exception,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The step of a replay whose update failed, run eagerly; counted, with the error's text."""
+        if not isinstance(context.updates, Mapping):
+            raise error
+        self.failed_updates += 1
+        self.last_failed_update = f"{type(error).__name__}: {error}"
+        with torch.no_grad():
+            result = self.runnable(*args, **kwargs)
+            return self._to_static(result) if self.options.outputs == "static" else result
+
+    def _insert(self, entry: Entry, slot: int) -> None:
+        if slot >= 0:
+            by_slot = self._hot.by_slot
+            by_slot.extend([None] * (slot + 2 - len(by_slot)))
+            by_slot[slot] = entry
+
+    def _to_static(self, result: Any) -> Any:
+        place = 0
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal place
+            place += 1
+            if tensor.numel() == 0:
+                return tensor
+            buffer = self._statics.buffer((0, place), tensor)
+            buffer.copy_(tensor)
+            return buffer
+
+        return tree.map_tensors(copied, result)
+
+    def _check_inputs(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now = layouts(args, kwargs)
+        if now == entry.inputs:
+            return
+        before = dict(entry.inputs)
+        for path, layout in now:
+            if before.get(path) != layout:
+                raise StaleInputError(
+                    f"argument {path} is not where the graph of [{entry.descriptor}] reads it",
+                    got=layout,
+                    expected=before.get(path, "no such tensor at capture"),
+                    advice="copy into the captured tensor, or let GraphRunner own the buffers",
+                )
+        raise StaleInputError(
+            f"the graph of [{entry.descriptor}] was captured with other arguments",
+            got=[path for path, _ in now],
+            expected=[path for path, _ in entry.inputs],
+            advice="call the wrapper with the same arguments at every step",
+        )
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf

@@ -1,0 +1,91 @@
+"""What discovery finds: a platform, or why a plugin could not give one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from typing import Literal
+
+from graphrt.core.device.platform import Availability, Platform
+
+
+class PluginWarning(UserWarning):
+    """A plugin or platform is broken and was left out; `graphrt doctor` shows its traceback."""
+
+
+@dataclass
+class FoundPlatform:
+    """One platform, or one plugin that could not give its platforms.
+
+    `error` is the traceback of what went wrong; then there may be no `name` and no `platform`.
+    """
+
+    plugin: str
+    origin: Literal["built-in", "plugin"]
+    name: str | None = None
+    platform: Platform | None = None
+    error: str | None = None
+    _availability: Availability | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def availability(self) -> Availability:
+        """Whether this machine can run the platform; asked once, then kept."""
+        if self._availability is None:
+            self._availability = self._ask()
+        return self._availability
+
+    def _ask(self) -> Availability:
+        if self.platform is None:
+            return Availability(False, _last_line(self.error or ""))
+        try:
+            return self.platform.availability()
+        except Exception as error:
+            self.error = traceback.format_exc().rstrip()
+            _warn(f"platform {self.name!r} of {self.plugin} failed availability()", error)
+            return Availability(False, f"availability() raised {_last_line(self.error)}")
+
+
+def built_in(name: str, path: str) -> FoundPlatform | None:
+    """The built-in platform at `path`; None if graphrt was installed without its module."""
+    module, _, attribute = path.partition(":")
+    try:
+        if not _has_module(module):
+            return None
+        platform = getattr(importlib.import_module(module), attribute)()
+    except Exception as error:
+        found = broken("graphrt", "built-in", error, f"could not supply {name!r}")
+        found.name = name
+        return found
+    return FoundPlatform("graphrt", "built-in", platform.name, platform)
+
+
+def _has_module(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        # Only a missing package of this path means "not there"; else its own import is broken.
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            return False
+        raise
+
+
+def broken(
+    plugin: str, origin: Literal["built-in", "plugin"], error: Exception, what: str
+) -> FoundPlatform:
+    """The record of a plugin that `what` happened to; warns about it too."""
+    _warn(f"graphrt plugin {plugin} {what} and is left out", error)
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return FoundPlatform(plugin, origin, error=trace)
+
+
+def _warn(what: str, error: Exception) -> None:
+    message = f"{what}: {type(error).__name__}: {error} (`graphrt doctor` shows the traceback)"
+    warnings.warn(message, PluginWarning, stacklevel=3)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""

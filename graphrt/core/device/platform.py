@@ -1,0 +1,317 @@
+"""The device contract: what a platform supplies so that `core` can capture and replay on it."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from graphrt.core.base.errors import CaptureError, MissingCapabilityError
+from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
+
+
+class Capability(enum.Enum):
+    """What a platform can do beyond running eagerly. Core asks for these, never for a device."""
+
+    CAPTURE = "capture"
+    SHARED_POOL = "shared_pool"
+    ALLOCATE_IN_POOL = "allocate_in_pool"
+    STREAMS = "streams"
+    TASK_UPDATE = "task_update"
+    EXTERNAL_EVENTS = "external_events"
+    CONDITIONAL = "conditional"
+    EXEC_DEDUP = "exec_dedup"
+    DEBUG_DUMP = "debug_dump"
+    RANDOM = "random"
+    MEMORY_FIGURES = "memory_figures"
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether this machine can run a platform, and why not."""
+
+    available: bool
+    reason: str = ""
+
+
+class DeviceGraph(Protocol):
+    """A captured graph. `torch.cuda.CUDAGraph` and `torch.npu.NPUGraph` satisfy it as they are.
+
+    Core always launches through this public `replay`, so that profilers that patch it see it.
+    """
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class DeviceEvent(Protocol):
+    """A point in a stream. `torch.cuda.Event` and `torch.npu.Event` satisfy it as they are."""
+
+    def record(self, stream: Any) -> None:
+        """Mark this point of `stream`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until it has."""
+
+
+class TaskUpdate(Protocol):
+    """One task of a graph, as it is to be at the coming replay; valid until that has begun.
+
+    `handle` is what `Platform.task_end` returned. `values` are the new host arguments by name, for
+    a device that is told them.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def handle(self) -> Any: ...
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    def issue(self) -> object:
+        """Call the task's operator with the new host arguments, the captured tensors, outputs and
+        workspace; it allocates nothing."""
+
+    def likeness(self) -> Hashable:
+        """Equal for tasks which are issued alike if their host arguments are equal: by the same
+        function, with equal plain arguments and with tensors of which only the place differs."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The captured tensors: all memory that the task may touch."""
+
+
+class Platform(ABC):
+    """One kind of device. Everything optional is a capability; the defaults do without it.
+
+    A subclass is created once, when its plugin is discovered, and must not touch the device (nor
+    import the device's library) before `availability()` is called. Everything else acts on the
+    current device of the calling thread.
+    """
+
+    name: str
+    """How `GRAPHRT_PLATFORM` and `platform=` call it."""
+    device_type: str
+    """The `torch.device` type of its tensors."""
+    capabilities: frozenset[Capability] = frozenset()
+    capture_executes: bool = False
+    """Whether the operators run while they are captured. Where they do not, core replays each
+    segment right after its capture, so that a capturing call has the effect of one eager call."""
+    by_name_only: bool = False
+    """Never the default: only `GRAPHRT_PLATFORM` and `platform=` choose it."""
+
+    def start(self) -> None:
+        """Called whenever a host is given the platform, which is available: it may load here what
+        `availability()` must not. Raises `PlatformUnavailableError` if that fails."""
+        return None
+
+    @abstractmethod
+    def availability(self) -> Availability:
+        """Whether this machine can run the platform. Never raises."""
+
+    @abstractmethod
+    def get_static_graph_wrapper_cls(self) -> str:
+        """Dotted path of the `GraphWrapper` subclass of this platform."""
+
+    def support_static_graph_mode(self) -> bool:
+        """Whether hosts may use graphs here at all (the name engines ask by)."""
+        return Capability.CAPTURE in self.capabilities
+
+    def require(self, capability: Capability, option: str) -> None:
+        """Raise `MissingCapabilityError` if `option` asks for what the platform cannot do."""
+        if capability not in self.capabilities:
+            raise MissingCapabilityError(
+                f"platform {self.name!r} lacks what {option} needs",
+                got=f"{option}=True",
+                expected=f"a platform with {capability.name}",
+                advice=f"leave {option} out",
+            )
+
+    def versions(self) -> dict[str, str]:
+        """Versions worth printing in `graphrt doctor`, by library name."""
+        return {}
+
+    # Graphs and their memory -----------------------------------------------------------------
+
+    @abstractmethod
+    def new_memory(self) -> Any:
+        """A handle of memory that graphs share when they never run concurrently."""
+
+    @abstractmethod
+    def new_graph(self) -> DeviceGraph:
+        """A graph that nothing was captured into yet."""
+
+    @abstractmethod
+    def begin_capture(self, graph: Any, memory: Any) -> None:
+        """Start recording this thread's work on the current stream into `graph`."""
+
+    @abstractmethod
+    def end_capture(self, graph: Any) -> bool:
+        """Finish recording; afterwards `graph.replay()` works.
+
+        False says that nothing was recorded: `graph` is reset then, and no step replays it.
+        """
+
+    @abstractmethod
+    def abort_capture(self, graph: Any) -> None:
+        """Drop a capture that failed, or whose begin or end raised; leaves no trace.
+
+        Must not raise for a device error that the capture itself caused.
+        """
+
+    def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
+        """Destroy graphs, which may still be running: a device may lose the streams of a graph
+        that is reset under way, so the default waits for the device first. Called under the
+        capture lock, because some devices allow no synchronisation while anything is captured."""
+        if graphs:
+            self.synchronize()
+        for graph in graphs:
+            graph.reset()
+
+    def new_shareable_graph(self) -> DeviceGraph:
+        """A graph that `share_executable` may be called with (capability EXEC_DEDUP)."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot share executables")
+
+    def share_executable(self, graph: Any, memory: Any) -> None:
+        """Let a graph that was replayed once run on the executable of an earlier one in `memory`
+        that has the same structure, where that is safe; it stays as it is where it is not."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot share executables")
+
+    def sharing_figures(self, memory: Any) -> SharingFigures | None:
+        """What sharing brought in `memory`; None if nothing was shared."""
+        return None
+
+    def update_figures(self, memory: Any) -> UpdateFigures | None:
+        """How tasks of graphs in `memory` were updated; None where that is not counted, or there
+        are none."""
+        return None
+
+    def allocate_in(self, memory: Any) -> AbstractContextManager[object]:
+        """Route this thread's allocations into `memory` (capability ALLOCATE_IN_POOL); a graph that
+        is captured keeps the memory alive."""
+        return nullcontext()
+
+    def owns(self, memory: Any, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lives in `memory` (and may therefore be overwritten by a replay)."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot tell whose a tensor is")
+
+    def weak_ref(self, memory: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of a tensor in `memory` that does not keep its block from being used again."""
+        raise MissingCapabilityError(f"platform {self.name!r} has no weak references")
+
+    def memory_bytes(self, memory: Any) -> int | None:
+        """Bytes that `memory` holds from the device, or None if that cannot be told."""
+        return None
+
+    def driver_bytes(self) -> int | None:
+        """Device memory in use that the tensor allocator does not hold, which is where executable
+        graphs live, or None. Asked for around every capture, so it must be cheap."""
+        return None
+
+    def release_memory(self, memory: Any) -> None:
+        """Give `memory` back to the device; all its graphs are reset already. Called under the
+        capture lock, because an allocator must not return memory while another capture is open."""
+        return None
+
+    def debug_dump(self, graph: Any, path: str) -> None:
+        """Write a readable form of `graph` to `path`."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot dump graphs")
+
+    # Streams ---------------------------------------------------------------------------------
+
+    def new_stream(self) -> Any:
+        """A stream to capture on; None where the device has no streams."""
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Make `stream` current; it waits for the caller's stream, which waits for it at exit."""
+        return nullcontext()
+
+    def current_stream_id(self) -> int:
+        """An integer that tells two streams apart."""
+        return 0
+
+    def stream_id_reader(self) -> Callable[[], int]:
+        """What gives the current stream's id on the device that is current now.
+
+        It is called at every replay, so a platform returns the cheapest function it has.
+        """
+        return self.current_stream_id
+
+    def current_stream(self) -> Any:
+        """The current stream itself; asked for only when its id has changed."""
+        return None
+
+    def order_after(self, stream: Any) -> None:
+        """Make the current stream wait, without the host, for what `stream` was given so far."""
+        return None
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device is idle."""
+        return None
+
+    def new_event(self) -> DeviceEvent | None:
+        """An event; None where copies from `host_buffer` are over when they return."""
+        return None
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8 [nbytes], from which a step's inputs are copied to the device:
+        page-locked where the platform has events, so that the host need not wait."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    # Figures, limits, errors -----------------------------------------------------------------
+
+    def memory_figures(self) -> MemoryFigures | None:
+        """Free and total device memory, or None."""
+        return None
+
+    def default_max_size(self) -> int:
+        """The largest capture size, in tokens, that is worth it by default."""
+        return 512
+
+    def limits(self) -> Limits:
+        """The limits that a plan must keep."""
+        return Limits()
+
+    def explain(self, error: BaseException) -> CaptureError:
+        """The cause of a failed capture, with the offending operator and advice where known."""
+        if isinstance(error, CaptureError):
+            return error
+        return CaptureError(
+            f"capture failed: {type(error).__name__}: {error}",
+            advice="run the same forward eagerly; if that passes, look for work that the device "
+            "cannot capture",
+        )
+
+    # Tasks -----------------------------------------------------------------------------------
+
+    def task_begin(self, graph: Any) -> None:
+        """Start bracketing the operators of one updatable task in the open capture of `graph`."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
+
+    def task_end(self, graph: Any) -> Any:
+        """Close the bracket; returns the handle that updates name."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
+
+    def replay_updated(
+        self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
+    ) -> None:
+        """Replay `graph`, which errors call `name`, with every task issued anew, in the order that
+        the device needs.
+
+        `updates` names all tasks of the graph. With `changed` false their arguments are those of
+        the replay before, and only what the device needs at every replay is done. If an `issue`
+        raises, nothing runs, or all that runs comes to its end, with some arguments new and some
+        old; the next replay comes with `changed` true.
+        """
+        raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")

@@ -1,0 +1,307 @@
+"""Finding platforms: the pluggy hook, discovery, and which platform is the current one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+
+from graphrt.core.base.errors import (
+    PlatformConflictError,
+    PlatformError,
+    PlatformUnavailableError,
+    UnknownPlatformError,
+)
+from graphrt.core.device.found import FoundPlatform, broken, built_in
+from graphrt.core.device.platform import Platform
+
+ENTRY_POINT_GROUP = "graphrt"
+PLATFORM_VARIABLE = "GRAPHRT_PLATFORM"
+
+BUILT_IN_PLATFORMS: Mapping[str, str] = {
+    "ascend": "graphrt.ascend.platform:AscendPlatform",
+    "cuda": "graphrt.cuda.platform:CudaPlatform",
+    "accelerator": "graphrt.accelerator.platform:AcceleratorPlatform",
+    "cpu": "graphrt.cpu.platform:CpuPlatform",
+    "ascend-sim": "graphrt.ascend.simulator.platform:SimulatedAscendPlatform",
+}
+"""Dotted paths in order of preference; those whose module is not installed are left out."""
+
+hookspec = pluggy.HookspecMarker("graphrt")
+hookimpl = pluggy.HookimplMarker("graphrt")
+
+
+class PlatformHooks:
+    """What a plugin may implement."""
+
+    @hookspec
+    def graphrt_platforms(self) -> Platform | Iterable[Platform]:
+        """The platforms of this plugin. Called once; must not touch a device."""
+        raise NotImplementedError
+
+
+class PlatformRegistry:
+    """The platforms that plugins and graphrt itself supply. Nothing is looked for before use.
+
+    `built_ins` maps names to dotted paths, preferred first; `group` is the entry-point group of
+    plugins, None for no installed plugins at all.
+    """
+
+    def __init__(
+        self,
+        built_ins: Mapping[str, str] = BUILT_IN_PLATFORMS,
+        group: str | None = ENTRY_POINT_GROUP,
+    ) -> None:
+        self._built_ins = dict(built_ins)
+        self._group = group
+        self._plugins = pluggy.PluginManager("graphrt")
+        self._plugins.add_hookspecs(PlatformHooks)
+        self._collected: dict[str, list[FoundPlatform]] = {}
+        self._failed: list[FoundPlatform] = []
+        self._built_in_found: list[FoundPlatform] = []
+        self._discovered = False
+        self._stood_in_for: set[str] = set()
+        self._lock = threading.RLock()
+
+    def register(self, plugin: object, name: str | None = None) -> str:
+        """Add a plugin (a module or object with the hook) of this process; returns its name.
+
+        Raises `PlatformConflictError` for a name or plugin that is there already and
+        `PlatformError` for one that does not implement the hook as specified.
+        """
+        with self._lock:
+            taken = self._plugins.get_name(plugin) or name
+            if taken is not None and self._plugins.has_plugin(taken):
+                raise PlatformConflictError(
+                    "a plugin of that name is registered already",
+                    got=f"{taken!r}: {plugin!r}",
+                    expected=f"another one than {self._plugins.get_plugin(taken)!r}",
+                    advice="register(plugin, name=...) with another name, or unregister the first",
+                )
+            return self._add(plugin, name)
+
+    def unregister(self, name: str) -> None:
+        """Forget the plugin that `register` called `name`, with its platforms."""
+        with self._lock:
+            if self._plugins.unregister(name=name) is None:
+                known = ", ".join(each for each, _ in self._plugins.list_name_plugin())
+                raise UnknownPlatformError(
+                    "no plugin of that name is registered", got=repr(name), expected=known or "none"
+                )
+            self._collected.pop(name, None)
+
+    def platforms(self) -> tuple[FoundPlatform, ...]:
+        """All that was found, plugins first; broken ones have an `error`. Never raises for one."""
+        with self._lock:
+            self._discover()
+            found = [each for group in self._collected.values() for each in group]
+            return (*found, *self._failed, *self._built_in_found)
+
+    def get(self, name: str, *, must_be_available: bool = True) -> Platform:
+        """The platform of that name.
+
+        Raises `UnknownPlatformError`, `PlatformConflictError` if two plugins claim the name, and
+        `PlatformUnavailableError` if this machine cannot run it.
+        """
+        usable = self._usable()
+        named = [each for each in usable if each.name == name]
+        _refuse_two_of_a_name(named)
+        if not named:
+            raise self._unknown(name)
+        found = named[0]
+        if must_be_available and not found.availability.available:
+            raise PlatformUnavailableError(
+                f"platform {name!r} of {found.plugin} is not available here",
+                got=found.availability.reason or "no reason given",
+                expected="a machine that can run it",
+                advice=_choices(usable),
+            )
+        platform = _platform_of(found)
+        if must_be_available:
+            platform.start()
+            if platform.by_name_only:
+                self._stood_in_for.add(platform.device_type)
+        return platform
+
+    def current(self, environ: Mapping[str, str] | None = None) -> Platform:
+        """The default platform: the forced one, else the out-of-tree one, else a built-in.
+
+        `GRAPHRT_PLATFORM` forces one by name. Two out-of-tree platforms that are both available
+        raise `PlatformConflictError`.
+        """
+        environ = os.environ if environ is None else environ
+        forced = environ.get(PLATFORM_VARIABLE, "").strip()
+        if forced:
+            return self.get(forced)
+        usable = [each for each in self._usable() if self._may_be_default(_platform_of(each))]
+        _refuse_two_of_a_name(usable)
+        available = [each for each in usable if each.availability.available]
+        out_of_tree = [each for each in available if each.origin == "plugin"]
+        if len(out_of_tree) > 1:
+            names = " and ".join(f"{each.name!r} of {each.plugin}" for each in out_of_tree)
+            raise PlatformConflictError(
+                "several out-of-tree platforms are available",
+                got=names,
+                expected="one",
+                advice=f"set {PLATFORM_VARIABLE}={out_of_tree[0].name}, or uninstall the others",
+            )
+        if not available:
+            raise PlatformUnavailableError(
+                "no platform is available here",
+                got="; ".join(f"{each.name}: {each.availability.reason}" for each in usable)
+                or "none found",
+                expected="at least the CPU's",
+                advice="graphrt doctor shows what was found",
+            )
+        platform = _platform_of((out_of_tree or available)[0])
+        platform.start()
+        return platform
+
+    def _may_be_default(self, platform: Platform) -> bool:
+        # A stand-in for a device's library makes the platform of the real device look available.
+        return not platform.by_name_only and platform.device_type not in self._stood_in_for
+
+    # Discovery -------------------------------------------------------------------------------
+
+    def _usable(self) -> list[FoundPlatform]:
+        return [each for each in self.platforms() if each.platform is not None]
+
+    def _discover(self) -> None:
+        if not self._discovered:
+            self._failed.clear()
+            for entry_point in [] if self._group is None else entry_points(group=self._group):
+                self._load(entry_point)
+            self._built_in_found = [
+                found
+                for name, path in self._built_ins.items()
+                if (found := built_in(name, path)) is not None
+            ]
+            # Last, so that where a warning is an error the next call does not find half of it.
+            self._discovered = True
+        for name, plugin in self._plugins.list_name_plugin():
+            if plugin is not None and name not in self._collected:
+                self._collected[name] = self._collect(name, plugin)
+
+    def _load(self, entry_point: EntryPoint) -> None:
+        distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
+        name = f"{distribution}{entry_point.name}"
+        try:
+            plugin = entry_point.load()
+            if not self._plugins.is_registered(plugin):
+                self._add(plugin, name)
+        except Exception as error:
+            self._failed.append(broken(name, "plugin", error, "could not be imported"))
+
+    def _add(self, plugin: object, name: str | None) -> str:
+        try:
+            added = self._plugins.register(plugin, name)
+        except pluggy.PluginValidationError as error:
+            raise PlatformError(
+                "the plugin does not implement the hook as specified",
+                got=str(error),
+                expected="@graphrt.hookimpl def graphrt_platforms()",
+                advice="examples/platform_plugin is a plugin that works",
+            ) from error
+        if added is None:
+            raise PlatformConflictError("the plugin is blocked", got=repr(name))
+        if not self._plugins.get_hookcallers(plugin):
+            self._plugins.unregister(name=added)
+            raise PlatformError(
+                "the plugin implements no graphrt hook",
+                got=repr(plugin),
+                expected="@graphrt.hookimpl def graphrt_platforms()",
+                advice="mark the function with graphrt.hookimpl",
+            )
+        return added
+
+    def _collect(self, name: str, plugin: object) -> list[FoundPlatform]:
+        # One plugin at a time: pluggy stops calling the others when one of them raises.
+        others = [each for each in self._plugins.get_plugins() if each is not plugin]
+        hook = self._plugins.subset_hook_caller("graphrt_platforms", others)
+        try:
+            platforms = [each for result in hook() for each in _as_platforms(result)]
+        except Exception as error:
+            return [broken(name, "plugin", error, "could not give its platforms")]
+        return [FoundPlatform(name, "plugin", each.name, each) for each in platforms]
+
+    def _unknown(self, name: str) -> UnknownPlatformError:
+        found = self.platforms()
+        known = sorted({each.name for each in found if each.platform and each.name})
+        failed = [each.plugin for each in found if each.error is not None]
+        hint = f"; broken: {', '.join(failed)} (graphrt doctor shows why)" if failed else ""
+        return UnknownPlatformError(
+            "no platform of that name is installed",
+            got=repr(name),
+            expected=", ".join(known) or "none is known",
+            advice=f"install the plugin of {name!r}, or use one of those{hint}",
+        )
+
+
+# A process-wide default, for hosts that pass no registry. It holds what is installed, which is
+# the same for all of them; who registers plugins of their own makes a registry of their own.
+_default = PlatformRegistry()
+
+
+def current_platform() -> Platform:
+    """The platform that is used where none is given; see `PlatformRegistry.current`."""
+    return _default.current()
+
+
+def platforms() -> tuple[FoundPlatform, ...]:
+    """Every platform that is installed, available or not, and every plugin that is broken."""
+    return _default.platforms()
+
+
+def get_platform(name: str | None = None, *, must_be_available: bool = True) -> Platform:
+    """The installed platform of that name, or the current one for None."""
+    if name is None:
+        return current_platform()
+    return _default.get(name, must_be_available=must_be_available)
+
+
+def register(plugin: object, name: str | None = None) -> str:
+    """Add a plugin to the default registry of this process; returns its name."""
+    return _default.register(plugin, name)
+
+
+# Parts -------------------------------------------------------------------------------------------
+
+
+def _as_platforms(result: object) -> list[Platform]:
+    platforms: list[Any] = list(result) if isinstance(result, Iterable) else [result]
+    for each in platforms:
+        if not isinstance(each, Platform):
+            raise PlatformError(
+                "graphrt_platforms() returned something that is no platform",
+                got=repr(each),
+                expected="an instance of a Platform subclass, or several",
+                advice="return MyPlatform(), not MyPlatform",
+            )
+    return platforms
+
+
+def _platform_of(found: FoundPlatform) -> Platform:
+    assert found.platform is not None, "only usable platforms are selected"
+    return found.platform
+
+
+def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
+    owners: dict[str | None, FoundPlatform] = {}
+    for each in usable:
+        first = owners.setdefault(each.name, each)
+        if first is not each:
+            raise PlatformConflictError(
+                f"two plugins supply a platform called {each.name!r}",
+                got=f"{first.plugin} and {each.plugin}",
+                expected="one plugin for one name",
+                advice="uninstall one of them, or rename its platform",
+            )
+
+
+def _choices(usable: Iterable[FoundPlatform]) -> str:
+    names = [str(each.name) for each in usable if each.availability.available]
+    return f"{PLATFORM_VARIABLE}={' or '.join(names)}" if names else "graphrt doctor"

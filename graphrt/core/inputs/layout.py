@@ -1,0 +1,202 @@
+"""Where the packed inputs of one size lie, and which bytes a step must move there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from graphrt.core.inputs.spec import InputSpec
+
+_ALIGNMENT = 256
+"""Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
+
+Span = tuple[int, int]
+
+
+class Field:
+    """One input at one size: its place in the slab, cut in `blocks` by its batch axis.
+
+    A block is what lies between two steps of the axes before the batch axis; it holds `rows` rows
+    of `row_bytes`.
+    """
+
+    __slots__ = ("blocks", "extra", "name", "nbytes", "offset", "row_bytes", "rows", "spec", "view")
+
+    def __init__(self, name: str, spec: InputSpec, offset: int, tokens: int, reqs: int) -> None:
+        self.name = name
+        self.spec = spec
+        self.offset = offset
+        sizes = spec.sizes(tokens, reqs)
+        axis, dim = spec.batch_axis()
+        self.blocks = math.prod(sizes[:dim])
+        self.rows = sizes[dim] if axis is not None else 1
+        inner = sizes[dim + 1 :] if axis is not None else sizes
+        self.row_bytes = math.prod(inner) * spec.dtype.itemsize
+        self.nbytes = self.blocks * self.rows * self.row_bytes
+        self.view: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+class FieldMove:
+    """The bytes of one input for some number of live rows.
+
+    `copies` are (to, from, bytes), `pads` (to, bytes) and, where the last live row is repeated,
+    `repeats` (from, to, bytes); "to" counts from the start of the slab.
+    """
+
+    __slots__ = (
+        "copies",
+        "dtype",
+        "field",
+        "live",
+        "may_negate",
+        "name",
+        "offset",
+        "pads",
+        "repeats",
+        "shape",
+        "tail",
+    )
+
+    def __init__(self, field: Field, tokens: int, reqs: int) -> None:
+        spec = field.spec
+        axis, dim = spec.batch_axis()
+        self.field = field
+        self.name = field.name
+        self.dtype = spec.dtype
+        self.offset = field.offset
+        self.shape = torch.Size(spec.sizes(tokens, reqs))
+        # Only complex arithmetic makes tensors whose bits are not their values.
+        self.may_negate = spec.dtype.is_floating_point or spec.dtype.is_complex
+        live_rows = field.rows if axis is None else axis.size(tokens, reqs)
+        size, block = live_rows * field.row_bytes, field.rows * field.row_bytes
+        starts = [field.offset + index * block for index in range(field.blocks)]
+        if size == block:
+            starts, size = [field.offset], field.nbytes
+        self.copies = [(start, index * size, size) for index, start in enumerate(starts) if size]
+        rest = block - live_rows * field.row_bytes
+        tails = [start + size for start in starts] if rest else []
+        self.pads: list[Span] = []
+        self.repeats: list[tuple[int, int, int]] = []
+        if spec.pad == "repeat":
+            self.repeats = [(tail - field.row_bytes, tail, rest) for tail in tails]
+        else:
+            self.pads = [(tail, rest) for tail in tails]
+        self.live = field.view if axis is None else field.view.narrow(dim, 0, live_rows)
+        self.tail = (
+            None if axis is None else field.view.narrow(dim, live_rows, field.rows - live_rows)
+        )
+
+    @property
+    def one_block(self) -> bool:
+        """Whether the live rows lie in one piece."""
+        return len(self.copies) <= 1
+
+    def lies_in(self, value: torch.Tensor) -> bool:
+        """Whether `value`, which starts where this input starts, is laid out like it."""
+        return value.stride() == self.live.stride() or (self.one_block and value.is_contiguous())
+
+    def pad_on_device(self) -> None:
+        """Write the padding rows by themselves."""
+        tail = self.tail
+        if tail is None or tail.numel() == 0:
+            return
+        if self.field.spec.pad == "repeat":
+            dim = self.field.spec.batch_axis()[1]
+            tail.copy_(self.live.narrow(dim, self.live.shape[dim] - 1, 1))
+        else:
+            tail.fill_(self.field.spec.pad_value)
+
+
+class StepMoves:
+    """What a step of so many live tokens and requests moves into one layout."""
+
+    __slots__ = ("_spans", "fields", "whole")
+
+    def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
+        self.fields = [FieldMove(field, tokens, reqs) for field in layout.fields]
+        self.whole: tuple[Span, ...] = ((0, layout.nbytes),) if layout.nbytes else ()
+        self._spans: dict[str, tuple[Span, ...]] = {}
+
+    def spans(self, kinds: str) -> tuple[Span, ...]:
+        """The parts of the slab that one copy each brings from the host.
+
+        `kinds` has a letter for each field: "h" comes from the host, "d" is copied over it
+        afterwards on the device, "k" is kept, as it is in place already.
+        """
+        found = self._spans.get(kinds)
+        if found is None:
+            found = self._spans[kinds] = tuple(self._find_spans(kinds))
+        return found
+
+    def _find_spans(self, kinds: str) -> Iterable[Span]:
+        start = end = -1
+        for move, kind in zip(self.fields, kinds, strict=True):
+            field = move.field
+            if kind == "h" or (kind == "d" and move.pads):
+                start = field.offset if start < 0 else start
+                end = field.end
+            elif kind == "k":
+                # The live rows must not be touched; a tail in one piece can begin the next span.
+                if start >= 0:
+                    yield start, end
+                start = -1
+                if move.pads and move.one_block:
+                    start, end = move.pads[0][0], field.end
+        if start >= 0:
+            yield start, end
+
+
+class InputLayout:
+    """The packed inputs of one size in one slab, and the views that the forward reads."""
+
+    __slots__ = ("_moves", "fields", "nbytes", "reqs", "tokens", "views")
+
+    def __init__(self, specs: Mapping[str, InputSpec], tokens: int, reqs: int) -> None:
+        self.tokens = tokens
+        self.reqs = reqs
+        self.fields: list[Field] = []
+        offset = 0
+        for name, spec in specs.items():
+            field = Field(name, spec, offset, tokens, reqs)
+            self.fields.append(field)
+            offset += -(-field.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = self.fields[-1].end if self.fields else 0
+        self.views: dict[str, torch.Tensor] = {}
+        self._moves: dict[tuple[int, int], StepMoves] = {}
+
+    def place(self, slab: torch.Tensor) -> None:
+        """Make the views in `slab`, a uint8 tensor of at least `nbytes`."""
+        # Steps write them, in inference mode and outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for field in self.fields:
+                flat = slab[field.offset : field.end].view(field.spec.dtype)
+                field.view = flat.view(field.spec.sizes(self.tokens, self.reqs))
+                self.views[field.name] = field.view
+
+    def moves(self, tokens: int, reqs: int, keep: int) -> StepMoves:
+        """What to move for so many live rows; up to `keep` answers are kept."""
+        found = self._moves.get((tokens, reqs))
+        if found is None:
+            with torch.inference_mode(False):
+                found = StepMoves(self, tokens, reqs)
+            if len(self._moves) >= keep:
+                self._moves.clear()
+            self._moves[tokens, reqs] = found
+        return found
+
+    def reset(self) -> None:
+        """Make every row a padding row."""
+        for field in self.fields:
+            field.view.fill_(field.spec.pad_value)
+
+
+def pad_bytes(spec: InputSpec) -> Any:
+    """One element of the padding as a one-element CPU tensor."""
+    return torch.full((1,), spec.pad_value, dtype=spec.dtype)

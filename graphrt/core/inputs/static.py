@@ -1,0 +1,292 @@
+"""Static inputs: a runner's buffers, filled and padded for every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from ctypes import memmove, memset
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.device.platform import Platform
+from graphrt.core.inputs.fixed import FixedInput
+from graphrt.core.inputs.layout import FieldMove, InputLayout
+from graphrt.core.inputs.spec import InputSpec, check_value
+from graphrt.core.inputs.staging import Staging, Window
+
+_CACHED_LAYOUTS = 4096
+_CACHED_MOVES = 1024
+"""Per layout: pairs of live tokens and requests."""
+
+
+class StaticInputs:
+    """All inputs of a runner. Nested mappings of specs become dotted names.
+
+    The packed ones share a slab: at each size they lie one after the other, so that all that come
+    from the host, padding included, go over in one copy.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, Any], *, platform: Platform, tokens: int, reqs: int, device: Any
+    ) -> None:
+        self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
+        self.tokens = tokens
+        self.reqs = reqs
+        self._specs: dict[str, InputSpec] = dict(_flat(specs))
+        self._packed = {name: spec for name, spec in self._specs.items() if spec.packed}
+        self._fixed = [
+            FixedInput(name, spec, tokens, reqs, device)
+            for name, spec in self._specs.items()
+            if not spec.packed
+        ]
+        self._axes = {name: spec.batch_axis() for name, spec in self._specs.items()}
+        self._pads = {name: _PadSource(spec) for name, spec in self._packed.items()}
+        self._layouts: dict[tuple[int, int], InputLayout] = {}
+        nbytes = InputLayout(self._packed, tokens, reqs).nbytes
+        with torch.inference_mode(False):
+            self._slab = Window(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        self._low = self._slab.buffer.data_ptr()
+        self._high = self._low + nbytes
+        on_host = self._slab.buffer.device.type == "cpu"
+        self._staging = None if on_host else Staging(platform, nbytes)
+        self.reset()
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers at the largest size by name; packed ones move with the size."""
+        return self.layout(self.tokens, self.reqs).views
+
+    @property
+    def staging_waits(self) -> int:
+        """How often the host had to wait until its staging memory was free."""
+        return 0 if self._staging is None else self._staging.waits
+
+    def layout(self, tokens: int, reqs: int) -> InputLayout:
+        """Where the inputs of a batch of this size lie."""
+        found = self._layouts.get((tokens, reqs))
+        if found is None:
+            found = InputLayout(self._packed, tokens, reqs)
+            found.place(self._slab.buffer)
+            found.views.update({own.name: own.view(tokens, reqs) for own in self._fixed})
+            if len(self._layouts) >= _CACHED_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[tokens, reqs] = found
+        return found
+
+    def fill(
+        self,
+        values: Mapping[str, Any],
+        layout: InputLayout,
+        tokens: int,
+        reqs: int,
+        stream: Any = None,
+    ) -> None:
+        """Copy a step's live rows into the buffers and pad them up to the size of `layout`.
+
+        `stream` is the current one, on platforms that have streams.
+
+        Everything is checked before anything is written; raises `InvalidInputError`.
+        """
+        if self.nested:
+            values = dict(_flat(values))
+        if len(values) != len(self._specs):
+            self.check_names(values)
+        moves = layout.moves(tokens, reqs, _CACHED_MOVES)
+        sources: list[torch.Tensor | None] = []
+        kinds = ""
+        for move in moves.fields:
+            try:
+                value = values[move.name]
+            except KeyError:
+                self.check_names(values)
+                raise
+            if (
+                not isinstance(value, torch.Tensor)
+                or value.dtype is not move.dtype
+                or value.shape != move.shape
+            ):
+                raise _wrong_value(move, value)
+            address = value.data_ptr()
+            if self._low <= address < self._high:
+                if address == self._low + move.offset and move.lies_in(value):
+                    sources.append(None)
+                    kinds += "k"
+                    continue
+                # What is written next may lie under it.
+                value = value.detach().clone()
+            if not value.is_cpu:
+                sources.append(value)
+                kinds += "d"
+                continue
+            if not value.is_contiguous() or (move.may_negate and _has_lazy_bits(value)):
+                value = value.detach().resolve_conj().resolve_neg().contiguous()
+            sources.append(value)
+            kinds += "h"
+        for own in self._fixed:
+            own.check(values.get(own.name), tokens, reqs)
+        if self._staging is None:
+            self._write(moves.fields, sources, kinds, self._low)
+        else:
+            spans = moves.whole if kinds.count("h") == len(kinds) else moves.spans(kinds)
+            if spans:
+                slot = self._staging.take()
+                self._write(moves.fields, sources, kinds, slot.address)
+                slot.copy_to(self._slab, spans, stream)
+        if "d" in kinds or (self._staging is not None and "k" in kinds):
+            self._write_on_device(moves.fields, sources, kinds)
+        for own in self._fixed:
+            own.fill(values[own.name], tokens, reqs, layout.tokens, layout.reqs)
+
+    def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """A step's inputs by (dotted) name; raises `InvalidInputError` for wrong names."""
+        found = dict(_flat(values))
+        self.check_names(found)
+        return found
+
+    def reset(self, layout: InputLayout | None = None) -> None:
+        """Make every row of `layout`, by default of the largest one, a padding row."""
+        (layout or self.layout(self.tokens, self.reqs)).reset()
+        for own in self._fixed:
+            own.reset()
+
+    def check_names(self, values: Mapping[str, Any]) -> None:
+        """Raise `InvalidInputError` for missing or unknown input names."""
+        missing = sorted(self._specs.keys() - values.keys())
+        unknown = sorted(values.keys() - self._specs.keys())
+        if missing or unknown:
+            raise InvalidInputError(
+                "the step's inputs are not the declared ones",
+                got=f"missing {missing}, unknown {unknown}",
+                expected=sorted(self._specs),
+                advice="declare every input of the forward in inputs= and pass each of them",
+            )
+
+    def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:
+        """Tokens and requests as the shapes of the inputs say; None where they say nothing."""
+        found: dict[str, int] = {}
+        flat = dict(_flat(values)) if self.nested else values
+        self.check_names(flat)
+        for name, spec in self._specs.items():
+            value = flat[name]
+            axis, dim = self._axes[name]
+            if axis is None:
+                continue
+            if not isinstance(value, torch.Tensor) or value.dim() != len(spec.shape):
+                wrong = check_value(name, spec, value, spec.sizes(self.tokens, self.reqs))
+                assert wrong is not None
+                raise wrong
+            rows = value.shape[dim] - axis.extra
+            if found.setdefault(axis.name, rows) != rows:
+                raise InvalidInputError(
+                    f"the inputs disagree on the number of {axis.name}",
+                    got=f"{rows} by {name!r}",
+                    expected=found[axis.name],
+                )
+        reqs = found.get("reqs")
+        return found.get("tokens", reqs or 0), reqs
+
+    def _write(
+        self,
+        moves: list[FieldMove],
+        sources: list[torch.Tensor | None],
+        kinds: str,
+        base: int,
+    ) -> None:
+        """Write live rows and padding to the host memory at `base`: the slab, or a slot for it."""
+        in_slab = self._staging is None
+        for move, source, kind in zip(moves, sources, kinds, strict=True):
+            if kind == "h" and source is not None:
+                address = source.data_ptr()
+                for to, start, size in move.copies:
+                    memmove(base + to, address + start, size)
+            if move.pads:
+                self._pads[move.name].write(base, move.pads)
+            elif move.repeats and (kind == "h" or in_slab):
+                for start, to, size in move.repeats:
+                    _repeat(base + start, base + to, move.field.row_bytes, size)
+
+    def _write_on_device(
+        self, moves: list[FieldMove], sources: list[torch.Tensor | None], kinds: str
+    ) -> None:
+        """Copy what lives on a device already, in one fused copy, and pad what needs it there."""
+        # Tensors of one dtype are one kernel; of several, torch would copy each by itself.
+        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for move, source, kind in zip(moves, sources, kinds, strict=True):
+            if kind == "d" and source is not None:
+                places, values = copies.setdefault(move.dtype, ([], []))
+                places.append(move.live)
+                values.append(source.detach() if source.requires_grad else source)
+        for places, values in copies.values():
+            if len(places) == 1:
+                places[0].copy_(values[0])
+            else:
+                torch._foreach_copy_(places, values)
+        for move, kind in zip(moves, kinds, strict=True):
+            # Constant padding came with the copy from the host, but for tails in several pieces.
+            padded = move.repeats or (kind == "k" and move.pads and not move.one_block)
+            if kind in "dk" and padded:
+                move.pad_on_device()
+
+
+class _PadSource:
+    """Writes constant padding into host memory."""
+
+    def __init__(self, spec: InputSpec) -> None:
+        self._element = torch.full((1,), spec.pad_value, dtype=spec.dtype)
+        octets = bytes(self._element.view(torch.uint8).tolist())
+        self._octet = octets[0] if len(set(octets)) == 1 else None
+        self._pattern = self._element
+
+    def write(self, base: int, pads: list[tuple[int, int]]) -> None:
+        if self._octet is not None:
+            for to, size in pads:
+                memset(base + to, self._octet, size)
+            return
+        longest = pads[0][1]
+        if self._pattern.nbytes < longest:
+            self._pattern = self._element.expand(longest // self._element.nbytes).contiguous()
+        pattern = self._pattern.data_ptr()
+        for to, size in pads:
+            memmove(base + to, pattern, size)
+
+
+def _repeat(row: int, to: int, row_bytes: int, size: int) -> None:
+    """Fill `size` bytes at address `to` with copies of the row at address `row`."""
+    if size:
+        memmove(to, row, row_bytes)
+    done = row_bytes
+    while done < size:
+        more = min(done, size - done)
+        memmove(to + done, to, more)
+        done += more
+
+
+def _has_lazy_bits(value: torch.Tensor) -> bool:
+    return value.is_neg() or value.is_conj()
+
+
+def _wrong_value(move: FieldMove, value: object) -> InvalidInputError:
+    wrong = check_value(move.name, move.field.spec, value, tuple(move.shape))
+    assert wrong is not None
+    return wrong
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as nested dicts again, which is how the forward gets them."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, leaf = name.split(".")
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = value
+    return nested
+
+
+def _flat(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, spec in specs.items():
+        if isinstance(spec, Mapping):
+            yield from _flat(spec, f"{prefix}{name}.")
+        else:
+            yield prefix + name, spec

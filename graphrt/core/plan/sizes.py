@@ -1,0 +1,276 @@
+"""Which batch sizes are captured: the mixed list, the decode ladders and the keys they give."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from graphrt.core.base.errors import InvalidSizesError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+
+CaptureKey = tuple[GraphMode, BatchDescriptor]
+
+_CAP = 512
+_CAP_DATACENTER_BLACKWELL = 1024
+
+
+@dataclass(frozen=True)
+class SizePlan:
+    """The sizes that can be captured for one host.
+
+    `mixed` are the PIECEWISE sizes, `general` those of FULL graphs that serve any batch, and
+    `decode` the ladder of uniform FULL sizes for each query length. `limit` is M of DESIGN 5.
+    """
+
+    max_num_reqs: int
+    max_num_tokens: int
+    limit: int
+    mixed: tuple[int, ...]
+    general: tuple[int, ...]
+    decode: Mapping[int, tuple[int, ...]]
+
+    def uncovered_decode(self, query_len: int) -> range:
+        """Request counts whose uniform decode batch is larger than every size of the ladder."""
+        covered = max(self.decode[query_len], default=0) // query_len
+        return range(covered + 1, min(self.max_num_reqs, self.max_num_tokens // query_len) + 1)
+
+
+def default_cap(compute_capability: tuple[int, int] | None = None) -> int:
+    """The largest size that is captured by default: 512, or 1024 on datacenter Blackwell (10.x)."""
+    if compute_capability is not None and compute_capability[0] == 10:
+        return _CAP_DATACENTER_BLACKWELL
+    return _CAP
+
+
+def capture_limit(
+    max_num_reqs: int, max_num_tokens: int, query_len: int = 1, cap: int = _CAP
+) -> int:
+    """M, the largest default size: two full decode batches, within cap and token budget."""
+    _check_positive(
+        max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=query_len, cap=cap
+    )
+    return min(max_num_reqs * query_len * 2, cap, max_num_tokens)
+
+
+def mixed_sizes(
+    limit: int, *, max_num_reqs: int, max_num_tokens: int, query_len: int = 1
+) -> tuple[int, ...]:
+    """The default list for any batch: the steps up to `limit`, a full decode batch, all tokens."""
+    _check_positive(
+        limit=limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=query_len
+    )
+    landmarks = (max_num_reqs * query_len, max_num_tokens)
+    return tuple(sorted({*_steps(limit), *(size for size in landmarks if size <= limit)}))
+
+
+def decode_sizes(query_len: int, *, max_num_reqs: int, limit: int) -> tuple[int, ...]:
+    """The default ladder, in tokens, of uniform batches whose requests have `query_len` tokens.
+
+    Empty where not even one request fits under `limit`.
+    """
+    _check_positive(query_len=query_len, max_num_reqs=max_num_reqs, limit=limit)
+    counts = {*_steps(max_num_reqs), max_num_reqs}
+    return tuple(sorted(n * query_len for n in counts if n * query_len <= limit))
+
+
+def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
+    """`sizes` as a tuple if they ascend and are positive; raises `InvalidSizesError` otherwise."""
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
+        raise InvalidSizesError(
+            "capture sizes must be a list of integers",
+            got=repr(sizes),
+            expected="a list of ascending positive integers",
+            advice="sizes=[1, 2, 4, 8]",
+        )
+    checked = tuple(sizes)
+    for size in checked:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise _bad_sizes("a capture size is not an integer", size, checked, "drop or round it")
+        if size < 1:
+            raise _bad_sizes("a capture size is not positive", size, checked, f"drop {size}")
+    if not checked:
+        raise InvalidSizesError(
+            "there are no capture sizes",
+            got="[]",
+            expected="at least one size",
+            advice='mode="NONE" to capture nothing, or sizes=None for the default list',
+        )
+    for before, size in itertools.pairwise(checked):
+        if size == before:
+            raise _bad_sizes("a capture size is repeated", size, checked, f"keep one {size}")
+        if size < before:
+            advice = f"sizes={sorted(set(checked))}"
+            raise _bad_sizes("capture sizes are not sorted", size, checked, advice)
+    return checked
+
+
+def plan_sizes(
+    *,
+    max_num_reqs: int,
+    max_num_tokens: int,
+    query_lens: Sequence[int] = (1,),
+    sizes: Iterable[int] | None = None,
+    max_size: int | None = None,
+    cap: int = _CAP,
+) -> SizePlan:
+    """The sizes of a host, by default or from its own list.
+
+    `max_size` is the largest size to capture: it takes the place of the default limit (not of
+    the token budget) and cuts the host's own list.
+    """
+    query_lens = _check_query_lens(query_lens)
+    longest = max(query_lens)
+    limit = capture_limit(max_num_reqs, max_num_tokens, longest, cap)
+    if max_size is not None:
+        _check_positive(max_size=max_size)
+        limit = min(max_size, max_num_tokens)
+    if sizes is None:
+        mixed = mixed_sizes(
+            limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=longest
+        )
+        ladders = {q: decode_sizes(q, max_num_reqs=max_num_reqs, limit=limit) for q in query_lens}
+        # A graph for any batch serves decode as well, so it is captured at decode's sizes too.
+        general = tuple(sorted({*mixed, *itertools.chain.from_iterable(ladders.values())}))
+        return SizePlan(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
+
+    own = _cut(check_sizes(sizes), max_size)
+    tokens = max_num_tokens if max_size is None else limit
+    ladders = {q: _rounded(own, q, max_num_reqs * q, tokens, limit) for q in query_lens}
+    return SizePlan(max_num_reqs, max_num_tokens, limit, own, own, ladders)
+
+
+def descriptors_for(
+    mode: GraphMode | str,
+    plan: SizePlan,
+    *,
+    loras: Sequence[int | None] = (0,),
+    bounds: Sequence[tuple[int, ...]] = ((),),
+    variants: Sequence[Hashable] = (None,),
+) -> tuple[CaptureKey, ...]:
+    """The keys that `mode` captures, in capture order: PIECEWISE before FULL, largest first.
+
+    There is a key for each of `loras` (active adapters; None is any number) and `variants`, and
+    for FULL each of `bounds`: what bakes bounds in is attention, which runs between the pieces.
+    """
+    mode = GraphMode.parse(mode)
+    keys: list[CaptureKey] = []
+    if mode.has_piecewise:
+        keys += [(GraphMode.PIECEWISE, BatchDescriptor(size)) for size in plan.mixed]
+    if mode.mixed_mode is GraphMode.FULL:
+        keys += [
+            (GraphMode.FULL, BatchDescriptor(size, min(size, plan.max_num_reqs)))
+            for size in plan.general
+        ]
+    elif mode.has_full:
+        keys += [
+            (GraphMode.FULL, BatchDescriptor(size, size // q, uniform=True, query_len=q))
+            for q, ladder in plan.decode.items()
+            for size in ladder
+        ]
+    cases = [
+        case
+        for key in keys
+        for case in _cases(key, loras, bounds if key[0] is GraphMode.FULL else ((),), variants)
+    ]
+    return tuple(sorted(dict.fromkeys(cases), key=_capture_order))
+
+
+def _cases(
+    key: CaptureKey,
+    loras: Sequence[int | None],
+    bounds: Sequence[tuple[int, ...]],
+    variants: Sequence[Hashable],
+) -> Iterable[CaptureKey]:
+    mode, base = key
+    for variant, lora, bound in itertools.product(variants, loras, bounds):
+        yield (
+            mode,
+            BatchDescriptor(
+                base.num_tokens,
+                base.num_reqs,
+                uniform=base.uniform,
+                has_lora=lora is None or lora > 0,
+                num_active_loras=lora or 0,
+                query_len=base.query_len,
+                bounds=tuple(bound),
+                variant=variant,
+            ),
+        )
+
+
+def _capture_order(key: CaptureKey) -> tuple[object, ...]:
+    mode, descriptor = key
+    widest = tuple(-bound for bound in descriptor.bounds)
+    return (
+        mode is GraphMode.FULL,
+        -descriptor.num_tokens,
+        -descriptor.lora_capacity,
+        -(descriptor.query_len or 0),
+        widest,
+    )
+
+
+def _steps(limit: int) -> list[int]:
+    """1, 2, 4, then every 8 below 256, then every 16, up to `limit`."""
+    few = [n for n in (1, 2, 4) if n <= limit]
+    return [*few, *range(8, min(limit + 1, 256), 8), *range(256, limit + 1, 16)]
+
+
+def _rounded(
+    sizes: tuple[int, ...], query_len: int, widest: int, max_num_tokens: int, limit: int
+) -> tuple[int, ...]:
+    """A host's sizes as whole requests of `query_len`, no larger than a batch can be."""
+    largest = min(widest, max_num_tokens) // query_len * query_len
+    rounded = {min(-(-size // query_len) * query_len, largest) for size in sizes}
+    if widest <= limit:
+        rounded.add(widest)
+    return tuple(sorted(rounded - {0}))
+
+
+def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
+    if max_size is None:
+        return sizes
+    kept = tuple(size for size in sizes if size <= max_size)
+    if not kept:
+        raise InvalidSizesError(
+            "max_size leaves no capture size",
+            got=f"max_size={max_size}, sizes={list(sizes)}",
+            expected=f"max_size >= {sizes[0]}",
+            advice=f"max_size={sizes[-1]}, or no max_size",
+        )
+    return kept
+
+
+def _check_query_lens(query_lens: Sequence[int]) -> tuple[int, ...]:
+    if not query_lens:
+        raise InvalidSizesError(
+            "there are no decode query lengths",
+            got="()",
+            expected="at least one",
+            advice="query_lens=(1,)",
+        )
+    for query_len in query_lens:
+        _check_positive(query_len=query_len)
+    return tuple(sorted(set(query_lens)))
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InvalidSizesError(
+                f"{name} must be a positive integer",
+                got=repr(number),
+                expected=">= 1",
+                advice=f"{name}=1 or more",
+            )
+
+
+def _bad_sizes(what: str, size: object, sizes: Sequence[object], advice: str) -> InvalidSizesError:
+    return InvalidSizesError(
+        what,
+        got=f"{size!r} in {list(sizes)}",
+        expected="ascending positive integers, each once",
+        advice=advice,
+    )

@@ -1,0 +1,105 @@
+"""Eager parts of a step: run at every replay, with their results where the graphs read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphrt.core.base import tree
+from graphrt.core.base.errors import BakedScalarError, BreakError, BreakShapeError
+
+
+class EagerPart:
+    """A function that runs eagerly at every replay and leaves its results where they are read.
+
+    `aliased` holds the paths of results that were no new memory at capture.
+    """
+
+    __slots__ = ("_aliased", "_args", "_function", "_kwargs", "_recorded")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        recorded: Any,
+        aliased: frozenset[str],
+    ) -> None:
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._recorded = recorded
+        self._aliased = aliased
+
+    def replay(self) -> None:
+        result = self._function(*self._args, **self._kwargs)
+        if result is None and self._recorded is None:
+            return
+        deliver(self._recorded, result, self._function, self._aliased)
+
+
+def deliver(
+    recorded: Any, result: Any, function: Callable[..., Any], aliased: frozenset[str]
+) -> None:
+    """Put an eager part's `result` where the captured readers look for it.
+
+    Raises `BreakShapeError` for another structure, shape or dtype than recorded,
+    `BakedScalarError` for another Python value, and `BreakError` for new memory where there was
+    none at capture: copying it would overwrite an argument.
+    """
+    if isinstance(recorded, torch.Tensor) and isinstance(result, torch.Tensor):
+        _deliver_tensor("", recorded, result, function, aliased)
+        return
+    old, new = list(tree.leaves(recorded)), list(tree.leaves(result))
+    if [path for path, _ in old] != [path for path, _ in new]:
+        raise BreakShapeError(
+            f"eager break {name_of(function)} returned another structure than at capture",
+            got=[path for path, _ in new],
+            expected=[path for path, _ in old],
+            advice="return the same containers at every step",
+        )
+    for (path, before), (_, now) in zip(old, new, strict=True):
+        if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
+            _deliver_tensor(path, before, now, function, aliased)
+        elif type(before) is not type(now) or before != now:
+            raise BakedScalarError(
+                f"eager break {name_of(function)} returned another value than the graph holds"
+                f"{' at ' + path if path else ''}",
+                got=repr(now),
+                expected=repr(before),
+                advice="return it as a tensor, or read it from current_context() where it is used",
+            )
+
+
+def _deliver_tensor(
+    path: str,
+    recorded: torch.Tensor,
+    result: torch.Tensor,
+    function: Callable[..., Any],
+    aliased: frozenset[str],
+) -> None:
+    if recorded.shape != result.shape or recorded.dtype != result.dtype:
+        raise BreakShapeError(
+            f"eager break {name_of(function)} returned another tensor than at capture"
+            f"{' at ' + path if path else ''}",
+            got=f"{result.dtype} {tuple(result.shape)}",
+            expected=f"{recorded.dtype} {tuple(recorded.shape)}",
+            advice="return the padded shape; mask the padding rows instead of dropping them",
+        )
+    if recorded.data_ptr() == result.data_ptr() and recorded.stride() == result.stride():
+        return
+    if path in aliased and recorded.numel():
+        raise BreakError(
+            f"eager break {name_of(function)} returned memory of its own where it returned an "
+            f"argument at capture{', at ' + path if path else ''}",
+            got="a fresh tensor",
+            expected="the argument, or a view of it",
+            advice="write into the argument at every step, or return a fresh tensor at every step",
+        )
+    recorded.copy_(result)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or str(function)

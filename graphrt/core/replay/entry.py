@@ -1,0 +1,132 @@
+"""What a wrapper captured for one descriptor, and how it is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphrt.core.base import tree
+from graphrt.core.base.errors import DeviceHangError, MissingUpdateError
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.replay.eager_part import EagerPart
+from graphrt.core.replay.segments import HostValues, Part, TaskedSegment
+from graphrt.core.replay.tasks import UNCHANGED, TaskTable, resolve_updates
+
+
+class Entry:
+    """What one descriptor captured: its parts, its outputs and the addresses it reads."""
+
+    __slots__ = (
+        "_mixed",
+        "_only_graphs",
+        "_table",
+        "captured_in",
+        "container",
+        "descriptor",
+        "graph",
+        "inputs",
+        "outputs",
+        "parts",
+        "tasks",
+        "update_failed",
+    )
+
+    def __init__(
+        self,
+        descriptor: BatchDescriptor,
+        parts: tuple[Part, ...],
+        outputs: Any,
+        inputs: tuple[tuple[str, tuple[object, ...]], ...],
+        captured_in: object,
+    ) -> None:
+        self.descriptor = descriptor
+        self.parts = parts
+        self.outputs = outputs
+        self.inputs = inputs
+        # What was under way: called again in the same, the wrapper would replay itself.
+        self.captured_in = captured_in
+        # The caller may change what it gets, so a container is made anew for every step.
+        self.container = _can_change(outputs)
+        self._mixed = False
+        # Whether the last launch was ended by an update of its tasks, so that it may be repeated.
+        self.update_failed = False
+        tasked = [part for part in parts if isinstance(part, TaskedSegment)]
+        for place, part in enumerate(tasked):
+            which = f" segment {place + 1} of {len(tasked)}" if len(tasked) > 1 else ""
+            part.name = f"[{descriptor}]{which}"
+        self._table = TaskTable([task for part in tasked for task in part.tasks])
+        self.tasks = self._table.tasks
+        # Only eager parts, and issuing a task, could grow a graph of gradients.
+        self._only_graphs = not any(isinstance(part, EagerPart) for part in parts)
+
+        # What most entries are: one graph and nothing else.
+        alone = len(parts) == 1 and not self.tasks
+        self.graph: Part | None = parts[0] if alone else None
+
+    def launch(self, context: ForwardContext, *, all_tasks: bool) -> None:
+        """Replay segments, eager parts and tasks with their new host arguments, in order.
+
+        All updates are validated before anything is launched.
+        """
+        if self.tasks:
+            self._launch_tasks(context, all_tasks)
+            return
+        # With gradients on, a bridge that an eager result is copied into would grow a graph.
+        with torch.no_grad():
+            for part in self.parts:
+                part.replay()
+
+    def _launch_tasks(self, context: ForwardContext, all_tasks: bool) -> None:
+        self.update_failed = False
+        values = resolve_updates(self._table, context, all_known=all_tasks)
+        if values is None and self._mixed:
+            if context.updates is UNCHANGED:
+                raise MissingUpdateError(
+                    "the step before failed half-way, so its host arguments cannot be repeated",
+                    got="UNCHANGED",
+                    expected="updates for every task",
+                    advice="pass the updates of this step",
+                )
+            values = [task.values for task in self.tasks]
+        self._mixed = True
+        if values is None and self._only_graphs:
+            self._replay_parts(None)
+        else:
+            with torch.no_grad():
+                self._replay_parts(values)
+        self._mixed = False
+
+    def _replay_parts(self, values: Sequence[HostValues] | None) -> None:
+        taken = 0
+        for part in self.parts:
+            if isinstance(part, TaskedSegment):
+                count = len(part.tasks)
+                try:
+                    part.replay_with(None if values is None else values[taken : taken + count])
+                except Exception as error:
+                    self.update_failed = not isinstance(error, DeviceHangError)
+                    raise
+                taken += count
+            else:
+                part.replay()
+
+
+def _can_change(outputs: Any) -> bool:
+    if type(outputs) is tuple:
+        return any(map(_can_change, outputs))
+    return not isinstance(outputs, torch.Tensor | None)
+
+
+def layouts(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    found = []
+    for path, leaf in tree.leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            found.append((path, tree.layout(leaf)))
+        elif isinstance(leaf, int | float | str | None):
+            found.append((path, (leaf,)))
+    return tuple(found)

@@ -1,0 +1,182 @@
+"""`GraphPool`: the memory, the capture stream and the step counter that graphs share."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import Token
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from graphrt.core.base.errors import InvalidOptionError, PoolBusyError, PoolClosedError
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.device.figures import SharingFigures, UpdateFigures
+from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.platform import Capability, DeviceGraph, Platform
+
+if TYPE_CHECKING:
+    from graphrt.core.capture.wrapper import GraphWrapper
+
+# The one thing that is process-wide, because the device is: two captures on one device at the
+# same time see each other's work, whoever they belong to.
+_capture_locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
+
+
+class GraphPool:
+    """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
+
+    A replay may overwrite the outputs of any other graph in the pool, so outputs are valid until
+    the next step. `generation` counts the steps. A step that begins before another one is over,
+    in another thread or inside of it, raises `PoolBusyError`; replays from two streams are ordered
+    by an event.
+    """
+
+    def __init__(self, platform: Platform | str | None = None) -> None:
+        self.platform = resolve_platform(platform)
+        self.memory: Any = self.platform.new_memory()
+        self.stream: Any = self.platform.new_stream()
+        self.generation = 0
+        self.closed = False
+        # The wrapper's replay path reads and writes the following directly. The owner is the
+        # context of the step, or the capture, that is under way.
+        self.owner: object | None = None
+        self.step: Token[ForwardContext | None] | None = None
+        self.read_stream_id: Callable[[], int] | None = None
+        if Capability.STREAMS in self.platform.capabilities:
+            self.read_stream_id = self.platform.stream_id_reader()
+        self.stream_id: int | None = None
+        self._step_context: ForwardContext | None = None
+        self.last_stream: Any = None
+        self._wrappers: weakref.WeakSet[GraphWrapper] = weakref.WeakSet()
+
+    @contextmanager
+    def owned_by(self, owner: object) -> Iterator[None]:
+        """Keep everything else out of the pool; raises `PoolBusyError` if something is in it."""
+        outer = self.owner
+        if outer is not None and outer is not owner:
+            raise self.busy_error(owner)
+        self.owner = owner
+        try:
+            yield
+        finally:
+            self.owner = outer
+
+    def hand_over(self, owner: object) -> None:
+        """Let the owner of the pool name another one in its place, with no gap in between."""
+        self.owner = owner
+
+    def enter_step(self, context: ForwardContext) -> None:
+        """Count a new step of several pieces; raises `PoolBusyError` inside another one."""
+        self.leave_step(context)
+        self.step = context.token
+        self._step_context = context
+        self.generation += 1
+
+    def leave_step(self, context: ForwardContext) -> None:
+        """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
+        last = self._step_context
+        if last is not None and last is not context and last.token is self.step is not None:
+            raise self.busy_error(context)
+        self.step = None
+        self._step_context = None
+
+    def add_wrapper(self, wrapper: GraphWrapper) -> None:
+        """Note a wrapper whose graphs `close` must destroy."""
+        self._wrappers.add(wrapper)
+
+    def follow_stream(self) -> Any:
+        """Let the current stream wait if another one used the pool last; returns the current."""
+        if self.read_stream_id is not None:
+            stream_id = self.read_stream_id()
+            if stream_id != self.stream_id:
+                self.change_stream(stream_id)
+        return self.last_stream
+
+    def change_stream(self, stream_id: int) -> None:
+        """Make the current stream, which has this id, wait for the one that replayed last."""
+        if self.stream_id is not None:
+            self.platform.order_after(self.last_stream)
+        self.stream_id = stream_id
+        self.last_stream = self.platform.current_stream()
+
+    @contextmanager
+    def capturing(self, context: object) -> Iterator[None]:
+        """Hold the device's capture lock and this pool, with the capture stream current."""
+        self.check_open()
+        with (
+            _capture_locks[self.platform.device_type],
+            self.owned_by(context),
+            self.platform.on_stream(self.stream),
+        ):
+            yield
+
+    def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
+        """Destroy graphs of this pool; waits for captures of other threads on the device."""
+        if graphs:
+            # It may synchronise the device, which would break a capture that is open.
+            with _capture_locks[self.platform.device_type]:
+                self.platform.reset_graphs(graphs)
+
+    def allocate(self) -> Any:
+        """A context in which this thread's allocations come from the pool."""
+        return self.platform.allocate_in(self.memory)
+
+    def bytes(self) -> int | None:
+        """Bytes the pool holds from the device, where that can be told."""
+        return None if self.closed else self.platform.memory_bytes(self.memory)
+
+    def sharing_figures(self) -> SharingFigures | None:
+        """What it brought that graphs share executables; None where they do not."""
+        return None if self.closed else self.platform.sharing_figures(self.memory)
+
+    def update_figures(self) -> UpdateFigures | None:
+        """How tasks were updated; None where that is not counted, or there are none."""
+        return None if self.closed else self.platform.update_figures(self.memory)
+
+    def close(self) -> None:
+        """Destroy the graphs of all wrappers of the pool and give its memory back."""
+        if not self.closed:
+            self.check_idle()
+            for wrapper in list(self._wrappers):
+                wrapper.clear_graphs()
+            self.closed = True
+            self.step = self._step_context = None
+            with _capture_locks[self.platform.device_type]:
+                self.platform.release_memory(self.memory)
+
+    def check_open(self) -> None:
+        """Raise `PoolClosedError` after `close()`."""
+        if self.closed:
+            raise PoolClosedError(
+                "the graph pool is closed",
+                expected="an open pool",
+                advice="create a new GraphPool and new wrappers or runners over it",
+            )
+
+    def check_platform(self, platform: Platform | str) -> None:
+        """Raise `InvalidOptionError` if the pool is another platform's."""
+        name = platform if isinstance(platform, str) else platform.name
+        if name != self.platform.name:
+            raise InvalidOptionError(
+                "the pool belongs to another platform",
+                got=f"platform={name!r}, pool of {self.platform.name!r}",
+                expected="one platform",
+                advice="leave platform= out where pool= is given",
+            )
+
+    def check_idle(self) -> None:
+        """Raise `PoolBusyError` while a step or a capture is under way."""
+        if self.owner is not None:
+            raise self.busy_error(None)
+
+    def busy_error(self, context: object) -> PoolBusyError:
+        return PoolBusyError(
+            "two steps use one graph pool at the same time",
+            got=f"{context!r} in thread {get_ident()} while {self.owner or self._step_context!r} "
+            "is under way",
+            expected="one step at a time, from one thread at a time",
+            advice="give what runs at the same time a GraphPool of its own",
+        )

@@ -1,0 +1,92 @@
+"""What a runner reports: figures of capture and of the steps it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.device.figures import SharingFigures, UpdateFigures
+from graphrt.core.dispatch.dispatcher import Reason
+from graphrt.core.plan.resolution import ModeResolution
+from graphrt.core.runner.session import DroppedGraph, GraphRecord
+
+if TYPE_CHECKING:
+    from graphrt.core.runner.runner import GraphRunner
+
+
+@dataclass(frozen=True)
+class RunnerReport:
+    """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
+
+    `steps` counts batches by graph, `reasons` by why they ran as they did; NO_CONTEXT, SEALED
+    and UPDATE_FAILED count calls of the runner's wrappers. `live_tokens` and `padded_tokens` are
+    over the steps that a graph served.
+    """
+
+    resolution: ModeResolution
+    graphs: tuple[GraphRecord, ...]
+    steps: dict[tuple[GraphMode, BatchDescriptor], int]
+    reasons: dict[Reason, int]
+    live_tokens: int
+    padded_tokens: int
+    pool_bytes: int | None
+    driver_bytes: int | None
+    """What the driver took for the executables of all graphs: see `GraphRecord.driver_bytes`."""
+    capture_s: float
+    sharing: SharingFigures | None = None
+    """Of the whole pool, where executables are shared."""
+    dropped: tuple[DroppedGraph, ...] = ()
+    """Planned graphs that did not fit on the device."""
+    updates: UpdateFigures | None = None
+    """Of the tasks of the whole pool, where the platform counts them."""
+    staging_waits: int = 0
+    """Steps whose host had to wait until the memory that stages inputs was free again."""
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Estimate of what shared executables save, by the driver's bytes for a node; None where
+        nothing is shared or the driver's bytes are not known."""
+        sharing = self.sharing
+        if sharing is None or not sharing.nodes or self.driver_bytes is None:
+            return None
+        return int(self.driver_bytes * sharing.nodes_saved / sharing.nodes)
+
+    @property
+    def padding(self) -> float:
+        """The share of the tokens that graphs computed which were padding, 0 to 1."""
+        return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0
+
+
+def report_of(runner: GraphRunner, live_tokens: int) -> RunnerReport:
+    """What `GraphRunner.report()` returns."""
+    steps = runner.dispatcher.hits()
+    wrappers = runner.graphs.wrappers()
+    records = tuple(runner.graphs.records)
+    return RunnerReport(
+        resolution=runner.resolution,
+        graphs=records,
+        steps=steps,
+        reasons={
+            **runner.dispatcher.counts(),
+            Reason.NO_CONTEXT: sum(w.calls_without_context for w in wrappers),
+            Reason.SEALED: sum(w.eager_calls_after_seal for w in wrappers),
+            Reason.UPDATE_FAILED: sum(w.failed_updates for w in wrappers),
+        },
+        live_tokens=live_tokens,
+        padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
+        pool_bytes=runner.pool.bytes(),
+        driver_bytes=_total(record.driver_bytes for record in records),
+        capture_s=sum(record.capture_s for record in records),
+        sharing=runner.pool.sharing_figures(),
+        updates=runner.pool.update_figures(),
+        dropped=tuple(runner.graphs.dropped),
+        staging_waits=runner.inputs.staging_waits,
+    )
+
+
+def _total(figures: Iterable[int | None]) -> int | None:
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if known else None

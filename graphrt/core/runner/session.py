@@ -1,0 +1,219 @@
+"""`capture()`: warm-up and capture of every planned graph, undone where it must be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from graphrt.core.base.errors import CaptureError, GraphRTError, ResourceExhaustedError
+from graphrt.core.base.garbage import frozen_gc
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.state import SavedState
+from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.tasks import WORST_CASE
+from graphrt.core.runner.step import StepPlan
+
+Phase = Literal["warmup", "capture", "replay", "eager"]
+Progress = Callable[[int, int, BatchDescriptor], None]
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """What capturing one graph took."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    capture_s: float
+    pool_bytes: int | None
+    """Bytes by which the pool grew; None where the platform cannot tell."""
+    driver_bytes: int | None = None
+    """Bytes that the device's driver took for the executable graphs, with what else it took
+    meanwhile, for other processes too; None where the platform cannot tell."""
+
+
+@dataclass(frozen=True)
+class DroppedGraph:
+    """A graph that did not fit on the device; its sizes run eagerly."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """A graph to capture: its key, its slot, and the step it will serve."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    slot: int
+    plan: StepPlan
+
+
+def capture_graphs(
+    planned: Iterable[PlannedGraph],
+    *,
+    pool: GraphPool,
+    warm_ups: WarmUps,
+    bind: Callable[[StepPlan, Phase], None],
+    state: SavedState,
+    capture_context: Callable[[], AbstractContextManager[object]],
+    publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
+    drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
+    progress: Progress | None = None,
+) -> None:
+    """Capture `planned` in its order and publish each graph once all its wrappers have it.
+
+    A graph that fails is rolled back and the error raised; those before it stay published. One
+    that the device has no room for is rolled back and dropped: smaller ones after it may fit.
+    `state` is restored after every forward, so that each starts from it. The pool is held all the
+    time: a step of another thread would read buffers that a capture fills.
+    """
+    graphs = list(planned)
+    if not graphs:
+        return
+    session = _Session(pool, warm_ups, bind, state)
+    with frozen_gc(), pool.owned_by(session), capture_context():
+        for done, graph in enumerate(graphs):
+            if progress is not None:
+                progress(done, len(graphs), graph.descriptor)
+            try:
+                publish(graph, *session.capture(graph))
+            except ResourceExhaustedError as error:
+                drop(graph, error)
+            except BaseException as error:
+                if hasattr(error, "add_note"):
+                    error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
+                raise
+        if progress is not None:
+            progress(len(graphs), len(graphs), graphs[-1].descriptor)
+
+
+class WarmUps:
+    """Which graphs are warmed up before their capture, and how often.
+
+    With `each` all are, but those of one size and kind together if they are `alike`: if the mode
+    alone makes no difference to the forward. Without, only the first of each kind is.
+    """
+
+    def __init__(self, count: int, *, each: bool = True, alike: bool = False) -> None:
+        self.count = count
+        self._each = each
+        self._alike = alike
+        self._done: set[Hashable] = set()
+
+    def needed(self, graph: PlannedGraph) -> bool:
+        return self.count > 0 and self._kind(graph) not in self._done
+
+    def done(self, graph: PlannedGraph) -> None:
+        self._done.add(self._kind(graph))
+
+    def _kind(self, graph: PlannedGraph) -> Hashable:
+        own, plan = graph.descriptor, graph.plan
+        serves = own.has_lora, own.num_active_loras, own.bounds, own.variant
+        decode = graph.mode, own.uniform, own.query_len
+        if not self._each:
+            return *serves, *decode
+        size = plan.tokens, plan.reqs
+        return (*serves, *size) if self._alike else (*serves, *size, *decode)
+
+
+class _Session:
+    """One `capture()`; it owns the pool between the forwards."""
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        warm_ups: WarmUps,
+        bind: Callable[[StepPlan, Phase], None],
+        state: SavedState,
+    ) -> None:
+        self._pool = pool
+        self._warm_ups = warm_ups
+        self._bind = bind
+        self._state = state
+
+    def __repr__(self) -> str:
+        return "capture()"
+
+    def capture(self, graph: PlannedGraph) -> tuple[GraphRecord, CaptureTransaction]:
+        """Warm up and capture one graph; nothing of it is left if that fails."""
+        pool, platform = self._pool, self._pool.platform
+        started, before = time.perf_counter(), pool.bytes()
+        warm = self._warm_ups.needed(graph)
+        if warm:
+            self._warm_up(graph)
+        outside = platform.driver_bytes()
+        try:
+            transaction = self._attempt(graph)
+        except ResourceExhaustedError:
+            raise
+        except CaptureError:
+            if warm or not self._warm_ups.count:
+                raise
+            self._warm_up(graph)
+            transaction = self._attempt(graph)
+        record = GraphRecord(
+            graph.mode,
+            graph.descriptor,
+            time.perf_counter() - started,
+            _growth(before, pool.bytes()),
+            _growth(outside, platform.driver_bytes()),
+        )
+        return record, transaction
+
+    def _warm_up(self, graph: PlannedGraph) -> None:
+        try:
+            for _ in range(self._warm_ups.count):
+                self._bind(graph.plan, "warmup")
+                self._run(graph, GraphMode.NONE, None)
+        except Exception as error:
+            # Nobody has explained it: the device may just have no room for this size.
+            if not isinstance(error, GraphRTError):
+                explained = self._pool.platform.explain(error)
+                if isinstance(explained, ResourceExhaustedError):
+                    raise explained from error
+            raise
+        self._warm_ups.done(graph)
+
+    def _attempt(self, graph: PlannedGraph) -> CaptureTransaction:
+        views = graph.plan.views.values()
+        fixed = {view.untyped_storage().data_ptr() for view in views}
+        transaction = CaptureTransaction(graph.slot, fixed)
+        try:
+            self._bind(graph.plan, "capture")
+            self._run(graph, graph.mode, transaction)
+        except BaseException:
+            transaction.rollback()
+            raise
+        return transaction
+
+    def _run(
+        self, graph: PlannedGraph, mode: GraphMode, transaction: CaptureTransaction | None
+    ) -> None:
+        context = ForwardContext(
+            mode,
+            graph.descriptor,
+            updates=WORST_CASE,
+            capture=transaction,
+            num_reqs=graph.plan.reqs,
+        )
+        self._pool.hand_over(context)
+        try:
+            with torch.no_grad(), context:
+                graph.plan.call(**graph.plan.arguments())
+        finally:
+            self._pool.hand_over(self)
+            self._state.restore()
+
+
+def _growth(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before

@@ -1,0 +1,295 @@
+"""From one recorded operator to the cheapest call that replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from graphrt.core.base.thread_mode import ThreadMode
+from graphrt.cpu.tape.operators import Operator, operator_of
+from graphrt.cpu.tape.tensors import tensors_in
+
+_COPY: Callable[..., torch.Tensor] = torch.Tensor.copy_
+_COPIES = frozenset({"aten::_to_copy", "aten::clone"})
+_SCALAR_DTYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})
+_EXACT_INT = 1 << 24
+_BAKED_BYTES = 4096
+_FACTORY = frozenset({"device", "dtype", "layout", "pin_memory"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """A callable with its arguments, bound at capture."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Any:
+        return self.fn(*self.args, **self.kwargs)
+
+    def bound(self) -> Callable[[], Any]:
+        """The same as one C call."""
+        return partial(self.fn, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """How an operator is replayed: `call`, then its results copied into `copies`.
+
+    Each copy is (position in the flattened result, recorded output). `flat` says that the result
+    is a tuple or list of tensors with nothing inside; `checked` that shapes may differ at replay.
+    """
+
+    kind: str
+    call: Call
+    copies: tuple[tuple[int, torch.Tensor], ...] = ()
+    flat: bool = False
+    checked: bool = False
+
+
+def replay_guard(*, inference: bool) -> Any:
+    """The dispatch state under which calls are tried at capture and issued at replay.
+
+    Below autograd there is no graph to build and no version to count, which is what a device
+    graph does too; a custom operator goes straight to its kernel.
+    """
+    if inference:
+        return torch._C._InferenceMode(True)
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
+class _Probe(ThreadMode):
+    """Sees which operator a Python call issues, without executing it."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.answer = answer
+        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.seen.append((func, args, kwargs or {}))
+        return self.answer
+
+
+def lower_in_place(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The fastest call that issues a mutating operator; never executes it."""
+    reference = Call(op.raw, args, kwargs)
+    answer = _mutated(op, args, kwargs)
+    for fast in _bindings(op.name):
+        for call in _spellings(op, fast, args, kwargs):
+            if _same_call(reference, call, answer):
+                return call
+    return reference
+
+
+def lower_functional(
+    op: Operator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+) -> Lowered | None:
+    """A call that computes `results` straight into `outs`, bit for bit; None if there is none.
+
+    Executes the candidates: only for operators that are deterministic and mutate nothing.
+    """
+    if (
+        len(outs) == 1
+        and outs[0].nbytes <= _BAKED_BYTES
+        and next(tensors_in((args, kwargs)), None) is None
+    ):
+        # Nothing it depends on can change.
+        call = Call(_COPY, (outs[0], results[0]))
+        if _computes(call, results, outs):
+            return Lowered("constant", call)
+    if op.name in _COPIES and len(outs) == 1:
+        call = Call(_COPY, (outs[0], args[0]))
+        if _computes(call, results, outs):
+            return Lowered("copy_", call)
+    variant = out_variant(op)
+    if variant is None:
+        return None
+    out_op, names, dropped = variant
+    kwargs = {k: v for k, v in kwargs.items() if k not in dropped}
+    reference = Call(out_op.raw, args, kwargs | dict(zip(names, outs, strict=True)))
+    out = outs[0] if len(outs) == 1 else tuple(outs)
+    scalars = _scalar_tensors(op, args, kwargs, results)
+    for fast in _bindings(op.name):
+        call = Call(fast, args, kwargs | {"out": out})
+        if not _same_call(reference, call, out):
+            continue
+        if scalars is not None:
+            quick = Call(fast, scalars, kwargs | {"out": out})
+            quick_reference = Call(out_op.raw, scalars, reference.kwargs)
+            if _same_call(quick_reference, quick, out) and _computes(quick, results, outs):
+                return Lowered("out", quick)
+        if _computes(call, results, outs):
+            return Lowered("out", call)
+    return Lowered("out", reference) if _computes(reference, results, outs) else None
+
+
+def lower_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Call:
+    """The fastest call that issues a functional operator as it is; never executes it."""
+    reference = Call(op.raw, args, kwargs)
+    for fast in _bindings(op.name):
+        call = Call(fast, args, kwargs)
+        if _same_call(reference, call, answer):
+            return call
+    return reference
+
+
+@cache
+def out_variant(op: Operator) -> tuple[Operator, tuple[str, ...], frozenset[str]] | None:
+    """The overload that takes the same arguments and writes into given outputs.
+
+    With it, the names of those outputs, and of the arguments that the outputs make unnecessary.
+    """
+    returns = op.schema.returns
+    if not returns or any(str(r.type) != "Tensor" for r in returns):
+        return None
+    given = [(a.name, str(a.type)) for a in op.schema.arguments]
+    packet = op.func.overloadpacket
+    for name in packet.overloads():
+        try:
+            candidate = getattr(packet, name)
+        except (AttributeError, RuntimeError):
+            continue  # listed for TorchScript, and not an operator of the dispatcher
+        arguments = candidate._schema.arguments
+        outs = tuple(a.name for a in arguments if a.is_out)
+        rest = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+        dropped = _FACTORY - {name for name, _ in rest}
+        if len(outs) == len(returns) and rest == [g for g in given if g[0] not in dropped]:
+            return operator_of(candidate), outs, dropped
+    return None
+
+
+@cache
+def _bindings(name: str) -> tuple[Callable[..., Any], ...]:
+    namespace, _, short = name.partition("::")
+    if namespace != "aten":
+        return ()
+    homes: list[Any] = [torch._C._VariableFunctions, torch._C._nn]
+    for attribute in ("_linalg", "_special", "_fft"):
+        home = getattr(torch._C, attribute, None)
+        if home is not None:
+            homes.append(home)
+    if short.endswith("_") and not short.startswith("_"):
+        homes.insert(0, torch._C.TensorBase)
+    return tuple(fn for home in homes if (fn := getattr(home, short, None)) is not None)
+
+
+def _spellings(
+    op: Operator, fast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Call]:
+    names = [a.name for a in op.schema.arguments if a.is_out]
+    if names and all(n in kwargs for n in names):
+        outs = tuple(kwargs[n] for n in names)
+        rest = {k: v for k, v in kwargs.items() if k not in names}
+        yield Call(fast, args, rest | {"out": outs[0] if len(outs) == 1 else outs})
+    else:
+        yield Call(fast, args, kwargs)
+
+
+def _mutated(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values = op.returned_arguments(args, kwargs)
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+# How torch says that a call does not exist or does not fit. Anything else is a fault and is raised.
+_REFUSALS = (TypeError, ValueError, RuntimeError, IndexError)
+
+
+def _same_call(reference: Call, call: Call, answer: Any) -> bool:
+    wanted, got = _issued(reference, answer), _issued(call, answer)
+    return wanted is not None and got is not None and _equal(wanted, got)
+
+
+def _issued(call: Call, answer: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    try:
+        with _Probe(answer) as probe:
+            call()
+    except _REFUSALS:
+        return None  # this spelling does not exist; the caller tries the next
+    return probe.seen[0] if len(probe.seen) == 1 else None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b
+    if type(a) is not type(b):
+        return isinstance(a, list | tuple) and isinstance(b, list | tuple) and _equal_all(a, b)
+    if isinstance(a, list | tuple):
+        return _equal_all(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    if isinstance(a, float):
+        return bool(a.hex() == b.hex())
+    return bool(a is b or a == b)
+
+
+def _equal_all(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _computes(call: Call, results: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
+    layout = [_layout(t) for t in outs]
+    try:
+        call()
+    except _REFUSALS:
+        return False  # not every out variant takes every argument; the operator is run again
+    return [_layout(t) for t in outs] == layout and all(map(same_bits, results, outs))
+
+
+def _layout(t: torch.Tensor) -> tuple[object, ...]:
+    return t.data_ptr(), t.dtype, t.size(), t.stride()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equality of memory, so that a NaN equals itself."""
+    if a.dtype != b.dtype or a.size() != b.size():
+        return False
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _scalar_tensors(
+    op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[torch.Tensor]
+) -> tuple[Any, ...] | None:
+    """The arguments with a Python number replaced by the tensor that torch would make of it.
+
+    Making it costs more than the addition itself. Done only where the number is converted to the
+    dtype of the other operand anyway, so that promotion cannot differ.
+    """
+    parameters = op.schema.arguments
+    if len(args) != 2 or len(results) != 1 or len(parameters) < 2:
+        return None
+    tensor, number = args
+    if not isinstance(tensor, torch.Tensor) or type(number) not in (float, int):
+        return None
+    if str(parameters[1].type) != "Tensor" or tensor.dim() == 0:
+        return None
+    dtype = tensor.dtype
+    if dtype not in _SCALAR_DTYPES or results[0].dtype != dtype or "rounding_mode" in kwargs:
+        return None
+    if type(number) is int:
+        if abs(number) >= _EXACT_INT:
+            return None
+    elif not dtype.is_floating_point:
+        return None
+    return (tensor, torch.tensor(number, dtype=dtype))

@@ -1,0 +1,90 @@
+"""Straight-line code that replays the steps of a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import CaptureError
+from graphrt.cpu.tape.lowering import Call
+from graphrt.cpu.tape.recorder import Step
+from graphrt.cpu.tape.tensors import core, tensors_in
+
+
+class TaskCall:
+    """The call of an operator of a task; an update exchanges `issue`."""
+
+    __slots__ = ("issue",)
+
+    def __init__(self, call: Call) -> None:
+        self.issue: Callable[[], object] = call.bound()
+
+
+class _Names:
+    """One global name per object that the code refers to."""
+
+    def __init__(self) -> None:
+        self.namespace: dict[str, Any] = {"copy": torch.Tensor.copy_, "checked": _checked_copies}
+        self._by_id: dict[int, str] = {}
+
+    def of(self, value: object) -> str:
+        if value is None or value is True or value is False:
+            return repr(value)
+        name = self._by_id.get(id(value))
+        if name is None:
+            name = self._by_id[id(value)] = f"v{len(self._by_id)}"
+            self.namespace[name] = value
+        return name
+
+
+def assemble(steps: Sequence[Step], tasks: dict[int, TaskCall]) -> Callable[[], None]:
+    """A function that issues every step in order; `tasks` are the steps that may be exchanged."""
+    names = _Names()
+    lines = ["def run():"]
+    for index, step in enumerate(steps):
+        task = tasks.get(index)
+        if task is not None:
+            lines.append(f"    {names.of(task)}.issue()")
+            continue
+        lowered = step.lowered
+        call = _spell(lowered.call, names)
+        if not lowered.copies:
+            lines.append(f"    {call}")
+        elif lowered.checked:
+            lines.append(f"    checked({call}, {names.of(lowered.copies)}, {names.of(step)})")
+        elif not lowered.flat:
+            lines.append(f"    copy({names.of(lowered.copies[0][1])}, {call})")
+        else:
+            lines.append(f"    r = {call}")
+            for position, out in lowered.copies:
+                lines.append(f"    copy({names.of(out)}, r[{position}])")
+            lines.append("    r = None")
+    lines.append("    return None")
+    exec(compile("\n".join(lines), "<graphrt replay>", "exec"), names.namespace)
+    run: Callable[[], None] = names.namespace["run"]
+    return run
+
+
+def _spell(call: Call, names: _Names) -> str:
+    parts = [names.of(a) for a in call.args]
+    parts += [f"{k}={names.of(v)}" for k, v in call.kwargs.items()]
+    return f"{names.of(call.fn)}({', '.join(parts)})"
+
+
+def _checked_copies(result: Any, copies: tuple[tuple[int, torch.Tensor], ...], step: Step) -> None:
+    fresh = list(tensors_in(result))
+    for position, out in copies:
+        new = fresh[position]
+        if new.size() != out.size() or new.dtype != out.dtype:
+            raise CaptureError(
+                "an operator returned another shape than when it was captured",
+                op=step.label,
+                source=None if step.source is None else str(step.source),
+                got=f"{new.dtype} {tuple(new.size())}",
+                expected=f"{out.dtype} {tuple(out.size())}",
+                advice="do this part in an eager break",
+            )
+        if new.data_ptr() != out.data_ptr():
+            core(out).copy_(core(new))

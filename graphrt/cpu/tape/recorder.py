@@ -1,0 +1,341 @@
+"""The recorder: every operator of a forward runs once, into memory that replays reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import RefusedOpError, TaskContractError
+from graphrt.core.base.thread_mode import ThreadMode
+from graphrt.core.capture.source import Source, user_source
+from graphrt.cpu.arena import Arena
+from graphrt.cpu.tape import refusals
+from graphrt.cpu.tape.lowering import (
+    Call,
+    Lowered,
+    lower_again,
+    lower_functional,
+    lower_in_place,
+    replay_guard,
+)
+from graphrt.cpu.tape.operators import Operator, operator_of
+from graphrt.cpu.tape.tensors import core, replace_tensors, storage_of, storages_of, tensors_in
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass
+class Step:
+    """One replayed operator. `args` and `kwargs` are those of the operator, not of its lowering."""
+
+    op: Operator | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    lowered: Lowered
+    source: Source | None
+    tokens: tuple[int, ...] = ()
+    """The block of each copy, so that copies nobody reads can be left out."""
+
+    @property
+    def label(self) -> str:
+        return "compiled callable" if self.op is None else self.op.label
+
+
+class Tape(ThreadMode):
+    """Records what its thread issues between begin and end of a capture.
+
+    Outputs that the forward sees own their block of the arena, so liveness is the forward's own
+    references. The tape refers to arena memory weakly, and strongly to everything else.
+    """
+
+    def __init__(self, arena: Arena, *, inference: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.arena = arena
+        self.steps: list[Step] = []
+        self.paused = False
+        """Set inside compiled regions: operators run, and nothing is recorded."""
+        self.in_task = False
+        self.failure: Exception | None = None
+        """An error that could not be raised where it arose; the next operator raises it."""
+        self._inference = inference
+        self._aliases: dict[tuple[object, ...], torch.Tensor] = {}
+        self._read: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.paused:
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if any(t not in _PLAIN and _has_own_dispatch(t) for t in types):
+            return NotImplemented
+        if self.failure is not None:
+            raise self.failure
+        op = operator_of(func)
+        refusals.check(op, args, kwargs)
+        if op.composite:
+            with self:
+                whole = func.decompose(*args, **kwargs)
+            if whole is not NotImplemented:
+                return whole
+        if op.metadata_only:
+            return self._change_metadata(op, args, kwargs)
+        if op.mutates:
+            return self._mutate(op, args, kwargs)
+        return self._compute(op, args, kwargs)
+
+    def finish(self) -> list[Step]:
+        """The steps, without copies of outputs that nothing ever read."""
+        for step in self.steps:
+            copies = step.lowered.copies
+            wanted = tuple(
+                copy
+                for copy, token in zip(copies, step.tokens, strict=True)
+                if token == 0 or token in self._read or self.arena.is_live(token)
+            )
+            if len(wanted) < len(copies):
+                low = step.lowered
+                step.lowered = Lowered(low.kind, low.call, wanted, low.flat, low.checked)
+        self._aliases.clear()
+        return self.steps
+
+    def record(self, step: Step) -> None:
+        self.steps.append(step)
+
+    # The kinds of operators -------------------------------------------------------------------
+
+    def _change_metadata(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Later steps see the tensor as it is then; replaying the change would repeat it.
+        try:
+            return op.func(*args, **kwargs)
+        except RuntimeError as error:
+            if self.arena.owns(args[0]):
+                raise RefusedOpError(
+                    "graph memory never moves, so a tensor in it cannot grow",
+                    op=op.label,
+                    source=_text(user_source()),
+                    advice="allocate the tensor at its largest size",
+                ) from error
+            raise
+
+    def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = op.func(*args, **kwargs)
+        held = storages_of((args, kwargs))
+        fresh = [t for t in tensors_in(result) if storage_of(t) not in held]
+        if fresh:
+            self._check_task(op)
+            return self._record_again(op, args, kwargs, result, {})
+        weak_args, weak_kwargs = self.weak(args), self.weak(kwargs)
+        with replay_guard(inference=self._inference):
+            call = _with_autocast(op, lower_in_place(op, weak_args, weak_kwargs))
+        self._add(op, weak_args, weak_kwargs, Lowered("in_place", call))
+        return result
+
+    def _compute(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = op.func(*args, **kwargs)
+        tensors = list(tensors_in(result))
+        if not tensors and op.schema.returns:
+            return result
+        held = storages_of((args, kwargs))
+        fresh = [t for t in tensors if storage_of(t) not in held and t.device.type != "meta"]
+        if tensors and not fresh:
+            return result
+        self._check_task(op)
+        if op.allocates:
+            return replace_tensors(result, {id(t): self.place(t, op) for t in fresh})
+        placed: dict[int, torch.Tensor] = {}
+        if op.repeatable and len(fresh) == len(tensors) and fresh:
+            outs = [self.place(t, op) for t in fresh]
+            weak_args, weak_kwargs = self.weak(args), self.weak(kwargs)
+            with replay_guard(inference=self._inference):
+                lowered = lower_functional(
+                    op, weak_args, weak_kwargs, fresh, [self.weak_output(t) for t in outs]
+                )
+            placed = dict(zip(map(id, fresh), outs, strict=True))
+            if lowered is not None:
+                self._add(op, weak_args, weak_kwargs, lowered)
+                return replace_tensors(result, placed)
+        return self._record_again(op, args, kwargs, result, placed)
+
+    def _check_task(self, op: Operator) -> None:
+        if self.in_task:
+            raise TaskContractError(
+                "a task may not allocate",
+                got=f"{op.label} with a new output, at {_text(user_source())}",
+                expected="operators that write into given outputs and workspace",
+                advice="allocate outputs and workspace before the task begins",
+            )
+
+    def _record_again(
+        self,
+        op: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        placed: dict[int, torch.Tensor],
+    ) -> Any:
+        """Replay by running the operator again and copying what it returns."""
+        held = storages_of((args, kwargs))
+        weak_args, weak_kwargs = self.weak(args), self.weak(kwargs)
+        with replay_guard(inference=self._inference):
+            call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
+        replaced, copies, tokens = self.copy_fresh(result, held, op, placed)
+        flat = isinstance(result, list | tuple) and all(isinstance(t, torch.Tensor) for t in result)
+        simple = op.built_in and (flat or isinstance(result, torch.Tensor))
+        simple = simple and not any(0 in out.stride() for _, out in copies)
+        lowered = Lowered("again", call, copies, flat=flat, checked=not simple)
+        self._add(op, weak_args, weak_kwargs, lowered, tokens)
+        return replaced
+
+    def _add(
+        self,
+        op: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        lowered: Lowered,
+        tokens: tuple[int, ...] = (),
+    ) -> None:
+        self.record(Step(op, args, kwargs, lowered, user_source(), tokens))
+
+    # Memory -----------------------------------------------------------------------------------
+
+    def copy_fresh(
+        self,
+        result: Any,
+        held: set[int],
+        op: Operator | None,
+        placed: dict[int, torch.Tensor],
+    ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
+        """Move the new tensors of `result` into the arena; which positions to copy at replay."""
+        replaced: dict[int, torch.Tensor] = {}
+        copies: list[tuple[int, torch.Tensor]] = []
+        tokens: list[int] = []
+        for position, tensor in enumerate(tensors_in(result)):
+            if storage_of(tensor) in held or id(tensor) in replaced or tensor.device.type == "meta":
+                continue
+            out = placed.get(id(tensor))
+            if out is None:
+                out = self.place(tensor, op)
+            core(out).copy_(core(tensor))
+            replaced[id(tensor)] = out
+            copies.append((position, self.weak_output(out)))
+            tokens.append(self.arena.token_of(out) if out.numel() else 0)
+        return replace_tensors(result, replaced), tuple(copies), tuple(tokens)
+
+    def place(self, like: torch.Tensor, op: Operator | None) -> torch.Tensor:
+        """Arena memory for an output with the sizes and strides of `like`."""
+        if like.layout is not torch.strided or like.device.type != "cpu" or like.is_quantized:
+            raise RefusedOpError(
+                "only dense tensors on the CPU can be outputs of a captured operator",
+                op="compiled callable" if op is None else op.label,
+                source=_text(user_source()),
+                got=f"layout {like.layout}, device {like.device}",
+                advice="do this part in an eager break",
+            )
+        return self.arena.empty_strided(like.size(), like.stride(), like.dtype)
+
+    def weak(self, value: Any) -> Any:
+        """`value` with its tensors as the tape keeps them."""
+        if isinstance(value, torch.Tensor):
+            return self._weak_tensor(value)
+        if type(value) is list:
+            return [self.weak(v) for v in value]
+        if type(value) is tuple:
+            return tuple(self.weak(v) for v in value)
+        if type(value) is dict:
+            return {k: self.weak(v) for k, v in value.items()}
+        return value
+
+    def weak_in_place(self, value: Any) -> Any:
+        """`value` for a compiled function: only arena memory is aliased, so its guards still hold.
+
+        The alias is made in the forward's own inference mode, which the guards also look at.
+        """
+        if isinstance(value, torch.Tensor):
+            if value.numel() == 0 or not self.arena.owns(value):
+                return value
+            self._read.add(self.arena.token_of(value))
+            key = (value.data_ptr(), value.size(), value.stride(), value.dtype, "compiled")
+            if key not in self._aliases:
+                self._aliases[key] = self.arena.alias(value)
+            return self._aliases[key]
+        if type(value) in (list, tuple):
+            return type(value)(self.weak_in_place(v) for v in value)
+        if type(value) is dict:
+            return {k: self.weak_in_place(v) for k, v in value.items()}
+        return value
+
+    def keep_fresh(
+        self, result: Any, held: set[int]
+    ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
+        """Like `copy_fresh`, with the tensors themselves as recorded outputs, kept alive."""
+        copies = tuple(
+            (position, tensor)
+            for position, tensor in enumerate(tensors_in(result))
+            if storage_of(tensor) not in held
+        )
+        return result, copies, (0,) * len(copies)
+
+    def weak_output(self, out: torch.Tensor) -> torch.Tensor:
+        """The tape's reference to an output; does not count as a read."""
+        return self._alias(out) if out.numel() else out
+
+    def _weak_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in _PLAIN:
+            return tensor
+        if tensor.layout is torch.strided and tensor.device.type == "cpu":
+            token = self.arena.token_of(tensor)
+            if token and not tensor.numel():
+                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            if token or self.arena.owns(tensor):
+                self._read.add(token)
+                return self._alias(tensor)
+        # A detached alias is a plain tensor whatever the caller's grad mode is at replay, and like
+        # a device graph it stays at the address that was captured.
+        with torch.inference_mode(False), torch.no_grad():
+            return tensor.detach()
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (
+            tensor.data_ptr(),
+            tensor.size(),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        alias = self._aliases.get(key)
+        if alias is None:
+            with torch.inference_mode(False), torch.no_grad():
+                alias = self._aliases[key] = self.arena.alias(tensor)
+        return alias
+
+
+def _has_own_dispatch(kind: type) -> bool:
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+
+
+def _with_autocast(op: Operator, call: Call) -> Call:
+    # Built-in operators are recorded below autocast; the body of a custom one is above it.
+    if op.built_in or not torch.is_autocast_enabled("cpu"):
+        return call
+    return Call(_under_autocast, (torch.get_autocast_dtype("cpu"), call))
+
+
+def _under_autocast(dtype: torch.dtype, call: Callable[[], Any]) -> Any:
+    with torch.autocast("cpu", dtype=dtype):
+        return call()
+
+
+def _text(source: Source | None) -> str | None:
+    return None if source is None else str(source)

@@ -1,0 +1,191 @@
+"""What cannot be part of a graph because it depends on the data: refused while capturing."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from graphrt.core.base.errors import CaptureSyncError, RefusedOpError
+from graphrt.core.capture.source import user_source
+from graphrt.cpu.tape.operators import Operator
+
+_READ_ADVICE = (
+    "keep the value on the device (torch.where, masked arithmetic), pass it in as an argument of "
+    "the step, or do this part in an eager break"
+)
+_SYNC_OPS = frozenset(
+    "aten::" + name
+    for name in (
+        "_linalg_check_errors",
+        "_local_scalar_dense",
+        "_pack_padded_sequence",
+        "allclose",
+        "equal",
+        "is_nonzero",
+        "item",
+    )
+)
+_HOST_TYPES = frozenset({"int", "float", "bool", "number", "complex", "SymInt"})
+_MASK_DTYPES = frozenset({torch.bool, torch.uint8})
+_SHAPE_ADVICE = {
+    "aten::nonzero": "use torch.nonzero_static(size=...), or torch.where(mask, x, y)",
+    "aten::masked_select": "use torch.where(mask, x, fill), which keeps the shape",
+    "aten::index": "use torch.where(mask, x, fill), or index with integers of a fixed count",
+    "aten::index_put": "write with torch.where(mask, new, old), or with masked_fill_",
+    "aten::index_put_": "write with torch.where(mask, new, old), or with masked_fill_",
+    "aten::repeat_interleave": "pass output_size=, which fixes the shape",
+    "aten::bincount": "use scatter_add_ into a tensor of fixed size",
+}
+_COLLECTIVES = ("c10d::", "_c10d_functional::")
+_STATIC_SHAPE_ADVICE = "compute it outside the graph, in an eager break, or pad it to a fixed size"
+
+
+def check(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if this call reads data on the host, its output shape depends on data, or it goes on
+    behind the call."""
+    if op.name.startswith(_COLLECTIVES):
+        raise RefusedOpError(
+            "a collective goes on behind the call, and a replay would not wait for it",
+            op=op.label,
+            source=_where(),
+            advice="mark the function around it and its wait @eager_break",
+        )
+    if op.name in _SYNC_OPS or torch.Tag.data_dependent_output in op.tags:
+        _refuse_read(op.label)
+    if op.name in ("aten::index", "aten::index_put", "aten::index_put_"):
+        if _masks(op, args, kwargs):
+            _refuse_shape(op, "a boolean mask as an index gives a shape that depends on data")
+        return
+    if op.name == "aten::repeat_interleave":
+        if op.label.endswith("self_int") or kwargs.get("output_size") is not None:
+            return
+        _refuse_shape(op, "repeats in a tensor give a shape that depends on data")
+    if torch.Tag.dynamic_output_shape in op.tags:
+        _refuse_shape(op, "the shape of the output depends on data")
+    if not op.built_in and _returns_host_values(op):
+        _refuse_read(op.label)
+
+
+def _masks(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    indices = args[1] if len(args) > 1 else kwargs["indices"]
+    if not any(i is not None and i.dtype in _MASK_DTYPES for i in indices):
+        return False
+    if op.name == "aten::index":
+        return True
+    values = args[2] if len(args) > 2 else kwargs["values"]
+    # One value for the whole mask is a masked fill: nothing has a shape that depends on data.
+    return bool(values.numel() != 1)
+
+
+def _returns_host_values(op: Operator) -> bool:
+    return any(str(r.type) in _HOST_TYPES for r in op.schema.returns)
+
+
+def _refuse_read(operator: str) -> NoReturn:
+    raise CaptureSyncError(
+        "the forward read tensor data on the host while it was being captured",
+        op=operator,
+        source=_where(),
+        advice=_READ_ADVICE,
+    )
+
+
+def _refuse_shape(op: Operator, why: str) -> NoReturn:
+    raise RefusedOpError(
+        why,
+        op=op.label,
+        source=_where(),
+        advice=_SHAPE_ADVICE.get(op.name, _STATIC_SHAPE_ADVICE),
+    )
+
+
+def _where() -> str | None:
+    source = user_source()
+    return None if source is None else str(source)
+
+
+# Reads that do not go through the dispatcher. A function mode would see them too, but torch takes
+# it off its stack while it handles a call, and a segment may end inside of one. So the methods are
+# replaced while a capture is open, and refuse on the threads that capture.
+_HOST_READS = (
+    "__array__",
+    "__dlpack__",
+    "__format__",
+    "__reduce_ex__",
+    "__repr__",
+    "numpy",
+    "tolist",
+)
+
+_lock = threading.Lock()
+_open_captures = 0
+_originals: dict[str, Any] = {}
+_thread = threading.local()
+
+
+class HostReads:
+    """Refuses the reads of this thread that no operator shows, from `open` to `close`."""
+
+    def open(self) -> None:
+        global _open_captures
+        _thread.refusing = True
+        with _lock:
+            if _open_captures == 0:
+                _replace_methods()
+            _open_captures += 1
+
+    def close(self) -> None:
+        global _open_captures
+        _thread.refusing = False
+        with _lock:
+            _open_captures -= 1
+            if _open_captures == 0:
+                _restore_methods()
+
+    def pause(self) -> Callable[[], None]:
+        """Allow reads until the returned function is called."""
+        _thread.refusing = False
+        return self._resume
+
+    def _resume(self) -> None:
+        _thread.refusing = True
+
+
+def _replace_methods() -> None:
+    for name in (*_HOST_READS, "tensor_split"):
+        # What torch.Tensor inherits is restored by deleting what hides it.
+        _originals[name] = torch.Tensor.__dict__.get(name)
+        setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name)))
+    _originals["torch.tensor_split"] = torch.tensor_split
+    torch.tensor_split = _guarded("tensor_split", torch.tensor_split)
+
+
+def _restore_methods() -> None:
+    torch.tensor_split = _originals.pop("torch.tensor_split")
+    for name, original in _originals.items():
+        if original is None:
+            delattr(torch.Tensor, name)
+        else:
+            setattr(torch.Tensor, name, original)
+    _originals.clear()
+
+
+def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_thread, "refusing", False) and _reads(name, args, kwargs):
+            _refuse_read(f"Tensor.{name}")
+        return original(*args, **kwargs)
+
+    return guarded
+
+
+def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name != "tensor_split":
+        return True
+    # With sections or indices in a tensor it reads them through a pointer.
+    return any(isinstance(v, torch.Tensor) for v in (*args[1:2], *kwargs.values()))

@@ -1,0 +1,140 @@
+"""What the CUDA driver knows about captures and `torch` does not ask it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from graphrt.core.base.errors import GraphRTError, MissingCapabilityError
+
+_THREAD_LOCAL = 1
+_INVALIDATED = 2
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:  # ROCm and Windows: no driver under this name, and the callers do without it
+        return None
+
+
+def capture_is_invalidated(stream: int) -> bool:
+    """Whether the capture open on `stream` has failed already and can only be dropped."""
+    library = _library()
+    status = ctypes.c_int(0)
+    if library is None or library.cuStreamIsCapturing(pointer(stream), ctypes.byref(status)):
+        return False
+    return status.value == _INVALIDATED
+
+
+def captured_nodes(stream: int) -> int | None:
+    """How many nodes the capture open on `stream` has; None if that cannot be told."""
+    if _library() is None:
+        return None
+    graph = capture_dependencies(stream)[0]
+    return node_count(graph) if graph else None
+
+
+def capture_dependencies(stream: int) -> tuple[int, list[int]]:
+    """The template that `stream` is being captured into, and the nodes its next work waits for.
+
+    (0, []) if it is not being captured.
+    """
+    status, graph = ctypes.c_int(0), ctypes.c_void_p()
+    nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t(0)
+    failed = need().cuStreamGetCaptureInfo_v2(
+        pointer(stream),
+        ctypes.byref(status),
+        None,
+        ctypes.byref(graph),
+        ctypes.byref(nodes),
+        ctypes.byref(count),
+    )
+    if failed or not graph.value:
+        return 0, []
+    return graph.value, [nodes[place] or 0 for place in range(count.value)]
+
+
+def restart_capture(stream: int) -> bool:
+    """Drop what `stream` captures, be it valid or not, and begin an empty capture instead."""
+    library = _library()
+    if library is None:
+        return False
+    end_capture(stream)
+    return bool(library.cuStreamBeginCapture_v2(pointer(stream), _THREAD_LOCAL) == 0)
+
+
+def end_capture(stream: int) -> None:
+    """End the capture on `stream`, if there is one, and destroy what it recorded."""
+    library = _library()
+    if library is None:
+        return
+    graph = ctypes.c_void_p()
+    # An invalidated or absent capture returns its error here, and that is what is dropped.
+    library.cuStreamEndCapture(pointer(stream), ctypes.byref(graph))
+    if graph.value:
+        library.cuGraphDestroy(graph)
+
+
+def available() -> bool:
+    """Whether the driver can be asked: not on ROCm."""
+    return _library() is not None
+
+
+def node_count(graph: int) -> int:
+    """How many nodes a template has."""
+    count = ctypes.c_size_t(0)
+    status = need().cuGraphGetNodes(pointer(graph), None, ctypes.byref(count))
+    check("cuGraphGetNodes", status)
+    return count.value
+
+
+def begin_capture(stream: int) -> None:
+    """Begin a capture of this thread on `stream`, which torch knows nothing of."""
+    status = need().cuStreamBeginCapture_v2(pointer(stream), _THREAD_LOCAL)
+    check("cuStreamBeginCapture", status)
+
+
+def finish_capture(stream: int) -> int:
+    """End the capture on `stream`; its template lives until `destroy_graph`."""
+    graph = ctypes.c_void_p()
+    check("cuStreamEndCapture", need().cuStreamEndCapture(pointer(stream), ctypes.byref(graph)))
+    assert graph.value is not None
+    return graph.value
+
+
+def allocation_of(address: int) -> tuple[int, int] | None:
+    """The first byte and the end of the device allocation that has `address`; None if none has."""
+    start, size = ctypes.c_ulonglong(0), ctypes.c_size_t(0)
+    failed = need().cuMemGetAddressRange_v2(
+        ctypes.byref(start), ctypes.byref(size), ctypes.c_ulonglong(address)
+    )
+    return None if failed else (start.value, start.value + size.value)
+
+
+def need() -> ctypes.CDLL:
+    """The driver library; raises `MissingCapabilityError` where there is none."""
+    library = _library()
+    if library is None:
+        raise MissingCapabilityError(
+            "this needs the CUDA driver library",
+            got="no libcuda.so.1",
+            expected="an NVIDIA driver on Linux",
+        )
+    return library
+
+
+def check(call: str, status: int) -> None:
+    """Raise `DriverError` unless a call succeeded."""
+    if status:
+        raise DriverError(f"the CUDA driver refused {call}", got=f"CUresult {status}")
+
+
+class DriverError(GraphRTError):
+    """A call of the CUDA driver failed."""
+
+
+def pointer(handle: int) -> ctypes.c_void_p:
+    """A handle as an argument."""
+    return ctypes.c_void_p(handle)

@@ -1,0 +1,74 @@
+"""Which streams were forked inside a capture, and where, so that an error can name them."""
+
+from __future__ import annotations
+
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import CaptureError
+from graphrt.core.capture.source import Source, user_source
+from graphrt.cuda.driver import api as driver
+from graphrt.cuda.driver import nodes
+
+
+class ForkWatch:
+    """Notes every wait for an event while a capture is open: that is how streams fork and join.
+
+    torch tells nobody, so `Event.wait` is replaced meanwhile; calls of other threads pass.
+    """
+
+    def __init__(self) -> None:
+        self._waits: dict[int, Source | None] = {}
+        self._thread = 0
+        self._wait: Any = None
+
+    def begin(self) -> None:
+        self._waits.clear()
+        self._thread = get_ident()
+        if self._wait is None:
+            self._wait = torch.cuda.Event.wait
+            torch.cuda.Event.wait = self._watching(self._wait)  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        if self._wait is not None:
+            torch.cuda.Event.wait = self._wait  # type: ignore[method-assign]
+            self._wait = None
+
+    def check_joined(self, stream: int) -> None:
+        """Raise `CaptureError` if work of another stream would be left out of the capture that is
+        open on `stream`."""
+        forked = {other: at for other, at in self._waits.items() if other != stream}
+        if not forked or not driver.available():
+            return
+        graph, joined = driver.capture_dependencies(stream)
+        before: dict[int, list[int]] = {}
+        for node, after, _ in nodes.edges(graph):
+            before.setdefault(after, []).append(node)
+        reached, pending = set(joined), list(joined)
+        while pending:
+            for node in before.get(pending.pop(), ()):
+                if node not in reached:
+                    reached.add(node)
+                    pending.append(node)
+        for other, source in forked.items():
+            own, last = driver.capture_dependencies(other)
+            if own == graph and not reached.issuperset(last):
+                raise CaptureError(
+                    "a stream that was forked inside the capture was not joined before its end",
+                    source=None if source is None else str(source),
+                    got=f"stream {other:#x} holds work that the capture stream {stream:#x} does "
+                    "not wait for",
+                    advice="torch.cuda.current_stream().wait_stream(side) at the end of the "
+                    "forward, and before every eager break",
+                )
+
+    def _watching(self, wait: Any) -> Any:
+        def watching(event: Any, stream: Any = None) -> None:
+            if get_ident() == self._thread:
+                waiting = torch.cuda.current_stream() if stream is None else stream
+                self._waits.setdefault(int(waiting.cuda_stream), user_source())
+            wait(event, stream)
+
+        return watching

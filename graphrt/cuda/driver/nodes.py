@@ -1,0 +1,230 @@
+"""Captured templates, their nodes, and the executables made of them, through the driver."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from graphrt.cuda.driver.api import check, need, node_count, pointer
+
+_INVALID_VALUE = 1
+_AUTO_FREE = 1
+_MEMORY_NAMES = {1: "Memcpy", 2: "Memset"}  # CUgraphNodeType
+
+
+def clone_graph(graph: int) -> int:
+    """A copy of a template, which lives until `destroy_graph`."""
+    copy = ctypes.c_void_p()
+    check("cuGraphClone", need().cuGraphClone(ctypes.byref(copy), pointer(graph)))
+    assert copy.value is not None
+    return copy.value
+
+
+def destroy_graph(graph: int) -> None:
+    """Destroy a copy that `clone_graph` made."""
+    check("cuGraphDestroy", need().cuGraphDestroy(pointer(graph)))
+
+
+def update_executable(executable: int, graph: int) -> bool:
+    """Give `executable` the parameters of the template `graph`; False if the driver refuses.
+
+    Launches that are enqueued already keep their parameters, and a refused update changes none.
+    """
+    info = _UpdateResult()
+    status = need().cuGraphExecUpdate_v2(pointer(executable), pointer(graph), ctypes.byref(info))
+    return bool(status == 0)
+
+
+def can_instantiate(graph: int) -> bool:
+    """Whether the driver makes an executable of a template; the one it made is destroyed."""
+    found = ctypes.c_void_p()
+    flags = ctypes.c_ulonglong(_AUTO_FREE)  # what torch passes
+    library = need()
+    if library.cuGraphInstantiateWithFlags(ctypes.byref(found), pointer(graph), flags):
+        return False
+    check("cuGraphExecDestroy", library.cuGraphExecDestroy(found))
+    return True
+
+
+class NodeCalls:
+    """The driver's calls that set nodes. Each answers with a status, 0 where it did.
+
+    Handles are ctypes pointers already, because every node is set at every step.
+    """
+
+    def __init__(self) -> None:
+        library = need()
+        self.set_kernel = library.cuGraphExecKernelNodeSetParams_v2
+        self._set_template_kernel = library.cuGraphKernelNodeSetParams_v2
+        self._set_enabled = library.cuGraphNodeSetEnabled
+        self._get_context = library.cuCtxGetCurrent
+
+    def set_memory(self, kind: int, executable: Any, node: Any, parameters: Any) -> int:
+        """Set a copy or a fill of an executable."""
+        context = ctypes.c_void_p()
+        check("cuCtxGetCurrent", self._get_context(ctypes.byref(context)))
+        call = getattr(need(), f"cuGraphExec{_MEMORY_NAMES[kind]}NodeSetParams")
+        return int(call(executable, node, parameters, context))
+
+    def set_enabled(self, executable: Any, node: Any, enabled: bool) -> int:
+        """Switch a node of an executable on or off, for coming launches."""
+        return int(self._set_enabled(executable, node, int(enabled)))
+
+    def set_template(self, kind: int, node: Any, parameters: Any) -> int:
+        """Set a node of a template, which does nothing to its executable."""
+        if kind not in _MEMORY_NAMES:
+            return int(self._set_template_kernel(node, parameters))
+        return int(getattr(need(), f"cuGraph{_MEMORY_NAMES[kind]}NodeSetParams")(node, parameters))
+
+    def update_whole(self, executable: int, template: int) -> bool:
+        return update_executable(executable, template)
+
+    def can_instantiate(self, template: int) -> bool:
+        return can_instantiate(template)
+
+
+def memory_parameters(node: int, kind: int) -> bytes:
+    """The parameters of a copy or a fill."""
+    # Large enough for either; what is left stays zero.
+    found = (ctypes.c_char * 256)()
+    name = f"cuGraph{_MEMORY_NAMES[kind]}NodeGetParams"
+    check(name, getattr(need(), name)(pointer(node), found))
+    return found.raw
+
+
+def argument_sizes(function: int) -> tuple[int, ...] | None:
+    """The bytes of each argument of a kernel; None if the driver does not tell."""
+    ask = getattr(need(), "cuFuncGetParamInfo", None)
+    offset, size = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    found: list[int] = []
+    while ask is not None:
+        place = ctypes.c_size_t(len(found))
+        status = ask(pointer(function), place, ctypes.byref(offset), ctypes.byref(size))
+        if status:
+            return tuple(found) if status == _INVALID_VALUE else None
+        found.append(size.value)
+    return None
+
+
+def arguments_of(parameters: KernelParameters, sizes: Sequence[int]) -> list[bytes]:
+    """The arguments of a kernel, which the driver holds as long as the node."""
+    pointers = ctypes.cast(parameters.arguments, ctypes.POINTER(ctypes.c_void_p))
+    return [ctypes.string_at(pointers[place], size) for place, size in enumerate(sizes)]
+
+
+class _UpdateResult(ctypes.Structure):
+    _fields_ = (
+        ("result", ctypes.c_int),
+        ("error_node", ctypes.c_void_p),
+        ("error_from_node", ctypes.c_void_p),
+    )
+
+
+class KernelParameters(ctypes.Structure):
+    """How a kernel node is launched (CUDA_KERNEL_NODE_PARAMS)."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+def nodes_of(graph: int) -> list[int]:
+    """The nodes of a template in the order in which they were added."""
+    count = ctypes.c_size_t(node_count(graph))
+    if not count.value:
+        return []  # arrays of no length are refused
+    found = (ctypes.c_void_p * count.value)()
+    status = need().cuGraphGetNodes(pointer(graph), found, ctypes.byref(count))
+    check("cuGraphGetNodes", status)
+    return [node or 0 for node in found]
+
+
+def edges(graph: int) -> list[tuple[int, int, bytes]]:
+    """The edges of a template: from, to, and the bytes that say of which kind each is."""
+    count = ctypes.c_size_t(0)
+    ask = need().cuGraphGetEdges_v2
+    check("cuGraphGetEdges", ask(pointer(graph), None, None, None, ctypes.byref(count)))
+    if not count.value:
+        return []  # arrays of no length are refused
+    sources = (ctypes.c_void_p * count.value)()
+    targets = (ctypes.c_void_p * count.value)()
+    kinds = (ctypes.c_char * 8 * count.value)()
+    check("cuGraphGetEdges", ask(pointer(graph), sources, targets, kinds, ctypes.byref(count)))
+    return [
+        (source or 0, target or 0, bytes(kind))
+        for source, target, kind in zip(sources, targets, kinds, strict=True)
+    ]
+
+
+def is_chain(nodes: Sequence[int]) -> bool:
+    """Whether each node waits for the one before it, and for nothing else."""
+    ask = need().cuGraphNodeGetDependencies_v2
+    for before, node in pairwise(nodes):
+        count = ctypes.c_size_t(0)
+        check("cuGraphNodeGetDependencies", ask(pointer(node), None, None, ctypes.byref(count)))
+        if count.value != 1:
+            return False
+        found, kind = (ctypes.c_void_p * 1)(), (ctypes.c_char * 8)()
+        status = ask(pointer(node), found, kind, ctypes.byref(count))
+        check("cuGraphNodeGetDependencies", status)
+        if found[0] != before:
+            return False
+    return True
+
+
+def node_type(node: int) -> int:
+    """What a node does (CUgraphNodeType)."""
+    kind = ctypes.c_int(-1)
+    check(
+        "cuGraphNodeGetType",
+        need().cuGraphNodeGetType(pointer(node), ctypes.byref(kind)),
+    )
+    return kind.value
+
+
+def kernel_parameters(node: int) -> KernelParameters:
+    """How the kernel of a node is launched."""
+    found = KernelParameters()
+    status = need().cuGraphKernelNodeGetParams_v2(pointer(node), ctypes.byref(found))
+    check("cuGraphKernelNodeGetParams", status)
+    return found
+
+
+def kernel_attribute(node: int, attribute: int) -> bytes | None:
+    """An attribute of a kernel node (CUlaunchAttributeID); None if the driver does not tell."""
+    value = (ctypes.c_char * 64)()
+    status = need().cuGraphKernelNodeGetAttribute(pointer(node), attribute, value)
+    return None if status else bytes(value)
+
+
+def function_of(parameters: KernelParameters) -> int | None:
+    """The function that a kernel node launches; None if the driver does not tell."""
+    if parameters.function:
+        return int(parameters.function)
+    # A kernel of a library (CUkernel) has a function in each context.
+    function = ctypes.c_void_p()
+    status = need().cuKernelGetFunction(ctypes.byref(function), pointer(parameters.kernel))
+    return None if status else function.value
+
+
+def function_name(function: int) -> str | None:
+    """The (mangled) name of a function; None if the driver does not tell."""
+    name = ctypes.c_char_p()
+    status = need().cuFuncGetName(ctypes.byref(name), pointer(function))
+    return None if status or name.value is None else name.value.decode(errors="replace")
+
+
+def function_attribute(function: int, attribute: int) -> int | None:
+    """An attribute of a function (CUfunction_attribute); None if the driver does not tell."""
+    value = ctypes.c_int(0)
+    status = need().cuFuncGetAttribute(ctypes.byref(value), attribute, pointer(function))
+    return None if status else value.value

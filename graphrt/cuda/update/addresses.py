@@ -1,0 +1,90 @@
+"""Whether a task that is issued again still touches the memory that it was captured with.
+
+What is known of a kernel's arguments is bytes, so only words of eight bytes that changed are looked
+at: an address of device memory before, and one in another tensor now. The captured tensors are told
+apart exactly. What a task knows from elsewhere may move within its block of the allocator, so that
+two tensors in one block (parts of a larger one) are not told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from graphrt.cuda.driver import api as driver
+from graphrt.cuda.update.images import Image, Images
+
+Range = tuple[int, int]
+
+_LEAST_ADDRESS = 1 << 20
+"""Smaller numbers are lengths and strides, which need not be looked up."""
+
+
+class Homes:
+    """Where the addresses in a task's captured parameters belong to.
+
+    `tensors` are the ranges of the captured ones, `block_of` tells the range of other memory.
+    """
+
+    def __init__(self, tensors: Iterable[Range], block_of: Callable[[int], Range | None]) -> None:
+        self._tensors = sorted(set(tensors))
+        self._block_of = block_of
+        self._homes: dict[int, Range | None] = {}
+
+    def stranger(self, base: Image, image: Image) -> int | None:
+        """An address in `image` of a tensor that `base`, which was captured, did not touch."""
+        if image.sizes != base.sizes or image.data == base.data:
+            return None
+        before, now = (memoryview(each.data).cast("Q") for each in (base, image))
+        for old, new in zip(before, now, strict=True):
+            if old != new and min(old, new) >= _LEAST_ADDRESS and self._strange(old, new):
+                return new
+        return None
+
+    def _strange(self, old: int, new: int) -> bool:
+        # The end of a tensor may be where another one begins.
+        if any(start <= new < end for start, end in self._tensors):
+            return False
+        if old not in self._homes:
+            self._homes[old] = self._home(old)
+        home = self._homes[old]
+        # Two small numbers side by side may look like an address, but hardly like two.
+        return home is not None and not home[0] <= new < home[1] and bool(self._block_of(new))
+
+    def _home(self, address: int) -> Range | None:
+        for start, end in self._tensors:
+            if start <= address < end:
+                return start, end
+        return self._block_of(address)
+
+
+def strange_address(homes: Homes, bases: Images, images: Images) -> int | None:
+    """The first address of a stranger among the nodes of a task."""
+    for base, image in zip(bases, images, strict=True):
+        found = homes.stranger(base, image)
+        if found is not None:
+            return found
+    return None
+
+
+def ranges_of(tensors: Iterable[torch.Tensor]) -> list[Range]:
+    """The memory of tensors on the device, with what else their storages have."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.is_cuda]
+    return [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages]
+
+
+def block_of(address: int) -> Range | None:
+    """The block of torch's allocator that has `address`, else the driver's allocation; None if it
+    is no device memory."""
+    allocation = driver.allocation_of(address)
+    if allocation is None:
+        return None
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        start = segment["address"]
+        if start <= address < start + segment["total_size"]:
+            for block in segment["blocks"]:
+                if address < start + block["size"]:
+                    return start, start + block["size"]
+                start += block["size"]
+    return allocation

@@ -1,0 +1,115 @@
+"""What a node of a task is given, as plain data that outlives the graph it was read from."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from graphrt.cuda.driver.nodes import (
+    argument_sizes,
+    arguments_of,
+    function_of,
+    kernel_parameters,
+    memory_parameters,
+)
+
+KERNEL, MEMCPY, MEMSET, EMPTY = 0, 1, 2, 5  # CUgraphNodeType
+SETTABLE = frozenset({KERNEL, MEMCPY, MEMSET, EMPTY})
+ALIGNMENT = 8
+WORD = 4
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Image(NamedTuple):
+    """What one node does: two nodes with equal images do the same.
+
+    `launch` is how a kernel is launched (function, kernel, context, grid, block, shared bytes). The
+    arguments of a kernel, or the parameters of a copy or a fill as its only one, lie in `data` one
+    after the other, each at a multiple of eight bytes.
+    """
+
+    kind: int
+    launch: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    data: bytes
+
+
+Images = tuple[Image, ...]
+"""The images of the nodes of one task, in order."""
+
+
+NOTHING = Image(EMPTY, (), (), b"")
+"""The image of every node that only orders others."""
+SKIPPED: tuple[Any, ...] = ("skipped",)
+"""The `launch` of a node that is switched off."""
+
+
+def with_skipped(bases: Images, images: Images) -> Images:
+    """`images` of the first nodes of a task, and the others switched off."""
+    return images + tuple(base._replace(launch=SKIPPED) for base in bases[len(images) :])
+
+
+def image_of(kind: int, launch: tuple[Any, ...], arguments: Iterable[bytes]) -> Image:
+    """The image of a node with these arguments."""
+    arguments = list(arguments)
+    data = b"".join(each + bytes(-len(each) % ALIGNMENT) for each in arguments)
+    return Image(kind, launch, tuple(map(len, arguments)), data)
+
+
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each argument begins in the data of an image."""
+    found, at = [], 0
+    for size in sizes:
+        found.append(at)
+        at += size + -size % ALIGNMENT
+    return found
+
+
+def words(image: Image) -> memoryview:
+    """The data as words of four bytes."""
+    return memoryview(image.data).cast("I")
+
+
+def read_image(node: int, kind: int, sizes_of: dict[int, tuple[int, ...] | None]) -> Image | None:
+    """The image of a node; None if the driver does not tell the sizes of its arguments.
+
+    `sizes_of` remembers these by function.
+    """
+    if kind == EMPTY:
+        return NOTHING
+    if kind != KERNEL:
+        return image_of(kind, (), [memory_parameters(node, kind)])
+    found = kernel_parameters(node)
+    function = function_of(found)
+    if function is None:
+        return None
+    if function not in sizes_of:
+        sizes_of[function] = argument_sizes(function)
+    sizes = sizes_of[function]
+    if sizes is None or (sizes and not found.arguments):
+        return None
+    launch = (
+        found.function,
+        found.kernel,
+        found.context,
+        tuple(found.grid),
+        tuple(found.block),
+        found.shared_bytes,
+    )
+    return image_of(kind, launch, arguments_of(found, sizes))
+
+
+def key_of(values: Mapping[str, Any]) -> Hashable | None:
+    """Host arguments as a key that tells 1 from 1.0 and 0.0 from -0.0; None if they are more than
+    plain values, whose contents might change behind a key."""
+    found: list[Any] = []
+    for name, value in values.items():
+        parts = value if isinstance(value, list | tuple) else (value,)
+        kinds = list(map(type, parts))
+        if not all(map(_PLAIN.__contains__, set(kinds))):
+            return None
+        if float in kinds:
+            parts = [part.hex() if type(part) is float else part for part in parts]
+        found += (name, type(value), tuple(parts), tuple(kinds))
+    return tuple(found)

@@ -1,0 +1,247 @@
+"""How an executable is given new parameters: node by node, else whole, else made anew."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from graphrt.core.base.errors import UpdateRefusedError
+from graphrt.core.device.figures import UpdateFigures
+from graphrt.cuda.update.images import EMPTY, KERNEL, SKIPPED, Image
+from graphrt.cuda.update.settings import Setting, WholeSetting
+
+
+@dataclass(slots=True)
+class UpdateCounts:
+    """What `UpdateFigures` are made of."""
+
+    node_patches: int = 0
+    sibling_patches: int = 0
+    reissues: int = 0
+    memo_hits: int = 0
+    self_checks: int = 0
+    self_check_failures: int = 0
+    whole_updates: int = 0
+    reinstantiations: int = 0
+    failed: int = 0
+    tasks: int = 0
+
+    def figures(self) -> UpdateFigures | None:
+        """The counts as they are now; None if no task was captured."""
+        if not self.tasks:
+            return None
+        return UpdateFigures(**{each.name: getattr(self, each.name) for each in _FIGURES})
+
+
+_FIGURES = fields(UpdateFigures)
+
+
+class Calls(Protocol):
+    """What is asked of the driver: see `NodeCalls`."""
+
+    set_kernel: Any
+
+    def set_memory(self, kind: int, executable: Any, node: Any, parameters: Any) -> int: ...
+
+    def set_enabled(self, executable: Any, node: Any, enabled: bool) -> int: ...
+
+    def set_template(self, kind: int, node: Any, parameters: Any) -> int: ...
+
+    def update_whole(self, executable: int, template: int) -> bool: ...
+
+    def can_instantiate(self, template: int) -> bool: ...
+
+
+class TaskNode:
+    """A node of a captured task: what it was captured with (`base`), and what it has now.
+
+    `base` is None if the driver does not tell; such a node is set from where it was read.
+    """
+
+    __slots__ = ("_whole", "applied", "base", "in_template", "kind", "off", "pointer", "setting")
+
+    def __init__(self, node: int, kind: int) -> None:
+        self.pointer = ctypes.c_void_p(node)
+        self.kind = kind
+        # Switched off, which only the executable knows.
+        self.off = False
+        self._whole: WholeSetting | None = None
+        self.captured_as(None)
+
+    def captured_as(self, base: Image | None) -> None:
+        """Take what executable and template have from the capture."""
+        self.base = self.applied = base
+        self.setting: Setting | None = None
+        # What the template has; it only follows `applied` when it is needed.
+        self.in_template = base
+
+    def whole(self, image: Image) -> WholeSetting:
+        """The setting for images of this node's own, with arguments of these sizes."""
+        if self._whole is None or self._whole.image.sizes != image.sizes:
+            assert self.base is not None
+            self._whole = WholeSetting(self.base if image.launch is SKIPPED else image)
+        return self._whole
+
+
+class Ladder:
+    """The ways to give one graph's executable new parameters, tried in order; each is counted.
+
+    Nodes are given one after the other, and `settle` ends the round. As soon as the driver has
+    refused one, the template takes all that the executable should have, and the executable is
+    updated from the whole template or made anew of it. Where that fails too the graph is given up.
+    """
+
+    def __init__(self, calls: Calls, counts: UpdateCounts) -> None:
+        self.nodes: list[TaskNode] = []
+        self.given_up = False
+        self.calls = calls
+        self._counts = counts
+        self._executable = ctypes.c_void_p()
+        self._refused = False
+        self._switched: set[TaskNode] = set()
+
+    def begin(self, executable: int) -> None:
+        """Begin a round; raises `UpdateRefusedError` if the graph was given up."""
+        if self.given_up:
+            raise _no_way_left()
+        self._executable = ctypes.c_void_p(executable)
+        self._refused = False
+
+    def give(self, node: TaskNode, setting: Setting, image: Image) -> None:
+        """Let `node` have what `image` is, loaded into `setting`."""
+        node.applied = image
+        if node.off or image.launch is SKIPPED:
+            self._switch(node, off=image.launch is SKIPPED)
+            if node.off:
+                return
+        node.setting = setting
+        if node.kind == KERNEL:
+            setting.load(image)
+            if self._refused:
+                return
+            status = self.calls.set_kernel(self._executable, node.pointer, setting.reference)
+        elif node.kind == EMPTY or self._refused:
+            return
+        else:
+            setting.load(image)
+            status = self.calls.set_memory(
+                node.kind, self._executable, node.pointer, setting.reference
+            )
+        if status:
+            self._refused = True
+        else:
+            self._counts.node_patches += 1
+
+    def give_all(
+        self, nodes: Sequence[tuple[TaskNode, Setting]], numbers: Sequence[int], image: Image
+    ) -> int:
+        """Let these of the nodes, which are of one kind, have `image`, loaded into the setting of
+        each; returns how many had it not yet."""
+        set_kernel, executable = self.calls.set_kernel, self._executable
+        slow = self._refused or image.kind != KERNEL or image.launch is SKIPPED
+        given = done = 0
+        # A step spends most of its time here.
+        for number in numbers:
+            node, setting = nodes[number]
+            if node.applied is image:
+                continue
+            given += 1
+            if slow or node.off:
+                self.give(node, setting, image)
+                continue
+            setting.load(image)
+            node.setting, node.applied = setting, image
+            if set_kernel(executable, node.pointer, setting.reference):
+                slow = self._refused = True
+            else:
+                done += 1
+        self._counts.node_patches += done
+        return given
+
+    def give_directly(self, node: TaskNode, reference: Any) -> None:
+        """Let `node` have parameters that are gone after this call: the template takes them too,
+        as it could not be told later."""
+        if self.calls.set_template(node.kind, node.pointer, reference):
+            self._give_up()
+        if self._refused:
+            return
+        if node.kind == KERNEL:
+            status = self.calls.set_kernel(self._executable, node.pointer, reference)
+        else:
+            status = self.calls.set_memory(node.kind, self._executable, node.pointer, reference)
+        if status:
+            self._refused = True
+        else:
+            self._counts.node_patches += 1
+
+    def settle(self, graph: Any) -> None:
+        """End the round of `graph`, down the ladder if a node was refused; raises
+        `UpdateRefusedError` if no way was left."""
+        if not self._refused:
+            return
+        template = graph.raw_cuda_graph()
+        if not self._bring_up_template():
+            self._give_up()
+        if self.calls.update_whole(graph.raw_cuda_graph_exec(), template):
+            self._counts.whole_updates += 1
+            self._switch_again(graph)
+            return
+        # torch destroys the executable before it makes another one, and must not be left with none.
+        if not self.calls.can_instantiate(template):
+            self._give_up()
+        self.given_up = True
+        graph.instantiate()
+        self.given_up = False
+        self._counts.reinstantiations += 1
+        self._switch_again(graph)
+
+    def forget(self) -> None:
+        """Set every node anew in the next round, as this one was left half-way."""
+        for node in self.nodes:
+            node.applied = None
+
+    def _bring_up_template(self) -> bool:
+        for node in self.nodes:
+            setting, image = node.setting, node.applied
+            if setting is None or image is None or node.kind == EMPTY or node.off:
+                continue
+            if node.in_template is image:
+                continue
+            setting.load(image)
+            if self.calls.set_template(node.kind, node.pointer, setting.reference):
+                return False
+            node.in_template = image
+        return True
+
+    def _switch(self, node: TaskNode, *, off: bool) -> None:
+        if node.off is off or node.kind == EMPTY:
+            return
+        node.off = off
+        self._switched.add(node)
+        # No rung below could do it.
+        if self.calls.set_enabled(self._executable, node.pointer, not off):
+            self._give_up()
+        self._counts.node_patches += 1
+
+    def _switch_again(self, graph: Any) -> None:
+        """An executable that was updated as a whole, or is new, may have all nodes switched on."""
+        executable = ctypes.c_void_p(graph.raw_cuda_graph_exec())
+        for node in self._switched:
+            if self.calls.set_enabled(executable, node.pointer, not node.off):
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self.given_up = True
+        raise _no_way_left()
+
+
+def _no_way_left() -> UpdateRefusedError:
+    return UpdateRefusedError(
+        "the driver takes the new parameters of a graph's tasks in no way",
+        got="a refusal of a node's, of all parameters at once, and of another executable",
+        expected="what it took when the graph was captured",
+        advice="set eager_after_failed_update to run its batches eagerly from now on, capture it "
+        "again, or mark the task's operator @eager_break",
+    )

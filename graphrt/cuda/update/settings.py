@@ -1,0 +1,152 @@
+"""Parameters of nodes in memory of their own, from which the driver copies them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+from graphrt.cuda.driver.nodes import KernelParameters
+from graphrt.cuda.update.images import KERNEL, WORD, Image, offsets
+
+
+class Setting(Protocol):
+    """What a node is set to next; `reference` is how the driver is told."""
+
+    @property
+    def reference(self) -> Any: ...
+
+    def load(self, image: Image) -> None: ...
+
+
+class _Parameters:
+    """The launch of a kernel, with a pointer to each argument, or a copy's or fill's parameters.
+
+    A launch is the bytes of its `head` and `tail`, which have the addresses of no arguments.
+    """
+
+    __slots__ = ("_memory", "_pointers", "head", "launch", "reference", "tail")
+
+    def __init__(self, kind: int, addresses: list[int], buffer: Any) -> None:
+        self._memory = (ctypes.c_char * ctypes.sizeof(KernelParameters))()
+        view = memoryview(self._memory).cast("B")
+        self.head = view[: KernelParameters.arguments.offset]
+        self.tail = view[KernelParameters.kernel.offset :]
+        self.launch = KernelParameters.from_buffer(self._memory)
+        self._pointers = (ctypes.c_void_p * max(len(addresses), 1))(*addresses)
+        self.launch.arguments = ctypes.addressof(self._pointers)
+        self.reference = ctypes.byref(self.launch) if kind == KERNEL else buffer
+
+    def set_launch(self, image: Image) -> None:
+        if image.kind == KERNEL:
+            launch = self.launch
+            launch.function, launch.kernel, launch.context = image.launch[:3]
+            launch.grid, launch.block, launch.shared_bytes = image.launch[3:]
+
+
+class WholeSetting:
+    """All of an image; `load` takes others with arguments of the same sizes."""
+
+    __slots__ = ("_buffer", "_bytes", "image", "parameters", "reference")
+
+    def __init__(self, image: Image) -> None:
+        self._buffer = _buffer_of(image.data)
+        self._bytes = memoryview(self._buffer).cast("B")
+        addresses = [self.address(at) for at in offsets(image.sizes)]
+        self.parameters = _Parameters(image.kind, addresses, self._buffer)
+        self.parameters.set_launch(image)
+        self.reference = self.parameters.reference
+        self.image = image
+
+    def address(self, offset: int) -> int:
+        """Where the byte at `offset` of the data is."""
+        return ctypes.addressof(self._buffer) + offset
+
+    def load(self, image: Image) -> None:
+        before = self.image
+        if image is before:
+            return
+        self._bytes[: len(image.data)] = image.data
+        if image.launch is not before.launch:
+            self.parameters.set_launch(image)
+        self.image = image
+
+
+class SharedSetting(WholeSetting):
+    """What layers are patched from: all but the `own` words (of four bytes) of each.
+
+    `pieces` are the shared bytes of arguments that also have words of the layer's own, and `mixed`
+    says which arguments those are.
+    """
+
+    __slots__ = ("_runs", "mixed", "pieces")
+
+    def __init__(self, image: Image, own: frozenset[int]) -> None:
+        super().__init__(image)
+        self._runs: list[slice] = []
+        self.mixed: list[bool] = []
+        for at, size in zip(offsets(image.sizes), image.sizes, strict=True):
+            first, end = at // WORD, (at + size + WORD - 1) // WORD
+            # The driver reads a copy's or a fill's parameters in one piece.
+            mixed = image.kind != KERNEL or not own.isdisjoint(range(first, end))
+            self.mixed.append(mixed)
+            if mixed:
+                self._runs += _runs(first, end, own)
+        self.pieces = [(run, image.data[run]) for run in self._runs]
+
+    def load(self, image: Image) -> None:
+        super().load(image)
+        self.pieces = [(run, image.data[run]) for run in self._runs]
+
+
+class PatchedSetting:
+    """A layer's node, set from the image of another layer except for its own words.
+
+    Arguments without words of its own are read where `shared` has them, so they cost nothing.
+    """
+
+    __slots__ = ("_buffer", "_bytes", "_image", "_parameters", "_shared", "reference")
+
+    def __init__(self, base: Image, shared: SharedSetting) -> None:
+        self._buffer = _buffer_of(base.data)
+        self._bytes = memoryview(self._buffer).cast("B")
+        addresses = [
+            ctypes.addressof(self._buffer) + at if mixed else shared.address(at)
+            for at, mixed in zip(offsets(base.sizes), shared.mixed, strict=True)
+        ]
+        self._parameters = _Parameters(base.kind, addresses, self._buffer)
+        self._parameters.set_launch(base)
+        self.reference = self._parameters.reference
+        self._shared = shared
+        self._image = base
+
+    def load(self, image: Image) -> None:
+        shared = self._shared
+        # Another layer may have loaded another image since.
+        if shared.image is not image:
+            shared.load(image)
+        before = self._image
+        if image is before:
+            return
+        for run, piece in shared.pieces:
+            self._bytes[run] = piece
+        if image.launch is not before.launch:
+            self._parameters.head[:] = shared.parameters.head
+            self._parameters.tail[:] = shared.parameters.tail
+        self._image = image
+
+
+def _runs(first: int, end: int, own: frozenset[int]) -> list[slice]:
+    """The bytes of the words from `first` to `end` that are not `own`, in as few pieces."""
+    found: list[slice] = []
+    for word in range(first, end):
+        if word in own:
+            continue
+        start, stop = word * WORD, (word + 1) * WORD
+        if found and found[-1].stop == start:
+            start = found.pop().start
+        found.append(slice(start, stop))
+    return found
+
+
+def _buffer_of(data: bytes) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(data, max(len(data), 1))

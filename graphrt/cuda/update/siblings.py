@@ -1,0 +1,225 @@
+"""Layers that are issued alike: one is issued again, and the others are patched from it.
+
+The words of four bytes in which the captured parameters of two layers differ are each layer's own;
+they are addresses, as a rule. All others are shared. A layer may be patched, which gives it the
+shared words of another one, only where that is proven to make what issuing it would have made: for
+the first sets of host arguments all layers are issued and compared bit for bit. From then on a set
+that changes an own word of the layer that is issued still goes to each layer by itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from graphrt.core.device.platform import TaskUpdate
+from graphrt.cuda.update.images import WORD, Image, Images, key_of, words
+from graphrt.cuda.update.ladder import Ladder, TaskNode, UpdateCounts
+from graphrt.cuda.update.settings import PatchedSetting, Setting, SharedSetting
+
+CHECKS = 2
+"""Sets of host arguments, besides those of the capture, whose layers are all compared."""
+REMEMBERED = 256
+"""Sets of host arguments whose parameters are remembered, as long as they are few images."""
+REMEMBERED_IMAGES = 8192
+
+Issue = Callable[[TaskUpdate], Images]
+
+
+def own_words(bases: Sequence[Image]) -> frozenset[int]:
+    """The words in which images of equal sizes differ."""
+    first = words(bases[0])
+    return frozenset(
+        place
+        for other in bases[1:]
+        if other.data != bases[0].data
+        for place, (a, b) in enumerate(zip(first, words(other), strict=True))
+        if a != b
+    )
+
+
+def patched(base: Image, own: frozenset[int], source: Image) -> Image | None:
+    """`source` with the own words of `base`; None if their arguments have other sizes."""
+    if source.sizes != base.sizes:
+        return None
+    data = bytearray(source.data)
+    for word in own:
+        data[word * WORD : (word + 1) * WORD] = base.data[word * WORD : (word + 1) * WORD]
+    return source._replace(data=bytes(data))
+
+
+class Known:
+    """The parameters for one set of host arguments: of one layer for all to be patched from, or of
+    each layer (by number) that has been issued."""
+
+    __slots__ = ("issuer", "patched", "whole")
+
+    def __init__(self) -> None:
+        self.issuer = 0
+        self.patched: Images | None = None
+        self.whole: dict[int, Images] = {}
+
+
+class Family:
+    """Tasks of one graph that are alike: issued alike, and captured as the same launches.
+
+    `layers` are the nodes of each, `places` where they are among the tasks of the graph. `alike` is
+    None until enough sets were compared.
+    """
+
+    def __init__(
+        self, layers: Sequence[Sequence[TaskNode]], places: Sequence[int], counts: UpdateCounts
+    ) -> None:
+        self.places = list(places)
+        self.alike: bool | None = None if len(layers) > 1 else False
+        self._layers = layers
+        self._counts = counts
+        self._everyone = list(range(len(layers)))
+        self._bases: list[Images] = [tuple(map(_base, nodes)) for nodes in layers]
+        self._own = [own_words(bases) for bases in zip(*self._bases, strict=True)]
+        self._checked: list[Images] = [self._bases[0]]
+        self._latest: Images = self._bases[0]
+        self._columns: list[list[tuple[TaskNode, Setting]]] = []
+        self._known: OrderedDict[Hashable, Known] = OrderedDict()
+
+    def prepare(self, updates: Sequence[TaskUpdate], issue: Issue) -> list[tuple[Known, list[int]]]:
+        """What each layer is to be given, by number; layers are issued where that is not known."""
+        first = updates[self.places[0]].values
+        for place in self.places:
+            if updates[place].values is not first:
+                return [
+                    (self._find(values, numbers, updates, issue), numbers)
+                    for values, numbers in self._by_values(updates)
+                ]
+        return [(self._find(first, self._everyone, updates, issue), self._everyone)]
+
+    def give(self, prepared: Sequence[tuple[Known, list[int]]], ladder: Ladder) -> None:
+        """Give the layers what was prepared for them, where they have it not yet."""
+        for known, numbers in prepared:
+            if known.patched is not None:
+                self._give_patched(known.patched, known.issuer, numbers, ladder)
+                continue
+            for number in numbers:
+                for node, image in zip(self._layers[number], known.whole[number], strict=True):
+                    if node.applied is not image:
+                        ladder.give(node, node.whole(image), image)
+
+    def _give_patched(
+        self, images: Images, issuer: int, numbers: Sequence[int], ladder: Ladder
+    ) -> None:
+        for column, image in zip(self._columns, images, strict=True):
+            own = issuer in numbers and column[issuer][0].applied is not image
+            given = ladder.give_all(column, numbers, image)
+            self._counts.sibling_patches += given - (own and given > 0)
+
+    def _by_values(
+        self, updates: Sequence[TaskUpdate]
+    ) -> list[tuple[Mapping[str, Any], list[int]]]:
+        found: dict[Hashable, tuple[Mapping[str, Any], list[int]]] = {}
+        for number, place in enumerate(self.places):
+            values = updates[place].values
+            key = key_of(values)
+            # An id is no key of values: those are tuples.
+            found.setdefault(id(values) if key is None else key, (values, []))[1].append(number)
+        return list(found.values())
+
+    def _find(
+        self,
+        values: Mapping[str, Any],
+        numbers: list[int],
+        updates: Sequence[TaskUpdate],
+        issue: Issue,
+    ) -> Known:
+        key = key_of(values)
+        known = None if key is None else self._known.get(key)
+        if known is None:
+            known = Known()
+        missing = []
+        if known.patched is None:
+            missing = [number for number in numbers if number not in known.whole]
+        self._counts.memo_hits += len(numbers) - len(missing)
+        if missing:
+            self._fill(known, missing, updates, issue)
+            self._remember(key, known)
+        return known
+
+    def _fill(
+        self, known: Known, missing: list[int], updates: Sequence[TaskUpdate], issue: Issue
+    ) -> None:
+        if self.alike and not known.whole:
+            issuer, missing = missing[0], missing[1:]
+            images = issue(updates[self.places[issuer]])
+            if self._keeps_own_words(issuer, images):
+                self._latest = known.patched = tuple(map(_same_if_equal, self._latest, images))
+                known.issuer = issuer
+                return
+            self._counts.self_check_failures += 1
+            known.whole[issuer] = images
+        for number in missing:
+            images = issue(updates[self.places[number]])
+            known.whole[number] = tuple(map(_same_if_equal, self._bases[number], images))
+        if self.alike is None and len(known.whole) == len(self._layers):
+            self._check(known)
+
+    def _keeps_own_words(self, number: int, images: Images) -> bool:
+        """Whether patching the layer from itself would change nothing."""
+        return self._predicted(number, images) == images
+
+    def _predicted(self, number: int, images: Images) -> tuple[Image | None, ...]:
+        """What the layer would be patched to from `images` of another one."""
+        return tuple(map(patched, self._bases[number], self._own, images))
+
+    def _check(self, known: Known) -> None:
+        """Compare what all layers were issued as with what they would have been patched to."""
+        source = known.whole[0]
+        self._counts.self_checks += 1
+        for number, images in known.whole.items():
+            if self._predicted(number, source) != images:
+                self._counts.self_check_failures += 1
+                self.alike = False
+                return
+        # A set that changes nothing proves nothing.
+        if source not in self._checked:
+            self._checked.append(source)
+            if len(self._checked) > CHECKS:
+                self._join(known)
+
+    def _join(self, checked: Known) -> None:
+        """From now on one layer is issued for all."""
+        self.alike = True
+        for bases, own in zip(zip(*self._bases, strict=True), self._own, strict=True):
+            shared = SharedSetting(bases[0], own)
+            place = len(self._columns)
+            self._columns.append(
+                [
+                    (nodes[place], PatchedSetting(base, shared))
+                    for nodes, base in zip(self._layers, bases, strict=True)
+                ]
+            )
+        for known in (checked, *self._known.values()):
+            if len(known.whole) == len(self._layers):
+                known.patched = known.whole[0]
+                known.whole = {}
+        self._latest = checked.patched or self._latest
+
+    def _remember(self, key: Hashable | None, known: Known) -> None:
+        if key is None:
+            return
+        self._known[key] = known
+        images = len(self._own) * (1 if self.alike else len(self._layers))
+        most = max(8, min(REMEMBERED, REMEMBERED_IMAGES // max(images, 1)))
+        while len(self._known) > most:
+            self._known.popitem(last=False)
+
+
+def _base(node: TaskNode) -> Image:
+    assert node.base is not None
+    return node.base
+
+
+def _same_if_equal(known: Image, found: Image) -> Image:
+    # What a node has already, and how it is launched, is found by identity.
+    if found == known:
+        return known
+    return found._replace(launch=known.launch) if found.launch == known.launch else found

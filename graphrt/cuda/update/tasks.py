@@ -1,0 +1,310 @@
+"""Task update on CUDA: a task's nodes get their new parameters before the graph is launched."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from graphrt.core.base.errors import CaptureSyncError, GraphRTError, TaskContractError
+from graphrt.core.device.platform import TaskUpdate
+from graphrt.cuda.driver import api as driver
+from graphrt.cuda.driver.nodes import (
+    NodeCalls,
+    destroy_graph,
+    is_chain,
+    kernel_attribute,
+    kernel_parameters,
+    memory_parameters,
+    node_type,
+    nodes_of,
+)
+from graphrt.cuda.explain import explain
+from graphrt.cuda.update.addresses import Homes, block_of, ranges_of, strange_address
+from graphrt.cuda.update.images import (
+    EMPTY,
+    KERNEL,
+    SETTABLE,
+    Image,
+    Images,
+    read_image,
+    with_skipped,
+)
+from graphrt.cuda.update.ladder import Calls, Ladder, TaskNode, UpdateCounts
+from graphrt.cuda.update.siblings import Family
+
+# CUlaunchAttributeID (cooperative, cluster): an update carries neither over.
+_FIXED_ATTRIBUTES = (2, 4)
+
+
+class TaskHandle:
+    """The nodes of one captured task, and what no update may change about them."""
+
+    def __init__(
+        self,
+        tasks: GraphTasks,
+        nodes: Sequence[TaskNode],
+        fixed: Sequence[Hashable],
+        stream: Any = None,
+    ) -> None:
+        self.tasks = tasks
+        self.nodes = list(nodes)
+        self.fixed = list(fixed)
+        self.stream = stream
+        self.kinds = [node.kind for node in self.nodes]
+        # None where a node's arguments cannot be read.
+        self.bases: Images | None = None
+        self.homes: Homes | None = None
+
+    def captured_as(self, images: Sequence[Image | None]) -> None:
+        """Take what the nodes were captured with."""
+        for node, image in zip(self.nodes, images, strict=True):
+            node.captured_as(image)
+        bases = tuple(image for image in images if image is not None)
+        self.bases = bases if len(bases) == len(images) else None
+
+
+class Recorder:
+    """Issues tasks again, each in a capture of its own, and reads what that recorded."""
+
+    def __init__(self, counts: UpdateCounts) -> None:
+        self._counts = counts
+        # Of the functions of one graph, which keeps them from being unloaded.
+        self._sizes: dict[int, tuple[int, ...] | None] = {}
+
+    def handle(self, tasks: GraphTasks, nodes: Sequence[int]) -> TaskHandle:
+        """The handle of a task that was captured as `nodes`."""
+        kinds = [node_type(node) for node in nodes]
+        found = [TaskNode(node, kind) for node, kind in zip(nodes, kinds, strict=True)]
+        fixed = list(map(_fixed, nodes, kinds))
+        return TaskHandle(tasks, found, fixed, torch.cuda.current_stream())
+
+    def read(self, handle: TaskHandle) -> None:
+        """Read what a task was captured with; its graph is captured, and no capture is open in
+        which a function might have to be loaded."""
+        nodes = [(node.pointer.value or 0, node.kind) for node in handle.nodes]
+        handle.captured_as(
+            [
+                read_image(node, kind, self._sizes) if kind in SETTABLE else None
+                for node, kind in nodes
+            ]
+        )
+
+    def images(self, update: TaskUpdate) -> Images:
+        """The parameters of a task with its new host arguments, checked against its capture."""
+        handle: TaskHandle = update.handle
+        with self._recorded(update) as nodes:
+            found = [
+                read_image(node, kind, self._sizes)
+                for node, kind in zip(nodes, handle.kinds, strict=False)
+            ]
+        images = tuple(image for image in found if image is not None)
+        if len(images) != len(found):
+            raise refused(update, "a kernel whose arguments the driver does not tell")
+        assert handle.bases is not None
+        images = with_skipped(handle.bases, images)
+        self._check_tensors(update, images)
+        return images
+
+    def give_directly(self, update: TaskUpdate, ladder: Ladder) -> None:
+        """Issue a task whose parameters cannot be read, and hand them on from where they are."""
+        handle: TaskHandle = update.handle
+        with self._recorded(update) as nodes:
+            if len(nodes) < len(handle.nodes):
+                raise refused(update, "fewer launches, of a kernel whose arguments are unknown")
+            for node, source in zip(handle.nodes, nodes, strict=True):
+                if node.kind not in SETTABLE:
+                    raise refused(update, f"a node of kind {node.kind}, which cannot be updated")
+                if node.kind == KERNEL:
+                    ladder.give_directly(node, ctypes.byref(kernel_parameters(source)))
+                elif node.kind != EMPTY:
+                    ladder.give_directly(node, memory_parameters(source, node.kind))
+
+    @contextmanager
+    def _recorded(self, update: TaskUpdate) -> Iterator[list[int]]:
+        """The nodes that the task is now, as long as their graph is kept."""
+        handle: TaskHandle = update.handle
+        self._counts.reissues += 1
+        allocated = _allocations()
+        graph = _captured(update)
+        try:
+            if _allocations() != allocated:
+                raise refused(update, "memory that the task allocates")
+            nodes = nodes_of(graph)
+            kinds = [node_type(node) for node in nodes]
+            if not self._fits(kinds, handle):
+                raise refused(update, _other_nodes(kinds, handle.kinds))
+            if list(map(_fixed, nodes, kinds)) != handle.fixed[: len(nodes)]:
+                raise refused(update, "another cluster, or a cooperative launch")
+            yield nodes
+        finally:
+            destroy_graph(graph)
+
+    def _fits(self, kinds: Sequence[int], handle: TaskHandle) -> bool:
+        """Whether nodes of these kinds fit on the captured ones. Fewer do, if each of these waits
+        for the one before: the last ones are switched off."""
+        if not kinds or list(kinds) != handle.kinds[: len(kinds)]:
+            return False
+        nodes = [node.pointer.value or 0 for node in handle.nodes]
+        return len(kinds) == len(nodes) or is_chain(nodes)
+
+    def _check_tensors(self, update: TaskUpdate, images: Images) -> None:
+        handle: TaskHandle = update.handle
+        assert handle.bases is not None
+        if images == handle.bases:
+            return
+        if handle.homes is None:
+            handle.homes = Homes(ranges_of(update.tensors()), block_of)
+        stranger = strange_address(handle.homes, handle.bases, images)
+        if stranger is not None:
+            raise refused(
+                update, f"a tensor that it was not captured with, at or around {stranger:#x}"
+            )
+
+
+class GraphTasks:
+    """All tasks of one captured graph, sorted into families of layers that are alike."""
+
+    def __init__(self, recorder: Any, calls: Calls, counts: UpdateCounts) -> None:
+        self.ladder = Ladder(calls, counts)
+        self._recorder = recorder
+        self._counts = counts
+        self._families: list[Family] | None = None
+        self._unreadable: list[int] = []
+
+    def add(self, nodes: Sequence[int]) -> TaskHandle:
+        """The handle of a task that was captured as `nodes`."""
+        handle: TaskHandle = self._recorder.handle(self, nodes)
+        self.ladder.nodes += handle.nodes
+        self._counts.tasks += 1
+        return handle
+
+    def update(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
+        """Give the executable of `graph` the parameters of all tasks; on an error nothing may be
+        launched before the next update."""
+        try:
+            self.ladder.begin(graph.raw_cuda_graph_exec())
+            if self._families is None:
+                self._families = self._sorted(updates)
+            prepared = [
+                (family, family.prepare(updates, self._recorder.images))
+                for family in self._families
+            ]
+            self._give(graph, updates, prepared)
+        except BaseException:
+            self._counts.failed += 1
+            raise
+
+    def _give(self, graph: Any, updates: Sequence[TaskUpdate], prepared: Any) -> None:
+        try:
+            for place in self._unreadable:
+                self._recorder.give_directly(updates[place], self.ladder)
+            for family, of_layers in prepared:
+                family.give(of_layers, self.ladder)
+            self.ladder.settle(graph)
+        except BaseException:
+            self.ladder.forget()
+            raise
+
+    def _sorted(self, updates: Sequence[TaskUpdate]) -> list[Family]:
+        groups: dict[Hashable, list[int]] = {}
+        self._unreadable = []
+        for place, update in enumerate(updates):
+            handle: TaskHandle = update.handle
+            self._recorder.read(handle)
+            if handle.bases is None:
+                self._unreadable.append(place)
+                continue
+            launches = tuple((image.launch, image.sizes) for image in handle.bases)
+            alike = update.likeness(), tuple(handle.kinds), tuple(handle.fixed), launches
+            groups.setdefault(alike, []).append(place)
+        return [
+            Family([updates[place].handle.nodes for place in places], places, self._counts)
+            for places in groups.values()
+        ]
+
+
+class Tasks:
+    """The tasks of open captures, and the updates of captured ones."""
+
+    def __init__(self) -> None:
+        self._before: dict[Any, set[int]] = {}
+        # A graph is known here as long as it is captured; then its handles know the rest.
+        self._graphs: WeakKeyDictionary[Any, GraphTasks] = WeakKeyDictionary()
+
+    def begin(self, graph: Any, counts: UpdateCounts) -> None:
+        if graph not in self._graphs:
+            self._graphs[graph] = GraphTasks(Recorder(counts), NodeCalls(), counts)
+        stream = torch.cuda.current_stream().cuda_stream
+        self._before[graph] = set(nodes_of(driver.capture_dependencies(stream)[0]))
+
+    def end(self, graph: Any) -> TaskHandle:
+        before = self._before.pop(graph)
+        stream = torch.cuda.current_stream().cuda_stream
+        now = nodes_of(driver.capture_dependencies(stream)[0])
+        return self._graphs[graph].add([node for node in now if node not in before])
+
+    def abort(self, graph: Any) -> None:
+        self._before.pop(graph, None)
+        self._graphs.pop(graph, None)
+
+    def replay(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool) -> None:
+        if changed:
+            tasks: GraphTasks = updates[0].handle.tasks
+            tasks.update(graph, updates)
+        graph.replay()
+
+
+def refused(update: TaskUpdate, what: str) -> TaskContractError:
+    """The error of a task that is something else than at its capture."""
+    return TaskContractError(
+        f"task {update.name!r} cannot be updated in its graph",
+        got=what,
+        expected="the same kernels, copies and fills as at its capture, on the same tensors and "
+        "into given memory",
+        advice="fix the workspace and the kernel choice at capture, or mark it @eager_break",
+    )
+
+
+def _captured(update: TaskUpdate) -> int:
+    """The template of the task captured once more by itself, on the stream of its capture: what
+    libraries keep for each stream is there already."""
+    handle: TaskHandle = update.handle
+    stream = handle.stream.cuda_stream
+    with torch.cuda.stream(handle.stream):
+        driver.begin_capture(stream)
+        try:
+            update.issue()
+            if driver.capture_is_invalidated(stream):
+                raise refused(update, "an error of device work that the task caught or ignored")
+        except BaseException as error:
+            invalid = driver.capture_is_invalidated(stream)
+            driver.end_capture(stream)
+            if isinstance(error, Exception) and not isinstance(error, GraphRTError):
+                explained = explain(error)
+                # torch refuses some of it before the driver does.
+                if invalid or isinstance(explained, CaptureSyncError):
+                    raise refused(update, explained.what) from error
+            raise
+        return driver.finish_capture(stream)
+
+
+def _other_nodes(found: list[int], captured: list[int]) -> str:
+    if len(found) != len(captured):
+        return f"{len(found)} nodes where it captured {len(captured)}"
+    return f"nodes of kinds {found} where it captured {captured}"
+
+
+def _fixed(node: int, kind: int) -> Hashable:
+    if kind != KERNEL:
+        return None
+    return tuple(kernel_attribute(node, each) for each in _FIXED_ATTRIBUTES)
+
+
+def _allocations() -> int:
+    stats = torch._C._cuda_memoryStats(torch.cuda.current_device())
+    return int(stats["allocation"]["all"]["allocated"])
