@@ -14,8 +14,7 @@ from test_compile_runner import llama_runner
 
 from graphrt import GraphMode, GraphPool
 from graphrt.ascend.attention import fused_infer_attention
-from graphrt.compile import CompileOptions, compile_module
-from graphrt.compile.split import opaque
+from graphrt.compile import CompileOptions, compile_module, opaque
 
 pytestmark = pytest.mark.npu
 

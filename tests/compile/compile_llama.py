@@ -7,8 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from graphrt import Batch, GraphMode, GraphRunner
-from graphrt.compile import support_compile
-from graphrt.compile.split import opaque
+from graphrt.compile import opaque, support_compile
 
 PAGE = 4
 PAGES = 4

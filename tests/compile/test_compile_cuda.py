@@ -11,8 +11,7 @@ from test_compile_runner import llama_runner
 from torch._dynamo.utils import counters
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, WrapperOptions
-from graphrt.compile import CompileOptions, compile_module
-from graphrt.compile.split import opaque
+from graphrt.compile import CompileOptions, compile_module, opaque
 from graphrt.core.batch.modes import PieceProvider
 
 pytestmark = pytest.mark.cuda

@@ -12,8 +12,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, WrapperOptions, eager_break
-from graphrt.compile import CompileOptions, CompileSealedError, CompileSizeError, compile_module
-from graphrt.compile.split import opaque
+from graphrt.compile import (
+    CompileOptions,
+    CompileSealedError,
+    CompileSizeError,
+    compile_module,
+    opaque,
+)
 from graphrt.core.base.errors import BreakShapeError, InvalidOptionError
 from graphrt.core.batch.modes import AttentionSupport, PieceProvider
 

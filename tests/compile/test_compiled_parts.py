@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec
-from graphrt.compile import CompileOptions, RetraceError, compile_module
-from graphrt.compile.split import opaque
+from graphrt.compile import CompileOptions, RetraceError, compile_module, opaque
 from graphrt.core.base.errors import InvalidOptionError, ModeNotSupportedError, StaleInputError
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.runner.parts import compilables

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.compile import OpaqueError
-from graphrt.compile.split import opaque
+from graphrt.compile import OpaqueError, opaque
 
 
 @opaque("graphrt_tests::scaled", mutates=["out"])

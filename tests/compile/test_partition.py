@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from graphrt import GraphPool, GraphRunner, InputSpec, WrapperOptions, current_context
-from graphrt.compile import CompileOptions
+from graphrt.compile import CompileOptions, opaque
 from graphrt.compile.errors import CompileError
 from graphrt.compile.pieces.partition import Partition, Partitioned, collecting, partitions
 from graphrt.compile.pieces.pieces import Wrapping
-from graphrt.compile.split import opaque
 from graphrt.core.base.errors import BakedScalarError, BreakShapeError, MissedBreakError
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}

@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphrt.compile.split import opaque
+from graphrt.compile import opaque
 from graphrt.compile.split.fingerprint import fingerprint, normalised
 from graphrt.compile.split.operators import splits_at
 from graphrt.compile.split.split import partition, split
