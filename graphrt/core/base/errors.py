@@ -84,6 +84,10 @@ class TorchImportError(PlatformError, ImportError):
     """`import torch` failed because a device extension that it loads is broken."""
 
 
+class MissingTorchNameError(GraphRTError, ImportError):
+    """This torch lacks a private name that graphrt needs."""
+
+
 class MissingCapabilityError(PlatformError):
     """The platform lacks a capability that the call needs."""
 

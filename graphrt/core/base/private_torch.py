@@ -1,0 +1,114 @@
+"""The way to names of torch that are not public: declared once, with what happens without them.
+
+Each package that needs some has one module, its door, which declares them all with `PrivateNames`
+and hands them out; nothing else in the package says `torch._`. A test lists every name by the
+versions of torch that have it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import MissingTorchNameError
+
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""The versions of torch that graphrt's tests have run on, oldest first."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The torch in use is newer than all that graphrt was tested on."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A name that is not public: `path` is dotted, `seen` are the versions of torch it was found
+    in, `without` says what graphrt does where it is missing."""
+
+    path: str
+    without: str
+    seen: tuple[str, ...] = TESTED
+
+    def find(self) -> Any:
+        """The object, importing what it is in; raises `MissingTorchNameError`."""
+        module, found = _module_of(self.path)
+        try:
+            for attribute in self.path.removeprefix(module).split(".")[1:]:
+                found = getattr(found, attribute)
+        except AttributeError as error:
+            raise MissingTorchNameError(
+                f"this torch has no {self.path}",
+                got=f"torch {torch.__version__}",
+                expected=f"torch {', '.join(self.seen)}",
+                advice=f"without it {self.without}",
+            ) from error
+        return found
+
+
+class PrivateNames:
+    """The names that one package uses, in `declared`."""
+
+    def __init__(self) -> None:
+        self.declared: dict[str, PrivateName] = {}
+
+    def declare(self, path: str, *, without: str, seen: tuple[str, ...] = TESTED) -> PrivateName:
+        """Declare a name that is looked up when it is needed."""
+        name = self.declared[path] = PrivateName(path, without, seen)
+        return name
+
+    def take(self, path: str, *, without: str, seen: tuple[str, ...] = TESTED) -> Any:
+        """Declare a function and return it; where it is missing, what raises when it is called, so
+        that no import fails."""
+        name = self.declare(path, without=without, seen=seen)
+        try:
+            return name.find()
+        except MissingTorchNameError:
+            return _Missing(name)
+
+
+class _Missing:
+    """Stands for a function that this torch has not; false, as nothing is there."""
+
+    def __init__(self, name: PrivateName) -> None:
+        self._name = name
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._name.find()
+
+
+def warn_if_untested(version: str = torch.__version__) -> None:
+    """Warn, naming the version, if torch is newer than all that were tested."""
+    newest = TESTED[-1]
+    if _numbers(version) > _numbers(newest):
+        warnings.warn(
+            f"graphrt was not tested with torch {version}; the newest it was tested with is "
+            f"{newest}. What it finds missing is named where it is used",
+            UntestedTorchWarning,
+            stacklevel=3,
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _module_of(path: str) -> tuple[str, Any]:
+    """The longest part of `path` that can be imported, and the module."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            return name, importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Only a missing part of this path: another one is a broken module, and says so itself.
+            if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+                raise
+    raise AssertionError(f"{path} does not start with a module")
