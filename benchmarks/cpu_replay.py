@@ -16,12 +16,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphrt import Batch, GraphMode, GraphOptions, get_platform
+from graphrt import Batch, GraphOptions, get_platform
 from graphrt.demo.checkpoint import seeded_checkpoint
 from graphrt.demo.engine import EngineLimits
 from graphrt.demo.model import Decoder
@@ -67,7 +68,8 @@ def demo(mode: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """A row for each captured size: eager and replayed whole runner calls."""
     setup = demo_setup()
     rows = []
-    with make_runner(setup, GraphOptions(mode=GraphMode.parse(mode), sizes=SIZES)) as runner:
+    setup = replace(setup, graphs={"mode": mode, "sizes": SIZES})
+    with make_runner(setup, GraphOptions()) as runner:
         runner.capture()
         for size in (1, 4, 8, 16, 64):
             reqs = min(size, setup.limits.max_num_reqs)
@@ -83,7 +85,7 @@ def demo(mode: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
             )
         arena = runner.pool.memory
         memory = {
-            "graphs": len(runner.keys),
+            "graphs": len(runner.plan.keys),
             "arena_bytes": arena.reserved_bytes,
             "outputs_apart_bytes": arena.requested_bytes_total,
             "ratio": arena.reserved_bytes / arena.requested_bytes_total,

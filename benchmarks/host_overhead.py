@@ -30,7 +30,6 @@ from graphrt import (
     GraphPool,
     GraphRunner,
     InputSpec,
-    WrapperOptions,
     eager_break,
 )
 from graphrt.core.capture.transaction import CaptureTransaction
@@ -115,7 +114,7 @@ def piecewise_step(platform: Any) -> dict[str, float]:
     wrap = wrapper_class(platform)
     descriptor = BatchDescriptor(1)
     x = torch.zeros(1, 8, device=platform.device_type)
-    breakable = wrap(broken, GraphMode.PIECEWISE, pool=pool, options=WrapperOptions(breakable=True))
+    breakable = wrap(broken, GraphMode.PIECEWISE, pool=pool, breakable=True)
     pieces = [wrap(lambda x: x.add_(1), GraphMode.PIECEWISE, pool=pool) for _ in range(PIECES)]
 
     def model() -> None:
@@ -180,7 +179,7 @@ def runner_call(platform: Any) -> dict[str, float]:
             }
 
         exact, padded = values(64), values(61)
-        wrapper = runner.graphs.wrappers()[0]
+        wrapper = runner.graphs.owners()[0]
         graph = next(iter(wrapper.entries.values())).parts[0]
         bare, at_size, between = median_us(
             lambda: graph.replay(),

@@ -18,18 +18,21 @@ from graphrt.core.batch.context import (
 )
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+from graphrt.core.capture.breaks import eager_break
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.recorder import eager_break
 from graphrt.core.capture.state import State
-from graphrt.core.capture.wrapper import GraphWrapper, WrapperOptions
+from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.platform import Capability, Platform
 from graphrt.core.device.registry import current_platform, get_platform, hookimpl, platforms
-from graphrt.core.dispatch.dispatcher import Dispatch, GraphDispatcher, Reason
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.plan.resolution import resolve_mode
-from graphrt.core.plan.sizes import descriptors_for, plan_sizes
+from graphrt.core.plan.budget import Budget, GraphCost
+from graphrt.core.plan.plan import Plan
+from graphrt.core.replay.host_args import UNCHANGED, HostArg
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.tasks import UNCHANGED, HostArg, UpdatableTask
+from graphrt.core.replay.tasks import UpdatableTask
+from graphrt.core.runner.host import Host
 from graphrt.core.runner.runner import GraphRunner
 
 if TYPE_CHECKING:
@@ -42,10 +45,12 @@ __all__ = [
     "AttentionSupport",
     "Batch",
     "BatchDescriptor",
+    "Budget",
     "Capability",
     "CompileOptions",
     "Dispatch",
     "ForwardContext",
+    "GraphCost",
     "GraphDispatcher",
     "GraphMode",
     "GraphOptions",
@@ -53,27 +58,25 @@ __all__ = [
     "GraphRTError",
     "GraphRunner",
     "GraphWrapper",
+    "Host",
     "HostArg",
     "InputSpec",
     "PieceProvider",
+    "Plan",
     "Platform",
     "Reason",
     "State",
     "UpdatableTask",
-    "WrapperOptions",
     "carry_context",
     "compile",
     "current_context",
     "current_platform",
-    "descriptors_for",
     "eager_break",
     "forward_context",
     "get_platform",
     "hookimpl",
     "opaque",
-    "plan_sizes",
     "platforms",
-    "resolve_mode",
     "support_compile",
 ]
 

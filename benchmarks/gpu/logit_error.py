@@ -17,7 +17,7 @@ from common import arguments, environment, finish, show
 from llama import CONFIGS, Llama
 
 from graphrt import Batch
-from graphrt.core.plan.sizes import plan_sizes
+from graphrt.core.plan.sizes import capture_sizes
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     model = Llama(
         CONFIGS[options.model], max_batch=largest, context=options.context, device=options.device
     )
-    sizes = list(plan_sizes(max_num_reqs=largest, max_num_tokens=largest).mixed)
+    sizes = list(capture_sizes(max_num_reqs=largest, max_num_tokens=largest).mixed)
     for mode in ("FULL_DECODE_ONLY", "PIECEWISE"):
         with model.runner(mode, sizes) as runner:
             runner.capture()

@@ -101,7 +101,7 @@ def runner_calls(device: str, measure: Callable[..., list[float]]) -> dict[str, 
         platform=device,
     ) as runner:
         runner.capture()
-        entries = runner.graphs.wrappers()[0].entries
+        entries = runner.graphs.owners()[0].entries
         graph = next(entry.parts[0] for found, entry in entries.items() if found.num_tokens == SIZE)
         steps: dict[str, Callable[[], Any]] = {BARE: graph.replay}
         for rows, kind in ((SIZE, "at a captured size"), (LIVE, "padded")):

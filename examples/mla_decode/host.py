@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import graphrt
 from examples.mla_decode.model import MlaConfig, MlaDecoder
 from graphrt import Batch, GraphRunner
 from graphrt.attention import AttentionBackend, bind_all, supports_of
@@ -91,8 +92,7 @@ class Host:
             max_num_reqs=work.max_num_reqs,
             query_lens=(work.query_len,),
             attention=supports_of(attention),
-            bind=bind_all(attention),
-            segment_hooks=hooks,
+            host=graphrt.Host(bind=bind_all(attention), around_graph=hooks),
         )
 
     def generate(self, step: Step) -> Tensor:

@@ -47,7 +47,7 @@ def counted(kind: type[AttentionBackend], *, declared: bool) -> Any:
 
 
 class Launches:
-    """`segment_hooks=` of a runner: counts the graphs that it replays."""
+    """`Host(around_graph=)` of a runner: counts the graphs that it replays."""
 
     def __init__(self) -> None:
         self.count = 0

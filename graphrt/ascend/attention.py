@@ -20,8 +20,8 @@ import torch
 from graphrt.ascend.driver.library import torch_npu
 from graphrt.core.base.errors import InvalidUpdateError
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.replay.segments import HostValues
-from graphrt.core.replay.tasks import HostArg, UpdatableTask
+from graphrt.core.replay.host_args import HostArg, HostValues
+from graphrt.core.replay.tasks import UpdatableTask
 
 __all__ = [
     "AttentionTask",

@@ -14,9 +14,8 @@ from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.capture.recorder import eager_break
-from graphrt.core.runner.graphs import Bind
-from graphrt.core.runner.session import Phase
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.runner.host import Bind, Phase
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.settings import read_settings
+from graphrt.core.plan.sizes import check_sizes
+from graphrt.core.runner.settings import runner_settings
 
 try:
     import typer
@@ -14,7 +17,6 @@ except ImportError:  # pragma: no cover - an installation without the extra
     sys.exit('The graphrt command needs the extra "cli": pip install "graphrt[cli]"')
 
 from graphrt.cli.cache import cache_app
-from graphrt.core.capture.options import GraphOptions
 
 app = typer.Typer(
     help="Capture a PyTorch forward as static device graphs and replay the right one per batch.",
@@ -30,7 +32,9 @@ Mode = Annotated[str | None, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECO
 Sizes = Annotated[str | None, typer.Option(help="Capture sizes, such as 1,2,4,8.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("-c", "--config", help="A dotted setting, such as -c compile.backend=inductor."),
+    typer.Option(
+        "-c", "--config", help="A setting of the plan or the graphs, such as -c outputs=clone."
+    ),
 ]
 
 
@@ -139,22 +143,31 @@ def plan(
     min_piecewise: Annotated[
         int, typer.Option(min=0, help="With fewer piecewise sizes, only decode is captured.")
     ] = 2,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Show which mode, sizes and graphs a configuration gives, before anything is captured."""
     from graphrt.cli.budget import BudgetRequest
     from graphrt.cli.plan import PlanRequest, print_plan
 
-    options = GraphOptions.from_settings(config or [])
-    given = {"mode": mode, "sizes": _sizes(sizes)}
+    arguments, options = runner_settings(config or [])
+    arguments = {
+        "max_num_reqs": max_num_reqs,
+        "max_num_tokens": max_num_tokens,
+        "query_lens": tuple(query_len or [1]),
+        "pieces": None if pieces.lower() == "none" else pieces.lower(),
+        **arguments,
+    }
+    if mode is not None:
+        arguments["mode"] = mode
+    if sizes is not None:
+        arguments["sizes"] = _sizes(sizes)
     request = PlanRequest(
-        options=options.merged({k: v for k, v in given.items() if v is not None}),
-        max_num_reqs=max_num_reqs,
-        max_num_tokens=max_num_tokens,
-        query_lens=tuple(query_len or [1]),
+        arguments,
         attention=tuple(attention or ["ALWAYS"]),
-        pieces=None if pieces.lower() == "none" else pieces.lower(),
         platform=platform,
+        strict=options.strict,
+        save=save,
         budget=BudgetRequest(
             layers=layers,
             domains=tuple(each.lower() for each in domain or ()),
@@ -174,11 +187,12 @@ def plan(
 
 
 def _sizes(text: str | None) -> list[int] | None:
-    """`1,2,4`, with or without brackets; errors are those of the option `sizes`."""
+    """`1,2,4`, with or without brackets; errors are those of the plan's `sizes`."""
     if text is None:
         return None
     bare = text.strip().removeprefix("[").removesuffix("]")
-    return list(GraphOptions.from_settings([f"sizes=[{bare}]"]).sizes or ())
+    found: Any = read_settings([f"sizes=[{bare}]"])["sizes"]
+    return list(check_sizes(found))
 
 
 def main() -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.device.platform import Platform
-from graphrt.core.plan.budget import Budget, CapturePlan, GraphCost, plan
-from graphrt.core.plan.resolution import ModeResolution
-from graphrt.core.plan.sizes import CaptureKey, SizePlan
+from graphrt.core.plan.budget import Budget, GraphCost
+from graphrt.core.plan.plan import Plan
 
 ASCEND = "ascend"
 _FIELDS = {
@@ -75,71 +72,31 @@ class Streams:
         return lines
 
 
-def fit(
-    request: BudgetRequest,
-    platform: Platform,
-    resolution: ModeResolution,
-    sizes: SizePlan,
-    keys: Sequence[CaptureKey],
-    *,
-    strict: bool,
-) -> tuple[CapturePlan, Streams | None]:
-    """The plan within the budget, and the streams it was made with (on Ascend).
+def budget_of(
+    request: BudgetRequest, plan: Plan
+) -> tuple[Budget | None, dict[int, float] | None, Streams | None]:
+    """The budget for `plan`, which has none yet, with the traffic and the streams it rests on.
 
-    Raises `InvalidOptionError` for settings that cannot be read or that the platform has not, and
-    under `strict` `ModeNotSupportedError` where the budget changes the mode.
+    No budget where nothing limits the graphs and nothing was asked. Raises `InvalidOptionError` for
+    settings that cannot be read or that the platform has not.
     """
-    streams = _streams(request, platform, resolution.mode, sizes)
+    streams = _streams(request, plan)
     limits = _amounts("--budget", request.limits)
+    traffic = _traffic(request.traffic) if request.traffic else None
+    notes = () if streams is None else tuple(streams.lines())
     if streams is not None:
         limits.setdefault("streams", streams.usable)
-    found = plan(
-        keys,
-        Budget(**limits),
-        _cost_model(request, streams),
-        mode=resolution,
-        traffic=_traffic(request.traffic) if request.traffic else None,
-        landmarks=[sizes.max_num_reqs * query_len for query_len in sizes.decode],
-        min_piecewise=request.min_piecewise,
-        strict=strict,
-    )
-    return found, streams
+        if limits["streams"] != streams.usable:
+            notes = (*notes, f"  {limits['streams']:6} by --budget")
+    cost = _costs(request, streams)
+    if not (limits or request.costs or request.layers):
+        return None, traffic, streams
+    budget = Budget(**limits, cost=cost, min_piecewise=request.min_piecewise, notes=notes)
+    return budget, traffic, streams
 
 
-def budget_lines(request: BudgetRequest, found: CapturePlan, streams: Streams | None) -> list[str]:
-    """The budget for people; empty where nothing limits the graphs and nothing was asked."""
-    lines = [] if streams is None else streams.lines()
-    if streams is not None and found.budget.streams != streams.usable:
-        lines.append(f"  {found.budget.streams:6} by --budget")
-    if lines or request.limits or request.costs:
-        lines += found.lines()
-    return lines
-
-
-def as_data(found: CapturePlan, streams: Streams | None) -> dict[str, Any]:
-    """The budget as plain data."""
-    return {
-        "budget": asdict(found.budget),
-        "streams": None if streams is None else asdict(streams),
-        "total": asdict(found.total),
-        "graphs": [
-            {**_key(each.mode, each.descriptor), **asdict(each.cost)} for each in found.captured
-        ],
-        "left_out": [
-            {
-                **_key(each.mode, each.descriptor),
-                **asdict(each.cost),
-                "why": each.why,
-                "padded_to": each.padded_to,
-            }
-            for each in found.left_out
-        ],
-    }
-
-
-def _streams(
-    request: BudgetRequest, platform: Platform, mode: GraphMode, sizes: SizePlan
-) -> Streams | None:
+def _streams(request: BudgetRequest, plan: Plan) -> Streams | None:
+    platform, mode, sizes = plan.platform, plan.mode, plan.sizes
     if platform.name != ASCEND:
         for name in ("profile", "device"):
             if getattr(request, name) is not None:
@@ -189,9 +146,7 @@ def _streams(
     )
 
 
-def _cost_model(
-    request: BudgetRequest, streams: Streams | None
-) -> Callable[[GraphMode, BatchDescriptor], GraphCost]:
+def _costs(request: BudgetRequest, streams: Streams | None) -> dict[GraphMode, GraphCost]:
     given = _amounts("--cost", request.costs)
     pieces = 1 if request.layers is None else request.layers + 1
     piecewise: dict[str, Any] = {"graphs": pieces}
@@ -199,8 +154,10 @@ def _cost_model(
     if streams is not None:
         piecewise = {"graphs": streams.pieces, "streams": streams.piecewise}
         full = {"streams": streams.full}
-    of_pieces, of_full = GraphCost(**{**piecewise, **given}), GraphCost(**{**full, **given})
-    return lambda mode, descriptor: of_pieces if mode is GraphMode.PIECEWISE else of_full
+    return {
+        GraphMode.PIECEWISE: GraphCost(**{**piecewise, **given}),
+        GraphMode.FULL: GraphCost(**{**full, **given}),
+    }
 
 
 def _amounts(option: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -233,13 +190,3 @@ def _traffic(texts: Sequence[str]) -> dict[int, float]:
             expected="a batch size in tokens and its share of the steps",
             advice="--traffic 1=0.2 --traffic 64=0.8",
         ) from None
-
-
-def _key(mode: GraphMode, descriptor: BatchDescriptor) -> dict[str, Any]:
-    return {
-        "mode": mode.name,
-        "num_tokens": descriptor.num_tokens,
-        "num_reqs": descriptor.num_reqs,
-        "uniform": descriptor.uniform,
-        "query_len": descriptor.query_len,
-    }

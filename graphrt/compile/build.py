@@ -32,7 +32,7 @@ from graphrt.compile.trace.subject import Subject
 from graphrt.compile.trace.trace import Traced, trace
 from graphrt.core.base.garbage import frozen_gc
 from graphrt.core.base.log import logger
-from graphrt.core.capture.recorder import eager_break
+from graphrt.core.capture.breaks import eager_break
 from graphrt.core.capture.wrapper import GraphWrapper
 
 

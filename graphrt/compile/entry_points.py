@@ -11,8 +11,9 @@ from graphrt.compile.errors import CompileError
 from graphrt.compile.module import CompiledModule
 from graphrt.compile.options import CompileOptions
 from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.capture.wrapper import WrapperOptions
+from graphrt.core.capture.options import GraphOptions
 from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
 
 M = TypeVar("M", bound=type)
 
@@ -50,7 +51,8 @@ def compile_module(
     pool: GraphPool | None = None,
     graphs: bool = True,
     capture_sizes: Collection[int] | None = None,
-    wrapper_options: WrapperOptions | None = None,
+    wrapper_options: GraphOptions | None = None,
+    hooks: SegmentHooks | None = None,
     read_context: Callable[[], ForwardContext | None] = current_context,
     in_place: bool = True,
 ) -> CompiledModule:
@@ -58,10 +60,11 @@ def compile_module(
 
     `dynamic_dims` are needed unless the class has `support_compile`. With `pool`, which must be the
     `GraphRunner`'s, pieces between splitting operators are captured in PIECEWISE steps, as
-    `wrapper_options` say. `graphs` says that steps may be replayed from graphs at all, of this
-    module or of what it is in: then code that assigns to attributes is refused. `capture_sizes` are
-    those that batches are padded to; a `GraphRunner` says them itself. With `in_place`, calls of
-    the module itself take the compiled code too, wherever it is in a larger model.
+    `wrapper_options` say, with `hooks` around each graph. `graphs` says that steps may be replayed
+    from graphs at all, of this module or of what it is in: then code that assigns to attributes is
+    refused. `capture_sizes` are those that batches are padded to; a `GraphRunner` says them itself.
+    With `in_place`, calls of the module itself take the compiled code too, wherever it is in a
+    larger model.
 
     Raises `CompileError` and its kinds, some of them at the first call.
     """
@@ -85,6 +88,7 @@ def compile_module(
         graphs=graphs,
         capture_sizes=capture_sizes,
         wrapper_options=wrapper_options,
+        hooks=hooks,
         read_context=read_context,
     )
     if in_place and isinstance(module, nn.Module):

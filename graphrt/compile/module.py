@@ -25,9 +25,11 @@ from graphrt.compile.trace.parameters import Parameters, leaves
 from graphrt.compile.trace.subject import Place, Subject
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.modes import GraphMode, PieceProvider
-from graphrt.core.capture.recorder import current_capture
-from graphrt.core.capture.wrapper import GraphWrapper, WrapperOptions
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import current_capture
+from graphrt.core.replay.segments import SegmentHooks
 
 
 class CompiledModule:
@@ -46,7 +48,8 @@ class CompiledModule:
         pool: GraphPool | None = None,
         graphs: bool = True,
         capture_sizes: Collection[int] | None = None,
-        wrapper_options: WrapperOptions | None = None,
+        wrapper_options: GraphOptions | None = None,
+        hooks: SegmentHooks | None = None,
         read_context: Callable[[], ForwardContext | None] = current_context,
     ) -> None:
         """See `compile_module`."""
@@ -62,6 +65,7 @@ class CompiledModule:
         self._graphs = graphs
         self._capture_sizes = None if capture_sizes is None else frozenset(capture_sizes)
         self._wrapper_options = wrapper_options
+        self._hooks = hooks
         self._read_context = read_context
         self._built: Built | None = None
         self._run: Callable[..., Any] | None = None
@@ -75,10 +79,12 @@ class CompiledModule:
         if torch.compiler.is_compiling():
             return self._subject.call(*args, **kwargs)
         run = self._run
+        context = self._read_context()
+        if context is not None and context.enlist is not None:
+            context.enlist(self)
         if run is None:
             run = self._compile(self._subject.parameters.bind(args, kwargs)).run
         else:
-            context = self._read_context()
             if self._released or context is None or context.capture is not None:
                 self._follow_weights()
             if context is None or context.mode is not GraphMode.PIECEWISE:
@@ -108,6 +114,7 @@ class CompiledModule:
             pool=self._pool,
             graphs=self._graphs,
             wrapper_options=self._wrapper_options,
+            hooks=self._hooks,
             read_context=self._read_context,
         )
 
@@ -194,10 +201,15 @@ class CompiledModule:
         check_sizes({*numbers, *self._static_sizes}, sizes)
         self._capture_sizes = sizes
 
-    def use_wrapper_options(self, options: WrapperOptions) -> None:
-        """Capture pieces with these options, unless some were given or it is compiled already."""
-        if self._wrapper_options is None and self._built is None:
+    def use_wrapper_options(self, options: GraphOptions, hooks: SegmentHooks | None = None) -> None:
+        """Capture pieces with these options, and these hooks around each graph, unless some were
+        given or it is compiled already."""
+        if self._built is not None:
+            return
+        if self._wrapper_options is None:
             self._wrapper_options = options
+        if self._hooks is None:
+            self._hooks = hooks
 
     def rebind_weights(self) -> None:
         """Take the module's weights as they are now; raises `RetraceError` if one has changed its
@@ -243,8 +255,8 @@ class CompiledModule:
         static = wanted_sizes(self.options.compile_sizes, self._capture_sizes)
         wrapping = None
         if self._pool is not None:
-            given = self._wrapper_options or WrapperOptions()
-            wrapping = Wrapping(self._pool, given, self._read_context)
+            given = self._wrapper_options or GraphOptions()
+            wrapping = Wrapping(self._pool, given, self._read_context, self._hooks)
         built = build(
             self._subject,
             bound,

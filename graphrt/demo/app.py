@@ -15,6 +15,8 @@ from rich.text import Text
 
 from graphrt import BatchDescriptor, GraphMode, GraphOptions, get_platform
 from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.plan.plan import PlanArguments
+from graphrt.core.runner.settings import runner_settings
 from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
 from graphrt.demo.engine import EngineLimits
 from graphrt.demo.model import Decoder
@@ -22,7 +24,7 @@ from graphrt.demo.npu import FusedDecodeAttention
 from graphrt.demo.report import Comparison, Run, Setup, compare, group_steps, run_prompts
 from graphrt.demo.tokenizer import Tokenizer
 
-_DEFAULTS = GraphOptions(sizes=(1, 2, 4, 8, 16, 24, 32, 48, 64))
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _PROMPTS = [
     "Hello",
     "A captured graph is",
@@ -40,17 +42,24 @@ def run_demo(
 ) -> int:  # fmt: skip
     """Run the prompts with graphs and without; 0 if every token and logit row is equal, else 1.
 
-    `model` is a local Hugging Face directory (None: a small seeded model), `settings` are dotted
-    options, `prompts` a file with one prompt per line; with `eager` nothing is captured and the
+    `model` is a local Hugging Face directory (None: a small seeded model), `settings` are
+    key=value, `prompts` a file with one prompt per line; with `eager` nothing is captured and the
     result is 0. Raises a `GraphRTError` for what cannot be read or run.
     """
     console = console or Console()
     texts = _PROMPTS if prompts is None else _read_prompts(prompts)
     setup, tokenizer = _load(model, platform, texts, max_new_tokens, console)
-    options = GraphOptions.from_settings(settings, _DEFAULTS).override(mode=mode, sizes=sizes)
+    graphs, options = runner_settings(settings)
+    given: PlanArguments = {"sizes": _SIZES, **graphs}
+    if mode is not None:
+        given["mode"] = mode
+    if sizes is not None:
+        given["sizes"] = sizes
+    setup = replace(setup, graphs=given)
+    unpadded = replace(setup, graphs={**given, "mode": GraphMode.NONE})
     with _threads(1 if model is None else torch.get_num_threads()):
         runs = {} if eager else _both_launches(setup, options, console)
-        runs["eager, not padded"] = run_prompts(setup, replace(options, mode=GraphMode.NONE))
+        runs["eager, not padded"] = run_prompts(unpadded, options)
     first, *others = runs.values()
     for text, generated in zip(texts, first.generated, strict=True):
         console.print(Text.assemble((text, "dim"), " → ", (tokenizer.decode(generated), "green")))

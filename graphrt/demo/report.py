@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 
 import torch
@@ -17,15 +17,20 @@ from graphrt import (
     GraphOptions,
     GraphRunner,
     InputSpec,
+    Plan,
     Platform,
 )
+from graphrt.core.plan.plan import PlanArguments
 from graphrt.demo.engine import Engine, EngineLimits, StepRecord
 from graphrt.demo.model import Decoder, new_cache
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs share, so that only the way the steps are launched differs."""
+    """What all runs share, so that only the way the steps are launched differs.
+
+    `graphs` are further arguments of the plan, such as its mode and sizes.
+    """
 
     decoder: Decoder
     platform: Platform
@@ -33,6 +38,7 @@ class Setup:
     prompts: list[list[int]]
     max_new_tokens: int
     eos_ids: frozenset[int]
+    graphs: PlanArguments = field(default_factory=PlanArguments)
 
 
 @dataclass(frozen=True)
@@ -73,17 +79,21 @@ def make_runner(setup: Setup, options: GraphOptions) -> GraphRunner:
     cache = new_cache(config, limits.num_pages, limits.page_size, setup.decoder.embedding)
     per_token = InputSpec(torch.int64, ("tokens",))
     blocks = ("reqs", limits.pages(limits.context))
-    return GraphRunner(
-        functools.partial(setup.decoder, cache),
-        platform=setup.platform,
-        options=options,
-        max_num_reqs=limits.max_num_reqs,
-        max_num_tokens=limits.max_num_tokens,
-        attention=(
+    graphs: PlanArguments = {
+        "max_num_reqs": limits.max_num_reqs,
+        "max_num_tokens": limits.max_num_tokens,
+        "attention": (
             AttentionSupport.ALWAYS
             if setup.decoder.decode_attention is None
             else AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
         ),
+        **setup.graphs,
+    }
+    return GraphRunner(
+        functools.partial(setup.decoder, cache),
+        Plan(**graphs, platform=setup.platform),
+        platform=setup.platform,
+        options=options,
         inputs={
             "input_ids": per_token,
             "positions": per_token,

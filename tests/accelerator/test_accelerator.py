@@ -10,7 +10,7 @@ from stub_accelerator import StubDevice
 
 from graphrt.accelerator import AcceleratorGraphWrapper, AcceleratorPlatform
 from graphrt.core.base.errors import CaptureError, NestedCaptureError
-from graphrt.core.capture.recorder import eager_break
+from graphrt.core.capture.breaks import eager_break
 from graphrt.core.device.figures import MemoryFigures
 from graphrt.core.device.platform import Availability, Capability
 from graphrt.core.replay.pool import GraphPool

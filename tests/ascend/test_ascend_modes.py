@@ -129,4 +129,4 @@ def test_the_platform_stages_inputs_and_tells_the_drivers_memory():
 
 def test_the_wrapper_of_the_platform_is_the_acl_graph_wrapper():
     with runner("FULL") as run:
-        assert all(isinstance(each, ACLGraphWrapper) for each in run.graphs.wrappers())
+        assert all(isinstance(each, ACLGraphWrapper) for each in run.graphs.owners())

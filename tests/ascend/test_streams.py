@@ -26,8 +26,8 @@ from graphrt.ascend.budget.streams import (
 )
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.plan.budget import Budget, CapturePlan, plan
-from graphrt.core.plan.sizes import descriptors_for, mixed_sizes, plan_sizes
+from graphrt.core.plan.budget import Budget, Fitted, fit
+from graphrt.core.plan.sizes import capture_sizes, descriptors_for, mixed_sizes
 
 A2, A5 = DEVICES["A2"], DEVICES["950"]
 SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)
@@ -308,14 +308,13 @@ def planned(
     device: Any = A2,
     budget: int | None = None,
     query_len: int = 1,
-) -> CapturePlan:
+) -> Fitted:
     figures = stream_figures(profile, deployment, device)
-    sizes = plan_sizes(max_num_reqs=reqs, max_num_tokens=8192, query_lens=(query_len,))
+    sizes = capture_sizes(max_num_reqs=reqs, max_num_tokens=8192, query_lens=(query_len,))
     streams = figures.usable if budget is None else budget
-    return plan(
+    return fit(
         descriptors_for(mode, sizes),
-        Budget(streams=streams),
-        figures,
+        Budget(streams=streams, cost=figures),
         mode=mode,
         landmarks=[reqs * query_len],
     )

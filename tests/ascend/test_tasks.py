@@ -84,7 +84,7 @@ def test_a_failed_update_is_repeated_eagerly_where_the_host_allows_it():
         assert run.report().reasons[Reason.UPDATE_FAILED] == 1
         found.append(replayed(run, todo[2]).cpu())
         assert differing(found, expected) == []
-        (wrapper,) = run.graphs.wrappers()
+        (wrapper,) = run.graphs.owners()
         assert wrapper.last_failed_update == "Boom: once"
 
 

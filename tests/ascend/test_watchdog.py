@@ -111,7 +111,7 @@ def test_a_host_that_is_stuck_in_an_update_is_named_with_its_task():
 @pytest.mark.npu
 def test_a_lost_signal_is_named_with_its_graph():
     watched = Watched()
-    (entry,) = watched.run.graphs.wrappers()[0].entries.values()
+    (entry,) = watched.run.graphs.owners()[0].entries.values()
     task = entry.tasks[2]
     handle = task.handle
 

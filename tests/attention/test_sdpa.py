@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import graphrt
 from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.attention.backend import bind_all, supports_of
 from graphrt.attention.oracle import reference_attention
@@ -18,7 +19,7 @@ from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.batch.context import forward_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport, GraphMode
-from graphrt.core.dispatch.dispatcher import Reason
+from graphrt.core.dispatch.reasons import Reason
 from tests.attention.problems import Problem, random_problem
 
 GROUPED = GroupedShape(6, 2, 16, page_size=16)
@@ -148,7 +149,7 @@ class Host:
             sizes=(2, 4, 8, 24),
             max_num_tokens=24,
             max_num_reqs=8,
-            bind=bind_all(self.backend),
+            host=graphrt.Host(bind=bind_all(self.backend)),
             attention=supports_of(self.backend),
             **options,
         )

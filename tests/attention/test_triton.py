@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphrt import Host
+
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from graphrt import UNCHANGED, AttentionSupport, Batch, GraphRunner, InputSpec
@@ -219,7 +221,7 @@ def _runner(
         },
         outputs=("tokens", shape.num_heads, shape.value_dim),
         attention=supports_of(backend),
-        bind=bind_all(backend),
+        host=Host(bind=bind_all(backend)),
     )
 
 

@@ -126,7 +126,7 @@ def check_both_modes(runner: GraphRunner, original: nn.Module, *, exact: bool) -
     """FULL and PIECEWISE steps are equal to each other, and near what `original` gives eagerly; to
     the bit if `exact`, where nothing is padded."""
     device = next(original.parameters()).device
-    captured = {descriptor.num_tokens for _, descriptor in runner.keys}
+    captured = {descriptor.num_tokens for _, descriptor in runner.plan.keys}
     for step, size in enumerate((1, 2, 8, 3, 5, 1)):
         inputs = step_inputs(size, step=step)
         uniform = runner.verify(Batch(size, size, 1), **inputs).clone()

@@ -10,7 +10,7 @@ from compile_llama import Llama, check_both_modes, step_inputs
 from test_compile_runner import llama_runner
 from torch._dynamo.utils import counters
 
-from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, WrapperOptions
+from graphrt import Batch, GraphMode, GraphOptions, GraphPool, GraphRunner, InputSpec
 from graphrt.compile import CompileOptions, compile_module, opaque
 from graphrt.core.batch.modes import PieceProvider
 
@@ -114,7 +114,7 @@ def test_what_a_splitting_operator_returns_reaches_the_next_partition(tmp_path, 
         ["x"],
         pool=pool,
         options=partitioned(cache_dir=str(tmp_path)),
-        wrapper_options=WrapperOptions(outputs=outputs),
+        wrapper_options=GraphOptions(outputs=outputs),
         in_place=False,
     )
     inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}

@@ -11,7 +11,7 @@ from compile_llama import PAGES, Llama, check_both_modes, step_inputs
 from torch import nn
 from torch._dynamo.utils import counters
 
-from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, WrapperOptions, eager_break
+from graphrt import Batch, GraphMode, GraphOptions, GraphPool, GraphRunner, InputSpec, eager_break
 from graphrt.compile import (
     CompileOptions,
     CompileSealedError,
@@ -76,14 +76,14 @@ def test_a_thousand_batches_compile_and_capture_nothing(model):
     with llama_runner(model, pool) as runner:
         runner.capture()
         before, figures = copy.deepcopy(counters), copy.copy(compiled.figures)
-        entries = [dict(wrapper.entries) for wrapper in runner.graphs.wrappers()]
+        entries = [dict(wrapper.entries) for wrapper in runner.graphs.owners()]
         generator = torch.Generator().manual_seed(0)
         sizes = [1, 2, *torch.randint(1, 12, (1000,), generator=generator).tolist()]
         for size in sizes:
             batch = Batch(size, size, 1) if size % 2 else Batch(size, size)
             runner(batch, **step_inputs(size))
         assert counters == before and compiled.figures == figures
-        assert [dict(wrapper.entries) for wrapper in runner.graphs.wrappers()] == entries
+        assert [dict(wrapper.entries) for wrapper in runner.graphs.owners()] == entries
 
 
 @pytest.mark.parametrize("warmups", [0, 1])
@@ -203,7 +203,7 @@ def test_a_splitting_operator_that_changes_its_shape_is_an_error():
 def test_results_are_kept_as_the_options_say(outputs):
     pool = GraphPool("cpu")
     compiled = compile_module(
-        Doubling(), ["x"], pool=pool, wrapper_options=WrapperOptions(outputs=outputs)
+        Doubling(), ["x"], pool=pool, wrapper_options=GraphOptions(outputs=outputs)
     )
     with GraphRunner(
         compiled, inputs=X, mode="PIECEWISE", sizes=[2, 4], pool=pool, pieces="fx"
@@ -233,7 +233,7 @@ def test_a_whole_graph_leaves_no_pieces(model, support, mode, pieces):
         assert compiled.figures.pieces == 1 and compiled.wrappers == ()
         assert runner.mode is mode
         if support is not AttentionSupport.NEVER:
-            assert runner.resolution.steps[-1].rule == "whole-graph"
+            assert runner.plan.resolution.steps[-1].rule == "whole-graph"
         runner.verify(Batch(3, 3, 1), **step_inputs(3))
         assert runner.last_dispatch.mode is mode.decode_mode
 
@@ -243,7 +243,7 @@ def test_a_runner_takes_the_pieces_that_its_forward_brings(model):
     compiled = compile_module(model, pool=pool)
     with llama_runner(model, pool, pieces="auto") as runner:
         runner.capture()
-        assert runner.graphs.wrappers()[-1] in compiled.wrappers
+        assert runner.graphs.owners()[-1] in compiled.wrappers
         runner.verify(Batch(3, 3), **step_inputs(3))
         assert runner.last_dispatch.mode is GraphMode.PIECEWISE
 
@@ -261,9 +261,7 @@ def test_without_a_pool_of_their_own_pieces_are_what_a_breakable_capture_breaks(
     with llama_runner(model, GraphPool("cpu"), pieces="auto") as runner:
         runner.capture()
         assert compiled.wrappers == () and compiled.figures.pieces == 4
-        piecewise = next(
-            w for w in runner.graphs.wrappers() if w.runtime_mode is GraphMode.PIECEWISE
-        )
+        piecewise = next(w for w in runner.graphs.owners() if w.runtime_mode is GraphMode.PIECEWISE)
         assert {len(entry.parts) for entry in piecewise.entries.values()} == {4 + 3}
         for step, size in enumerate((3, 8, 1)):
             inputs = step_inputs(size, step=step)
@@ -290,7 +288,7 @@ def test_an_opaque_function_breaks_a_breakable_capture():
     model = Doubling()
     with GraphRunner(model, inputs=X, mode="PIECEWISE", sizes=[4], platform="cpu") as runner:
         runner.capture()
-        wrapper = runner.graphs.wrappers()[0]
+        wrapper = runner.graphs.owners()[0]
         (entry,) = wrapper.entries.values()
         assert len(entry.parts) == 3
         runner.verify(x=torch.randn(3, 4))

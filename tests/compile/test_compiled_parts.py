@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from graphrt.core.runner.parts import compilables
 from torch import nn
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec
 from graphrt.compile import CompileOptions, RetraceError, compile_module, opaque
 from graphrt.core.base.errors import InvalidOptionError, ModeNotSupportedError, StaleInputError
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.runner.parts import compilables
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 DECODE, MIXED = Batch(4, 4, 1), Batch(4, 4)
@@ -295,7 +295,7 @@ def test_runners_close_although_a_weight_cannot_be_taken_over(module):
     compile_module(module, ["x"])
     run = runner(module)
     run.capture()
-    wrappers = run.graphs.wrappers()
+    wrappers = run.graphs.owners()
     module.first.weight = nn.Parameter(torch.randn(4, 4).t())
     run.release()
     assert not any(wrapper.entries for wrapper in wrappers)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import GraphPool, GraphRunner, InputSpec, WrapperOptions, current_context
+from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec, current_context
 from graphrt.compile import CompileOptions, opaque
 from graphrt.compile.errors import CompileError
 from graphrt.compile.pieces.partition import Partition, Partitioned, collecting, partitions
@@ -45,7 +45,7 @@ def runner(
 
     pool = GraphPool("cpu")
     code = Partitioned(run, [first, last])
-    code.capture_in(Wrapping(pool, WrapperOptions(), current_context), splitting)
+    code.capture_in(Wrapping(pool, GraphOptions(), current_context), splitting)
     return GraphRunner(
         lambda x: code(x),
         inputs=X,

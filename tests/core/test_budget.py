@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.plan.budget import Budget, CapturePlan, GraphCost, plan
-from graphrt.core.plan.resolution import resolve_mode
-from graphrt.core.plan.sizes import CaptureKey, descriptors_for, mixed_sizes, plan_sizes
+from graphrt.core.plan.budget import Budget, CostModel, Fitted, GraphCost, fit
+from graphrt.core.plan.resolution import ModeResolution, resolve_mode
+from graphrt.core.plan.sizes import CaptureKey, capture_sizes, descriptors_for, mixed_sizes
+from graphrt.core.plan.text import budget_lines
 from graphrt.core.plan.traffic import by_worth
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -32,11 +35,22 @@ def pieces_take(streams: int, full: int = 1):
 
 
 def keys_of(mode: GraphMode, *sizes: int, reqs: int = 8) -> tuple[CaptureKey, ...]:
-    found = plan_sizes(max_num_reqs=reqs, max_num_tokens=8192, sizes=sorted(sizes))
+    found = capture_sizes(max_num_reqs=reqs, max_num_tokens=8192, sizes=sorted(sizes))
     return descriptors_for(mode, found)
 
 
-def tokens(found: CapturePlan, mode: GraphMode) -> list[int]:
+def plan(
+    keys: Sequence[CaptureKey],
+    budget: Budget,
+    cost: CostModel,
+    *,
+    mode: ModeResolution | GraphMode | str,
+    min_piecewise: int = 2,
+) -> Fitted:
+    return fit(keys, replace(budget, cost=cost, min_piecewise=min_piecewise), mode=mode)
+
+
+def tokens(found: Fitted, mode: GraphMode) -> list[int]:
     return [each.descriptor.num_tokens for each in found.captured if each.mode is mode]
 
 
@@ -107,13 +121,14 @@ def test_the_room_of_dropped_pieces_goes_to_full_graphs() -> None:
 def test_a_budget_for_nothing_ends_in_eager_mode() -> None:
     found = plan(keys_of(FULL, 1, 8), Budget(streams=0), pieces_take(5), mode=FULL)
     assert (found.mode, found.keys) == (GraphMode.NONE, ())
-    assert "no graph at all" in str(found)
+    assert "no graph at all" in "\n".join(budget_lines(found))
     assert found.left_out[0].padded_to is None
 
 
 def test_strict_refuses_the_step() -> None:
+    found = plan(keys_of(BOTH, 1, 8), Budget(streams=4), pieces_take(5), mode=BOTH)
     with pytest.raises(ModeNotSupportedError, match="piecewise sizes"):
-        plan(keys_of(BOTH, 1, 8), Budget(streams=4), pieces_take(5), mode=BOTH, strict=True)
+        found.resolution.refuse_steps()
 
 
 def test_no_keys_are_no_failure() -> None:
@@ -122,7 +137,7 @@ def test_no_keys_are_no_failure() -> None:
 
 
 def test_kinds_of_graphs_share_the_budget() -> None:
-    sizes = plan_sizes(max_num_reqs=64, max_num_tokens=8192, query_lens=(1, 4))
+    sizes = capture_sizes(max_num_reqs=64, max_num_tokens=8192, query_lens=(1, 4))
     keys = descriptors_for("FULL_DECODE_ONLY", sizes)
     found = plan(keys, Budget(streams=6), pieces_take(5), mode="FULL_DECODE_ONLY")
     by_length = {
@@ -136,7 +151,8 @@ def test_kinds_of_graphs_share_the_budget() -> None:
 
 def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
     limits = Budget(streams=15, device_bytes=100 * MIB)
-    text = str(plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH))
+    found = plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH)
+    text = "\n".join(budget_lines(found))
     assert "PIECEWISE [8 tokens]: 5 streams, 8.0 MiB, 0.50 s" in text
     assert "FULL [1 tokens 1 reqs uniform q=1]: 1 stream, 1.0 MiB, 0.25 s" in text
     assert "in all: 6 of 8 sizes, 14 of 15 streams, 24.0 of 100.0 MiB" in text
@@ -145,7 +161,10 @@ def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
 
 def test_a_plan_without_limits_counts_graphs() -> None:
     found = plan(keys_of(FULL, 8), Budget(), lambda mode, descriptor: GraphCost(), mode=FULL)
-    assert found.lines() == ("FULL [8 tokens 8 reqs]: 1 graph", "in all: 1 of 1 sizes, 1 graph")
+    assert budget_lines(found) == (
+        "FULL [8 tokens 8 reqs]: 1 graph",
+        "in all: 1 of 1 sizes, 1 graph",
+    )
 
 
 @pytest.mark.parametrize(

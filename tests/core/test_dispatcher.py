@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from graphrt.core.base.errors import InvalidBatchError
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.dispatch.dispatcher import Dispatch, GraphDispatcher, Reason
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Dispatch, Reason
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 LEVEL = {NONE: 0, PIECEWISE: 1, FULL: 2}

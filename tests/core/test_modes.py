@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graphrt import AttentionSupport, GraphMode, resolve_mode
+from graphrt import AttentionSupport, GraphMode
 from graphrt.core.base.errors import InvalidModeError, ModeNotSupportedError
+from graphrt.core.plan.resolution import resolve_mode
 
 P, F, N = "PIECEWISE", "FULL", "NONE"
 FDO, FAP = "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"
@@ -52,17 +53,17 @@ def test_resolution_follows_the_table(support, query_len, requested, pieces, exp
 def test_strict_refuses_exactly_where_there_would_be_a_step(
     support, query_len, requested, pieces, expected
 ):
-    arguments = {
-        "attention": AttentionSupport[support],
-        "query_lens": (query_len,),
-        "pieces": pieces,
-        "strict": True,
-    }
+    found = resolve_mode(
+        requested,
+        attention=AttentionSupport[support],
+        query_lens=(query_len,),
+        pieces=pieces,
+    )
     if requested == expected:
-        assert resolve_mode(requested, **arguments).steps == ()
+        found.refuse_steps()
     else:
         with pytest.raises(ModeNotSupportedError, match=requested):
-            resolve_mode(requested, **arguments)
+            found.refuse_steps()
 
 
 @pytest.mark.parametrize(

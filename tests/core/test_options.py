@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from graphrt.compile import options as compile_options
 from graphrt.compile.options import CompileOptions
-from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.capture import options as module
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.runner.settings import runner_settings
 
 WORD = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
 OPERATORS = st.lists(
@@ -36,9 +36,6 @@ COMPILE = st.builds(
 )
 OPTIONS = st.builds(
     GraphOptions,
-    mode=st.none() | st.sampled_from(GraphMode),
-    sizes=st.none() | st.sets(st.integers(1, 9999), min_size=1).map(sorted),
-    max_size=st.none() | st.integers(1, 9999),
     warmups=st.integers(0, 9),
     breaks=OPERATORS,
     outputs=st.sampled_from(["pool", "static", "clone"]),
@@ -48,84 +45,62 @@ OPTIONS = st.builds(
     check_addresses=st.booleans(),
     state_limit_bytes=st.integers(0, 1 << 40),
     max_padding=st.none() | st.floats(0, 1e9),
-    compile=COMPILE,
 )
 
 
 def test_defaults() -> None:
     options = GraphOptions()
-    assert options.mode is None and options.sizes is None
     assert options.warmups == 1 and options.state_limit_bytes == 64 * 1024 * 1024
-    assert options.compile == CompileOptions()
 
 
 def test_every_field_is_checked() -> None:
     for owner, checks in (
-        (GraphOptions, module._GRAPH_CHECKS),
+        (GraphOptions, module._CHECKS),
         (CompileOptions, compile_options.CHECKS),
     ):
         assert list(checks) == [each.name for each in dataclasses.fields(owner)]
 
 
 def test_from_code_takes_names_and_lists() -> None:
-    options = GraphOptions(mode="full", sizes=[1, 2], breaks=["a::b"])  # type: ignore[arg-type]
-    assert options.mode is GraphMode.FULL
-    assert options.sizes == (1, 2) and options.breaks == ("a::b",)
-    assert hash(options) == hash(GraphOptions(GraphMode.FULL, (1, 2), breaks=("a::b",)))
+    options = GraphOptions(breaks=["a::b"])  # type: ignore[arg-type]
+    assert options.breaks == ("a::b",)
+    assert hash(options) == hash(GraphOptions(breaks=("a::b",)))
 
 
 @given(OPTIONS)
 def test_round_trips(options: GraphOptions) -> None:
     assert GraphOptions.from_dict(options.to_dict()) == options
-    assert GraphOptions.from_json(options.to_json()) == options
-    assert GraphOptions.from_json(options.to_json(indent=2)) == options
+    assert GraphOptions.from_json(json.dumps(options.to_dict())) == options
 
 
 @given(OPTIONS)
 def test_settings_round_trip(options: GraphOptions) -> None:
     plain = options.to_dict()
-    nested = plain.pop("compile")
     settings = [f"{key}={json.dumps(value)}" for key, value in plain.items()]
-    settings += [f"compile.{key}={json.dumps(value)}" for key, value in nested.items()]
     assert GraphOptions.from_settings(settings) == options
 
 
 def test_from_settings() -> None:
-    options = GraphOptions.from_settings(
-        ["mode=FULL", "sizes=[1,2,4]", "compile.backend=inductor", "strict=true", "max_padding=1"]
-    )
-    assert options == GraphOptions(
-        mode=GraphMode.FULL,
-        sizes=(1, 2, 4),
-        strict=True,
-        max_padding=1.0,
-        compile=CompileOptions(backend="inductor"),
-    )
+    options = GraphOptions.from_settings(["outputs=clone", "strict=true", "max_padding=1"])
+    assert options == GraphOptions(outputs="clone", strict=True, max_padding=1.0)
 
 
-def test_later_settings_win_and_nested_ones_merge() -> None:
-    options = GraphOptions.from_settings(
-        [
-            'compile={"backend": "x", "cache_dir": "/c"}',
-            "compile.backend=y",
-            "mode=NONE",
-            "mode=FULL",
-        ]
-    )
-    assert options.compile == CompileOptions(backend="y", cache_dir="/c")
-    assert options.mode is GraphMode.FULL
+def test_later_settings_win() -> None:
+    assert GraphOptions.from_settings(["warmups=0", "warmups=2"]).warmups == 2
 
 
-def test_settings_go_on_top_of_a_base() -> None:
-    base = GraphOptions(warmups=3, compile=CompileOptions(backend="x"))
-    options = GraphOptions.from_settings(["compile.cache_dir=/c=d"], base)
-    assert options.warmups == 3
-    assert options.compile == CompileOptions(backend="x", cache_dir="/c=d")
+def test_settings_go_on_top_of_a_base_and_can_unset() -> None:
+    base = GraphOptions(warmups=3, max_padding=2.0)
+    options = GraphOptions.from_settings(["max_padding=null"], base)
+    assert (options.warmups, options.max_padding) == (3, None)
 
 
-def test_settings_can_unset() -> None:
-    base = GraphOptions(sizes=(1,), mode=GraphMode.FULL)
-    assert GraphOptions.from_settings(["sizes=null"], base).sizes is None
+def test_what_describes_batches_is_the_plans() -> None:
+    arguments, options = runner_settings(["mode=FULL", "sizes=[1,2]", "outputs=clone"])
+    assert arguments == {"mode": "FULL", "sizes": [1, 2]}
+    assert options == GraphOptions(outputs="clone")
+    with pytest.raises(InvalidOptionError, match="unknown option 'mode'"):
+        GraphOptions.from_settings(["mode=FULL"])
 
 
 def test_one_operator_needs_no_brackets() -> None:
@@ -143,17 +118,11 @@ def test_merged_leaves_the_original() -> None:
     assert before == GraphOptions(warmups=2)
 
 
-def test_override_skips_none() -> None:
-    options = GraphOptions(mode=GraphMode.FULL, sizes=(1,))
-    assert options.override(mode=None, sizes=None) == options
-    assert options.override(mode="NONE", sizes=[2]).sizes == (2,)
-
-
 def test_from_json_file(tmp_path: Path) -> None:
     path = tmp_path / "options.json"
-    path.write_text('{"mode": "PIECEWISE"}')
-    assert GraphOptions.from_json(path).mode is GraphMode.PIECEWISE
-    assert GraphOptions.from_json(str(path)).mode is GraphMode.PIECEWISE
+    path.write_text('{"outputs": "static"}')
+    assert GraphOptions.from_json(path).outputs == "static"
+    assert GraphOptions.from_json(str(path)).outputs == "static"
 
 
 # Mistakes ----------------------------------------------------------------------------------------
@@ -163,14 +132,13 @@ def test_from_json_file(tmp_path: Path) -> None:
     ("key", "value", "nearest"),
     [
         ("warmup", 1, "warmups"),
+        ("Outputs", "pool", "outputs"),
         ("Sizes", [1], "sizes"),
-        ("splitting_op", ["a::b"], "compile.splitting_ops"),
-        ("compile.backnd", "x", "compile.backend"),
     ],
 )
 def test_unknown_key_names_the_nearest(key: str, value: Any, nearest: str) -> None:
     with pytest.raises(InvalidOptionError) as caught:
-        GraphOptions.from_settings([f"{key}={json.dumps(value)}"])
+        runner_settings([f"{key}={json.dumps(value)}"])
     assert key in caught.value.what and caught.value.advice == nearest
     assert repr(value) in str(caught.value.got)
 
@@ -182,12 +150,6 @@ def test_unknown_key_like_no_other() -> None:
 
 
 WRONG = [
-    ("mode", 3),
-    ("sizes", "1,2"),
-    ("sizes", [1, "2"]),
-    ("sizes", 8),
-    ("max_size", 0),
-    ("max_size", 2.0),
     ("warmups", True),
     ("warmups", None),
     ("warmups", -1),
@@ -204,41 +166,42 @@ WRONG = [
     ("max_padding", float("nan")),
     ("max_padding", "1"),
     ("max_padding", False),
-    ("compile", "inductor"),
-    ("compile.backend", 3),
-    ("compile.backend", ""),
-    ("compile.compile_sizes", [0]),
-    ("compile.compile_sizes", ["all"]),
-    ("compile.compile_sizes", [True]),
-    ("compile.dynamic_shapes", "backd"),
-    ("compile.splitting_ops", {"a::b": 1}),
-    ("compile.use_inductor_graph_partition", 1),
-    ("compile.save_format", "zip"),
-    ("compile.autotune", "yes"),
-    ("compile.cache_dir", 1),
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), WRONG)
-def test_wrong_value_names_key_value_and_expectation(key: str, value: Any) -> None:
-    name, _, nested = key.partition(".")
+WRONG_COMPILE = [
+    ("backend", 3),
+    ("backend", ""),
+    ("compile_sizes", [0]),
+    ("compile_sizes", ["all"]),
+    ("compile_sizes", [True]),
+    ("dynamic_shapes", "backd"),
+    ("splitting_ops", {"a::b": 1}),
+    ("use_inductor_graph_partition", 1),
+    ("save_format", "zip"),
+    ("autotune", "yes"),
+    ("cache_dir", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "prefix", "key", "value"),
+    [(GraphOptions, "", *each) for each in WRONG]
+    + [(CompileOptions, "compile.", *each) for each in WRONG_COMPILE],
+)
+def test_wrong_value_names_key_value_and_expectation(
+    owner: Any, prefix: str, key: str, value: Any
+) -> None:
     with pytest.raises(InvalidOptionError) as caught:
-        GraphOptions.from_dict({name: {nested: value} if nested else value})
+        owner.from_dict({key: value})
     error = caught.value
-    assert repr(key) in error.what
+    assert repr(prefix + key) in error.what
     assert error.got is not None and error.expected and error.advice
 
 
 def test_nearest_choice() -> None:
     with pytest.raises(InvalidOptionError, match="outputs=pool"):
         GraphOptions.from_settings(["outputs=Pools"])
-
-
-def test_values_of_the_right_type_keep_their_own_errors() -> None:
-    with pytest.raises(InvalidModeError, match="FULL_AND_PIECEWISE"):
-        GraphOptions.from_settings(["mode=HALF"])
-    with pytest.raises(InvalidSizesError, match="not sorted"):
-        GraphOptions.from_settings(["sizes=[2,1]"])
 
 
 @pytest.mark.parametrize("setting", ["mode", "=3", "", " =1"])
@@ -255,8 +218,8 @@ def test_dots_into_a_plain_option() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"mode": ', "not valid JSON"),
-        ('{"mode": "FULL", "mode": "NONE"}', "given twice"),
+        ('{"lazy": ', "not valid JSON"),
+        ('{"lazy": true, "lazy": false}', "given twice"),
         ("no_such_file.json", "no_such_file.json"),
         ("[1]", r"cannot be read"),
     ],

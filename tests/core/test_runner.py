@@ -11,10 +11,13 @@ import torch
 
 from graphrt import (
     Batch,
+    Budget,
+    GraphCost,
     GraphMode,
     GraphOptions,
     GraphPool,
     GraphRunner,
+    Host,
     HostArg,
     InputSpec,
     Reason,
@@ -39,7 +42,6 @@ from graphrt.core.base.errors import (
     UnknownPlatformError,
     VerificationError,
 )
-from graphrt.core.plan.budget import Budget, GraphCost
 from graphrt.cpu import CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}
@@ -128,7 +130,7 @@ def test_bind_is_called_in_every_phase_with_the_views_of_the_step():
     def bind(buffers, descriptor, phase):
         calls.append((phase, descriptor.num_tokens, buffers["x"].shape[0]))
 
-    bound = runner(bind=bind, sizes=[4])
+    bound = runner(host=Host(bind=bind), sizes=[4])
     bound(x=rows(2))
     bound.capture()
     bound(x=rows(2))
@@ -148,7 +150,7 @@ def test_the_capture_context_is_entered_once_around_all_captures():
         events.append("forward")
         return x + 1
 
-    captured = runner(forward, capture_context=capture_context)
+    captured = runner(forward, host=Host(around_capture=capture_context))
     captured.capture()
     assert events == ["enter", *["forward"] * 4, "exit"]
 
@@ -166,7 +168,7 @@ def test_segment_hooks_surround_every_segment():
         def before_replay(self):
             events.append("before_replay")
 
-    captured = runner(segment_hooks=Hooks(), sizes=[2])
+    captured = runner(host=Host(around_graph=Hooks()), sizes=[2])
     captured.capture()
     captured(x=rows(2))
     assert events == ["before_capture", "end_of_capture", "before_replay"]
@@ -180,7 +182,7 @@ def test_progress_is_reported_before_each_graph_and_at_the_end():
 
 def test_moved_weights_are_found_and_recapture_reads_the_new_ones():
     weight = torch.nn.Linear(4, 4, bias=False)
-    captured = runner(lambda x: weight(x), parameters=weight)
+    captured = runner(lambda x: weight(x), host=Host(parameters=weight))
     captured.capture()
     with torch.no_grad():
         weight.weight.copy_(torch.eye(4))
@@ -313,7 +315,7 @@ def test_a_counter_that_the_forward_advances_gives_the_eager_results():
             counter.add_(1)
             return x * counter
 
-        with runner(forward, mode=mode, state=[counter]) as decoding:
+        with runner(forward, mode=mode, host=Host(state=[counter])) as decoding:
             decoding.capture()
             return [float(decoding(x=rows(2))[0, 0]) for _ in range(4)]
 
@@ -327,7 +329,7 @@ def test_verify_advances_declared_state_once_and_returns_the_step():
         counter.add_(1)
         return {"sum": x + counter, "nan": x * float("nan")}
 
-    captured = runner(forward, outputs={"sum": ("tokens", 4)}, state=[counter])
+    captured = runner(forward, outputs={"sum": ("tokens", 4)}, host=Host(state=[counter]))
     captured.capture()
     assert torch.equal(captured.verify(x=rows(3))["sum"], rows(3, 2.0))
     assert torch.equal(captured.verify(x=rows(9))["sum"], rows(9, 3.0))
@@ -368,7 +370,7 @@ def test_graphs_that_do_not_fit_are_dropped_and_what_is_captured_stays(strict):
 
 
 def test_state_over_the_limit_is_refused_before_anything_is_captured():
-    large = runner(state=[torch.zeros(100)], options=GraphOptions(state_limit_bytes=399))
+    large = runner(host=Host(state=[torch.zeros(100)]), options=GraphOptions(state_limit_bytes=399))
     with pytest.raises(StateTooLargeError, match="state_limit_bytes"):
         large.capture()
     assert large.dispatcher.published == ()
@@ -423,7 +425,7 @@ def test_graphs_that_read_the_same_inputs_are_warmed_up_once(bound, warm_ups):
         forward,
         mode="FULL_AND_PIECEWISE",
         sizes=[2, 4],
-        bind=(lambda *_: None) if bound else None,
+        host=Host(bind=(lambda *_: None) if bound else None),
     )
     captured.capture()
     assert len(captured.report().graphs) == 4
@@ -453,11 +455,10 @@ def test_a_budget_limits_what_is_captured_and_the_mode_may_step_down():
     planned = runner(
         mode="FULL_AND_PIECEWISE",
         sizes=[1, 2, 4],
-        budget=Budget(streams=7),
-        cost=lambda mode, _: cost[mode],
+        budget=Budget(streams=7, cost=cost),
     )
     assert planned.mode is GraphMode.FULL_DECODE_ONLY
-    assert planned.resolution.steps[-1].rule == "budget"
+    assert planned.plan.resolution.steps[-1].rule == "budget"
     planned.capture()
     assert {graph.mode for graph in planned.report().graphs} == {GraphMode.FULL}
     assert len(planned.plan.left_out) == 3

@@ -17,12 +17,12 @@ from graphrt import (
     GraphMode,
     GraphOptions,
     GraphPool,
+    Host,
     HostArg,
     InputSpec,
     Reason,
     State,
     UpdatableTask,
-    WrapperOptions,
     carry_context,
     current_context,
     eager_break,
@@ -94,7 +94,7 @@ def test_nothing_fills_the_buffers_between_a_steps_own_fill_and_its_replay():
         if buffers["x"][0, 0] == 1 and phase == "replay":
             found.append(in_thread(lambda: captured(x=rows(2, 100.0))))
 
-    captured = runner(bind=bind)
+    captured = runner(host=Host(bind=bind))
     captured.capture()
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
     assert isinstance(found[0], PoolBusyError)
@@ -150,7 +150,7 @@ def test_padding_rows_stay_padding_when_the_forward_advances_its_inputs():
         inputs={"slot": InputSpec(torch.int64, ("tokens",), pad=0, index=True)},
         outputs=("tokens",),
         sizes=[4],
-        state=[writes],
+        host=Host(state=[writes]),
     )
     captured.capture()
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_padding_rows_stay_padding_when_the_forward_advances_its_inputs():
 
 def pieces(pool: GraphPool, *functions: Any) -> list[CPUGraphWrapper]:
     return [
-        CPUGraphWrapper(function, "PIECEWISE", pool=pool, options=WrapperOptions())
+        CPUGraphWrapper(function, "PIECEWISE", pool=pool, options=GraphOptions())
         for function in functions
     ]
 
@@ -233,8 +233,10 @@ def test_every_warm_up_and_capture_starts_from_the_declared_state_and_padding_in
 
     captured = runner(
         forward,
-        state=[counter],
-        bind=lambda buffers, _, phase: seen.append((phase, counter.item(), buffers["x"].sum())),
+        host=Host(
+            state=[counter],
+            bind=lambda buffers, _, phase: seen.append((phase, counter.item(), buffers["x"].sum())),
+        ),
         options=GraphOptions(warmups=2),
         sizes=[2],
     )
@@ -254,7 +256,8 @@ def test_a_failing_restore_rolls_the_capture_back():
             raise RuntimeError("restore")
 
     captured = runner(
-        state=[State(save=lambda: None, restore=restore)], options=GraphOptions(warmups=0)
+        host=Host(state=[State(save=lambda: None, restore=restore)]),
+        options=GraphOptions(warmups=0),
     )
     fail[0] = True
     with pytest.raises(RuntimeError, match="restore"):
@@ -316,7 +319,7 @@ def test_a_dropped_runner_gives_its_memory_back_at_once():
 def test_a_released_runner_reports_no_graphs_and_its_graphs_are_gone():
     captured = runner()
     captured.capture()
-    (wrapper,) = captured.graphs.wrappers()
+    (wrapper,) = captured.graphs.owners()
     graph = next(iter(wrapper.entries.values())).parts[0]
     captured.release()
     assert captured.report().graphs == ()
@@ -505,7 +508,7 @@ def test_segment_hooks_run_before_segments_with_tasks_too():
             events.append("replay")
 
     task = scaling("attention")
-    tasked = runner(lambda x: apply(task, x, "a"), sizes=[2], segment_hooks=Hooks())
+    tasked = runner(lambda x: apply(task, x, "a"), sizes=[2], host=Host(around_graph=Hooks()))
     tasked.capture()
     tasked(x=rows(2), updates={"attention": {"lengths": [1]}})
     assert events == ["capture", "end", "replay"]

@@ -10,14 +10,14 @@ from graphrt.core.base.errors import InvalidModeError, InvalidSizesError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.sizes import (
-    SizePlan,
+    CaptureSizes,
     capture_limit,
+    capture_sizes,
     check_sizes,
     decode_sizes,
     default_cap,
     descriptors_for,
     mixed_sizes,
-    plan_sizes,
 )
 
 REQS = st.integers(1, 2048)
@@ -29,8 +29,8 @@ OWN = st.one_of(
 BIG = 8192
 
 
-def plan(reqs: int, tokens: int = BIG, q: int = 1, cap: int = 512) -> SizePlan:
-    return plan_sizes(max_num_reqs=reqs, max_num_tokens=tokens, query_lens=(q,), cap=cap)
+def plan(reqs: int, tokens: int = BIG, q: int = 1, cap: int = 512) -> CaptureSizes:
+    return capture_sizes(max_num_reqs=reqs, max_num_tokens=tokens, query_lens=(q,), cap=cap)
 
 
 def ref_steps(limit: int) -> list[int]:
@@ -131,7 +131,7 @@ def test_plan_properties(
 ) -> None:
     if own is not None and max_size is not None and own[0] > max_size:
         max_size = own[0]
-    sizes = plan_sizes(
+    sizes = capture_sizes(
         max_num_reqs=reqs,
         max_num_tokens=tokens,
         query_lens=query_lens,
@@ -156,8 +156,8 @@ def test_plan_properties(
 # A host's own list -------------------------------------------------------------------------------
 
 
-def own(sizes: list[int], reqs: int, q: int = 1, **kwargs: int) -> SizePlan:
-    return plan_sizes(
+def own(sizes: list[int], reqs: int, q: int = 1, **kwargs: int) -> CaptureSizes:
+    return capture_sizes(
         max_num_reqs=reqs, max_num_tokens=kwargs.pop("tokens", BIG), query_lens=(q,),
         sizes=sizes, **kwargs,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def test_max_size_that_leaves_nothing() -> None:
 
 
 def test_max_size_replaces_the_default_limit() -> None:
-    sizes = plan_sizes(max_num_reqs=4, max_num_tokens=BIG, max_size=64)
+    sizes = capture_sizes(max_num_reqs=4, max_num_tokens=BIG, max_size=64)
     assert sizes.mixed[-1] == 64 and sizes.decode[1] == (1, 2, 4)
 
 
@@ -209,7 +209,7 @@ def test_decode_above_the_limit_is_told_beforehand() -> None:
 
 
 def test_several_query_lengths() -> None:
-    sizes = plan_sizes(max_num_reqs=8, max_num_tokens=BIG, query_lens=(4, 3, 4))
+    sizes = capture_sizes(max_num_reqs=8, max_num_tokens=BIG, query_lens=(4, 3, 4))
     assert sizes.limit == 64
     assert sizes.decode == {3: (3, 6, 12, 24), 4: (4, 8, 16, 32)}
 
@@ -247,19 +247,21 @@ def test_good_sizes_are_a_tuple() -> None:
 def test_limits_must_be_positive(name: str, bad: object) -> None:
     limits: dict[str, object] = {"max_num_reqs": 4, "max_num_tokens": 64, name: bad}
     with pytest.raises(InvalidSizesError, match=name):
-        plan_sizes(**limits)  # type: ignore[arg-type]
+        capture_sizes(**limits)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [(), (0,), (1, -2)])
 def test_query_lengths_must_be_positive(bad: tuple[int, ...]) -> None:
     with pytest.raises(InvalidSizesError, match="query"):
-        plan_sizes(max_num_reqs=4, max_num_tokens=64, query_lens=bad)
+        capture_sizes(max_num_reqs=4, max_num_tokens=64, query_lens=bad)
 
 
 # Keys --------------------------------------------------------------------------------------------
 
 
-def keys(mode: str, sizes: SizePlan, **kwargs: object) -> list[tuple[GraphMode, BatchDescriptor]]:
+def keys(
+    mode: str, sizes: CaptureSizes, **kwargs: object
+) -> list[tuple[GraphMode, BatchDescriptor]]:
     return list(descriptors_for(mode, sizes, **kwargs))  # type: ignore[arg-type]
 
 
@@ -289,7 +291,7 @@ def test_full_keys_serve_any_batch() -> None:
 
 
 def test_decode_only_keys_are_uniform_for_every_query_length() -> None:
-    sizes = plan_sizes(max_num_reqs=2, max_num_tokens=64, query_lens=(1, 3))
+    sizes = capture_sizes(max_num_reqs=2, max_num_tokens=64, query_lens=(1, 3))
     assert keys("FULL_DECODE_ONLY", sizes) == [
         (FULL, uniform(6, 3)),
         (FULL, uniform(3, 3)),
@@ -332,7 +334,9 @@ def test_unknown_mode() -> None:
 def test_capture_order(
     reqs: int, tokens: int, query_lens: list[int], own: list[int] | None, mode: GraphMode
 ) -> None:
-    sizes = plan_sizes(max_num_reqs=reqs, max_num_tokens=tokens, query_lens=query_lens, sizes=own)
+    sizes = capture_sizes(
+        max_num_reqs=reqs, max_num_tokens=tokens, query_lens=query_lens, sizes=own
+    )
     got = descriptors_for(mode, sizes)
     assert len(set(got)) == len(got)
     order = [(m is FULL, -d.num_tokens) for m, d in got]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphrt import Batch, Dispatch, GraphMode, GraphOptions, GraphRunner, Platform, Reason
+from graphrt.core.plan.plan import PlanArguments
 from graphrt.demo.engine import Engine, EngineLimits
 from graphrt.demo.model import Decoder, DecoderConfig, tensor_shapes
 from graphrt.demo.report import Setup, make_runner
@@ -30,8 +31,9 @@ def llama_runner(platform: Platform, limits: EngineLimits, **options: Any) -> Gr
         weight = weight if len(shape) > 1 else torch.ones(shape)
         weights[name] = weight.to(platform.device_type, torch.bfloat16)
     decoder = Decoder(CONFIG, weights, limits.pages(limits.context) * limits.page_size)
-    setup = Setup(decoder, platform, limits, [], 0, frozenset())
-    return make_runner(setup, GraphOptions(mode="FULL_AND_PIECEWISE", **options))
+    graphs: PlanArguments = {"mode": "FULL_AND_PIECEWISE"}
+    setup = Setup(decoder, platform, limits, [], 0, frozenset(), graphs)
+    return make_runner(setup, GraphOptions(**options))
 
 
 class ProvingRunner:

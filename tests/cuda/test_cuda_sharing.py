@@ -105,7 +105,7 @@ def test_graphs_of_other_kernels_and_of_another_structure_keep_their_results():
 def test_an_executable_lives_until_the_last_graph_on_it_is_gone():
     with runner(chain) as shared:
         shared.capture()
-        wrapper = next(iter(shared.graphs.wrappers()))
+        wrapper = next(iter(shared.graphs.owners()))
         by_size = {descriptor.num_tokens: descriptor for descriptor in wrapper.entries}
         graph = wrapper.entries[by_size[4]].parts[0]
         for size in SIZES:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from graphrt import GraphRunner, InputSpec, Reason
+from graphrt import GraphRunner, Host, InputSpec, Reason
 
 pytestmark = pytest.mark.cuda
 
@@ -142,7 +142,7 @@ def owning_runner() -> tuple[GraphRunner, dict[str, Any]]:
         inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
         outputs=("tokens", 8),
         platform=DEVICE,
-        bind=bind,
+        host=Host(bind=bind),
     )
     runner.capture()
     return runner, views

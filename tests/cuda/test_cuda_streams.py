@@ -10,7 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, eager_break, get_platform
+from graphrt import (
+    Batch,
+    GraphMode,
+    GraphPool,
+    GraphRunner,
+    Host,
+    InputSpec,
+    eager_break,
+    get_platform,
+)
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
 
 pytestmark = pytest.mark.cuda
@@ -103,7 +112,7 @@ class TestSideStreams(ConformanceBase):
             return x + 1
 
         hooks = Hooks(join=lambda: torch.cuda.current_stream().wait_stream(side))
-        wrapper = self.wrap(forward, FULL, pool, segment_hooks=hooks)
+        wrapper = self.wrap(forward, FULL, pool, hooks=hooks)
         x = self.tensor(1, 2, 3, 4)
         self.capture(wrapper, FULL, x)
         x.copy_(self.tensor(5, 6, 7, 8))
@@ -153,7 +162,7 @@ def test_steps_from_several_streams_follow_each_other_with_their_inputs(mode: st
         sizes=[1, 2, 4, 8],
         inputs={"x": InputSpec(torch.int64, ("tokens",)), "step": one},
         outputs=("tokens",),
-        state=[total],
+        host=Host(state=[total]),
         platform=DEVICE,
     ) as runner:
         runner.capture()
@@ -173,7 +182,7 @@ def test_steps_from_several_streams_follow_each_other_with_their_inputs(mode: st
         assert log.tolist() == expected
 
 
-def test_segment_hooks_surround_every_graph() -> None:
+def test_hooks_surround_every_graph() -> None:
     hooks = Hooks()
     with GraphRunner(
         lambda x: between(between(x + 1) + 1) + 1,
@@ -181,7 +190,7 @@ def test_segment_hooks_surround_every_graph() -> None:
         sizes=[2],
         inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
         outputs=("tokens", 8),
-        segment_hooks=hooks,
+        host=Host(around_graph=hooks),
         platform=DEVICE,
     ) as runner:
         runner.capture()
@@ -210,7 +219,7 @@ def test_the_capture_context_is_entered_once() -> None:
         sizes=[1, 2, 4],
         inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
         outputs=("tokens", 8),
-        capture_context=context,
+        host=Host(around_capture=context),
         platform=DEVICE,
     ) as runner:
         runner.capture()

@@ -9,7 +9,7 @@ import torch
 
 from graphrt import UNCHANGED, Batch, GraphOptions, GraphRunner, HostArg, InputSpec, UpdatableTask
 from graphrt.core.base.errors import MissingUpdateError, TaskContractError, UpdateRefusedError
-from graphrt.core.dispatch.dispatcher import Reason
+from graphrt.core.dispatch.reasons import Reason
 
 pytestmark = pytest.mark.cuda
 
@@ -60,7 +60,7 @@ def check(updated: GraphRunner, updates, tokens: int = 4) -> None:
 
 def calls_of(updated: GraphRunner):
     """What the tasks of the graphs ask the driver through, one for each graph."""
-    (wrapper,) = updated.graphs.wrappers()
+    (wrapper,) = updated.graphs.owners()
     return [entry.tasks[0].handle.tasks.ladder.calls for entry in wrapper.entries.values()]
 
 
@@ -401,7 +401,7 @@ def test_the_driver_itself_makes_another_executable_of_an_updated_template():
     with runner(model(scale, row=HostArg(None))) as updated:
         updated.capture()
         (calls, *_) = calls_of(updated)
-        (wrapper,) = updated.graphs.wrappers()
+        (wrapper,) = updated.graphs.owners()
         for entry in wrapper.entries.values():
             (part,) = entry.parts
             assert calls.can_instantiate(part.graph.raw_cuda_graph())

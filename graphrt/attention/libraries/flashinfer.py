@@ -17,7 +17,7 @@ from graphrt.attention.shapes import AttentionShape
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.runner.session import Phase
+from graphrt.core.runner.host import Phase
 
 WORKSPACE_BYTES = 128 * 2**20
 

@@ -19,8 +19,8 @@ from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
 from graphrt.core.batch.context import current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.replay.segments import HostValues
-from graphrt.core.replay.tasks import HostArg, UpdatableTask
+from graphrt.core.replay.host_args import HostArg, HostValues
+from graphrt.core.replay.tasks import UpdatableTask
 
 SplitPolicy = Literal["device", "fixed", "task"]
 _POLICIES = ("device", "fixed", "task")

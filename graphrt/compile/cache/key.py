@@ -21,32 +21,10 @@ import torch
 from graphrt.compile.cache.sources import TracedSources, code_digest, digests_of
 from graphrt.compile.options import CompileOptions
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.capture.options import GraphOptions
 
 Parts = dict[str, dict[str, Any]]
 
 GROUPS = ("versions", "settings", "compiler", "sources")
-NOT_CODE = frozenset(
-    {
-        "mode",
-        "sizes",
-        "max_size",
-        "warmups",
-        "warm_up_each",
-        "outputs",
-        "lazy",
-        "strict",
-        "launch",
-        "check_addresses",
-        "share_executables",
-        "eager_after_failed_update",
-        "state_limit_bytes",
-        "max_padding",
-        "compile",
-    }
-)
-"""Options that compiled code does not depend on; any other one, new ones too, is in the key."""
-
 _PASSES = (
     "pre_grad_custom_pass",
     "joint_custom_pre_pass",
@@ -108,18 +86,13 @@ class CacheKey:
         ]
 
 
-def code_settings(options: GraphOptions | CompileOptions) -> dict[str, object]:
-    """The options that compiled code depends on; capture sizes and modes are not among them."""
-    settings: dict[str, object] = {}
-    compiled = options
-    if isinstance(options, GraphOptions):
-        plain = options.to_dict()
-        settings = {name: value for name, value in plain.items() if name not in NOT_CODE}
-        compiled = options.compile
-    for each in fields(compiled):
-        if "cache" not in each.name and "save_format" not in each.name:
-            settings[f"compile.{each.name}"] = getattr(compiled, each.name)
-    return settings
+def code_settings(options: CompileOptions) -> dict[str, object]:
+    """The options that compiled code depends on."""
+    return {
+        f"compile.{each.name}": getattr(options, each.name)
+        for each in fields(options)
+        if "cache" not in each.name and "save_format" not in each.name
+    }
 
 
 def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]:

@@ -73,7 +73,7 @@ class Partitioned:
         """Put each partition into a PIECEWISE wrapper; `splitting` may not run inside of one."""
         self._wrapping = wrapping
         wrap = wrapper_class(wrapping.pool.platform)
-        options = replace(wrapping.options, outputs="pool", breaks=splitting)
+        options = replace(wrapping.options, outputs="pool", breaks=tuple(sorted(splitting)))
         wrappers = []
         for partition in self.partitions:
             wrapper = wrap(
@@ -82,6 +82,7 @@ class Partitioned:
                 pool=wrapping.pool,
                 read_context=wrapping.read_context,
                 options=options,
+                hooks=wrapping.hooks,
             )
             partition.run = _Captured(partition.function, wrapper, wrapping, self.is_fixed)
             wrappers.append(wrapper)

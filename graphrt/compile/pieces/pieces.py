@@ -22,9 +22,10 @@ from graphrt.compile.split.split import Piece, returned_count
 from graphrt.compile.trace.sizes import value_of
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.wrapper import WrapperOptions
+from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device.lookup import wrapper_class
 from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
 
 _KEY_LENGTH = 16
 """Hex digits of a piece's hash that name it among the pieces of one module."""
@@ -155,8 +156,9 @@ class Wrapping:
     """How pieces are captured: where, with which options, and what tells them the step."""
 
     pool: GraphPool
-    options: WrapperOptions
+    options: GraphOptions
     read_context: Callable[[], ForwardContext | None]
+    hooks: SegmentHooks | None = None
 
 
 def wrapped_pieces(
@@ -185,6 +187,7 @@ def wrapped_pieces(
                 pool=wrapping.pool,
                 read_context=wrapping.read_context,
                 options=wrapping.options if last else inner,
+                hooks=wrapping.hooks,
             )
         )
     return wrapped

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from graphrt.compile.errors import OpaqueError
-from graphrt.core.capture.recorder import eager_break
+from graphrt.core.capture.breaks import eager_break
 
 P = ParamSpec("P")
 R = TypeVar("R")

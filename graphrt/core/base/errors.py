@@ -56,6 +56,14 @@ class InvalidInputError(GraphRTError, ValueError):
     """An input of the wrong name, dtype, shape or device, or a bad `InputSpec`."""
 
 
+class PlanFileError(GraphRTError, ValueError):
+    """A file that holds no plan, or a damaged one, or that cannot be read or written."""
+
+
+class PlanChangedWarning(UserWarning):
+    """A saved plan comes out differently where it is loaded."""
+
+
 class StaleInputError(GraphRTError):
     """A graph would read an address that no longer holds what it was captured with."""
 
@@ -182,6 +190,10 @@ class NestedCaptureError(CaptureError):
 
 class CaptureSealedError(CaptureError):
     """A graph would have had to be captured after `seal()`."""
+
+
+class UnannouncedPartError(CaptureError):
+    """A compiled part takes part in a capture that was not told of it."""
 
 
 class BreakError(GraphRTError):

@@ -5,34 +5,55 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar, Token, copy_context
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from graphrt.core.base.errors import InvalidModeError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
-if TYPE_CHECKING:
-    from graphrt.core.capture.transaction import CaptureTransaction
-
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class OpenCapture(Protocol):
+    """The capture that a context allows: all wrappers of its step capture, or none has.
+
+    `slot` is where their entries will be found, `fixed` are the addresses of the storages in which
+    every step of the graph finds its inputs, `task_names` collects the tasks of the step, and their
+    groups.
+    """
+
+    @property
+    def slot(self) -> int: ...
+
+    @property
+    def fixed(self) -> frozenset[int]: ...
+
+    @property
+    def task_names(self) -> set[str]: ...
+
+    def add(self, owner: Any, undo: Callable[[], None]) -> None:
+        """Note that `owner` captured something, which `undo` takes back."""
 
 
 class ForwardContext:
     """One step: its runtime mode, the descriptor of its graph, and its task updates.
 
     `metadata` is the host's, for eager parts that need this step's values. `slot` is the
-    dispatcher's index of the graph (-1: look it up by descriptor). Entering it makes it
-    `current_context()` for this thread. It may be entered again after it was left, which is
-    another step; `token` is unique to one step and None outside of one. `num_reqs` is the padded
-    number of requests where the descriptor leaves it open. `query_len` is how many tokens each
-    request of the live batch has, None where they differ or nobody said: a graph of mixed batches
-    serves uniform ones too, which eager parts may run faster.
+    dispatcher's index of the graph (-1: look it up by descriptor). `capture` allows wrappers to
+    capture; `enlist` is how a compiled part that runs in a warm-up or a capture makes itself known.
+    `num_reqs` is the padded number of requests where the descriptor leaves it open. `query_len` is
+    how many tokens each request of the live batch has, None where they differ or nobody said: a
+    graph of mixed batches serves uniform ones too, which eager parts may run faster.
+
+    Entering it makes it `current_context()` for this thread. It may be entered again after it was
+    left, which is another step; `token` is unique to one step and None outside of one.
     """
 
     __slots__ = (
         "capture",
         "descriptor",
+        "enlist",
         "metadata",
         "mode",
         "num_reqs",
@@ -49,7 +70,7 @@ class ForwardContext:
         slot: int = -1,
         updates: Any = None,
         metadata: Any = None,
-        capture: CaptureTransaction | None = None,
+        capture: OpenCapture | None = None,
         num_reqs: int | None = None,
         query_len: int | None = None,
     ) -> None:
@@ -61,6 +82,7 @@ class ForwardContext:
         self.updates = updates
         self.metadata = metadata
         self.capture = capture
+        self.enlist: Callable[[Any], None] | None = None
         self.token: Token[ForwardContext | None] | None = None
 
     def __enter__(self) -> ForwardContext:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import enum
+import os
+from collections.abc import Mapping
 
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
+
+MODE_VARIABLE = "GRAPHRT_MODE"
 
 
 class GraphMode(enum.Enum):
@@ -111,3 +115,19 @@ class PieceProvider(enum.Enum):
                 expected=", ".join(provider.value for provider in cls) + ", or None",
                 advice='pieces="breakable"',
             ) from None
+
+
+def graphs_off(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether `GRAPHRT_MODE=NONE` turns all graphs of this process off.
+
+    Raises `InvalidModeError` for another value: the mode of a model is its host's to choose.
+    """
+    text = (os.environ if environ is None else environ).get(MODE_VARIABLE, "").strip()
+    if text and text.upper() != GraphMode.NONE.name:
+        raise InvalidModeError(
+            f"{MODE_VARIABLE} can only turn graphs off",
+            got=repr(text),
+            expected="NONE",
+            advice="pass mode= to the plan or the runner",
+        )
+    return bool(text)

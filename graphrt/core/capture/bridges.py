@@ -1,74 +1,56 @@
-"""Eager parts and the fixed buffers through which their results reach the next segment."""
+"""The fixed places through which what runs eagerly, or is handed out, reaches its readers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import BreakError
 from graphrt.core.base.thread_mode import unseen
-from graphrt.core.replay.eager_part import EagerPart, name_of
-
-if TYPE_CHECKING:
-    from graphrt.core.capture.recorder import Capture
 
 
 class Bridges:
-    """Fixed places for the results of eager parts.
+    """Fixed buffers for tensors that come from somewhere else at every step.
 
-    Where tensors can be allocated in the pool a place is pool memory, which is free again once its
-    last captured reader is done. Elsewhere there is one buffer per break site and result, as large
-    as the largest capture needed; smaller captures use a part of it, as only one step runs in a
-    pool at a time.
+    There is one buffer per site and tensor, as large as the largest capture needed; smaller
+    captures use a part of it, as only one step runs in a pool at a time.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
-    def run(
+    def fix(
         self,
-        capture: Capture,
         site: int,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[EagerPart, Any]:
-        """Run an eager part during capture: what to replay, and the results that readers see."""
-        result = function(*args, **kwargs)
-        known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
-        fresh: set[int] = set()
-        aliased: set[str] = set()
-        seen: list[torch.Tensor] = []
+        result: Any,
+        *,
+        stays: Callable[[str, torch.Tensor], bool],
+        allocate: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+    ) -> tuple[Any, frozenset[str]]:
+        """`result` with its tensors copied to where every step will find them, and the paths of
+        those that `stays(path, tensor)` left where they are, as empty ones are.
+
+        `allocate` gives the memory for a tensor, or None for a buffer of this object.
+        """
+        unmoved: set[str] = set()
+        fixed: list[torch.Tensor] = []
         for path, leaf in tree.leaves(result):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            storage = leaf.untyped_storage().data_ptr()
-            if leaf.numel() == 0 or storage in known or capture.owns(leaf):
-                aliased.add(path)
-                seen.append(leaf)
+            if leaf.numel() == 0 or stays(path, leaf):
+                unmoved.add(path)
+                fixed.append(leaf)
                 continue
-            if storage in fresh:
-                raise BreakError(
-                    f"eager break {name_of(function)} returned two tensors that share memory",
-                    got=f"the one at {path or 'the top'}",
-                    expected="separate tensors, which separate buffers can stand for",
-                    advice="return one of them, or clone it",
-                )
-            fresh.add(storage)
-            buffer = capture.pooled_like(leaf)
+            buffer = None if allocate is None else allocate(leaf)
             if buffer is None:
-                buffer = self.buffer((site, len(seen)), leaf)
+                buffer = self.buffer((site, len(fixed)), leaf)
             buffer.copy_(leaf)
-            seen.append(buffer)
-        # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
-        tensors = iter(seen)
-        readable = tree.map_tensors(lambda _: next(tensors), result)
-        args, kwargs, recorded = tree.map_tensors(capture.captured_ref, (args, kwargs, readable))
-        return EagerPart(function, args, kwargs, recorded, frozenset(aliased)), readable
+            fixed.append(buffer)
+        tensors = iter(fixed)
+        return tree.map_tensors(lambda _: next(tensors), result), frozenset(unmoved)
 
     def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
         """The buffer of `key` with the shape of `like`; grows if it is too small.

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base.errors import (
-    CaptureError,
+    BreakError,
     GraphRTError,
-    InvalidOptionError,
-    MissedBreakError,
     NestedCaptureError,
 )
 from graphrt.core.base.garbage import frozen_gc
-from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode, unseen
+from graphrt.core.base.thread_mode import dispatch_modes, unseen
 from graphrt.core.batch.context import ForwardContext
+from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.source import source_of
 from graphrt.core.device.platform import Capability, DeviceGraph
-from graphrt.core.replay.eager_part import EagerPart
+from graphrt.core.replay.eager_part import EagerPart, name_of
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import (
-    CapturedTask,
-    HookedSegment,
-    Part,
-    SegmentHooks,
-    TaskedSegment,
-)
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from graphrt.core.replay.recording import active
+from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment
+from graphrt.core.replay.tasks import CapturedTask
 
 
 class Capture:
@@ -71,7 +62,7 @@ class Capture:
         self._sites = 0
         self._keeps_pool = False
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        self._watch = _BreakWatch(self, breaks) if breaks and (breakable or must_break) else None
+        self._watch = BreakWatch(self, breaks) if breaks and (breakable or must_break) else None
 
     @property
     def segment_open(self) -> bool:
@@ -80,14 +71,14 @@ class Capture:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Capture the body. If it raises, everything is rolled back and the error explained."""
-        outer = _active.get()
+        outer = active.get()
         if outer is not None and outer.segment_open:
             raise NestedCaptureError(
                 "a capture was begun inside another one",
                 expected="one open capture per thread",
                 advice="call the inner wrapper under mode NONE, or mark its caller @eager_break",
             )
-        token = _active.set(self)
+        token = active.set(self)
         self._depth = len(dispatch_modes())
         try:
             # A collection may destroy the graphs of others, which no device allows meanwhile.
@@ -103,7 +94,7 @@ class Capture:
                         raise
                     raise self._platform.explain(error).at(source_of(error)) from error
         finally:
-            _active.reset(token)
+            active.reset(token)
 
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -112,10 +103,42 @@ class Capture:
         self._end()
         site = self._sites
         self._sites += 1
-        part, result = self.bridges.run(self, site, function, args, kwargs)
-        self.parts.append(part)
+        result = function(*args, **kwargs)
+        known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
+        fresh: set[int] = set()
+
+        def stays(path: str, tensor: torch.Tensor) -> bool:
+            storage = tensor.untyped_storage().data_ptr()
+            if storage in known or self.owns(tensor):
+                return True
+            if storage in fresh:
+                raise BreakError(
+                    f"eager break {name_of(function)} returned two tensors that share memory",
+                    got=f"the one at {path or 'the top'}",
+                    expected="separate tensors, which separate buffers can stand for",
+                    advice="return one of them, or clone it",
+                )
+            fresh.add(storage)
+            return False
+
+        # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
+        readable, aliased = self.bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
+        args, kwargs, recorded = tree.map_tensors(self.captured_ref, (args, kwargs, readable))
+        self.parts.append(EagerPart(function, args, kwargs, recorded, aliased))
         self._begin()
-        return result
+        return readable
+
+    def bracketed(self, issue: Callable[[], object]) -> Any:
+        """Issue the operators of one task inside of its bracket; returns its handle."""
+        graph = self.graph
+        assert graph is not None
+        self._platform.task_begin(graph)
+        issue()
+        return self._platform.task_end(graph)
+
+    def add_task(self, task: CapturedTask) -> None:
+        """Note a task of the open segment."""
+        self.tasks.append(task)
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
@@ -208,119 +231,3 @@ def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
         elif not isinstance(part, EagerPart):
             found.append(cast(DeviceGraph, part))
     return found
-
-
-_active: ContextVar[Capture | None] = ContextVar("graphrt_capture", default=None)
-
-
-def current_capture() -> Capture | None:
-    """The capture whose segment is open in this thread, or None: also None in eager parts."""
-    capture = _active.get()
-    return capture if capture is not None and capture.segment_open else None
-
-
-def eager_break(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function to run eagerly between two segments of a PIECEWISE capture.
-
-    At replay it is called with the captured tensors and the captured Python values; what changes
-    from step to step it must read from `current_context()`. A fresh tensor that it returns is
-    copied into a fixed buffer. Outside of a breakable capture (and under FULL) it is just called.
-    """
-
-    @functools.wraps(function)
-    def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        capture = _active.get()
-        if capture is None or not capture.breakable or not capture.segment_open:
-            return function(*args, **kwargs)
-        return cast(R, capture.run_eagerly(function, args, kwargs))
-
-    return breaking
-
-
-class _BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
-    """Sees every operator of an open segment and breaks at those of the list."""
-
-    def __init__(self, capture: Capture, breaks: frozenset[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._capture = capture
-        self._breaks = breaks
-        for name in breaks:
-            _check_break(name)
-        self._entered = False
-        self._handling = False
-
-    def resume(self) -> None:
-        # While an operator is being handled torch has taken this mode off its stack already.
-        if not self._handling and not self._entered:
-            self.__enter__()
-            self._entered = True
-
-    def suspend(self) -> None:
-        if self._handling or not self._entered:
-            return
-        top = dispatch_modes()[-1]
-        if top is not self:
-            raise CaptureError(
-                "a dispatch mode that the forward entered is still active where a segment ends",
-                got=type(top).__name__,
-                advice="leave the mode before the eager break, or enter it outside of the wrapper",
-            )
-        self._entered = False
-        self.__exit__()
-
-    def remove(self) -> None:
-        """Leave the mode for good, whatever a failed forward left on top of it."""
-        self._entered = False
-        remove_dispatch_mode(self)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self._listed(func):
-            return func(*args, **kwargs)
-        capture = self._capture
-        if not capture.breakable:
-            raise MissedBreakError(
-                "an operator that must run eagerly would be captured",
-                op=str(func),
-                advice="use it as a splitting op, or mark the function around it @eager_break",
-            )
-        self._handling = True
-        try:
-            return capture.run_eagerly(func, args, kwargs)
-        finally:
-            self._handling = False
-
-    def _listed(self, func: Any) -> bool:
-        name: str = func._schema.name
-        return name in self._breaks or f"{name}.{func._overloadname}" in self._breaks
-
-
-def _check_break(name: str) -> None:
-    """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
-    base, _, overload = name.partition(".")
-    overloads = [s.overload_name for s in torch._C._jit_get_schemas_for_operator(base)]
-    if overload:
-        overloads = [known for known in overloads if known == overload]
-    if not overloads:
-        raise InvalidOptionError(
-            "no operator of that name is registered",
-            got=repr(name),
-            expected='"namespace::name" or "namespace::name.overload"',
-            advice="import the module that registers it before the capture",
-        )
-    functional = [known for known in overloads if not known.endswith("out")] or overloads
-    full_names = [f"{base}.{known}" if known else base for known in functional]
-    if any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-        for full in full_names
-    ):
-        raise InvalidOptionError(
-            "a composite operator is taken apart before it can be seen, so it cannot be a break",
-            got=repr(name),
-            expected="an operator with a kernel of its own",
-            advice="mark the function that calls it @eager_break, or name what it is made of",
-        )

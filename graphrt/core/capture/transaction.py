@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, Protocol
 
-from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.dispatch.reasons import Reason
 
-if TYPE_CHECKING:
-    from graphrt.core.capture.wrapper import GraphWrapper
+
+class GraphOwner(Protocol):
+    """What captures graphs, such as a wrapper, as far as who allows it must know it."""
+
+    def seal(self) -> None:
+        """Capture nothing any more."""
+
+    @property
+    def eager_calls(self) -> Mapping[Reason, int]:
+        """How many of its calls ran eagerly, by reason."""
+
+
+class Captured(NamedTuple):
+    """What one owner captured for the descriptor of a transaction; `undo` destroys it."""
+
+    owner: GraphOwner
+    undo: Callable[[], None]
 
 
 class CaptureTransaction:
     """Allows wrappers to capture while it is in the context, and takes back what they did.
 
-    `slot` is where their entries will be found; a context that captures has none itself, so that
-    its calls take the path that looks twice. `task_names` collects the tasks, and their groups,
-    that the step has. `fixed` are the addresses of the storages in which every step of the graph
-    finds its inputs.
+    A context that captures has no slot itself, so that its calls take the path that looks twice.
+    See `OpenCapture` for `slot`, `fixed` and `task_names`.
     """
 
     def __init__(self, slot: int = -1, fixed: Collection[int] = ()) -> None:
         self.slot = slot
         self.fixed = frozenset(fixed)
         self.task_names: set[str] = set()
-        self._captured: list[tuple[GraphWrapper, BatchDescriptor]] = []
+        self._captured: list[Captured] = []
 
-    def add(self, wrapper: GraphWrapper, descriptor: BatchDescriptor) -> None:
-        """Note that `wrapper` captured an entry."""
-        self._captured.append((wrapper, descriptor))
+    def add(self, owner: GraphOwner, undo: Callable[[], None]) -> None:
+        """Note that `owner` captured something, which `undo` takes back."""
+        self._captured.append(Captured(owner, undo))
 
-    def commit(self) -> list[tuple[GraphWrapper, BatchDescriptor]]:
+    def commit(self) -> list[Captured]:
         """Keep what was captured; returns it."""
         captured, self._captured = self._captured, []
         return captured
@@ -38,5 +51,4 @@ class CaptureTransaction:
     def rollback(self) -> None:
         """Take everything back, the last capture first."""
         while self._captured:
-            wrapper, descriptor = self._captured.pop()
-            wrapper.drop(descriptor)
+            self._captured.pop().undo()

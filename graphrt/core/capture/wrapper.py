@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import (
     CaptureError,
-    CaptureSealedError,
     InvalidModeError,
     StaleInputError,
 )
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.capture.bridges import Bridges
-from graphrt.core.capture.recorder import Capture, graphs_of
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.recorder import Capture
+from graphrt.core.capture.sealing import Sealing
 from graphrt.core.device.platform import Capability
+from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay.entry import Entry, layouts
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
-
-
-@dataclass(frozen=True)
-class WrapperOptions:
-    """How one wrapper captures and replays.
-
-    `outputs`: "pool" returns weak references to pool memory, valid until the pool's next step;
-    "static" copies inside the graph into one buffer of the largest size; "clone" copies after
-    every replay. `breakable` ends segments at `@eager_break` functions and at the operators in
-    `breaks` ("ns::op" or "ns::op.overload"); in a PIECEWISE wrapper that is not breakable those
-    operators are errors. `lazy` captures at the first call of a descriptor. `strict` raises where
-    a sealed wrapper sees an unseen descriptor. `check_addresses` compares every tensor argument of
-    every replay with the captured one. `share_executables` lets graphs of equal structure share
-    one executable on the device: less memory, and a switch where the graph changes.
-    `eager_after_failed_update` runs a step eagerly, once more, whose update of tasks raised: for
-    forwards that may run twice on the same inputs.
-    """
-
-    outputs: Literal["pool", "static", "clone"] = "pool"
-    breakable: bool = False
-    breaks: frozenset[str] = frozenset()
-    lazy: bool = False
-    strict: bool = False
-    check_addresses: bool = False
-    segment_hooks: SegmentHooks | None = None
-    share_executables: bool = False
-    eager_after_failed_update: bool = False
+from graphrt.core.replay.segments import SegmentHooks, graphs_of
 
 
 class _Hot:
@@ -75,7 +50,7 @@ class _Hot:
         self,
         mode: GraphMode,
         pool: GraphPool,
-        options: WrapperOptions,
+        options: GraphOptions,
         read_context: Callable[[], ForwardContext | None],
     ) -> None:
         # Its last element is always None: that is what the slot -1 finds.
@@ -107,10 +82,15 @@ class GraphWrapper:
         *,
         pool: GraphPool | None = None,
         read_context: Callable[[], ForwardContext | None] = current_context,
-        options: WrapperOptions | None = None,
+        options: GraphOptions | None = None,
+        breakable: bool = False,
+        hooks: SegmentHooks | None = None,
     ) -> None:
         """`read_context` is called with no arguments and returns this step's `ForwardContext`, or
         None; a host with a context of its own builds one from it, once for each of its steps.
+        A `breakable` PIECEWISE wrapper ends segments at `@eager_break` functions and at the
+        operators in `options.breaks`, which are errors in one that is not. `hooks` are called
+        around each of its graphs.
 
         Raises `InvalidModeError` unless the mode is PIECEWISE or FULL.
         """
@@ -124,19 +104,22 @@ class GraphWrapper:
                 advice="nest a FULL wrapper around PIECEWISE ones for FULL_AND_PIECEWISE",
             )
         self.pool = GraphPool(self.platform_name) if pool is None else pool
-        self.options = options or WrapperOptions()
+        self.options = options or GraphOptions()
+        self._breakable = breakable and self.runtime_mode is GraphMode.PIECEWISE
+        self._segment_hooks = hooks
         if self.options.share_executables:
             self.pool.platform.require(Capability.EXEC_DEDUP, "share_executables")
         self.calls_without_context = 0
         self.eager_calls_after_seal = 0
         self.failed_updates = 0
         self.last_failed_update: str | None = None
-        self.pool.add_wrapper(self)
+        self.pool.add_holder(self)
         self._hot = _Hot(self.runtime_mode, self.pool, self.options, read_context)
         self._entries: dict[BatchDescriptor, Entry] = {}
         self._bridges = Bridges()
         self._statics = Bridges()
-        self._sealed = False
+        self._sealing = Sealing(self.options)
+        self._off = graphs_off()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hot = self._hot
@@ -208,7 +191,16 @@ class GraphWrapper:
 
     @property
     def sealed(self) -> bool:
-        return self._sealed
+        return self._sealing.closed
+
+    @property
+    def eager_calls(self) -> dict[Reason, int]:
+        """How many calls ran eagerly though a context was missing, a graph was, or failed."""
+        return {
+            Reason.NO_CONTEXT: self.calls_without_context,
+            Reason.SEALED: self.eager_calls_after_seal,
+            Reason.UPDATE_FAILED: self.failed_updates,
+        }
 
     def unwrap(self) -> Callable[..., Any]:
         """The callable inside all wrappers."""
@@ -217,11 +209,11 @@ class GraphWrapper:
 
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
-        self._sealed = True
+        self._sealing.closed = True
 
     def unseal(self) -> None:
         """Allow capturing again."""
-        self._sealed = False
+        self._sealing.closed = False
 
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again.
@@ -235,7 +227,7 @@ class GraphWrapper:
         self.pool.reset_graphs(graphs_of(parts))
         self._bridges.clear()
         self._statics.clear()
-        self._sealed = False
+        self._sealing.closed = False
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graph of one descriptor, if there is one."""
@@ -273,16 +265,16 @@ class GraphWrapper:
         self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         descriptor = context.descriptor
-        allowed = context.capture is not None or (self.options.lazy and not self._sealed)
+        if self._off:
+            return self.runnable(*args, **kwargs)
+        allowed = context.capture is not None or self._sealing.may_capture
         if descriptor is None or not allowed:
-            if self._sealed and self.options.strict:
-                raise CaptureSealedError(
-                    "a graph would have to be captured after seal()",
-                    got=descriptor,
-                    expected=", ".join(str(d) for d in self._entries) or "no graphs at all",
-                    advice="add the size to sizes=, or use strict=False to run it eagerly",
-                )
-            self.eager_calls_after_seal += self._sealed
+            self._sealing.refuse(
+                "a graph would have to be captured after seal()",
+                got=descriptor,
+                expected=", ".join(map(str, self._entries)) or "no graphs at all",
+            )
+            self.eager_calls_after_seal += self._sealing.closed
             return self.runnable(*args, **kwargs)
         return self._capture(context, descriptor, args, kwargs)
 
@@ -294,15 +286,14 @@ class GraphWrapper:
         kwargs: dict[str, Any],
     ) -> Any:
         options = self.options
-        piecewise = self.runtime_mode is GraphMode.PIECEWISE
         capture = Capture(
             self.pool,
             self._bridges,
             context,
-            breakable=piecewise and options.breakable,
-            breaks=options.breaks,
-            must_break=piecewise,
-            hooks=options.segment_hooks,
+            breakable=self._breakable,
+            breaks=frozenset(options.breaks),
+            must_break=self.runtime_mode is GraphMode.PIECEWISE,
+            hooks=self._segment_hooks,
             share_executables=options.share_executables,
         )
         result: Any = None
@@ -318,7 +309,7 @@ class GraphWrapper:
         )
         self._entries[descriptor] = entry
         if transaction is not None:
-            transaction.add(self, descriptor)
+            transaction.add(self, functools.partial(self.drop, descriptor))
             self._insert(entry, transaction.slot)
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
         if self._hot.clones:
@@ -348,18 +339,8 @@ class GraphWrapper:
             by_slot[slot] = entry
 
     def _to_static(self, result: Any) -> Any:
-        place = 0
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal place
-            place += 1
-            if tensor.numel() == 0:
-                return tensor
-            buffer = self._statics.buffer((0, place), tensor)
-            buffer.copy_(tensor)
-            return buffer
-
-        return tree.map_tensors(copied, result)
+        fixed, _ = self._statics.fix(0, result, stays=lambda path, tensor: False)
+        return fixed
 
     def _check_inputs(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now = layouts(args, kwargs)

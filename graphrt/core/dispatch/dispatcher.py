@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from graphrt.core.base.errors import InvalidBatchError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.dispatch.index import BEST_FIRST, GraphIndex, Table, serves
-
-__all__ = ["Dispatch", "GraphDispatcher", "Reason"]
-
-
-class Reason(enum.Enum):
-    """Why a step runs the way it does."""
-
-    HIT = "a captured graph serves the batch"
-    TOO_LARGE = "more tokens than any captured graph has"
-    NO_GRAPH = "no captured graph is compatible with the batch"
-    MODE_NONE = "graphs are off"
-    EXCLUDED = "the modes that could serve the batch were excluded"
-    PADDING = "the smallest compatible graph would pad more than allowed"
-    NOT_CAPTURED = "a compatible graph is planned but not captured"
-    RANKS_DISAGREE = "other ranks cannot run the graph that this one could"
-    NO_CONTEXT = "the call was made outside of a forward context"
-    SEALED = "an unseen descriptor after seal() ran eagerly"
-    UPDATE_FAILED = "the update of a replay's tasks failed, and the step was repeated eagerly"
-
-    __hash__ = object.__hash__
-
-
-class Dispatch(NamedTuple):
-    """How to run a batch. With mode NONE, `descriptor` is the batch itself, unpadded.
-
-    `slot` is the integer by which wrappers find their entry; -1 without a graph.
-    """
-
-    mode: GraphMode
-    descriptor: BatchDescriptor
-    reason: Reason
-    slot: int = -1
+from graphrt.core.dispatch.reasons import OF_BATCHES, Dispatch, Reason
+from graphrt.core.dispatch.uniform import checked_uniform, live_query_len, unpadded
 
 
 class _Limits(NamedTuple):
@@ -70,8 +39,14 @@ class GraphDispatcher:
     """
 
     def __init__(self, mode: GraphMode | str, *, max_padding: float | None = None) -> None:
-        """`max_padding` is the largest allowed ratio of a graph's tokens to the batch's."""
+        """`max_padding` is the largest allowed ratio of a graph's tokens to the batch's.
+
+        With `GRAPHRT_MODE=NONE` in the environment no graph serves a batch.
+        """
         self.mode = GraphMode.parse(mode)
+        self._off = graphs_off()
+        if self._off:
+            self.mode = GraphMode.NONE
         self.max_padding = max_padding
         self._graphs: list[Dispatch] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
@@ -79,7 +54,7 @@ class GraphDispatcher:
         self._hits: list[int] = []
         self._contexts: list[ForwardContext] = []
         self._last_context = ForwardContext(GraphMode.NONE)
-        self._misses = dict.fromkeys(Reason, 0)
+        self._misses: dict[Reason, int] = dict.fromkeys(OF_BATCHES, 0)
         self._reindex()
 
     def reserve(self, mode: GraphMode, descriptor: BatchDescriptor) -> int:
@@ -96,8 +71,9 @@ class GraphDispatcher:
     def publish(self, mode: GraphMode, descriptor: BatchDescriptor) -> Dispatch:
         """Serve batches with this graph from now on."""
         slot = self.reserve(mode, descriptor)
-        self._published.add(slot)
-        self._reindex()
+        if not self._off:
+            self._published.add(slot)
+            self._reindex()
         return self._graphs[slot]
 
     def withdraw(self, mode: GraphMode, descriptor: BatchDescriptor) -> None:
@@ -171,7 +147,7 @@ class GraphDispatcher:
                     return found
         reason = self._why_not(batch, limits)
         self._misses[reason] += 1
-        return Dispatch(GraphMode.NONE, _unpadded(batch), reason)
+        return Dispatch(GraphMode.NONE, unpadded(batch), reason)
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
@@ -210,7 +186,7 @@ class GraphDispatcher:
 
     def reset_counts(self) -> None:
         """Start counting anew."""
-        self._misses = dict.fromkeys(Reason, 0)
+        self._misses = dict.fromkeys(OF_BATCHES, 0)
         self._hits = [0] * len(self._hits)
 
     def _hit(self, batch: Batch) -> int:
@@ -226,7 +202,7 @@ class GraphDispatcher:
         ):
             return -1
         if query_len is not None and (num_reqs is None or num_reqs * query_len != num_tokens):
-            num_reqs, query_len = _uniform(num_tokens, num_reqs, query_len)
+            num_reqs, query_len = checked_uniform(num_tokens, num_reqs, query_len)
         try:
             limit, slot, more = self._plain.get(query_len, self._general)[num_tokens]
         except IndexError:
@@ -261,7 +237,7 @@ class GraphDispatcher:
         """The best graph of one mode with at least `tokens` tokens, among the published ones."""
         reqs, query_len = batch.num_reqs, batch.query_len
         if query_len is not None:
-            reqs, query_len = _uniform(batch.num_tokens, reqs, query_len)
+            reqs, query_len = checked_uniform(batch.num_tokens, reqs, query_len)
         slot = (index or self._built()).find(
             mode, tokens, reqs, query_len, batch.bounds, batch.num_active_loras, batch.variant
         )
@@ -298,47 +274,10 @@ class GraphDispatcher:
         """The graphs that are reserved but not published and could serve the batch."""
         tokens, reqs, query_len, bounds, loras, variant, _ = batch
         if query_len is not None:
-            reqs, query_len = _uniform(tokens, reqs, query_len)
+            reqs, query_len = checked_uniform(tokens, reqs, query_len)
         return [
             graph
             for graph in self._graphs
             if graph.slot not in self._published
             and serves(graph.descriptor, tokens, reqs, query_len, bounds, loras, variant)
         ]
-
-
-def live_query_len(batch: Batch) -> int | None:
-    """How many tokens each request has where that is one number."""
-    tokens, reqs, query_len = batch[:3]
-    if query_len is None or (reqs is not None and reqs * query_len != tokens):
-        return None
-    return query_len
-
-
-def _uniform(
-    num_tokens: int, num_reqs: int | None, query_len: int
-) -> tuple[int | None, int | None]:
-    """Requests and query length of a batch that calls itself uniform; not so if it is not."""
-    if num_reqs is None and query_len > 0 and num_tokens % query_len == 0:
-        return num_tokens // query_len, query_len
-    if num_reqs is not None and num_reqs * query_len == num_tokens:
-        return num_reqs, query_len
-    return num_reqs, None
-
-
-def _unpadded(batch: Batch) -> BatchDescriptor:
-    reqs = batch.num_reqs if batch.num_reqs is None or batch.num_reqs >= 1 else None
-    reqs, query_len = (
-        (reqs, None)
-        if batch.query_len is None
-        else _uniform(batch.num_tokens, reqs, batch.query_len)
-    )
-    return BatchDescriptor(
-        batch.num_tokens,
-        reqs,
-        uniform=query_len is not None,
-        num_active_loras=max(batch.num_active_loras, 0),
-        query_len=query_len,
-        bounds=batch.bounds,
-        variant=batch.variant,
-    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,49 +13,78 @@ from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.batch.axes import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
-"""Axes of an output, or of several by name or place: see `sliced`."""
+"""Axes of an output, or of several by name or place: see `cutting`."""
 
 
-def sliced(
-    outputs: Any, axes: OutputAxes, tokens: int, reqs: int, padded_tokens: int, padded_reqs: int
-) -> Any:
-    """`outputs` with every named batch axis cut to its live rows.
+class Rows(NamedTuple):
+    """How many rows of a step are live, of how many that its graph has."""
+
+    tokens: int
+    reqs: int
+    padded_tokens: int
+    padded_reqs: int
+
+
+Cut = Callable[[Any, Rows], Any]
+"""Outputs with every named batch axis cut to its live rows."""
+
+
+def cutting(axes: OutputAxes) -> Cut:
+    """What cuts outputs with these axes.
 
     `axes` are the axes of a tensor, or a mapping of names (keys, or fields of a dataclass) to
     axes, or a tuple with the axes of each element. What it does not name is left as it is. Without
     `axes`, tensors whose first dimension is the padded number of tokens (or else that of requests)
-    are cut there.
+    are cut there. Raises `InvalidInputError` for an axis that there is not.
     """
     if axes is None:
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            rows = tensor.shape[0] if tensor.dim() else -1
-            if rows == padded_tokens:
-                return tensor[:tokens]
-            return tensor[:reqs] if rows == padded_reqs else tensor
-
-        return tree.map_tensors(cut, outputs)
-
-    def part(value: Any, its_axes: Any) -> Any:
-        return sliced(value, its_axes, tokens, reqs, padded_tokens, padded_reqs)
-
+        return _cut_by_size
     if isinstance(axes, Mapping):
-        whole = copy.copy(outputs)
-        for name, its_axes in axes.items():
-            _set(whole, name, part(_get(outputs, name), its_axes))
-        return whole
+        return _cutting_named({name: cutting(its_axes) for name, its_axes in axes.items()})
     if any(isinstance(axis, tuple | Mapping) for axis in axes):
-        if not isinstance(outputs, tuple | list) or len(outputs) != len(axes):
-            raise _other_outputs(outputs, f"{len(axes)} outputs")
-        return type(outputs)(map(part, outputs, axes))
+        return _cutting_each([cutting(its_axes) for its_axes in axes])
+    named = [(dim, Axis.parse(size)) for dim, size in enumerate(axes) if isinstance(size, str)]
 
-    def cut_named(tensor: torch.Tensor) -> torch.Tensor:
-        for dim, size in enumerate(axes):
-            if isinstance(size, str):
-                tensor = tensor.narrow(dim, 0, Axis.parse(size).size(tokens, reqs))
-        return tensor
+    def cut(outputs: Any, rows: Rows) -> Any:
+        def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+            for dim, axis in named:
+                tensor = tensor.narrow(dim, 0, axis.size(rows.tokens, rows.reqs))
+            return tensor
 
-    return tree.map_tensors(cut_named, outputs)
+        return tree.map_tensors(narrowed, outputs)
+
+    return cut
+
+
+def _cut_by_size(outputs: Any, rows: Rows) -> Any:
+    def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+        first = tensor.shape[0] if tensor.dim() else -1
+        if first == rows.padded_tokens:
+            return tensor[: rows.tokens]
+        return tensor[: rows.reqs] if first == rows.padded_reqs else tensor
+
+    return tree.map_tensors(narrowed, outputs)
+
+
+def _cutting_named(cuts: Mapping[str, Cut]) -> Cut:
+    def cut(outputs: Any, rows: Rows) -> Any:
+        whole = copy.copy(outputs)
+        for name, of_name in cuts.items():
+            _set(whole, name, of_name(_get(outputs, name), rows))
+        return whole
+
+    return cut
+
+
+def _cutting_each(cuts: list[Cut]) -> Cut:
+    def cut(outputs: Any, rows: Rows) -> Any:
+        if not isinstance(outputs, tuple | list) or len(outputs) != len(cuts):
+            raise _other_outputs(outputs, f"{len(cuts)} outputs")
+        return type(outputs)(
+            of_one(output, rows) for of_one, output in zip(cuts, outputs, strict=True)
+        )
+
+    return cut
 
 
 def _get(outputs: Any, name: str) -> Any:

@@ -1,18 +1,20 @@
-"""Before anything is captured: which graphs fit, what each costs, and what is left out."""
+"""Which graphs a budget holds, what each costs, and what is left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from graphrt.core.base.errors import InvalidOptionError, ModeNotSupportedError
+from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.plan.resolution import ModeResolution, ResolutionStep
+from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.plan.traffic import Traffic, by_worth
+
+RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,18 @@ class GraphCost:
         return GraphCost(*(getattr(self, name) + getattr(other, name) for name in RESOURCES))
 
 
+CostModel = Callable[[GraphMode, BatchDescriptor], GraphCost]
+"""What the graph of a runtime mode and descriptor will take."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """What the graphs of one plan may take together; None is no limit.
+
+    `cost` says what each graph takes: one cost for each runtime mode, or a function of mode and
+    descriptor; what it leaves out takes one graph and nothing else. With fewer than `min_piecewise`
+    piecewise sizes only decode is captured. `notes` are lines that a plan prints with the budget,
+    such as where its limits come from.
 
     Raises `InvalidOptionError` for a negative limit.
     """
@@ -40,6 +51,9 @@ class Budget:
     graphs: int | None = None
     device_bytes: int | None = None
     capture_s: float | None = None
+    cost: CostModel | Mapping[GraphMode, GraphCost] | None = None
+    min_piecewise: int = 2
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in RESOURCES:
@@ -52,6 +66,12 @@ class Budget:
                     advice=f"{name}=None",
                 )
 
+    def cost_of(self, mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
+        """What the graph of a key takes."""
+        if callable(self.cost):
+            return self.cost(mode, descriptor)
+        return (self.cost or {}).get(mode, GraphCost())
+
     def lacks(self, used: GraphCost, more: GraphCost) -> str | None:
         """The first resource that `more` does not fit into beside `used`, or None."""
         for name in RESOURCES:
@@ -59,12 +79,6 @@ class Budget:
             if limit is not None and getattr(used, name) + getattr(more, name) > limit:
                 return name
         return None
-
-
-RESOURCES = tuple(field.name for field in fields(GraphCost))
-
-CostModel = Callable[[GraphMode, BatchDescriptor], GraphCost]
-"""What the graph of a runtime mode and descriptor will take."""
 
 
 class PlannedCapture(NamedTuple):
@@ -87,7 +101,7 @@ class LeftOut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CapturePlan:
+class Fitted:
     """What is captured, in this order, what it takes and what was left out."""
 
     resolution: ModeResolution
@@ -110,53 +124,18 @@ class CapturePlan:
         """What all captured graphs take together."""
         return _total(planned.cost for planned in self.captured)
 
-    def lines(self) -> tuple[str, ...]:
-        """The plan for people: every graph with its cost, the sum, and what was left out."""
-        shown = self._shown()
-        lines = [
-            f"{p.mode.name} [{p.descriptor}]: {_figures(p.cost, shown)}" for p in self.captured
-        ]
-        counted = f"{len(self.captured)} of {len(self.captured) + len(self.left_out)} sizes"
-        limits = [
-            _of(name, getattr(self.total, name), limit)
-            for name in shown
-            if (limit := getattr(self.budget, name)) is not None
-        ]
-        lines.append(f"in all: {counted}, {', '.join(limits) or _figures(self.total, shown)}")
-        lines += [_left_out_line(each) for each in self.left_out]
-        lines += [
-            f"mode {step.before.name} becomes {step.after.name}: {step.why}"
-            for step in self.resolution.steps
-            if step.rule == _RULE
-        ]
-        return tuple(lines)
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-    def _shown(self) -> list[str]:
-        return [
-            name
-            for name in RESOURCES
-            if getattr(self.budget, name) is not None
-            or (name != "graphs" and getattr(self.total, name))
-        ] or ["graphs"]
+BUDGET_RULE = "budget"
 
 
-_RULE = "budget"
-
-
-def plan(
+def fit(
     keys: Sequence[CaptureKey],
     budget: Budget,
-    cost: CostModel,
     *,
     mode: ModeResolution | GraphMode | str,
     traffic: Traffic | None = None,
     landmarks: Collection[int] = (),
-    min_piecewise: int = 2,
-    strict: bool = False,
-) -> CapturePlan:
+) -> Fitted:
     """Choose which of `keys` (in capture order) to capture within `budget`.
 
     FULL graphs come first, because pieces take many times as much. Within a mode the largest size
@@ -165,27 +144,25 @@ def plan(
     it may still fit. Where the graphs of a mode cost alike, a smaller budget or a higher cost
     keeps a part of what it kept before, never another size.
 
-    Fewer than `min_piecewise` PIECEWISE sizes (or than were asked for) turn FULL_AND_PIECEWISE
-    into FULL_DECODE_ONLY; where no graph fits at all, the mode becomes NONE. With `strict` such a
-    step raises `ModeNotSupportedError`. Raises `InvalidOptionError` for bad traffic.
+    Fewer than `budget.min_piecewise` PIECEWISE sizes (or than were asked for) turn
+    FULL_AND_PIECEWISE into FULL_DECODE_ONLY; where no graph fits at all, the mode becomes NONE.
+    Raises `InvalidOptionError` for bad traffic.
     """
     if not isinstance(mode, ModeResolution):
         parsed = GraphMode.parse(mode)
         mode = ModeResolution(parsed, parsed)
-    costs = {key: cost(*key) for key in keys}
+    costs = {key: budget.cost_of(*key) for key in keys}
     order = _by_priority(keys, traffic, landmarks)
     kept = _fill(order, costs, budget)
     pieces = [key for key in keys if key[0] is GraphMode.PIECEWISE]
-    fit = sum(key in kept for key in pieces)
-    if mode.mode is GraphMode.FULL_AND_PIECEWISE and fit < min(min_piecewise, len(pieces)):
-        why = (
-            f"the budget holds {fit} of {len(pieces)} piecewise sizes, "
-            f"fewer than {min(min_piecewise, len(pieces))}"
-        )
-        mode = _step(mode, GraphMode.FULL_DECODE_ONLY, why, strict)
+    held = sum(key in kept for key in pieces)
+    fewest = min(budget.min_piecewise, len(pieces))
+    if mode.mode is GraphMode.FULL_AND_PIECEWISE and held < fewest:
+        why = f"the budget holds {held} of {len(pieces)} piecewise sizes, fewer than {fewest}"
+        mode = mode.stepped(BUDGET_RULE, GraphMode.FULL_DECODE_ONLY, why)
         kept = _fill([key for key in order if key[0] is GraphMode.FULL], costs, budget)
     if keys and not kept:
-        mode = _step(mode, GraphMode.NONE, "the budget holds no graph at all", strict)
+        mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")
     captured = tuple(PlannedCapture(*key, costs[key]) for key in keys if key in kept)
     used = _total(each.cost for each in captured)
     left_out = tuple(
@@ -193,7 +170,7 @@ def plan(
         for key in keys
         if key not in kept
     )
-    return CapturePlan(mode, captured, left_out, budget)
+    return Fitted(mode, captured, left_out, budget)
 
 
 def _by_priority(
@@ -242,18 +219,6 @@ def _fill(
     return kept
 
 
-def _step(resolution: ModeResolution, after: GraphMode, why: str, strict: bool) -> ModeResolution:
-    if strict:
-        raise ModeNotSupportedError(
-            f"mode {resolution.mode.name} does not fit: {why}",
-            got=resolution.mode.name,
-            expected=f"{after.name} or lower",
-            advice=f"mode={after.name!r}, fewer sizes, or strict=False to step down",
-        )
-    step = ResolutionStep(_RULE, resolution.mode, after, why)
-    return replace(resolution, mode=after, steps=(*resolution.steps, step))
-
-
 def _why(
     key: CaptureKey, cost: GraphCost, used: GraphCost, budget: Budget, mode: ModeResolution
 ) -> str:
@@ -262,8 +227,8 @@ def _why(
     if name is None or not wanted:
         return f"mode {mode.mode.name} captures no {key[0].name} graphs"
     limit = getattr(budget, name)
-    free = _of(name, limit - getattr(used, name), limit)
-    return f"needs {_figure(name, getattr(cost, name))}; free: {free}"
+    free = of_limit(name, limit - getattr(used, name), limit)
+    return f"needs {figure(name, getattr(cost, name))}; free: {free}"
 
 
 def _padded_to(key: CaptureKey, kept: Collection[CaptureKey]) -> int | None:
@@ -276,11 +241,8 @@ def _total(costs: Iterable[GraphCost]) -> GraphCost:
     return sum(costs, GraphCost(graphs=0))
 
 
-def _figures(cost: GraphCost, names: Iterable[str]) -> str:
-    return ", ".join(_figure(name, getattr(cost, name)) for name in names)
-
-
-def _figure(name: str, value: float) -> str:
+def figure(name: str, value: float) -> str:
+    """An amount of a resource with its unit, for people."""
     if name == "device_bytes":
         return f"{value / (1 << 20):.1f} MiB"
     if name == "capture_s":
@@ -288,11 +250,6 @@ def _figure(name: str, value: float) -> str:
     return f"{value} {name if value != 1 else name.removesuffix('s')}"
 
 
-def _of(name: str, value: float, limit: float) -> str:
-    return f"{_figure(name, value).partition(' ')[0]} of {_figure(name, limit)}"
-
-
-def _left_out_line(left_out: LeftOut) -> str:
-    size = left_out.padded_to
-    served = "no graph of its kind serves its batches" if size is None else f"padded to {size}"
-    return f"left out: {left_out.mode.name} [{left_out.descriptor}]: {left_out.why}; {served}"
+def of_limit(name: str, value: float, limit: float) -> str:
+    """An amount and its limit, with the unit once."""
+    return f"{figure(name, value).partition(' ')[0]} of {figure(name, limit)}"

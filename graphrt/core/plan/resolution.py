@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from graphrt.core.base.errors import ModeNotSupportedError
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+
+SWITCHED_OFF = "environment"
+"""The rule of the step that `GRAPHRT_MODE=NONE` takes."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,29 @@ class ModeResolution:
 
     requested: GraphMode
     mode: GraphMode
-    steps: tuple[ResolutionStep, ...] = field(default=())
+    steps: tuple[ResolutionStep, ...] = ()
+
+    def stepped(
+        self, rule: str, after: GraphMode, why: str, backend: str | None = None
+    ) -> ModeResolution:
+        """The resolution with one more step; itself where the mode is that already."""
+        if after is self.mode:
+            return self
+        step = ResolutionStep(rule, self.mode, after, why, backend)
+        return replace(self, mode=after, steps=(*self.steps, step))
+
+    def refuse_steps(self) -> None:
+        """Raise `ModeNotSupportedError` if the mode that runs is not the requested one, unless
+        `GRAPHRT_MODE` has turned graphs off: that must work everywhere."""
+        for step in self.steps:
+            if step.rule == SWITCHED_OFF:
+                continue
+            raise ModeNotSupportedError(
+                f"mode {self.requested.name} cannot run here: {step.why}",
+                got=step.before.name,
+                expected=f"{step.after.name} or lower",
+                advice=f"mode={step.after.name!r}, or strict=False to step down",
+            )
 
 
 def resolve_mode(
@@ -37,14 +62,12 @@ def resolve_mode(
     pieces: PieceProvider | str | None = PieceProvider.BREAKABLE,
     whole_graph_pass: bool = False,
     pooling: bool = False,
-    strict: bool = False,
 ) -> ModeResolution:
     """The mode that a model can run in, by the table of DESIGN section 4.
 
     `attention` is the model's support, or the support of each of its backends by name, of which
     the lowest decides. `query_lens` are the decode query lengths (the largest matters).
     `whole_graph_pass` says that pieces are off because a compiler pass must see the whole graph.
-    With `strict`, a step down raises `ModeNotSupportedError` instead.
     """
     backend, support = _lowest(attention)
     provider = None if whole_graph_pass else PieceProvider.parse(pieces)
@@ -53,41 +76,25 @@ def resolve_mode(
         requested = default_mode(pieces=provider is not None, pooling=pooling)
     requested = GraphMode.parse(requested)
 
-    steps: list[ResolutionStep] = []
-    mode = requested
-
-    def step(rule: str, after: GraphMode, why: str, decided_by: str | None = None) -> None:
-        nonlocal mode
-        if after is mode:
-            return
-        if strict:
-            raise ModeNotSupportedError(
-                f"mode {requested.name} is not supported here: {why}",
-                got=mode.name,
-                expected=f"{after.name} or lower",
-                advice=f"mode={after.name!r}, or strict=False to step down",
-            )
-        steps.append(ResolutionStep(rule, mode, after, why, decided_by))
-        mode = after
-
+    found = ModeResolution(requested, requested)
     who = "attention" if backend is None else f"attention backend {backend!r}"
     full_decode = support >= AttentionSupport.UNIFORM_BATCH or (
         support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE and query_len == 1
     )
-    if mode.has_full and not full_decode:
+    if requested.has_full and not full_decode:
         why = f"{who} supports {support.name}, decode has query length {query_len}"
-        step("attention-decode", GraphMode.PIECEWISE, why, backend)
-    elif mode is GraphMode.FULL and support is not AttentionSupport.ALWAYS:
+        found = found.stepped("attention-decode", GraphMode.PIECEWISE, why, backend)
+    elif requested is GraphMode.FULL and support is not AttentionSupport.ALWAYS:
         why = f"{who} supports {support.name}, so mixed batches cannot be one graph"
-        step("attention-mixed", GraphMode.FULL_AND_PIECEWISE, why, backend)
+        found = found.stepped("attention-mixed", GraphMode.FULL_AND_PIECEWISE, why, backend)
+    mode = found.mode
+    if whole_graph_pass:
+        why = "a pass must see the whole graph, so nothing provides pieces"
+        whole = mode is GraphMode.FULL_AND_PIECEWISE and support is AttentionSupport.ALWAYS
+        return found.stepped("whole-graph", GraphMode.FULL if whole else mode.without_pieces(), why)
     if provider is None:
-        if whole_graph_pass:
-            why = "a pass must see the whole graph, so nothing provides pieces"
-            whole = mode is GraphMode.FULL_AND_PIECEWISE and support is AttentionSupport.ALWAYS
-            step("whole-graph", GraphMode.FULL if whole else mode.without_pieces(), why)
-        else:
-            step("no-pieces", mode.without_pieces(), "nothing provides pieces")
-    return ModeResolution(requested, mode, tuple(steps))
+        return found.stepped("no-pieces", mode.without_pieces(), "nothing provides pieces")
+    return found
 
 
 def default_mode(*, pieces: bool, pooling: bool = False) -> GraphMode:

@@ -17,7 +17,7 @@ _CAP_DATACENTER_BLACKWELL = 1024
 
 
 @dataclass(frozen=True)
-class SizePlan:
+class CaptureSizes:
     """The sizes that can be captured for one host.
 
     `mixed` are the PIECEWISE sizes, `general` those of FULL graphs that serve any batch, and
@@ -106,7 +106,7 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     return checked
 
 
-def plan_sizes(
+def capture_sizes(
     *,
     max_num_reqs: int,
     max_num_tokens: int,
@@ -114,7 +114,7 @@ def plan_sizes(
     sizes: Iterable[int] | None = None,
     max_size: int | None = None,
     cap: int = _CAP,
-) -> SizePlan:
+) -> CaptureSizes:
     """The sizes of a host, by default or from its own list.
 
     `max_size` is the largest size to capture: it takes the place of the default limit (not of
@@ -133,17 +133,17 @@ def plan_sizes(
         ladders = {q: decode_sizes(q, max_num_reqs=max_num_reqs, limit=limit) for q in query_lens}
         # A graph for any batch serves decode as well, so it is captured at decode's sizes too.
         general = tuple(sorted({*mixed, *itertools.chain.from_iterable(ladders.values())}))
-        return SizePlan(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
+        return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
 
     own = _cut(check_sizes(sizes), max_size)
     tokens = max_num_tokens if max_size is None else limit
     ladders = {q: _rounded(own, q, max_num_reqs * q, tokens, limit) for q in query_lens}
-    return SizePlan(max_num_reqs, max_num_tokens, limit, own, own, ladders)
+    return CaptureSizes(max_num_reqs, max_num_tokens, limit, own, own, ladders)
 
 
 def descriptors_for(
     mode: GraphMode | str,
-    plan: SizePlan,
+    sizes: CaptureSizes,
     *,
     loras: Sequence[int | None] = (0,),
     bounds: Sequence[tuple[int, ...]] = ((),),
@@ -157,16 +157,16 @@ def descriptors_for(
     mode = GraphMode.parse(mode)
     keys: list[CaptureKey] = []
     if mode.has_piecewise:
-        keys += [(GraphMode.PIECEWISE, BatchDescriptor(size)) for size in plan.mixed]
+        keys += [(GraphMode.PIECEWISE, BatchDescriptor(size)) for size in sizes.mixed]
     if mode.mixed_mode is GraphMode.FULL:
         keys += [
-            (GraphMode.FULL, BatchDescriptor(size, min(size, plan.max_num_reqs)))
-            for size in plan.general
+            (GraphMode.FULL, BatchDescriptor(size, min(size, sizes.max_num_reqs)))
+            for size in sizes.general
         ]
     elif mode.has_full:
         keys += [
             (GraphMode.FULL, BatchDescriptor(size, size // q, uniform=True, query_len=q))
-            for q, ladder in plan.decode.items()
+            for q, ladder in sizes.decode.items()
             for size in ladder
         ]
     cases = [

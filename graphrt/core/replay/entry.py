@@ -12,8 +12,9 @@ from graphrt.core.base.errors import DeviceHangError, MissingUpdateError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.replay.eager_part import EagerPart
-from graphrt.core.replay.segments import HostValues, Part, TaskedSegment
-from graphrt.core.replay.tasks import UNCHANGED, TaskTable, resolve_updates
+from graphrt.core.replay.host_args import UNCHANGED, HostValues
+from graphrt.core.replay.segments import Part, TaskedSegment
+from graphrt.core.replay.task_table import TaskTable, resolve_updates
 
 
 class Entry:

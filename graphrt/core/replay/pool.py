@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Token
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from graphrt.core.base.errors import InvalidOptionError, PoolBusyError, PoolClosedError
 from graphrt.core.batch.context import ForwardContext
@@ -17,12 +17,16 @@ from graphrt.core.device.figures import SharingFigures, UpdateFigures
 from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Capability, DeviceGraph, Platform
 
-if TYPE_CHECKING:
-    from graphrt.core.capture.wrapper import GraphWrapper
-
 # The one thing that is process-wide, because the device is: two captures on one device at the
 # same time see each other's work, whoever they belong to.
 _capture_locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
+
+
+class HoldsGraphs(Protocol):
+    """What has graphs in a pool, such as a wrapper."""
+
+    def clear_graphs(self) -> None:
+        """Destroy them all."""
 
 
 class GraphPool:
@@ -50,7 +54,7 @@ class GraphPool:
         self.stream_id: int | None = None
         self._step_context: ForwardContext | None = None
         self.last_stream: Any = None
-        self._wrappers: weakref.WeakSet[GraphWrapper] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
 
     @contextmanager
     def owned_by(self, owner: object) -> Iterator[None]:
@@ -83,9 +87,9 @@ class GraphPool:
         self.step = None
         self._step_context = None
 
-    def add_wrapper(self, wrapper: GraphWrapper) -> None:
-        """Note a wrapper whose graphs `close` must destroy."""
-        self._wrappers.add(wrapper)
+    def add_holder(self, holder: HoldsGraphs) -> None:
+        """Note what has graphs that `close` must destroy; it is not kept alive."""
+        self._holders.add(holder)
 
     def follow_stream(self) -> Any:
         """Let the current stream wait if another one used the pool last; returns the current."""
@@ -137,11 +141,11 @@ class GraphPool:
         return None if self.closed else self.platform.update_figures(self.memory)
 
     def close(self) -> None:
-        """Destroy the graphs of all wrappers of the pool and give its memory back."""
+        """Destroy all graphs of the pool and give its memory back."""
         if not self.closed:
             self.check_idle()
-            for wrapper in list(self._wrappers):
-                wrapper.clear_graphs()
+            for holder in list(self._holders):
+                holder.clear_graphs()
             self.closed = True
             self.step = self._step_context = None
             with _capture_locks[self.platform.device_type]:

@@ -2,81 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
 
-import torch
-
-from graphrt.core.base import tree
 from graphrt.core.device.platform import DeviceGraph, Platform
-
-if TYPE_CHECKING:
-    from graphrt.core.replay.tasks import UpdatableTask
-
-HostValues = Mapping[str, Any]
-"""The host arguments of one task by name."""
+from graphrt.core.replay.eager_part import EagerPart
+from graphrt.core.replay.host_args import HostValues
+from graphrt.core.replay.tasks import CapturedTask
 
 
 class Part(Protocol):
     """One element of a captured step."""
 
     def replay(self) -> None: ...
-
-
-class CapturedTask:
-    """One task of a captured segment: its handle, its values, and how to issue it again.
-
-    It is the `TaskUpdate` of every replay itself, as building one would cost more than the rest of
-    a replay whose arguments did not change.
-    """
-
-    __slots__ = ("args", "handle", "kwargs", "name", "spec", "values")
-
-    def __init__(
-        self,
-        spec: UpdatableTask,
-        name: str,
-        handle: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        values: HostValues,
-    ) -> None:
-        self.spec = spec
-        self.name = name
-        self.handle = handle
-        self.args = args
-        self.kwargs = kwargs
-        self.values = values
-
-    def issue(self) -> None:
-        """Issue the operator with the present values."""
-        try:
-            self.spec.issue(*self.args, **self.kwargs, **self.values)
-        except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"while updating task {self.name!r}")
-            raise
-
-    def likeness(self) -> Hashable:
-        """See `TaskUpdate`."""
-        leaves = tree.leaves((self.args, self.kwargs))
-        return id(self.spec), *((path, _trait(leaf)) for path, leaf in leaves)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """See `TaskUpdate`."""
-        return tree.tensors((self.args, self.kwargs))
-
-
-def _trait(leaf: Any) -> Hashable:
-    """What two layers' tasks must have in common at one argument to be issued alike."""
-    if isinstance(leaf, torch.Tensor):
-        # What is in host memory can be read when the task is issued.
-        if leaf.device.type == "cpu":
-            return id(leaf)
-        return leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.device
-    if isinstance(leaf, bool | int | float | str | torch.dtype | torch.device | None):
-        return type(leaf), leaf.hex() if isinstance(leaf, float) else leaf
-    return id(leaf)
 
 
 class SegmentHooks(Protocol):
@@ -145,3 +83,14 @@ class TaskedSegment:
             for task, old in zip(tasks, before, strict=True):
                 task.values = old
             raise
+
+
+def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
+    """The device graphs among the parts of a step, in order."""
+    found: list[DeviceGraph] = []
+    for part in parts:
+        if isinstance(part, TaskedSegment | HookedSegment):
+            found.append(part.graph)
+        elif not isinstance(part, EagerPart):
+            found.append(cast(DeviceGraph, part))
+    return found

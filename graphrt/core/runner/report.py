@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device.figures import SharingFigures, UpdateFigures
-from graphrt.core.dispatch.dispatcher import Reason
+from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.runner.session import DroppedGraph, GraphRecord
-
-if TYPE_CHECKING:
-    from graphrt.core.runner.runner import GraphRunner
 
 
 @dataclass(frozen=True)
@@ -60,33 +56,7 @@ class RunnerReport:
         return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
 
-def report_of(runner: GraphRunner, live_tokens: int) -> RunnerReport:
-    """What `GraphRunner.report()` returns."""
-    steps = runner.dispatcher.hits()
-    wrappers = runner.graphs.wrappers()
-    records = tuple(runner.graphs.records)
-    return RunnerReport(
-        resolution=runner.resolution,
-        graphs=records,
-        steps=steps,
-        reasons={
-            **runner.dispatcher.counts(),
-            Reason.NO_CONTEXT: sum(w.calls_without_context for w in wrappers),
-            Reason.SEALED: sum(w.eager_calls_after_seal for w in wrappers),
-            Reason.UPDATE_FAILED: sum(w.failed_updates for w in wrappers),
-        },
-        live_tokens=live_tokens,
-        padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
-        pool_bytes=runner.pool.bytes(),
-        driver_bytes=_total(record.driver_bytes for record in records),
-        capture_s=sum(record.capture_s for record in records),
-        sharing=runner.pool.sharing_figures(),
-        updates=runner.pool.update_figures(),
-        dropped=tuple(runner.graphs.dropped),
-        staging_waits=runner.inputs.staging_waits,
-    )
-
-
-def _total(figures: Iterable[int | None]) -> int | None:
+def total_of(figures: Iterable[int | None]) -> int | None:
+    """The sum of the figures that are known; None if none is."""
     known = [figure for figure in figures if figure is not None]
     return sum(known) if known else None

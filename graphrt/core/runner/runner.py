@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import CaptureSealedError, InvalidBatchError, PoolClosedError
+from graphrt.core.base.errors import InvalidBatchError, InvalidOptionError, PoolClosedError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch
-from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.state import State
+from graphrt.core.capture.state import SavedState
 from graphrt.core.device.platform import Platform
-from graphrt.core.dispatch.dispatcher import Dispatch, Reason, live_query_len
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.dispatch.uniform import live_query_len
 from graphrt.core.inputs.outputs import OutputAxes
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.inputs.static import StaticInputs, nest
-from graphrt.core.plan.budget import Budget, CostModel
-from graphrt.core.plan.limits import wrong_requests
-from graphrt.core.plan.planning import plan_graphs
+from graphrt.core.plan.compiled import all_compiled
+from graphrt.core.plan.plan import Plan, PlanArguments, check_arguments
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
-from graphrt.core.replay.tasks import UNCHANGED, check_names
-from graphrt.core.runner.graphs import Bind, CaptureContext, GraphSet
-from graphrt.core.runner.parts import AUTO, compilables, pool_of
-from graphrt.core.runner.report import RunnerReport, report_of
+from graphrt.core.runner.compiled import pool_of, with_forward
+from graphrt.core.runner.graphs import GraphSet
+from graphrt.core.runner.host import Host
+from graphrt.core.runner.report import RunnerReport, total_of
 from graphrt.core.runner.session import Progress
-from graphrt.core.trust.verify import verify_step
-from graphrt.core.trust.weights import Parameters
+from graphrt.core.runner.updates import LastUpdates
+from graphrt.core.trust.verify import check_equal
+
+if TYPE_CHECKING:
+    # In typing from Python 3.11 on.
+    from typing_extensions import Unpack
 
 
 class GraphRunner:
@@ -43,104 +46,79 @@ class GraphRunner:
 
     def __init__(
         self,
-        forward: Any,
+        forward: Callable[..., Any],
+        plan: Plan | None = None,
         *,
         inputs: Mapping[str, InputSpec | Mapping[str, Any]],
         outputs: OutputAxes = None,
-        mode: GraphMode | str | None = None,
-        sizes: Sequence[int] | None = None,
-        platform: Platform | str | None = None,
+        host: Host | None = None,
         options: GraphOptions | None = None,
-        max_num_tokens: int | None = None,
-        max_num_reqs: int | None = None,
-        query_lens: Sequence[int] = (1,),
-        attention: AttentionSupport | Mapping[str, AttentionSupport] = AttentionSupport.ALWAYS,
-        pieces: PieceProvider | str | None = AUTO,
-        loras: Sequence[int | None] = (0,),
-        bounds: Sequence[tuple[int, ...]] = ((),),
-        variants: Sequence[Hashable] = (None,),
-        budget: Budget | None = None,
-        cost: CostModel | None = None,
-        bind: Bind | None = None,
-        state: Iterable[State | torch.Tensor] = (),
-        parameters: Parameters = None,
+        platform: Platform | str | None = None,
         pool: GraphPool | None = None,
-        capture_context: CaptureContext = nullcontext,
-        segment_hooks: SegmentHooks | None = None,
         device: torch.device | str | None = None,
+        **arguments: Unpack[PlanArguments],
     ) -> None:
-        """`inputs` names every tensor argument of `forward`; `outputs` gives the axes of what it
-        returns (without them, tensors are cut whose first dimension has the padded size, so name
-        them where that could be chance). `max_num_tokens` (T) and `max_num_reqs` (S) are the
-        largest batch of the host; by default the largest of `sizes`. `mode` and `sizes` go before
-        those of `options`. `pieces` is what cuts the forward; "auto" stands for pieces that a
-        compiled part of it brings along, else for breakable capture.
+        """`plan` says which graphs there are; in its place its own arguments may be given here
+        (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`; `outputs` gives the
+        axes of what it returns (without them, tensors are cut whose first dimension has the padded
+        size, so name them where that could be chance). `host` is what the host hooks in, `options`
+        how graphs are captured and replayed. `pool` shares memory with what never runs at the same
+        time as this runner. `device` is where the inputs' buffers are, by default the platform's.
 
-        `bind(buffers, descriptor, phase)` is called before every warm-up, capture, replay and
-        eager step. At warm-up and capture all rows of the inputs are padding: what decides which
-        kernels run (query lengths, the longest context) must be written there at its worst case.
-        `pool` shares memory with what never runs at the same time as this runner. `budget` limits
-        what is captured, by what `cost` says of each graph (by default 1 of its graphs): `plan`.
-        Raises the named errors of bad modes, sizes, inputs and platforms.
+        A plan of another platform, or without the compiled parts that the forward is or has as a
+        module, is resolved again, and a `PlanChangedWarning` says what came out differently. Raises
+        the named errors of bad plans, inputs and platforms.
         """
-        given = {"mode": mode, "sizes": sizes}
-        self.options = (options or GraphOptions()).merged(
-            {key: value for key, value in given.items() if value is not None}
-        )
-        pool = pool_of(compilables(forward), pool)
+        if plan is not None and arguments:
+            raise InvalidOptionError(
+                "arguments of a plan were given beside a plan",
+                got=", ".join(arguments),
+                expected="either",
+                advice="plan.replace(...), or leave plan out",
+            )
+        check_arguments(arguments)
+        self.options = options or GraphOptions()
+        announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
+        compiled = with_forward(forward, all_compiled(announced))
+        pool = pool_of(compiled, pool)
         if pool is not None and platform is not None:
             pool.check_platform(platform)
         self._owns_pool = pool is None
         self.pool = GraphPool(platform) if pool is None else pool
         self.platform = self.pool.platform
-        planned = plan_graphs(
-            self.options,
-            forward,
-            cap=self.platform.default_max_size(),
-            max_num_tokens=max_num_tokens,
-            max_num_reqs=max_num_reqs,
-            query_lens=query_lens,
-            attention=attention,
-            pieces=pieces,
-            loras=loras,
-            bounds=bounds,
-            variants=variants,
-            budget=budget,
-            cost=cost,
-        )
-        self.resolution, self.sizes = planned.resolution, planned.sizes
-        self.keys, self.plan = planned.keys, planned.plan
-        self.mode = self.resolution.mode
+        if plan is None:
+            arguments["compiled"] = compiled
+            self.plan = Plan(**arguments, platform=self.platform)
+        else:
+            self.plan = plan.fitted_to(self.platform, compiled)
+        if self.options.strict:
+            self.plan.resolution.refuse_steps()
+        self.mode = self.plan.mode
+        keys, sizes = self.plan.keys, self.plan.sizes
         self.inputs = StaticInputs(
             inputs,
             platform=self.platform,
-            tokens=max(self.sizes.max_num_tokens, *(key[1].num_tokens for key in self.keys), 1),
-            reqs=max(self.sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in self.keys), 1),
+            tokens=max(sizes.max_num_tokens, *(key[1].num_tokens for key in keys), 1),
+            reqs=max(sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in keys), 1),
             device=device or self.platform.device_type,
         )
+        host = host or Host()
         self.graphs = GraphSet(
             forward,
-            self.keys,
-            mode=self.mode,
-            pieces=planned.pieces,
+            self.plan,
+            host,
             options=self.options,
             pool=self.pool,
             inputs=self.inputs,
             outputs=outputs,
-            bind=bind,
-            state=state,
-            parameters=parameters,
-            capture_context=capture_context,
-            segment_hooks=segment_hooks,
         )
         self.dispatcher = self.graphs.dispatcher
         self.last_dispatch: Dispatch | None = None
-        self._bind = bind
-        self._plans = self.graphs.plans
+        self._bind = host.bind
+        self._steps = self.graphs.steps
         self._eager_launch = self.graphs.eager_launch
         self._clones = self.options.outputs == "clone"
-        self._last_updates: Any = UNCHANGED
-        self._updated_slot = -1
+        self._updates = LastUpdates()
         self._live_tokens = 0
         self._closed = False
 
@@ -177,7 +155,7 @@ class GraphRunner:
         if batch is None:
             batch = self.batch_of(values)
         found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
-        if self.options.lazy and not self.graphs.sealed:
+        if self.graphs.sealing.may_capture:
             wanted = self.graphs.wanted(batch, found, at_least, at_most_mode)
             if wanted is not None:
                 # They may live in the buffers that a capture fills.
@@ -187,8 +165,10 @@ class GraphRunner:
                     batch, at_least=at_least, at_most_mode=at_most_mode
                 )
         self.last_dispatch = found
+        slot = -1 if self._eager_launch else found.slot
         if updates is not None:
-            updates = self._checked_updates(updates, found)
+            step = None if slot < 0 else self._steps[slot]
+            updates = self._updates.resolve(updates, step, slot, self._steps)
         if found.slot < 0:
             return self._run_unpadded(batch, found, values, updates, metadata)
         mode = GraphMode.NONE if self._eager_launch else found.mode
@@ -212,10 +192,8 @@ class GraphRunner:
                 got=found.reason.name,
                 expected="a dispatch with Reason.HIT",
             )
-        if updates is UNCHANGED:
-            updates = self._last_updates
         if updates is not None:
-            updates = self._checked_updates(updates, found)
+            updates = self._updates.resolve(updates, None, -1, self._steps)
         context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
         return self._run_padded(batch, found, values, context, eager=True)
 
@@ -228,9 +206,24 @@ class GraphRunner:
         metadata: Any = None,
         **values: Any,
     ) -> Any:
-        """Run one step and prove it: like a call, but `VerificationError` if the replay differs
-        from the same padded step run eagerly. See `verify_step` for what happens twice."""
-        return verify_step(self, batch, values, updates=updates, metadata=metadata)
+        """Run one step by replay and once more eagerly; returns clones of its live outputs.
+
+        The declared state is put back in between, so it is advanced once. Other effects (the writes
+        of a KV cache) happen twice, with equal values. A step that no graph serves is run once.
+        Raises `VerificationError` naming the output, if live rows are not equal bit for bit; do not
+        verify forwards that draw random numbers.
+        """
+        if batch is None:
+            batch = self.batch_of(values)
+        saved = SavedState(self.graphs.state, self.options.state_limit_bytes)
+        outputs = self.step(batch, values, updates=updates, metadata=metadata)
+        outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+        found = self.last_dispatch
+        if found is not None and found.slot >= 0:
+            saved.restore()
+            eager = self.run_padded_eagerly(batch, found, values, updates, metadata)
+            check_equal(outputs, eager, f"{found.mode.name} [{found.descriptor}]")
+        return outputs
 
     def capture(self, progress: Progress | None = None) -> None:
         """Capture every planned graph that is not captured yet, then seal.
@@ -279,7 +272,26 @@ class GraphRunner:
 
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
-        return report_of(self, self._live_tokens)
+        steps, owners = self.dispatcher.hits(), self.graphs.owners()
+        reasons = Counter(self.dispatcher.counts())
+        for owner in owners:
+            reasons.update(owner.eager_calls)
+        records = tuple(self.graphs.records)
+        return RunnerReport(
+            resolution=self.plan.resolution,
+            graphs=records,
+            steps=steps,
+            reasons={reason: reasons[reason] for reason in Reason},
+            live_tokens=self._live_tokens,
+            padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
+            pool_bytes=self.pool.bytes(),
+            driver_bytes=total_of(record.driver_bytes for record in records),
+            capture_s=sum(record.capture_s for record in records),
+            sharing=self.pool.sharing_figures(),
+            updates=self.pool.update_figures(),
+            dropped=tuple(self.graphs.dropped),
+            staging_waits=self.inputs.staging_waits,
+        )
 
     def _run_padded(
         self,
@@ -290,14 +302,14 @@ class GraphRunner:
         *,
         eager: bool,
     ) -> Any:
-        plan = self._plans[found.slot]
-        assert plan is not None
-        context.num_reqs = plan.reqs
+        step = self._steps[found.slot]
+        assert step is not None
+        context.num_reqs = step.reqs
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = self._reqs_of(batch, values)
-        if not 1 <= reqs <= plan.reqs:
-            raise wrong_requests(reqs, plan.reqs)
+        if not 1 <= reqs <= step.reqs:
+            raise _wrong_requests(reqs, step.reqs)
         if found.mode is GraphMode.PIECEWISE:
             context.query_len = live_query_len(batch)
         if self.pool.closed:
@@ -305,19 +317,19 @@ class GraphRunner:
         # Held from here, so that nothing else fills the buffers between our fill and our replay.
         with self.pool.owned_by(context):
             stream = self.pool.follow_stream()
-            self.inputs.fill(values, plan.layout, tokens, reqs, stream)
+            self.inputs.fill(values, step.layout, tokens, reqs, stream)
             if self._bind is not None:
                 self._bind(
-                    plan.views,
-                    plan.descriptor,
+                    step.views,
+                    step.descriptor,
                     "eager" if eager or self._eager_launch else "replay",
                 )
-            call = self.graphs.run_forward if eager else plan.call
+            call = self.graphs.run_forward if eager else step.call
             with context:
-                outputs = call(**plan.arguments())
+                outputs = call(**step.arguments())
             if self._clones and call is self.graphs.run_forward:
                 outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-        return plan.live(outputs, tokens, reqs)
+        return step.live(outputs, tokens, reqs)
 
     def _run_unpadded(
         self,
@@ -328,12 +340,11 @@ class GraphRunner:
         metadata: Any,
     ) -> Any:
         self._check_open()
-        if self.options.strict and self.graphs.sealed and self._should_have_a_graph(batch, found):
-            raise CaptureSealedError(
+        if self.graphs.sealing.refuses and self._should_have_a_graph(batch, found):
+            self.graphs.sealing.refuse(
                 f"no graph serves the batch: {found.reason.value}",
                 got=batch,
-                expected=f"a batch that one of {len(self.keys)} graphs serves",
-                advice="add the size to sizes=, or use strict=False to run it eagerly",
+                expected=f"a batch that one of {len(self.plan.keys)} graphs serves",
             )
         tokens, reqs = batch.num_tokens, self._reqs_of(batch, values)
         context = ForwardContext(
@@ -356,30 +367,10 @@ class GraphRunner:
 
     def _should_have_a_graph(self, batch: Batch, found: Dispatch) -> bool:
         """Whether the plan has graphs for batches of this kind, so that a miss is a mistake."""
-        decode = batch.query_len in self.sizes.decode
+        decode = batch.query_len in self.plan.sizes.decode
         wanted = self.mode.decode_mode if decode else self.mode.mixed_mode
         missing = found.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
         return missing and wanted is not GraphMode.NONE
-
-    def _checked_updates(self, updates: Any, found: Dispatch) -> Any:
-        """`updates` of the tasks that this step has; UNCHANGED is the step before, of any graph."""
-        graph = found.slot >= 0 and not self._eager_launch
-        if updates is UNCHANGED:
-            if graph and found.slot == self._updated_slot:
-                return updates
-            updates = self._last_updates
-        else:
-            self._last_updates = updates
-        if graph and (type(updates) is dict or isinstance(updates, Mapping)):
-            plan = self._plans[found.slot]
-            assert plan is not None
-            if not updates.keys() <= plan.task_names:
-                # The host need not know which of its batches run by pieces, without tasks.
-                others = [each.task_names for each in self._plans if each is not None]
-                check_names(updates, frozenset().union(*others))
-                updates = {name: updates[name] for name in plan.task_names & updates.keys()}
-            self._updated_slot = found.slot
-        return updates
 
     def batch_of(self, values: Mapping[str, Any]) -> Batch:
         """The batch that the shapes of a step's inputs describe."""
@@ -398,3 +389,13 @@ class GraphRunner:
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
+
+
+def _wrong_requests(reqs: int, most: int) -> InvalidBatchError:
+    """The error for a batch of no requests, or of more than there are rows for."""
+    return InvalidBatchError(
+        "the batch has more requests than the runner has rows for, or none",
+        got=reqs,
+        expected=f"1 to {most}",
+        advice=f"max_num_reqs={max(reqs, 1)}",
+    )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 
@@ -17,11 +16,11 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.state import SavedState
 from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.replay.host_args import WORST_CASE
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.tasks import WORST_CASE
-from graphrt.core.runner.step import StepPlan
+from graphrt.core.runner.host import AroundCapture, Phase
+from graphrt.core.runner.step import PaddedStep
 
-Phase = Literal["warmup", "capture", "replay", "eager"]
 Progress = Callable[[int, int, BatchDescriptor], None]
 
 
@@ -55,7 +54,7 @@ class PlannedGraph:
     mode: GraphMode
     descriptor: BatchDescriptor
     slot: int
-    plan: StepPlan
+    step: PaddedStep
 
 
 def capture_graphs(
@@ -63,9 +62,10 @@ def capture_graphs(
     *,
     pool: GraphPool,
     warm_ups: WarmUps,
-    bind: Callable[[StepPlan, Phase], None],
+    bind: Callable[[PaddedStep, Phase], None],
+    enlist: Callable[[Any], None],
     state: SavedState,
-    capture_context: Callable[[], AbstractContextManager[object]],
+    around_capture: AroundCapture,
     publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
     drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
     progress: Progress | None = None,
@@ -74,14 +74,15 @@ def capture_graphs(
 
     A graph that fails is rolled back and the error raised; those before it stay published. One
     that the device has no room for is rolled back and dropped: smaller ones after it may fit.
-    `state` is restored after every forward, so that each starts from it. The pool is held all the
+    `enlist` is asked about every compiled part that takes part. `state` is restored after every
+    forward, so that each starts from it. The pool is held all the
     time: a step of another thread would read buffers that a capture fills.
     """
     graphs = list(planned)
     if not graphs:
         return
-    session = _Session(pool, warm_ups, bind, state)
-    with frozen_gc(), pool.owned_by(session), capture_context():
+    session = _Session(pool, warm_ups, bind, enlist, state)
+    with frozen_gc(), pool.owned_by(session), around_capture():
         for done, graph in enumerate(graphs):
             if progress is not None:
                 progress(done, len(graphs), graph.descriptor)
@@ -117,12 +118,12 @@ class WarmUps:
         self._done.add(self._kind(graph))
 
     def _kind(self, graph: PlannedGraph) -> Hashable:
-        own, plan = graph.descriptor, graph.plan
+        own, step = graph.descriptor, graph.step
         serves = own.has_lora, own.num_active_loras, own.bounds, own.variant
         decode = graph.mode, own.uniform, own.query_len
         if not self._each:
             return *serves, *decode
-        size = plan.tokens, plan.reqs
+        size = step.tokens, step.reqs
         return (*serves, *size) if self._alike else (*serves, *size, *decode)
 
 
@@ -133,12 +134,14 @@ class _Session:
         self,
         pool: GraphPool,
         warm_ups: WarmUps,
-        bind: Callable[[StepPlan, Phase], None],
+        bind: Callable[[PaddedStep, Phase], None],
+        enlist: Callable[[Any], None],
         state: SavedState,
     ) -> None:
         self._pool = pool
         self._warm_ups = warm_ups
         self._bind = bind
+        self._enlist = enlist
         self._state = state
 
     def __repr__(self) -> str:
@@ -173,7 +176,7 @@ class _Session:
     def _warm_up(self, graph: PlannedGraph) -> None:
         try:
             for _ in range(self._warm_ups.count):
-                self._bind(graph.plan, "warmup")
+                self._bind(graph.step, "warmup")
                 self._run(graph, GraphMode.NONE, None)
         except Exception as error:
             # Nobody has explained it: the device may just have no room for this size.
@@ -185,11 +188,11 @@ class _Session:
         self._warm_ups.done(graph)
 
     def _attempt(self, graph: PlannedGraph) -> CaptureTransaction:
-        views = graph.plan.views.values()
+        views = graph.step.views.values()
         fixed = {view.untyped_storage().data_ptr() for view in views}
         transaction = CaptureTransaction(graph.slot, fixed)
         try:
-            self._bind(graph.plan, "capture")
+            self._bind(graph.step, "capture")
             self._run(graph, graph.mode, transaction)
         except BaseException:
             transaction.rollback()
@@ -204,12 +207,13 @@ class _Session:
             graph.descriptor,
             updates=WORST_CASE,
             capture=transaction,
-            num_reqs=graph.plan.reqs,
+            num_reqs=graph.step.reqs,
         )
+        context.enlist = self._enlist
         self._pool.hand_over(context)
         try:
             with torch.no_grad(), context:
-                graph.plan.call(**graph.plan.arguments())
+                graph.step.call(**graph.step.arguments())
         finally:
             self._pool.hand_over(self)
             self._state.restore()

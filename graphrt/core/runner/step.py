@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.inputs.outputs import OutputAxes, sliced
+from graphrt.core.inputs.outputs import Cut, Rows
 from graphrt.core.inputs.static import StaticInputs, nest
 
 _CACHED_SLICES = 256
 """Per graph; beyond so many pairs of live tokens and requests outputs are sliced anew."""
 
 
-class StepPlan:
+class PaddedStep:
     """The padded views that a graph reads, the callable of its mode, and how to slice outputs."""
 
     __slots__ = (
-        "_axes",
+        "_cut",
         "_nested",
         "_sliced_from",
         "_slices",
@@ -37,7 +37,7 @@ class StepPlan:
         descriptor: BatchDescriptor,
         inputs: StaticInputs,
         call: Callable[..., Any],
-        axes: OutputAxes,
+        cut: Cut,
         *,
         same_outputs: bool,
     ) -> None:
@@ -51,7 +51,7 @@ class StepPlan:
         self.call = call
         self.task_names: frozenset[str] = frozenset()
         self._nested = inputs.nested
-        self._axes = axes
+        self._cut = cut
         self._slices: dict[tuple[int, int], Any] | None = {} if same_outputs else None
         self._sliced_from: Any = None
 
@@ -65,13 +65,13 @@ class StepPlan:
             return outputs
         slices = self._slices
         if slices is None or not isinstance(outputs, torch.Tensor):
-            return sliced(outputs, self._axes, tokens, reqs, self.tokens, self.reqs)
+            return self._cut(outputs, Rows(tokens, reqs, self.tokens, self.reqs))
         if outputs is not self._sliced_from:
             slices.clear()
             self._sliced_from = outputs
         found = slices.get((tokens, reqs))
         if found is None:
-            found = sliced(outputs, self._axes, tokens, reqs, self.tokens, self.reqs)
+            found = self._cut(outputs, Rows(tokens, reqs, self.tokens, self.reqs))
             if len(slices) < _CACHED_SLICES:
                 slices[tokens, reqs] = found
         return found

@@ -11,11 +11,13 @@ import torch
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.transaction import CaptureTransaction
-from graphrt.core.capture.wrapper import GraphWrapper, WrapperOptions
+from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.lookup import wrapper_class
 from graphrt.core.device.platform import Capability, Platform
 from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 D4, D2 = BatchDescriptor(4), BatchDescriptor(2)
@@ -61,10 +63,18 @@ class ConformanceBase:
         function: Callable[..., Any],
         mode: GraphMode,
         pool: GraphPool,
+        *,
+        breakable: bool = False,
+        hooks: SegmentHooks | None = None,
         **options: Any,
     ) -> GraphWrapper:
         wrapper: GraphWrapper = wrapper_class(self.platform)(
-            function, mode, pool=pool, options=WrapperOptions(**options)
+            function,
+            mode,
+            pool=pool,
+            options=GraphOptions(**options),
+            breakable=breakable,
+            hooks=hooks,
         )
         return wrapper
 

@@ -9,7 +9,7 @@ import torch
 
 from graphrt.core.base.errors import BakedScalarError, BreakError, BreakShapeError, MissedBreakError
 from graphrt.core.batch.context import current_context
-from graphrt.core.capture.recorder import eager_break
+from graphrt.core.capture.breaks import eager_break
 from graphrt.core.device.platform import Capability
 from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import D2, FULL, PIECEWISE, ConformanceBase, Counting

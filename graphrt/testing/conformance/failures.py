@@ -10,8 +10,9 @@ import torch
 
 from graphrt.core.base.errors import CaptureError, NestedCaptureError
 from graphrt.core.batch.context import current_context
-from graphrt.core.capture.recorder import current_capture, eager_break
+from graphrt.core.capture.breaks import eager_break
 from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import current_capture
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
 
 

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.core.base.errors import PoolBusyError, PoolClosedError
 from graphrt.core.batch.context import carry_context, current_context
-from graphrt.core.capture.recorder import eager_break
+from graphrt.core.capture.breaks import eager_break
 from graphrt.core.device.platform import Capability
 from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import D4, FULL, PIECEWISE, ConformanceBase

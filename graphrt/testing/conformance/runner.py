@@ -10,8 +10,8 @@ import torch
 from graphrt.core.base.errors import CaptureError, PoolClosedError
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.recorder import eager_break
-from graphrt.core.dispatch.dispatcher import Reason
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.runner.runner import GraphRunner
 from graphrt.testing.conformance.base import ConformanceBase
@@ -99,7 +99,7 @@ class RunnerConformance(ConformanceBase):
             assert self.first(self.counter) == [0]
             self.fail = False
             runner.capture()
-            assert len(runner.dispatcher.published) == len(runner.keys)
+            assert len(runner.dispatcher.published) == len(runner.plan.keys)
 
     def test_released_graphs_are_captured_again_and_closed_ones_are_not(self) -> None:
         runner = self.runner(mode="FULL")

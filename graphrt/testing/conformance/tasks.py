@@ -10,8 +10,9 @@ import torch
 from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.platform import Capability
+from graphrt.core.replay.host_args import UNCHANGED, HostArg
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.tasks import UNCHANGED, HostArg, UpdatableTask
+from graphrt.core.replay.tasks import UpdatableTask
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase, Counting
 
 DESCRIPTOR = BatchDescriptor(4, 4)

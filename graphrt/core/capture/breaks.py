@@ -1,0 +1,123 @@
+"""Where a PIECEWISE capture breaks: at marked functions, and at operators of a list."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from graphrt.core.base.errors import CaptureError, InvalidOptionError, MissedBreakError
+from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode
+from graphrt.core.replay.recording import Recording, current_capture
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def eager_break(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function to run eagerly between two segments of a PIECEWISE capture.
+
+    At replay it is called with the captured tensors and the captured Python values; what changes
+    from step to step it must read from `current_context()`. A fresh tensor that it returns is
+    copied into a fixed buffer. Outside of a breakable capture (and under FULL) it is just called.
+    """
+
+    @functools.wraps(function)
+    def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        capture = current_capture()
+        if capture is None or not capture.breakable:
+            return function(*args, **kwargs)
+        return cast(R, capture.run_eagerly(function, args, kwargs))
+
+    return breaking
+
+
+class BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
+    """Sees every operator of an open segment and breaks at those of the list."""
+
+    def __init__(self, capture: Recording, breaks: frozenset[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._capture = capture
+        self._breaks = breaks
+        for name in breaks:
+            _check_break(name)
+        self._entered = False
+        self._handling = False
+
+    def resume(self) -> None:
+        # While an operator is being handled torch has taken this mode off its stack already.
+        if not self._handling and not self._entered:
+            self.__enter__()
+            self._entered = True
+
+    def suspend(self) -> None:
+        if self._handling or not self._entered:
+            return
+        top = dispatch_modes()[-1]
+        if top is not self:
+            raise CaptureError(
+                "a dispatch mode that the forward entered is still active where a segment ends",
+                got=type(top).__name__,
+                advice="leave the mode before the eager break, or enter it outside of the wrapper",
+            )
+        self._entered = False
+        self.__exit__()
+
+    def remove(self) -> None:
+        """Leave the mode for good, whatever a failed forward left on top of it."""
+        self._entered = False
+        remove_dispatch_mode(self)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._listed(func):
+            return func(*args, **kwargs)
+        capture = self._capture
+        if not capture.breakable:
+            raise MissedBreakError(
+                "an operator that must run eagerly would be captured",
+                op=str(func),
+                advice="use it as a splitting op, or mark the function around it @eager_break",
+            )
+        self._handling = True
+        try:
+            return capture.run_eagerly(func, args, kwargs)
+        finally:
+            self._handling = False
+
+    def _listed(self, func: Any) -> bool:
+        name: str = func._schema.name
+        return name in self._breaks or f"{name}.{func._overloadname}" in self._breaks
+
+
+def _check_break(name: str) -> None:
+    """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
+    base, _, overload = name.partition(".")
+    overloads = [s.overload_name for s in torch._C._jit_get_schemas_for_operator(base)]
+    if overload:
+        overloads = [known for known in overloads if known == overload]
+    if not overloads:
+        raise InvalidOptionError(
+            "no operator of that name is registered",
+            got=repr(name),
+            expected='"namespace::name" or "namespace::name.overload"',
+            advice="import the module that registers it before the capture",
+        )
+    functional = [known for known in overloads if not known.endswith("out")] or overloads
+    full_names = [f"{base}.{known}" if known else base for known in functional]
+    if any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
+        for full in full_names
+    ):
+        raise InvalidOptionError(
+            "a composite operator is taken apart before it can be seen, so it cannot be a break",
+            got=repr(name),
+            expected="an operator with a kernel of its own",
+            advice="mark the function that calls it @eager_break, or name what it is made of",
+        )

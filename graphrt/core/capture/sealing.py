@@ -1,0 +1,41 @@
+"""Whether graphs may still be captured, and what becomes of steps that have none."""
+
+from __future__ import annotations
+
+from graphrt.core.base.errors import CaptureSealedError
+from graphrt.core.capture.options import GraphOptions
+
+
+class Sealing:
+    """What `lazy` and `strict` mean, for a wrapper as for a runner.
+
+    Lazily, a graph is captured at the first step that asks for it, until it is sealed. Strictly, a
+    step that has no graph though it should is an error once it is sealed.
+    """
+
+    __slots__ = ("_lazy", "_strict", "closed")
+
+    def __init__(self, options: GraphOptions) -> None:
+        self._lazy = options.lazy
+        self._strict = options.strict
+        self.closed = False
+
+    @property
+    def may_capture(self) -> bool:
+        """Whether a step may capture what it misses."""
+        return self._lazy and not self.closed
+
+    @property
+    def refuses(self) -> bool:
+        """Whether a step that should have a graph may not run eagerly."""
+        return self._strict and self.closed
+
+    def refuse(self, what: str, *, got: object, expected: str) -> None:
+        """Raise `CaptureSealedError` if a step that should have a graph may not run eagerly."""
+        if self.refuses:
+            raise CaptureSealedError(
+                what,
+                got=got,
+                expected=expected,
+                advice="add the size to sizes=, or use strict=False to run it eagerly",
+            )

@@ -1,0 +1,48 @@
+"""What dispatch answers: which graph a step runs by, or why by none."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+
+
+class Reason(enum.Enum):
+    """Why a step runs the way it does; the last three are of single calls inside of a step, which
+    wrappers count (`GraphWrapper.eager_calls`)."""
+
+    HIT = "a captured graph serves the batch"
+    TOO_LARGE = "more tokens than any captured graph has"
+    NO_GRAPH = "no captured graph is compatible with the batch"
+    MODE_NONE = "graphs are off"
+    EXCLUDED = "the modes that could serve the batch were excluded"
+    PADDING = "the smallest compatible graph would pad more than allowed"
+    NOT_CAPTURED = "a compatible graph is planned but not captured"
+    RANKS_DISAGREE = "other ranks cannot run the graph that this one could"
+    NO_CONTEXT = "the call was made outside of a forward context"
+    SEALED = "an unseen descriptor after seal() ran eagerly"
+    UPDATE_FAILED = "the update of a replay's tasks failed, and the step was repeated eagerly"
+
+    __hash__ = object.__hash__
+
+
+class Dispatch(NamedTuple):
+    """How to run a batch. With mode NONE, `descriptor` is the batch itself, unpadded.
+
+    `slot` is the integer by which wrappers find their entry; -1 without a graph.
+    """
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    reason: Reason
+    slot: int = -1
+
+
+OF_BATCHES: tuple[Reason, ...] = tuple(
+    reason
+    for reason in Reason
+    if reason not in (Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
+)
+"""The reasons that dispatch gives."""

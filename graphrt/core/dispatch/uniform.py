@@ -1,0 +1,43 @@
+"""Whether a batch is what it calls itself: requests with one query length."""
+
+from __future__ import annotations
+
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+
+
+def live_query_len(batch: Batch) -> int | None:
+    """How many tokens each request has where that is one number."""
+    tokens, reqs, query_len = batch[:3]
+    if query_len is None or (reqs is not None and reqs * query_len != tokens):
+        return None
+    return query_len
+
+
+def checked_uniform(
+    num_tokens: int, num_reqs: int | None, query_len: int
+) -> tuple[int | None, int | None]:
+    """Requests and query length of a batch that calls itself uniform; not so if it is not."""
+    if num_reqs is None and query_len > 0 and num_tokens % query_len == 0:
+        return num_tokens // query_len, query_len
+    if num_reqs is not None and num_reqs * query_len == num_tokens:
+        return num_reqs, query_len
+    return num_reqs, None
+
+
+def unpadded(batch: Batch) -> BatchDescriptor:
+    """The descriptor of a batch that no graph serves."""
+    reqs = batch.num_reqs if batch.num_reqs is None or batch.num_reqs >= 1 else None
+    reqs, query_len = (
+        (reqs, None)
+        if batch.query_len is None
+        else checked_uniform(batch.num_tokens, reqs, batch.query_len)
+    )
+    return BatchDescriptor(
+        batch.num_tokens,
+        reqs,
+        uniform=query_len is not None,
+        num_active_loras=max(batch.num_active_loras, 0),
+        query_len=query_len,
+        bounds=batch.bounds,
+        variant=batch.variant,
+    )

@@ -1,0 +1,282 @@
+"""`Plan`: from what a host may run to the graphs that are captured for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
+from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.platform import Platform
+from graphrt.core.plan import saved, text
+from graphrt.core.plan.budget import Budget, Fitted, GraphCost, LeftOut, PlannedCapture, fit
+from graphrt.core.plan.compiled import AUTO, all_compiled, provider_of, without_graphs
+from graphrt.core.plan.resolution import SWITCHED_OFF, ModeResolution, resolve_mode
+from graphrt.core.plan.sizes import (
+    CaptureKey,
+    CaptureSizes,
+    capture_sizes,
+    check_sizes,
+    descriptors_for,
+)
+from graphrt.core.plan.traffic import Traffic
+
+
+class PlanArguments(TypedDict, total=False):
+    """The keywords of `Plan`, which `GraphRunner` takes too."""
+
+    mode: GraphMode | str | None
+    sizes: Sequence[int] | None
+    max_size: int | None
+    max_num_tokens: int | None
+    max_num_reqs: int | None
+    query_lens: Sequence[int]
+    attention: AttentionSupport | Mapping[str, AttentionSupport]
+    pieces: PieceProvider | str | None
+    compiled: Sequence[Any]
+    loras: Sequence[int | None]
+    bounds: Sequence[tuple[int, ...]]
+    variants: Sequence[Hashable]
+    budget: Budget | None
+    traffic: Traffic | None
+
+
+class Plan:
+    """Which graphs a host's batches need: the mode, the sizes, the keys, and what a budget holds.
+
+    It is resolved when it is made and does not change. `print(plan)` shows all of it, `save` keeps
+    it, and `graphrt plan` prints the same. `mode` is the one that runs, `resolution` how it came
+    to that, `sizes` the lists of sizes in tokens, `keys` what is captured, in capture order,
+    `left_out` what the budget does not hold and `total` what all graphs take together.
+    """
+
+    def __init__(
+        self,
+        mode: GraphMode | str | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        max_size: int | None = None,
+        max_num_tokens: int | None = None,
+        max_num_reqs: int | None = None,
+        query_lens: Sequence[int] = (1,),
+        attention: AttentionSupport | Mapping[str, AttentionSupport] = AttentionSupport.ALWAYS,
+        pieces: PieceProvider | str | None = AUTO,
+        compiled: Sequence[Any] = (),
+        loras: Sequence[int | None] = (0,),
+        bounds: Sequence[tuple[int, ...]] = ((),),
+        variants: Sequence[Hashable] = (None,),
+        budget: Budget | None = None,
+        traffic: Traffic | None = None,
+        platform: Platform | str | None = None,
+    ) -> None:
+        """`max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
+        default the largest of `sizes` (in tokens); one of the three is needed. `max_size` is the
+        largest size to capture. `query_lens` are the tokens of a request in a decode step.
+        `attention` is what the attention of the model can be captured in, or that of each backend
+        by name. `pieces` is what cuts the forward; "auto" stands for pieces that a compiled part
+        brings along, else for breakable capture. `compiled` are the compiled parts of the forward
+        (`graphrt.compile`), which must all be named unless the forward is one itself.
+
+        There is a graph for each of `loras` (active adapters, None for any number), `variants` and,
+        for FULL, `bounds`. `budget` limits what is captured, and `traffic` (size in tokens: share
+        of the steps) says which sizes are worth most then. `platform` is where the graphs will be,
+        by default the current one; it says the largest size that is captured by default.
+
+        `GRAPHRT_MODE=NONE` in the environment makes every plan one without graphs. Raises the named
+        errors of bad modes, sizes, options and platforms.
+        """
+        self.arguments: PlanArguments = {
+            "mode": mode,
+            "sizes": None if sizes is None else check_sizes(sizes),
+            "max_size": max_size,
+            "max_num_tokens": max_num_tokens,
+            "max_num_reqs": max_num_reqs,
+            "query_lens": query_lens,
+            "attention": attention,
+            "pieces": pieces,
+            "compiled": all_compiled(compiled),
+            "loras": loras,
+            "bounds": bounds,
+            "variants": variants,
+            "budget": budget,
+            "traffic": traffic,
+        }
+        # A platform that is not available here can be planned for if it is given itself.
+        self.platform = platform if isinstance(platform, Platform) else resolve_platform(platform)
+        self.compiled = self.arguments["compiled"]
+        provider, whole_graph = provider_of(self.compiled, pieces)
+        resolution = resolve_mode(
+            mode,
+            attention=attention,
+            query_lens=query_lens,
+            pieces=provider,
+            whole_graph_pass=whole_graph,
+        )
+        resolution = _unless_off(without_graphs(self.compiled, resolution))
+        self.sizes: CaptureSizes = capture_sizes(
+            **_largest_batch(max_num_tokens, max_num_reqs, self.arguments["sizes"]),
+            query_lens=query_lens,
+            sizes=self.arguments["sizes"],
+            max_size=max_size,
+            cap=self.platform.default_max_size(),
+        )
+        keys = descriptors_for(
+            resolution.mode, self.sizes, loras=loras, bounds=bounds, variants=variants
+        )
+        self._fitted: Fitted = fit(
+            keys,
+            budget or Budget(),
+            mode=resolution,
+            traffic=traffic,
+            landmarks=[self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode],
+        )
+        self.resolution: ModeResolution = self._fitted.resolution
+        self.mode: GraphMode = self.resolution.mode
+        self.pieces: PieceProvider | None = provider
+        self.keys: tuple[CaptureKey, ...] = self._fitted.keys
+
+    @property
+    def captured(self) -> tuple[PlannedCapture, ...]:
+        """The graphs that are captured, in capture order, with what each takes."""
+        return self._fitted.captured
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The graphs that the budget does not hold, and why."""
+        return self._fitted.left_out
+
+    @property
+    def total(self) -> GraphCost:
+        """What all captured graphs take together."""
+        return self._fitted.total
+
+    @property
+    def attention(self) -> Mapping[str, AttentionSupport]:
+        """What each attention backend supports, by name."""
+        given = self.arguments["attention"]
+        return given if isinstance(given, Mapping) else {text.UNNAMED: AttentionSupport(given)}
+
+    def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
+        """The plan with other arguments, resolved again; on the same platform by default."""
+        check_arguments(changes)
+        arguments: Any = {**self.arguments, **changes}
+        return Plan(**arguments, platform=self.platform if platform is None else platform)
+
+    def fitted_to(self, platform: Platform, compiled: Sequence[Any]) -> Plan:
+        """The plan for this platform and these compiled parts: itself if it was made for them.
+
+        What comes out differently is printed as a `PlanChangedWarning`.
+        """
+        same_parts = list(map(id, self.compiled)) == list(map(id, compiled))
+        if platform.name == self.platform.name and same_parts:
+            return self
+        plan = self.replace(platform=platform, compiled=compiled)
+        changed = self.differences(plan)
+        if changed:
+            saved.warn_changed(f"{self!r}", changed)
+        return plan
+
+    def differences(self, other: Plan) -> list[str]:
+        """What is not the same in another plan, in lines from this one to the other."""
+        return saved.differences(self._results(), other._results())
+
+    # For people and files ------------------------------------------------------------------------
+
+    def lines(self) -> list[str]:
+        """The plan for people."""
+        found = [*text.mode_lines(self.resolution, self.attention), *text.size_lines(self.sizes)]
+        found.append(text.graph_line(self.keys))
+        found += [f"Note: {each}" for each in text.eager_decode(self.sizes, self.keys)]
+        if self.arguments["budget"] is not None:
+            found += text.budget_lines(self._fitted)
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        return f"Plan({self.mode.name}, {len(self.keys)} graphs, {self.platform.name})"
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that are the same for equal plans only."""
+        return saved.fingerprint(self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The arguments and all that follows from them, in JSON's types.
+
+        Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them.
+        """
+        return {
+            "arguments": saved.plain_arguments(self.arguments, self._fitted),
+            "platform": self.platform.name,
+            **self._results(),
+        }
+
+    def _results(self) -> dict[str, Any]:
+        return saved.plain_results(self._fitted, self.sizes)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, with its fingerprint."""
+        saved.write(path, self.as_dict())
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        platform: Platform | str | None = None,
+        compiled: Sequence[Any] | None = None,
+    ) -> Plan:
+        """The plan in a file of `save`, resolved again for `platform` (by default the current one).
+
+        What comes out differently is printed as a `PlanChangedWarning`. `compiled` are the compiled
+        parts of the forward now; without them, what the file knows of them holds. Raises
+        `PlanFileError` for a file that is damaged or no plan.
+        """
+        found = saved.read(path)
+        arguments = saved.given_arguments(found["arguments"])
+        plan = cls(**arguments, platform=platform)
+        if compiled is not None:
+            plan = plan.replace(compiled=compiled)
+        changed = saved.differences(found, plan._results())
+        if found["platform"] != plan.platform.name:
+            changed.insert(0, f"platform: {found['platform']} -> {plan.platform.name}")
+        if changed:
+            saved.warn_changed(path, changed)
+        return plan
+
+
+def check_arguments(given: Iterable[str]) -> None:
+    """Raise `InvalidOptionError` for names that are no arguments of a plan."""
+    unknown = sorted(set(given) - PlanArguments.__annotations__.keys())
+    if unknown:
+        raise InvalidOptionError(
+            "a plan has no such argument",
+            got=", ".join(unknown),
+            expected=", ".join(PlanArguments.__annotations__),
+            advice="what a host hooks in goes into host=Host(...), how graphs are captured into "
+            "options=GraphOptions(...)",
+        )
+
+
+def _unless_off(resolution: ModeResolution) -> ModeResolution:
+    if not graphs_off():
+        return resolution
+    return resolution.stepped(SWITCHED_OFF, GraphMode.NONE, "GRAPHRT_MODE=NONE is set")
+
+
+def _largest_batch(
+    max_num_tokens: int | None, max_num_reqs: int | None, sizes: Sequence[int] | None
+) -> dict[str, int]:
+    """The host's limits; what it leaves out follows from its sizes, or from the other limit."""
+    tokens = max_num_tokens or (max(sizes) if sizes is not None else max_num_reqs)
+    if tokens is None:
+        raise InvalidOptionError(
+            "the largest batch is unknown",
+            expected="max_num_tokens, max_num_reqs or sizes",
+            advice="sizes=[1, 2, 4, 8]",
+        )
+    return {"max_num_tokens": tokens, "max_num_reqs": max_num_reqs or tokens}

@@ -1,0 +1,268 @@
+"""Plans as JSON: what is kept of one, and what has changed when it is read again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from graphrt.core.base.errors import InvalidOptionError, PlanChangedWarning, PlanFileError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+from graphrt.core.plan.budget import RESOURCES, Budget, Fitted, GraphCost
+from graphrt.core.plan.compiled import CompiledFacts, SavedFacts
+from graphrt.core.plan.sizes import CaptureKey, CaptureSizes
+
+FORMAT = 1
+"""The version of the file; another one is refused."""
+
+_COMPARED = ("mode", "steps", "sizes", "graphs", "left_out")
+
+
+def plain_results(fitted: Fitted, sizes: CaptureSizes) -> dict[str, Any]:
+    """What was resolved, in JSON's types."""
+    resolution = fitted.resolution
+    return {
+        "requested": resolution.requested.name,
+        "mode": resolution.mode.name,
+        "steps": [
+            {
+                "rule": step.rule,
+                "from": step.before.name,
+                "to": step.after.name,
+                "why": step.why,
+                "backend": step.backend,
+            }
+            for step in resolution.steps
+        ],
+        "sizes": {
+            "limit": sizes.limit,
+            "mixed": list(sizes.mixed),
+            "decode": {str(q): list(ladder) for q, ladder in sizes.decode.items()},
+        },
+        "total": asdict(fitted.total),
+        "graphs": [
+            {**_plain_key(each.mode, each.descriptor), **asdict(each.cost)}
+            for each in fitted.captured
+        ],
+        "left_out": [
+            {
+                **_plain_key(each.mode, each.descriptor),
+                **asdict(each.cost),
+                "why": each.why,
+                "padded_to": each.padded_to,
+            }
+            for each in fitted.left_out
+        ],
+    }
+
+
+def plain_arguments(arguments: Mapping[str, Any], fitted: Fitted) -> dict[str, Any]:
+    """What a plan was made from, in JSON's types; compiled parts as what they mean for the mode."""
+    mode, pieces = arguments["mode"], PieceProvider.parse(_unless_auto(arguments["pieces"]))
+    attention, budget = arguments["attention"], arguments["budget"]
+    named = isinstance(attention, Mapping)
+    return {
+        "mode": None if mode is None else GraphMode.parse(mode).name,
+        "sizes": _listed(arguments["sizes"]),
+        "max_size": arguments["max_size"],
+        "max_num_tokens": arguments["max_num_tokens"],
+        "max_num_reqs": arguments["max_num_reqs"],
+        "query_lens": list(arguments["query_lens"]),
+        "attention": {name: AttentionSupport(level).name for name, level in attention.items()}
+        if named
+        else AttentionSupport(attention).name,
+        "pieces": arguments["pieces"] if pieces is None else pieces.value,
+        "compiled": [_plain_facts(part) for part in arguments["compiled"]],
+        "loras": list(arguments["loras"]),
+        "bounds": [list(bound) for bound in arguments["bounds"]],
+        "variants": [_plain_variant(variant) for variant in arguments["variants"]],
+        "budget": None if budget is None else _plain_budget(budget, fitted),
+        "traffic": None
+        if arguments["traffic"] is None
+        else {str(size): share for size, share in arguments["traffic"].items()},
+    }
+
+
+def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Plan` from those of `plain_arguments`."""
+    attention, traffic = plain["attention"], plain["traffic"]
+    return {
+        **plain,
+        "attention": {name: AttentionSupport[level] for name, level in attention.items()}
+        if isinstance(attention, Mapping)
+        else AttentionSupport[attention],
+        "compiled": [_given_facts(each) for each in plain["compiled"]],
+        "bounds": [tuple(bound) for bound in plain["bounds"]],
+        "variants": [_given_variant(variant) for variant in plain["variants"]],
+        "budget": None if plain["budget"] is None else _given_budget(plain["budget"]),
+        "traffic": None
+        if traffic is None
+        else {int(size): share for size, share in traffic.items()},
+    }
+
+
+def fingerprint(plain: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits over a plan in JSON's types."""
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In what two plans' results differ, a line each."""
+    found = []
+    for name in _COMPARED:
+        old, new = before[name], now[name]
+        if old == new:
+            continue
+        if name in ("graphs", "left_out"):
+            old_keys, new_keys = _names(old), _names(new)
+            gone = [key for key in old_keys if key not in new_keys]
+            more = [key for key in new_keys if key not in old_keys]
+            said = [
+                f"{sign} {', '.join(keys)}" for sign, keys in (("-", gone), ("+", more)) if keys
+            ]
+            found.append(f"{name}: {'; '.join(said) or 'other costs'}")
+        else:
+            found.append(f"{name}: {json.dumps(old)} -> {json.dumps(new)}")
+    return found
+
+
+def write(path: str | os.PathLike[str], plain: Mapping[str, Any]) -> None:
+    """Write a plan to a file, whole or not at all."""
+    content = {"graphrt_plan": FORMAT, "fingerprint": fingerprint(plain), **plain}
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        beside.replace(target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise PlanFileError(
+            "the plan cannot be written", got=f"{str(path)!r} ({error.strerror})"
+        ) from error
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `write` wrote; raises `PlanFileError` for what it did not."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _not_a_plan(path, error.strerror, "a file that Plan.save wrote") from error
+    except ValueError as error:
+        raise _not_a_plan(path, f"no JSON: {error}", "a file that Plan.save wrote") from error
+    if not isinstance(content, dict) or content.pop("graphrt_plan", None) != FORMAT:
+        raise _not_a_plan(path, "another format", f"a plan of format {FORMAT}")
+    told, counted = content.pop("fingerprint", None), fingerprint(content)
+    if told != counted:
+        raise _not_a_plan(path, f"fingerprint {told}", f"{counted}, of what the file holds")
+    return content
+
+
+def warn_changed(path: str | os.PathLike[str], changed: Sequence[str]) -> None:
+    """Warn that a plan of a file comes out differently here."""
+    lines = "\n  ".join(changed)
+    warnings.warn(
+        f"the plan of {os.fspath(path)} comes out differently here:\n  {lines}",
+        PlanChangedWarning,
+        stacklevel=3,
+    )
+
+
+def _not_a_plan(path: str | os.PathLike[str], got: object, expected: str) -> PlanFileError:
+    return PlanFileError(
+        f"{os.fspath(path)} is no plan that can be used",
+        got=got,
+        expected=expected,
+        advice="save it again: graphrt plan --save PATH, or Plan(...).save(path)",
+    )
+
+
+# Parts -------------------------------------------------------------------------------------------
+
+
+def _plain_key(mode: GraphMode, descriptor: BatchDescriptor) -> dict[str, Any]:
+    plain = {each.name: getattr(descriptor, each.name) for each in fields(descriptor)}
+    plain["bounds"] = list(descriptor.bounds)
+    plain["variant"] = _plain_variant(descriptor.variant)
+    return {"mode": mode.name, **plain}
+
+
+def _given_key(plain: Mapping[str, Any]) -> CaptureKey:
+    own = {each.name: plain[each.name] for each in fields(BatchDescriptor)}
+    own["bounds"] = tuple(own["bounds"])
+    own["variant"] = _given_variant(own["variant"])
+    return GraphMode[plain["mode"]], BatchDescriptor(**own)
+
+
+def _plain_variant(variant: Hashable) -> Any:
+    if variant is None or type(variant) in (str, int):
+        return variant
+    if type(variant) is tuple and None not in variant:
+        return [_plain_variant(each) for each in variant]
+    raise InvalidOptionError(
+        "a plan with this variant cannot be saved",
+        got=repr(variant),
+        expected="a string, an int, or a tuple of them",
+        advice="name the variant with a string",
+    )
+
+
+def _given_variant(plain: Any) -> Hashable:
+    return tuple(map(_given_variant, plain)) if isinstance(plain, list) else plain
+
+
+def _plain_budget(budget: Budget, fitted: Fitted) -> dict[str, Any]:
+    costs = [(each.mode, each.descriptor, each.cost) for each in fitted.captured]
+    costs += [(each.mode, each.descriptor, each.cost) for each in fitted.left_out]
+    return {
+        **{name: getattr(budget, name) for name in RESOURCES},
+        "min_piecewise": budget.min_piecewise,
+        "notes": list(budget.notes),
+        # A function cannot be saved, but what it said can.
+        "costs": [{**_plain_key(mode, own), **asdict(cost)} for mode, own, cost in costs],
+    }
+
+
+def _given_budget(plain: Mapping[str, Any]) -> Budget:
+    costs = {_given_key(each): _given_cost(each) for each in plain["costs"]}
+    return Budget(
+        **{name: plain[name] for name in RESOURCES},
+        cost=lambda mode, descriptor: costs.get((mode, descriptor), GraphCost()),
+        min_piecewise=plain["min_piecewise"],
+        notes=tuple(plain["notes"]),
+    )
+
+
+def _given_cost(plain: Mapping[str, Any]) -> GraphCost:
+    return GraphCost(**{name: plain[name] for name in RESOURCES})
+
+
+def _plain_facts(part: CompiledFacts) -> dict[str, Any]:
+    provides = part.provides
+    return {
+        "graphs": part.graphs,
+        "provides": None if provides is None else provides.value,
+        "whole_graph": part.whole_graph,
+    }
+
+
+def _given_facts(plain: Mapping[str, Any]) -> SavedFacts:
+    return SavedFacts(plain["graphs"], PieceProvider.parse(plain["provides"]), plain["whole_graph"])
+
+
+def _unless_auto(pieces: Any) -> Any:
+    return None if isinstance(pieces, str) and pieces.lower() == "auto" else pieces
+
+
+def _listed(values: Iterable[Any] | None) -> list[Any] | None:
+    return None if values is None else list(values)
+
+
+def _names(graphs: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [f"{mode.name} [{descriptor}]" for mode, descriptor in map(_given_key, graphs)]

@@ -1,0 +1,109 @@
+"""A plan for people, line by line."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.plan.budget import (
+    BUDGET_RULE,
+    RESOURCES,
+    Fitted,
+    GraphCost,
+    LeftOut,
+    figure,
+    of_limit,
+)
+from graphrt.core.plan.resolution import ModeResolution
+from graphrt.core.plan.sizes import CaptureKey, CaptureSizes
+
+UNNAMED = "attention"
+"""The name of an attention backend that nobody named."""
+_WIDTH = 100
+
+
+def mode_lines(
+    resolution: ModeResolution, attention: Mapping[str, AttentionSupport]
+) -> Iterator[str]:
+    """The mode, every step on the way to it, and what attention supports."""
+    yield f"Mode: {resolution.requested.name} requested, {resolution.mode.name} runs"
+    for step in resolution.steps:
+        yield f"  {step.rule}: {step.before.name} becomes {step.after.name}: {step.why}"
+    for name, support in attention.items():
+        yield f"Attention: {'' if name == UNNAMED else f'{name} supports '}{support.name}"
+
+
+def size_lines(sizes: CaptureSizes) -> Iterator[str]:
+    """The lists of sizes, in tokens, with how many there are."""
+    yield f"Sizes, at most {sizes.limit} tokens:"
+    lists = {"mixed": sizes.mixed}
+    lists |= {f"decode, query length {q}": ladder for q, ladder in sizes.decode.items()}
+    width = max(map(len, lists))
+    for name, listed in lists.items():
+        head = f"  {name:{width}} {len(listed):4}: "
+        text = " ".join(map(str, listed)) or "none"
+        yield textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+
+
+def graph_line(keys: Iterable[CaptureKey]) -> str:
+    """How many graphs of each mode are captured."""
+    counts = Counter(mode.name for mode, _ in keys)
+    total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+    return f"Graphs to capture, largest first: {sum(counts.values())} ({total})"
+
+
+def eager_decode(sizes: CaptureSizes, keys: Iterable[CaptureKey]) -> list[str]:
+    """Decode batches that will be TOO_LARGE for every graph, as sentences."""
+    largest = max((descriptor.num_tokens for _, descriptor in keys), default=0)
+    found = []
+    for query_len in sizes.decode:
+        most = min(sizes.max_num_reqs * query_len, sizes.max_num_tokens)
+        if most > largest > 0:
+            found.append(
+                f"decode batches of {largest + 1} to {most} tokens (query length {query_len}) "
+                f"will run eagerly; max_size={most} captures them"
+            )
+    return found
+
+
+def budget_lines(fitted: Fitted) -> tuple[str, ...]:
+    """Every graph with its cost, the sum, and what was left out."""
+    shown = _shown(fitted)
+    budget, total = fitted.budget, fitted.total
+    lines = [*budget.notes]
+    lines += [f"{p.mode.name} [{p.descriptor}]: {_figures(p.cost, shown)}" for p in fitted.captured]
+    counted = f"{len(fitted.captured)} of {len(fitted.captured) + len(fitted.left_out)} sizes"
+    limits = [
+        of_limit(name, getattr(total, name), limit)
+        for name in shown
+        if (limit := getattr(budget, name)) is not None
+    ]
+    lines.append(f"in all: {counted}, {', '.join(limits) or _figures(total, shown)}")
+    lines += [_left_out_line(each) for each in fitted.left_out]
+    lines += [
+        f"mode {step.before.name} becomes {step.after.name}: {step.why}"
+        for step in fitted.resolution.steps
+        if step.rule == BUDGET_RULE
+    ]
+    return tuple(lines)
+
+
+def _shown(fitted: Fitted) -> list[str]:
+    return [
+        name
+        for name in RESOURCES
+        if getattr(fitted.budget, name) is not None
+        or (name != "graphs" and getattr(fitted.total, name))
+    ] or ["graphs"]
+
+
+def _figures(cost: GraphCost, names: Iterable[str]) -> str:
+    return ", ".join(figure(name, getattr(cost, name)) for name in names)
+
+
+def _left_out_line(left_out: LeftOut) -> str:
+    size = left_out.padded_to
+    served = "no graph of its kind serves its batches" if size is None else f"padded to {size}"
+    return f"left out: {left_out.mode.name} [{left_out.descriptor}]: {left_out.why}; {served}"

@@ -1,0 +1,43 @@
+"""The capture that is under way in this thread, as what takes part in it sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+
+
+class Recording(Protocol):
+    """A capture under way. In its eager parts no segment is open."""
+
+    @property
+    def segment_open(self) -> bool: ...
+
+    @property
+    def breakable(self) -> bool:
+        """Whether `run_eagerly` may end the segment."""
+
+    def run_eagerly(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """End the segment, run `function`, begin the next segment; returns what readers capture."""
+
+    def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
+        """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
+
+    def bracketed(self, issue: Callable[[], object]) -> Any:
+        """Issue the operators of one task inside of its bracket; returns its handle."""
+
+    def add_task(self, task: Any) -> None:
+        """Note a `CapturedTask` of the open segment."""
+
+
+active: ContextVar[Recording | None] = ContextVar("graphrt_capture", default=None)
+
+
+def current_capture() -> Recording | None:
+    """The capture whose segment is open in this thread, or None: also None in eager parts."""
+    recording = active.get()
+    return recording if recording is not None and recording.segment_open else None

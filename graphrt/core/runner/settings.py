@@ -1,0 +1,27 @@
+"""What people write on a command line, as arguments of a plan and options of a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from graphrt.core.base.checks import check_keys
+from graphrt.core.base.settings import read_settings
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.plan.plan import PlanArguments
+
+# Compiled parts and budgets cannot be written in one value.
+WRITTEN = tuple(
+    name for name in PlanArguments.__annotations__ if name not in ("compiled", "budget", "traffic")
+)
+
+
+def runner_settings(settings: Iterable[str]) -> tuple[PlanArguments, GraphOptions]:
+    """Arguments of `Plan` and `GraphOptions` from "key=value" settings; later ones win.
+
+    Raises `InvalidOptionError` for a name that is of neither, or a wrong value.
+    """
+    found = read_settings(settings)
+    arguments: dict[str, Any] = {name: found.pop(name) for name in WRITTEN if name in found}
+    check_keys(found, GraphOptions, like=WRITTEN)
+    return cast(PlanArguments, arguments), GraphOptions.from_dict(found)

@@ -1,0 +1,49 @@
+"""The host arguments of tasks, step by step: what UNCHANGED stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from graphrt.core.replay.host_args import UNCHANGED
+from graphrt.core.replay.task_table import check_names
+from graphrt.core.runner.step import PaddedStep
+
+
+class LastUpdates:
+    """The updates of the last step that had some, and the graph that was given them last."""
+
+    __slots__ = ("_given", "_slot")
+
+    def __init__(self) -> None:
+        self._given: Any = UNCHANGED
+        self._slot = -1
+
+    def resolve(
+        self,
+        updates: Any,
+        step: PaddedStep | None,
+        slot: int,
+        steps: Iterable[PaddedStep | None],
+    ) -> Any:
+        """What the context of this step says: `updates` of the tasks that it has.
+
+        `step` and `slot` are of the graph that is replayed, None and -1 for eager steps. UNCHANGED
+        stays what it is only where the graph has been given those values already. Raises
+        `InvalidUpdateError` for names that are of no task in `steps`.
+        """
+        if updates is UNCHANGED:
+            if step is not None and slot == self._slot:
+                return updates
+            updates = self._given
+        else:
+            self._given = updates
+            self._slot = -1
+        if step is not None and (type(updates) is dict or isinstance(updates, Mapping)):
+            if not updates.keys() <= step.task_names:
+                # The host need not know which of its batches run by pieces, without tasks.
+                others = [each.task_names for each in steps if each is not None]
+                check_names(updates, frozenset().union(*others))
+                updates = {name: updates[name] for name in step.task_names & updates.keys()}
+            self._slot = slot
+        return updates

@@ -1,0 +1,236 @@
+"""`Plan`: resolved once, printed, saved and loaded, and the same for runner and command line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphrt import (
+    AttentionSupport,
+    Batch,
+    BatchDescriptor,
+    Budget,
+    GraphCost,
+    GraphDispatcher,
+    GraphMode,
+    GraphOptions,
+    GraphRunner,
+    InputSpec,
+    Plan,
+    Reason,
+    forward_context,
+)
+from graphrt.core.base.errors import (
+    InvalidModeError,
+    InvalidOptionError,
+    InvalidSizesError,
+    ModeNotSupportedError,
+    PlanChangedWarning,
+    PlanFileError,
+)
+from graphrt.core.plan.plan import PlanArguments
+from graphrt.cpu import CPUGraphWrapper, CpuPlatform
+
+INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}
+
+
+class SmallPlatform(CpuPlatform):
+    """Another device, which captures less by default."""
+
+    name = "small"
+
+    def default_max_size(self) -> int:
+        return 16
+
+
+def runner(plan: Plan | None = None, **arguments: Any) -> GraphRunner:
+    return GraphRunner(lambda x: x + 1, plan, inputs=INPUTS, outputs=("tokens", 4), **arguments)
+
+
+def test_a_plan_says_what_a_runner_with_its_arguments_captures() -> None:
+    arguments: PlanArguments = {"mode": "FULL_AND_PIECEWISE", "sizes": [1, 2, 4], "max_num_reqs": 4}
+    planned = Plan(**arguments, platform="cpu")
+    with runner(planned) as first, runner(platform="cpu", **arguments) as second:
+        assert first.plan is planned
+        assert first.plan.keys == second.plan.keys == planned.keys
+        first.capture()
+        captured = [(graph.mode, graph.descriptor) for graph in first.report().graphs]
+        assert tuple(captured) == planned.keys
+
+
+def test_the_keywords_of_a_plan_are_those_that_a_runner_takes() -> None:
+    parameters = set(inspect.signature(Plan).parameters) - {"platform"}
+    assert parameters == set(PlanArguments.__annotations__)
+    assert len(inspect.signature(GraphRunner).parameters) <= 10
+
+
+def test_arguments_beside_a_plan_are_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="sizes"):
+        runner(Plan(sizes=[1], platform="cpu"), sizes=[2])
+
+
+def test_arguments_that_no_plan_has_say_where_they_belong() -> None:
+    with pytest.raises(InvalidOptionError, match=r"host=Host"):
+        runner(sizes=[1], bind=print)
+    with pytest.raises(InvalidOptionError, match="no such argument"):
+        Plan(sizes=[1], platform="cpu").replace(size=[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, InvalidOptionError),
+        ({"sizes": [2, 1]}, InvalidSizesError),
+        ({"sizes": [1], "mode": "HALF"}, InvalidModeError),
+        ({"sizes": [1], "compiled": [print]}, InvalidOptionError),
+    ],
+)
+def test_what_cannot_be_planned_is_named(arguments: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Plan(**arguments, platform="cpu")
+
+
+def test_a_printed_plan_shows_mode_sizes_graphs_and_budget() -> None:
+    planned = Plan(
+        "FULL",
+        max_num_reqs=8,
+        attention={"flash": AttentionSupport.UNIFORM_BATCH},
+        budget=Budget(graphs=7, cost={GraphMode.PIECEWISE: GraphCost(graphs=3)}),
+        platform="cpu",
+    )
+    text = str(planned)
+    assert "Mode: FULL requested, FULL_AND_PIECEWISE runs" not in text
+    assert "FULL becomes FULL_AND_PIECEWISE" in text and "flash supports UNIFORM_BATCH" in text
+    assert "mixed" in text and "decode, query length 1" in text
+    assert "Graphs to capture, largest first: 4 (4 FULL)" in text
+    assert "left out: PIECEWISE [8 tokens]" in text
+
+
+def test_strict_refuses_a_mode_that_steps_down() -> None:
+    with pytest.raises(ModeNotSupportedError, match="NEVER"):
+        runner(
+            sizes=[1],
+            mode="FULL",
+            attention=AttentionSupport.NEVER,
+            options=GraphOptions(strict=True),
+        )
+
+
+# Off ---------------------------------------------------------------------------------------------
+
+
+def test_graphs_can_be_turned_off_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHRT_MODE", "none")
+    with runner(mode="FULL", sizes=[4], options=GraphOptions(strict=True)) as off:
+        off.capture()
+        assert off.mode is GraphMode.NONE and off.report().graphs == ()
+        assert off.plan.resolution.steps[-1].rule == "environment"
+        assert torch.equal(off(x=torch.ones(3, 4)), torch.full((3, 4), 2.0))
+
+
+def test_hosts_with_wrappers_of_their_own_are_switched_off_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GRAPHRT_MODE", "NONE")
+    dispatcher, calls = GraphDispatcher("FULL"), []
+    wrapper = CPUGraphWrapper(calls.append, "FULL", options=GraphOptions(lazy=True))
+    dispatcher.publish(GraphMode.FULL, BatchDescriptor(4))
+    assert dispatcher.dispatch(Batch(3)).reason is Reason.MODE_NONE
+    with forward_context("FULL", BatchDescriptor(4)):
+        wrapper(1)
+    assert calls == [1] and not wrapper.entries
+
+
+def test_only_off_can_be_said_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHRT_MODE", "FULL")
+    with pytest.raises(InvalidModeError, match="GRAPHRT_MODE"):
+        Plan(sizes=[1], platform="cpu")
+
+
+# Files -------------------------------------------------------------------------------------------
+
+VARIANTS = st.recursive(
+    st.text(max_size=4) | st.integers(-9, 9), lambda inner: st.tuples(inner, inner), max_leaves=3
+)
+
+
+@given(
+    mode=st.none() | st.sampled_from([mode.name for mode in GraphMode]),
+    sizes=st.none() | st.sets(st.integers(1, 99), min_size=1, max_size=5).map(sorted),
+    reqs=st.integers(1, 40),
+    query_lens=st.sets(st.integers(1, 4), min_size=1).map(sorted),
+    attention=st.sampled_from(AttentionSupport)
+    | st.dictionaries(st.text(min_size=1, max_size=3), st.sampled_from(AttentionSupport)),
+    pieces=st.sampled_from(["auto", None, "fx", "breakable"]),
+    loras=st.lists(st.none() | st.integers(0, 3), min_size=1, max_size=2, unique=True),
+    bounds=st.sampled_from([[()], [(16,), (64,)]]),
+    variants=st.lists(st.none() | VARIANTS, min_size=1, max_size=2, unique=True),
+    limit=st.none() | st.integers(0, 40),
+    traffic=st.none() | st.dictionaries(st.integers(1, 40), st.floats(0.1, 1), min_size=1),
+)
+def test_a_loaded_plan_is_the_saved_one(
+    tmp_path_factory: pytest.TempPathFactory, limit: int | None, reqs: int, **arguments: Any
+) -> None:
+    if limit is not None:
+        cost = lambda mode, own: GraphCost(graphs=1 + (mode is GraphMode.PIECEWISE))  # noqa: E731
+        arguments["budget"] = Budget(graphs=limit, cost=cost, notes=("a note",))
+    saved = Plan(**arguments, max_num_reqs=reqs, max_num_tokens=100, platform="cpu")
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    saved.save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanChangedWarning)
+        loaded = Plan.load(path, platform="cpu")
+    assert loaded.fingerprint == saved.fingerprint == json.loads(path.read_text())["fingerprint"]
+    assert (loaded.keys, loaded.resolution) == (saved.keys, saved.resolution)
+    assert str(loaded) == str(saved)
+
+
+def test_a_plan_for_another_device_is_resolved_again_and_says_what_changed(tmp_path: Path) -> None:
+    saved = Plan("FULL", max_num_reqs=64, platform="cpu")
+    saved.save(tmp_path / "plan.json")
+    with pytest.warns(PlanChangedWarning, match=r"platform: cpu -> small[\s\S]*graphs: - FULL"):
+        loaded = Plan.load(tmp_path / "plan.json", platform=SmallPlatform())
+    assert max(key[1].num_tokens for key in loaded.keys) == 16
+    assert any("graphs" in line for line in saved.differences(loaded))
+    with pytest.warns(PlanChangedWarning), runner(saved, platform=SmallPlatform()) as small:
+        assert small.plan.keys == loaded.keys
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace('"max_num_reqs": 8', '"max_num_reqs": 9'),
+        lambda text: text.replace('"graphrt_plan": 1', '"graphrt_plan": 2'),
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "{}",
+    ],
+)
+def test_a_damaged_file_is_no_plan(tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "plan.json"
+    Plan("FULL", max_num_reqs=8, platform="cpu").save(path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(PlanFileError, match="no plan"):
+        Plan.load(path)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match="missing"):
+        Plan.load(tmp_path / "missing.json")
+    with pytest.raises(PlanFileError, match="cannot be written"):
+        Plan(sizes=[1], platform="cpu").save(tmp_path / "missing" / "plan.json")
+
+
+def test_a_variant_that_json_has_not_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    planned = Plan(sizes=[1], variants=[object()], platform="cpu")
+    with pytest.raises(InvalidOptionError, match="variant"):
+        planned.save(tmp_path / "plan.json")
+    assert list(tmp_path.iterdir()) == []
