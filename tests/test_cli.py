@@ -68,7 +68,12 @@ def test_the_streams_of_an_npu_are_planned_without_one():
     pieces = [graph["num_tokens"] for graph in plan["graphs"] if graph["mode"] == "PIECEWISE"]
     assert (len(full), full[0], full[-1]) == (35, 256, 1)
     assert (len(pieces), pieces[:2], pieces[-1]) == (9, [512, 384], 1)
-    assert plan["total"]["streams"] == 35 * 3 + 9 * 195 <= plan["budget"]["streams"] == 1902
+    assert (
+        plan["total"]["streams"]
+        == 35 * 3 + 9 * 195
+        <= plan["arguments"]["budget"]["streams"]
+        == 1902
+    )
     assert len(plan["left_out"]) == 51 - 9
     assert "needs 195 streams" in plan["left_out"][0]["why"]
 

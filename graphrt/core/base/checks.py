@@ -105,6 +105,8 @@ def sequence(key: str, value: object, expected: str, example: str) -> tuple[obje
 
 def operators(key: str, value: object) -> object:
     expected, example = "operator names: ns::op or ns::op.overload", f'{key}=["aten::mm"]'
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
     names = sequence(key, [value] if isinstance(value, str) else value, expected, example)
     for name in names:
         if not isinstance(name, str) or not _OPERATOR.fullmatch(name):

@@ -77,7 +77,7 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
             _collect(getattr(tree, field.name), found)
 
 
-def layout(tensor: torch.Tensor) -> tuple[object, ...]:
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """What a graph bakes in about a tensor: address, shape, strides, dtype and device."""
     return (
         tensor.data_ptr(),

@@ -13,18 +13,18 @@ from graphrt.core.base import tree
 from graphrt.core.base.errors import (
     CaptureError,
     InvalidModeError,
-    StaleInputError,
 )
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
+from graphrt.core.capture.arguments import arguments_of, check_arguments
 from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Capture
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.device.platform import Capability
 from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.replay.entry import Entry, layouts
+from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import SegmentHooks, graphs_of
 
@@ -138,7 +138,7 @@ class GraphWrapper:
             if entry is None:
                 return self._first_call(context, args, kwargs)
         if hot.checked:
-            self._check_inputs(entry, args, kwargs)
+            check_arguments(entry, args, kwargs)
         pool = hot.pool
         owner = pool.owner
         if owner is not None and owner is not context:
@@ -302,7 +302,7 @@ class GraphWrapper:
             if options.outputs == "static":
                 result = self._to_static(result)
         outputs = tree.map_tensors(capture.captured_ref, result)
-        inputs = layouts(args, kwargs)
+        inputs = arguments_of(args, kwargs)
         transaction = context.capture
         entry = Entry(
             descriptor, tuple(capture.parts), outputs, inputs, transaction or context.token
@@ -341,26 +341,6 @@ class GraphWrapper:
     def _to_static(self, result: Any) -> Any:
         fixed, _ = self._statics.fix(0, result, stays=lambda path, tensor: False)
         return fixed
-
-    def _check_inputs(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now = layouts(args, kwargs)
-        if now == entry.inputs:
-            return
-        before = dict(entry.inputs)
-        for path, layout in now:
-            if before.get(path) != layout:
-                raise StaleInputError(
-                    f"argument {path} is not where the graph of [{entry.descriptor}] reads it",
-                    got=layout,
-                    expected=before.get(path, "no such tensor at capture"),
-                    advice="copy into the captured tensor, or let GraphRunner own the buffers",
-                )
-        raise StaleInputError(
-            f"the graph of [{entry.descriptor}] was captured with other arguments",
-            got=[path for path, _ in now],
-            expected=[path for path, _ in entry.inputs],
-            advice="call the wrapper with the same arguments at every step",
-        )
 
 
 def _itself(leaf: Any) -> Any:

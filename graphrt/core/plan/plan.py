@@ -160,7 +160,7 @@ class Plan:
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""
-        check_arguments(changes)
+        check_plan_arguments(changes)
         arguments: Any = {**self.arguments, **changes}
         return Plan(**arguments, platform=self.platform if platform is None else platform)
 
@@ -249,7 +249,7 @@ class Plan:
         return plan
 
 
-def check_arguments(given: Iterable[str]) -> None:
+def check_plan_arguments(given: Iterable[str]) -> None:
     """Raise `InvalidOptionError` for names that are no arguments of a plan."""
     unknown = sorted(set(given) - PlanArguments.__annotations__.keys())
     if unknown:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
 from graphrt.core.base.errors import DeviceHangError, MissingUpdateError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -119,15 +118,3 @@ def _can_change(outputs: Any) -> bool:
     if type(outputs) is tuple:
         return any(map(_can_change, outputs))
     return not isinstance(outputs, torch.Tensor | None)
-
-
-def layouts(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    found = []
-    for path, leaf in tree.leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor):
-            found.append((path, tree.layout(leaf)))
-        elif isinstance(leaf, int | float | str | None):
-            found.append((path, (leaf,)))
-    return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,7 +10,10 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device.figures import SharingFigures, UpdateFigures
 from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.inputs.static import StaticInputs
 from graphrt.core.plan.resolution import ModeResolution
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import DroppedGraph, GraphRecord
 
 
@@ -56,7 +60,35 @@ class RunnerReport:
         return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
 
-def total_of(figures: Iterable[int | None]) -> int | None:
-    """The sum of the figures that are known; None if none is."""
+def report_of(
+    resolution: ModeResolution,
+    graphs: GraphSet,
+    pool: GraphPool,
+    inputs: StaticInputs,
+    live_tokens: int,
+) -> RunnerReport:
+    """The figures of a runner's graphs, and of its steps with so many live tokens."""
+    steps, records = graphs.dispatcher.hits(), tuple(graphs.records)
+    reasons = Counter(graphs.dispatcher.counts())
+    for owner in graphs.owners():
+        reasons.update(owner.eager_calls)
+    return RunnerReport(
+        resolution=resolution,
+        graphs=records,
+        steps=steps,
+        reasons={reason: reasons[reason] for reason in Reason},
+        live_tokens=live_tokens,
+        padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
+        pool_bytes=pool.bytes(),
+        driver_bytes=_total(record.driver_bytes for record in records),
+        capture_s=sum(record.capture_s for record in records),
+        sharing=pool.sharing_figures(),
+        updates=pool.update_figures(),
+        dropped=tuple(graphs.dropped),
+        staging_waits=inputs.staging_waits,
+    )
+
+
+def _total(figures: Iterable[int | None]) -> int | None:
     known = [figure for figure in figures if figure is not None]
     return sum(known) if known else None

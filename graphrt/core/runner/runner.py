@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,16 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.dispatch.uniform import live_query_len
 from graphrt.core.inputs.outputs import OutputAxes
+from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.inputs.static import StaticInputs, nest
 from graphrt.core.plan.compiled import all_compiled
-from graphrt.core.plan.plan import Plan, PlanArguments, check_arguments
+from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.compiled import pool_of, with_forward
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
-from graphrt.core.runner.report import RunnerReport, total_of
+from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.session import Progress
 from graphrt.core.runner.updates import LastUpdates
 from graphrt.core.trust.verify import check_equal
@@ -76,7 +76,7 @@ class GraphRunner:
                 expected="either",
                 advice="plan.replace(...), or leave plan out",
             )
-        check_arguments(arguments)
+        check_plan_arguments(arguments)
         self.options = options or GraphOptions()
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         compiled = with_forward(forward, all_compiled(announced))
@@ -153,7 +153,7 @@ class GraphRunner:
         `at_least` tokens and `at_most_mode` are what ranks have agreed on.
         """
         if batch is None:
-            batch = self.batch_of(values)
+            batch = batch_of(self.inputs, values)
         found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
         if self.graphs.sealing.may_capture:
             wanted = self.graphs.wanted(batch, found, at_least, at_most_mode)
@@ -214,7 +214,7 @@ class GraphRunner:
         verify forwards that draw random numbers.
         """
         if batch is None:
-            batch = self.batch_of(values)
+            batch = batch_of(self.inputs, values)
         saved = SavedState(self.graphs.state, self.options.state_limit_bytes)
         outputs = self.step(batch, values, updates=updates, metadata=metadata)
         outputs = tree.map_tensors(torch.Tensor.clone, outputs)
@@ -272,25 +272,8 @@ class GraphRunner:
 
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
-        steps, owners = self.dispatcher.hits(), self.graphs.owners()
-        reasons = Counter(self.dispatcher.counts())
-        for owner in owners:
-            reasons.update(owner.eager_calls)
-        records = tuple(self.graphs.records)
-        return RunnerReport(
-            resolution=self.plan.resolution,
-            graphs=records,
-            steps=steps,
-            reasons={reason: reasons[reason] for reason in Reason},
-            live_tokens=self._live_tokens,
-            padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
-            pool_bytes=self.pool.bytes(),
-            driver_bytes=total_of(record.driver_bytes for record in records),
-            capture_s=sum(record.capture_s for record in records),
-            sharing=self.pool.sharing_figures(),
-            updates=self.pool.update_figures(),
-            dropped=tuple(self.graphs.dropped),
-            staging_waits=self.inputs.staging_waits,
+        return report_of(
+            self.plan.resolution, self.graphs, self.pool, self.inputs, self._live_tokens
         )
 
     def _run_padded(
@@ -307,9 +290,9 @@ class GraphRunner:
         context.num_reqs = step.reqs
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
-            reqs = self._reqs_of(batch, values)
+            reqs = reqs_of(self.inputs, batch, values)
         if not 1 <= reqs <= step.reqs:
-            raise _wrong_requests(reqs, step.reqs)
+            raise wrong_requests(reqs, step.reqs)
         if found.mode is GraphMode.PIECEWISE:
             context.query_len = live_query_len(batch)
         if self.pool.closed:
@@ -346,7 +329,7 @@ class GraphRunner:
                 got=batch,
                 expected=f"a batch that one of {len(self.plan.keys)} graphs serves",
             )
-        tokens, reqs = batch.num_tokens, self._reqs_of(batch, values)
+        tokens, reqs = batch.num_tokens, reqs_of(self.inputs, batch, values)
         context = ForwardContext(
             GraphMode.NONE, found.descriptor, -1, updates, metadata, num_reqs=reqs
         )
@@ -372,30 +355,6 @@ class GraphRunner:
         missing = found.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
         return missing and wanted is not GraphMode.NONE
 
-    def batch_of(self, values: Mapping[str, Any]) -> Batch:
-        """The batch that the shapes of a step's inputs describe."""
-        tokens, reqs = self.inputs.infer(values)
-        # Only this much is certain: with as many tokens as requests, each has exactly one.
-        return Batch(tokens, reqs, 1 if reqs is not None and tokens == reqs else None)
-
-    def _reqs_of(self, batch: Batch, values: Mapping[str, Any]) -> int:
-        if batch.num_reqs is not None:
-            return batch.num_reqs
-        if batch.query_len:
-            return batch.num_tokens // batch.query_len
-        reqs = self.inputs.infer(values)[1]
-        return min(batch.num_tokens, self.inputs.reqs) if reqs is None else reqs
-
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
-
-
-def _wrong_requests(reqs: int, most: int) -> InvalidBatchError:
-    """The error for a batch of no requests, or of more than there are rows for."""
-    return InvalidBatchError(
-        "the batch has more requests than the runner has rows for, or none",
-        got=reqs,
-        expected=f"1 to {most}",
-        advice=f"max_num_reqs={max(reqs, 1)}",
-    )

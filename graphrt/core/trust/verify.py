@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import VerificationError
-from graphrt.core.batch.descriptor import Batch
-from graphrt.core.capture.state import SavedState
 
 if TYPE_CHECKING:
-    from graphrt.core.runner.runner import GraphRunner
-
-
-def verify_step(
-    runner: GraphRunner,
-    batch: Batch | None,
-    values: Mapping[str, Any],
-    *,
-    updates: Any = None,
-    metadata: Any = None,
-) -> Any:
-    """Run one step by replay and once more eagerly; returns clones of its live outputs.
-
-    The runner's declared state is put back in between, so it is advanced once. Other effects
-    (the writes of a KV cache) happen twice, with equal values. A step that no graph serves is run
-    once. Raises `VerificationError` naming the output, if live rows are not equal bit for bit; do
-    not verify forwards that draw random numbers.
-    """
-    if batch is None:
-        batch = runner.batch_of(values)
-    saved = SavedState(runner.graphs.state, runner.options.state_limit_bytes)
-    outputs = runner.step(batch, values, updates=updates, metadata=metadata)
-    outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-    found = runner.last_dispatch
-    if found is None or found.slot < 0:
-        return outputs
-    saved.restore()
-    eager = runner.run_padded_eagerly(batch, found, values, updates, metadata)
-    check_equal(outputs, eager, f"{found.mode.name} [{found.descriptor}]")
-    return outputs
+    pass
 
 
 def check_equal(replayed: Any, eager: Any, what: str) -> None:

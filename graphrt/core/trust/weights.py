@@ -48,4 +48,4 @@ class AddressBook:
             named = list(source.items())
         else:
             named = [(str(place), tensor) for place, tensor in enumerate(source)]
-        return {name: tree.layout(tensor) for name, tensor in named}
+        return {name: tree.identity(tensor) for name, tensor in named}

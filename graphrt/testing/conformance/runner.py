@@ -13,6 +13,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.breaks import eager_break
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.runner.host import Host
 from graphrt.core.runner.runner import GraphRunner
 from graphrt.testing.conformance.base import ConformanceBase
 
@@ -43,7 +44,7 @@ class RunnerConformance(ConformanceBase):
             "outputs": ("tokens", 8),
             "sizes": [2, 4],
             "platform": self.platform,
-            "state": [self.counter],
+            "host": Host(state=[self.counter]),
             **options,
         }
         return GraphRunner(forward, **arguments)

@@ -1,0 +1,47 @@
+"""The arguments that a graph was captured with, and whether a step has the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphrt.core.base import tree
+from graphrt.core.base.errors import StaleInputError
+from graphrt.core.replay.entry import Entry
+
+
+def arguments_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    """Every argument that a graph bakes in, with its path in the call: tensors by where and what
+    they are, plain values as they are."""
+    found = []
+    for path, leaf in tree.leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            found.append((path, tree.identity(leaf)))
+        elif isinstance(leaf, int | float | str | None):
+            found.append((path, (leaf,)))
+    return tuple(found)
+
+
+def check_arguments(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `StaleInputError` unless a graph's arguments are what it was captured with."""
+    now = arguments_of(args, kwargs)
+    if now == entry.inputs:
+        return
+    before = dict(entry.inputs)
+    for path, bound in now:
+        if before.get(path) != bound:
+            raise StaleInputError(
+                f"argument {path} is not where the graph of [{entry.descriptor}] reads it",
+                got=bound,
+                expected=before.get(path, "no such tensor at capture"),
+                advice="copy into the captured tensor, or let GraphRunner own the buffers",
+            )
+    raise StaleInputError(
+        f"the graph of [{entry.descriptor}] was captured with other arguments",
+        got=[path for path, _ in now],
+        expected=[path for path, _ in entry.inputs],
+        advice="call the wrapper with the same arguments at every step",
+    )
