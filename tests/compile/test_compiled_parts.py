@@ -1,4 +1,4 @@
-"""What a runner finds out about the compiled parts of its forward, and what it does with them."""
+"""Compiled parts of a forward: announced, or refused where they take part in a capture."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from graphrt.core.runner.parts import compilables
 from torch import nn
 
-from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec
+from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, PieceProvider, Plan
 from graphrt.compile import CompileOptions, RetraceError, compile_module, opaque
-from graphrt.core.base.errors import InvalidOptionError, ModeNotSupportedError, StaleInputError
+from graphrt.core.base.errors import (
+    InvalidOptionError,
+    ModeNotSupportedError,
+    StaleInputError,
+    UnannouncedPartError,
+)
 from graphrt.core.capture.options import GraphOptions
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
@@ -56,15 +60,23 @@ class Larger(nn.Module):
         return self.model(x)
 
 
+class Worker:
+    __slots__ = ("model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
 class Engine:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.worker = Worker(model)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x)
+        return self.worker.model(x)
 
 
 def with_helper(model: nn.Module) -> Callable[..., Any]:
@@ -93,21 +105,67 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "dict": lambda model: (lambda nets: lambda x: nets["main"](x))({"main": model}),
     "engine": Engine,
     "engine's method": lambda model: Engine(model).step,
+    "default argument": lambda model: lambda x, model=model: model(x),
+    "large dict": lambda model: (lambda nets: lambda x: nets[0](x))(
+        dict.fromkeys(range(300), model)
+    ),
     "larger module": Larger,
 }
+MODULES = ("module", "larger module")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_compiled_parts_are_found(module, way):
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in MODULES])
+def test_a_part_that_nobody_announced_is_refused_however_it_is_reached(module, way, mode):
     compiled = compile_module(module, ["x"])
-    assert compilables(WAYS[way](module)) == [compiled]
+    with runner(WAYS[way](module), mode=mode) as run:
+        with pytest.raises(UnannouncedPartError, match=r"compiled=\["):
+            run.capture()
+        assert run.dispatcher.published == ()
+        x = torch.randn(4, 4)
+        assert torch.equal(run(DECODE, x=x), copy.deepcopy(module)(x))
+    with runner(WAYS[way](module), mode=mode, compiled=[compiled]) as run:
+        run.capture()
+        run.verify(DECODE, x=torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("way", MODULES)
+def test_modules_announce_what_is_compiled_in_them(module, way):
+    compiled = compile_module(module, ["x"])
+    with runner(WAYS[way](module)) as run:
+        assert list(run.plan.compiled) == [compiled]
+        run.capture()
+
+
+def test_a_part_is_announced_by_itself_or_by_its_module(module):
+    compiled = compile_module(module, ["x"])
+    for announced in (compiled, module, Larger(module)):
+        planned = Plan(sizes=[4], compiled=[announced, compiled], platform="cpu")
+        assert list(planned.compiled) == [compiled]
+
+
+def test_a_saved_plan_knows_what_its_parts_meant(module, tmp_path):
+    pool = GraphPool("cpu")
+    compiled = compile_module(module, ["x"], pool=pool)
+    planned = Plan("PIECEWISE", sizes=[4], compiled=[compiled], platform="cpu")
+    planned.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", platform="cpu")
+    assert loaded.pieces is planned.pieces is PieceProvider.FX
+    assert loaded.fingerprint == planned.fingerprint
+    run = GraphRunner(lambda x: module(x), loaded, inputs=X, outputs=("tokens", 4))
+    with run, pytest.raises(UnannouncedPartError):
+        run.capture()
+    loaded = Plan.load(tmp_path / "plan.json", platform="cpu", compiled=[compiled])
+    with GraphRunner(lambda x: module(x), loaded, inputs=X, outputs=("tokens", 4)) as run:
+        run.capture()
+        run.verify(DECODE, x=torch.randn(4, 4))
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("way", WAYS)
 def test_recapture_takes_weights_that_were_replaced(module, way, mode):
-    compile_module(module, ["x"])
-    with runner(WAYS[way](module), mode=mode) as run:
+    compiled = compile_module(module, ["x"])
+    with runner(WAYS[way](module), mode=mode, compiled=[compiled]) as run:
         run.capture()
         run.weights_changed()
         torch.manual_seed(1)
@@ -130,23 +188,14 @@ def test_objects_that_only_look_like_parts_are_none():
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("asked for an attribute")
 
-    proxy, model = Answering(), Parted()
-    assert compilables(lambda x: (proxy, model(x))) == []
-
-
-draft = compile_module(Parted(), ["x"])
-
-
-def test_an_attribute_is_no_global_of_its_name(module):
-    big = Engine(module)
-    big.draft = lambda x: x
-    assert compilables(lambda x: big.draft(x)) == []
+    with pytest.raises(InvalidOptionError, match="no compiled part"):
+        runner(lambda x: x, compiled=[Answering()])
 
 
 def test_an_argument_that_moves_is_an_error_and_not_an_old_value(module):
     pool = GraphPool("cpu")
     compile_module(module, ["x"], pool=pool)
-    with runner(lambda x: module(torch.relu(x)), pool) as run:
+    with runner(lambda x: module(torch.relu(x)), pool, compiled=[module]) as run:
         run.capture()
         with pytest.raises(StaleInputError, match="without pool="):
             steps_until_it_moves(run, module)
@@ -164,7 +213,7 @@ def steps_until_it_moves(run: GraphRunner, module: nn.Module) -> None:
 
 def test_without_a_pool_a_larger_forward_is_captured_around_the_module(module):
     compile_module(module, ["x"])
-    with runner(lambda x: module(torch.relu(x))) as run:
+    with runner(lambda x: module(torch.relu(x)), compiled=[module]) as run:
         run.capture()
         for batch in (DECODE, MIXED, Batch(3, 3)):
             run.verify(batch, x=torch.randn(batch.num_tokens, 4))
@@ -175,7 +224,7 @@ def test_parts_may_follow_each_other(module):
     parts = [module, copy.deepcopy(module)]
     for part in parts:
         compile_module(part, ["x"], pool=pool)
-    with runner(lambda x: parts[1](parts[0](x)), pool) as run:
+    with runner(lambda x: parts[1](parts[0](x)), pool, compiled=parts) as run:
         run.capture()
         for batch in (DECODE, MIXED):
             run.verify(batch, x=torch.randn(4, 4))
@@ -215,7 +264,7 @@ def test_a_part_without_graphs_leaves_none_to_the_runner(module):
     compile_module(module, ["x"], graphs=False)
     with runner(module) as run:
         assert run.mode is GraphMode.NONE
-        assert run.resolution.steps[-1].rule == "graphs-off"
+        assert run.plan.resolution.steps[-1].rule == "graphs-off"
         run.capture()
         run(DECODE, x=torch.randn(4, 4))
     with pytest.raises(ModeNotSupportedError, match="graphs=False"):
