@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from graphrt.accelerator import library
-from graphrt.accelerator.captures import Captures, current
+from graphrt.accelerator.captures import AcceleratorCaptures, current
 from graphrt.accelerator.memory import GraphMemory
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.figures import MemoryFigures
 from graphrt.core.device.platform import Availability, Capability, Platform
 
@@ -29,7 +31,7 @@ class AcceleratorPlatform(Platform):
     capabilities = frozenset({Capability.CAPTURE, Capability.STREAMS})
 
     def __init__(self) -> None:
-        self._captures = Captures()
+        self._captures = AcceleratorCaptures()
         self._snapshot: library.Snapshot | None = None
         self._found = Availability(False)
 
@@ -45,13 +47,9 @@ class AcceleratorPlatform(Platform):
     def _look_at(self, device_type: str) -> None:
         self.device_type = device_type
         self._snapshot = library.pool_snapshot(device_type)
-        optional = {
-            Capability.SHARED_POOL: self._snapshot is not None,
-            Capability.MEMORY_FIGURES: library.memory_info() is not None,
-        }
-        self.capabilities = type(self).capabilities.union(
-            capability for capability, there in optional.items() if there
-        )
+        self.capabilities = type(self).capabilities
+        if self._snapshot is not None:
+            self.capabilities |= {Capability.SHARED_POOL}
 
     def get_static_graph_wrapper_cls(self) -> str:
         return "graphrt.accelerator.AcceleratorGraphWrapper"
@@ -71,8 +69,7 @@ class AcceleratorPlatform(Platform):
         self._captures.begin(graph, memory)
 
     def end_capture(self, graph: Any) -> bool:
-        self._captures.end(graph)
-        return True  # torch.accelerator does not tell an empty graph from another one
+        return self._captures.end(graph)
 
     def abort_capture(self, graph: Any) -> None:
         self._captures.abort(graph)
@@ -86,7 +83,7 @@ class AcceleratorPlatform(Platform):
         return memory.owns(tensor.untyped_storage().data_ptr())
 
     def weak_ref(self, memory: GraphMemory, tensor: torch.Tensor) -> torch.Tensor:
-        return library.alias(tensor)
+        return weak_alias(tensor)
 
     def memory_bytes(self, memory: GraphMemory) -> int | None:
         return memory.bytes()
@@ -134,3 +131,9 @@ class AcceleratorPlatform(Platform):
     def memory_figures(self) -> MemoryFigures | None:
         found = library.memory_info()
         return None if found is None else MemoryFigures(*found)
+
+
+class AcceleratorGraphWrapper(GraphWrapper):
+    """A `GraphWrapper` whose graphs are those of `torch.accelerator`."""
+
+    platform_name = "accelerator"

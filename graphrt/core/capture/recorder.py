@@ -20,10 +20,12 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.garbage import frozen_gc
 from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode, unseen
+from graphrt.core.base.torch_names import has_kernel, schemas_of_operator
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.source import source_of
-from graphrt.core.device.platform import Capability, DeviceGraph
+from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.platform import Capability
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import (
@@ -302,7 +304,7 @@ class _BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
 def _check_break(name: str) -> None:
     """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
     base, _, overload = name.partition(".")
-    overloads = [s.overload_name for s in torch._C._jit_get_schemas_for_operator(base)]
+    overloads = [s.overload_name for s in schemas_of_operator(base)]
     if overload:
         overloads = [known for known in overloads if known == overload]
     if not overloads:
@@ -314,10 +316,7 @@ def _check_break(name: str) -> None:
         )
     functional = [known for known in overloads if not known.endswith("out")] or overloads
     full_names = [f"{base}.{known}" if known else base for known in functional]
-    if any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-        for full in full_names
-    ):
+    if any(has_kernel(full, "CompositeImplicitAutograd") for full in full_names):
         raise InvalidOptionError(
             "a composite operator is taken apart before it can be seen, so it cannot be a break",
             got=repr(name),

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from graphrt.core.base.errors import InvalidOptionError, PoolBusyError, PoolClosedError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.device.figures import SharingFigures, UpdateFigures
+from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.lookup import resolve_platform
-from graphrt.core.device.platform import Capability, DeviceGraph, Platform
+from graphrt.core.device.platform import Capability, Platform
 
 if TYPE_CHECKING:
     from graphrt.core.capture.wrapper import GraphWrapper

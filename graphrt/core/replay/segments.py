@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.device.platform import DeviceGraph, Platform
+from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.platform import Platform
 
 if TYPE_CHECKING:
     from graphrt.core.replay.tasks import UpdatableTask
