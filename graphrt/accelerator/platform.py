@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 
-from graphrt.accelerator import library
 from graphrt.accelerator.captures import AcceleratorCaptures, current
+from graphrt.accelerator.library import (
+    Snapshot,
+    availability,
+    device_type,
+    memory_info,
+    pool_snapshot,
+)
 from graphrt.accelerator.memory import GraphMemory
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.alias import weak_alias
@@ -32,21 +38,21 @@ class AcceleratorPlatform(Platform):
 
     def __init__(self) -> None:
         self._captures = AcceleratorCaptures()
-        self._snapshot: library.Snapshot | None = None
+        self._snapshot: Snapshot | None = None
         self._found = Availability(False)
 
     def availability(self) -> Availability:
         # Once found it is not asked again: that works on the device, which every new pool would
         # do while another thread may be capturing.
         if not self._found.available:
-            self._found = library.availability()
+            self._found = availability()
             if self._found.available:
-                self._look_at(library.device_type() or self.device_type)
+                self._look_at(device_type() or self.device_type)
         return self._found
 
     def _look_at(self, device_type: str) -> None:
         self.device_type = device_type
-        self._snapshot = library.pool_snapshot(device_type)
+        self._snapshot = pool_snapshot(device_type)
         self.capabilities = type(self).capabilities
         if self._snapshot is not None:
             self.capabilities |= {Capability.SHARED_POOL}
@@ -129,7 +135,7 @@ class AcceleratorPlatform(Platform):
     # Figures ---------------------------------------------------------------------------------
 
     def memory_figures(self) -> MemoryFigures | None:
-        found = library.memory_info()
+        found = memory_info()
         return None if found is None else MemoryFigures(*found)
 
 

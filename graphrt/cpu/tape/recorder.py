@@ -12,7 +12,7 @@ from graphrt.core.base.errors import RefusedOpError, TaskContractError
 from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.core.capture.source import Source, user_source
 from graphrt.cpu.arena import Arena
-from graphrt.cpu.tape import refusals
+from graphrt.cpu.private_torch import disabled_dispatch
 from graphrt.cpu.tape.lowering import (
     Call,
     Lowered,
@@ -22,6 +22,7 @@ from graphrt.cpu.tape.lowering import (
     replay_guard,
 )
 from graphrt.cpu.tape.operators import Operator, operator_of
+from graphrt.cpu.tape.refusals import check_recordable
 from graphrt.cpu.tape.tensors import core, replace_tensors, storage_of, storages_of, tensors_in
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -81,7 +82,7 @@ class Tape(ThreadMode):
         if self.failure is not None:
             raise self.failure
         op = operator_of(func)
-        refusals.check(op, args, kwargs)
+        check_recordable(op, args, kwargs)
         if op.composite:
             with self:
                 whole = func.decompose(*args, **kwargs)
@@ -322,7 +323,7 @@ class Tape(ThreadMode):
 
 def _has_own_dispatch(kind: type) -> bool:
     own = getattr(kind, "__torch_dispatch__", None)
-    return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+    return own is not None and own is not disabled_dispatch
 
 
 def _with_autocast(op: Operator, call: Call) -> Call:
