@@ -79,7 +79,7 @@ class CompiledCalls:
         tape = self.tape
         args, kwargs, result = values["args"], values["kwargs"], values["result"]
         call = _Reissue(frame, values)
-        weak_args, weak_kwargs = tape.weak_in_place((args, kwargs))
+        weak_args, weak_kwargs = tape.aliases.weak_in_place((args, kwargs))
         # The forward keeps the tensors it was given, so those become the recorded outputs.
         _, copies, tokens = tape.keep_fresh(result, storages_of((args, kwargs)))
         lowered = Lowered("opaque", Call(call, (weak_args, weak_kwargs)), copies, checked=True)
