@@ -1,6 +1,5 @@
 """Any device that registers graphs with torch (`torch.accelerator.Graph`)."""
 
-from graphrt.accelerator.platform import AcceleratorPlatform
-from graphrt.accelerator.wrapper import AcceleratorGraphWrapper
+from graphrt.accelerator.platform import AcceleratorGraphWrapper, AcceleratorPlatform
 
 __all__ = ["AcceleratorGraphWrapper", "AcceleratorPlatform"]

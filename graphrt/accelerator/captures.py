@@ -1,38 +1,29 @@
-"""The captures under way: begun, ended, or taken back so that the next one works."""
+"""Captures of any device: begun, ended, or taken back so that the next one works."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from graphrt.accelerator.memory import GraphMemory, PoolHandle, captured_pool
-from graphrt.core.base.errors import CaptureError, NestedCaptureError
-
-_undead: list[Any] = []
-
-
-@dataclass
-class _Open:
-    stream: torch.Stream
-    memory: GraphMemory
-    handle: PoolHandle | None
-    begun: bool = False
+from graphrt.accelerator.memory import GraphMemory
+from graphrt.core.base.errors import CaptureError
+from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.core.device.pool_memory import captured_pool, never_destroy
 
 
-class Captures:
+class AcceleratorCaptures(Captures[GraphMemory]):
     """The stream and the memory of every open capture, and the streams that were lost to one."""
 
     def __init__(self) -> None:
-        self._open: dict[Any, _Open] = {}
+        super().__init__()
         self._lost: set[int] = set()
         self._replaced: dict[int, torch.Stream] = {}
 
-    def begin(self, graph: Any, memory: GraphMemory) -> None:
+    def _stream_to_capture(self) -> torch.Stream:
         """Raises `NestedCaptureError` if the current stream is being captured already, and
         `CaptureError` if a capture on it could not be ended and the device has no other."""
         stream = torch.accelerator.current_stream()
@@ -43,30 +34,26 @@ class Captures:
                 advice="find out why captures fail, and start the process anew",
             )
         if is_capturing(stream):
-            raise NestedCaptureError(
-                "the current stream is being captured already",
-                expected="a stream outside of any capture",
-                advice="do not call graphrt inside `with torch.accelerator.Graph()`",
-            )
-        opened = _Open(stream, memory, memory.handle())
-        self._open[graph] = opened
+            raise nested_capture("`with torch.accelerator.Graph()`")
+        return stream
+
+    def _begin(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
         graph.graph_pool = opened.handle
         # In the device's own error mode: XPU warns about every other one at every capture.
         graph.capture_begin()
-        opened.begun = True
 
-    def end(self, graph: Any) -> None:
+    def _end(self, graph: Any, opened: OpenCapture[GraphMemory]) -> bool:
         graph.capture_end()
-        self._open.pop(graph).memory.add(graph)
+        opened.memory.add(graph)
+        return True  # torch.accelerator does not tell an empty graph from another one
 
-    def abort(self, graph: Any) -> None:
-        opened = self._open.pop(graph, None)
-        if opened is None or (opened.begun and _ended(graph, opened.stream)):
+    def _take_back(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
+        if opened.begun and _ended(graph, opened.stream):
             graph.reset()
             return
         # There is no call that takes back half a begin or a failed end: allocators may still ask
         # this graph whether an allocation on this stream is part of it.
-        _undead.append(graph)
+        never_destroy(graph)
         opened.memory.abandon(opened.handle)
         self._lost.add(opened.stream.stream_id)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.platform import Availability
 
 Snapshot = Callable[[], Sequence[Mapping[str, Any]]]
@@ -68,16 +70,6 @@ def memory_info() -> tuple[int, int] | None:
     return free, total
 
 
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, not kept in use by it. Raises what torch raises where that cannot be had."""
-    owner = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(
-        owner.data_ptr(), tensor.device, owner.nbytes()
-    )
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
 def pool_snapshot(kind: str) -> Snapshot | None:
     """How to tell whose memory is, or None unless that and aliases are seen to work.
 
@@ -93,9 +85,16 @@ def pool_snapshot(kind: str) -> Snapshot | None:
             and 0 <= address - segment["address"] < segment["total_size"]
             for segment in read()
         )
-        weak = alias(probe[1:])
+        weak = weak_alias(probe[1:])
         works = weak.data_ptr() == probe[1:].data_ptr() and weak.cpu().tolist() == [1.0, 1.0]
-    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError):
+    except (
+        AssertionError,
+        AttributeError,
+        KeyError,
+        MissingTorchNameError,
+        RuntimeError,
+        TypeError,
+    ):
         # A missing operator, another form of snapshot, a device that torch was built without:
         # strong references do.
         return None

@@ -8,8 +8,7 @@ from weakref import WeakSet
 import torch
 
 from graphrt.accelerator.library import Snapshot
-
-PoolHandle = tuple[int, int]
+from graphrt.core.device.pool_memory import PoolHandle, captured_pool
 
 
 class GraphMemory:
@@ -78,15 +77,6 @@ class GraphMemory:
             if segment["device"] == self.device and tuple(segment["segment_pool_id"]) in pools
         ]
         self._ranges_version = version
-
-
-def captured_pool(graph: Any) -> PoolHandle | None:
-    """The pool of a graph that holds a finished capture, else None."""
-    try:
-        pool: PoolHandle = tuple(graph.pool())
-    except RuntimeError:
-        return None
-    return pool
 
 
 def _device_allocations(device: int) -> tuple[int | None, int | None]:

@@ -8,9 +8,17 @@ from typing import Any
 
 import torch
 
-from graphrt.accelerator import library
-from graphrt.accelerator.captures import Captures, current
+from graphrt.accelerator.captures import AcceleratorCaptures, current
+from graphrt.accelerator.library import (
+    Snapshot,
+    availability,
+    device_type,
+    memory_info,
+    pool_snapshot,
+)
 from graphrt.accelerator.memory import GraphMemory
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.figures import MemoryFigures
 from graphrt.core.device.platform import Availability, Capability, Platform
 
@@ -29,29 +37,25 @@ class AcceleratorPlatform(Platform):
     capabilities = frozenset({Capability.CAPTURE, Capability.STREAMS})
 
     def __init__(self) -> None:
-        self._captures = Captures()
-        self._snapshot: library.Snapshot | None = None
+        self._captures = AcceleratorCaptures()
+        self._snapshot: Snapshot | None = None
         self._found = Availability(False)
 
     def availability(self) -> Availability:
         # Once found it is not asked again: that works on the device, which every new pool would
         # do while another thread may be capturing.
         if not self._found.available:
-            self._found = library.availability()
+            self._found = availability()
             if self._found.available:
-                self._look_at(library.device_type() or self.device_type)
+                self._look_at(device_type() or self.device_type)
         return self._found
 
     def _look_at(self, device_type: str) -> None:
         self.device_type = device_type
-        self._snapshot = library.pool_snapshot(device_type)
-        optional = {
-            Capability.SHARED_POOL: self._snapshot is not None,
-            Capability.MEMORY_FIGURES: library.memory_info() is not None,
-        }
-        self.capabilities = type(self).capabilities.union(
-            capability for capability, there in optional.items() if there
-        )
+        self._snapshot = pool_snapshot(device_type)
+        self.capabilities = type(self).capabilities
+        if self._snapshot is not None:
+            self.capabilities |= {Capability.SHARED_POOL}
 
     def get_static_graph_wrapper_cls(self) -> str:
         return "graphrt.accelerator.AcceleratorGraphWrapper"
@@ -71,8 +75,7 @@ class AcceleratorPlatform(Platform):
         self._captures.begin(graph, memory)
 
     def end_capture(self, graph: Any) -> bool:
-        self._captures.end(graph)
-        return True  # torch.accelerator does not tell an empty graph from another one
+        return self._captures.end(graph)
 
     def abort_capture(self, graph: Any) -> None:
         self._captures.abort(graph)
@@ -86,7 +89,7 @@ class AcceleratorPlatform(Platform):
         return memory.owns(tensor.untyped_storage().data_ptr())
 
     def weak_ref(self, memory: GraphMemory, tensor: torch.Tensor) -> torch.Tensor:
-        return library.alias(tensor)
+        return weak_alias(tensor)
 
     def memory_bytes(self, memory: GraphMemory) -> int | None:
         return memory.bytes()
@@ -132,5 +135,11 @@ class AcceleratorPlatform(Platform):
     # Figures ---------------------------------------------------------------------------------
 
     def memory_figures(self) -> MemoryFigures | None:
-        found = library.memory_info()
+        found = memory_info()
         return None if found is None else MemoryFigures(*found)
+
+
+class AcceleratorGraphWrapper(GraphWrapper):
+    """A `GraphWrapper` whose graphs are those of `torch.accelerator`."""
+
+    platform_name = "accelerator"

@@ -1,7 +1,6 @@
 """ACL graphs on Ascend NPUs."""
 
 from graphrt.ascend.options import AscendOptions
-from graphrt.ascend.platform import AscendPlatform
-from graphrt.ascend.wrapper import ACLGraphWrapper
+from graphrt.ascend.platform import ACLGraphWrapper, AscendPlatform
 
 __all__ = ["ACLGraphWrapper", "AscendOptions", "AscendPlatform"]

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphrt.ascend.private_torch import (
+    memory_stats,
+    release_pool,
+    route_thread_to_pool,
+    stop_routing_to_pool,
+)
 from graphrt.core.device.pool_memory import Allocator, PoolMemory
 
 
 class GraphMemory(PoolMemory):
     """Allocator pools of NPU memory."""
 
-    def __init__(self, torch_npu: Any) -> None:
-        npu, c = torch_npu.npu, torch_npu._C
-        # torch_npu 2.11 has it under another name.
-        stop_routing = getattr(c, "_npu_endAllocateToPool", None)
+    def __init__(self, npu: Any) -> None:
         super().__init__(
             Allocator(
                 current_device=npu.current_device,
                 new_handle=npu.graph_pool_handle,
                 empty_cache=npu.empty_cache,
-                stats=c._npu_memoryStats,
+                stats=memory_stats,
                 snapshot=npu.memory_snapshot,
-                route_thread=c._npu_beginAllocateCurrentThreadToPool,
-                stop_routing=stop_routing or c._npu_endAllocateCurrentStreamToPool,
-                release_share=c._npu_releasePool,
+                route_thread=route_thread_to_pool,
+                stop_routing=stop_routing_to_pool,
+                release_share=release_pool,
             )
         )

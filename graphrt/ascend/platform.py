@@ -9,18 +9,26 @@ from typing import Any
 
 import torch
 
-from graphrt.ascend.captures import Captures
-from graphrt.ascend.driver import launch_queue
-from graphrt.ascend.driver.explain import explain
-from graphrt.ascend.driver.library import availability, limits, torch_npu, versions
+from graphrt.ascend.captures import AclCaptures
+from graphrt.ascend.driver import (
+    availability,
+    explain,
+    has_queue_ended,
+    limits,
+    queue_ended,
+    torch_npu,
+    versions,
+)
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import AscendOptions, update_order_of
-from graphrt.ascend.update.streams import is_update_stream
-from graphrt.ascend.update.tasks import TaskHandle, Tasks
+from graphrt.ascend.private_torch import current_device, memory_stats, raw_stream_of, weak_ref
+from graphrt.ascend.update import TaskHandle, Tasks, is_update_stream
 from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.base.errors import CaptureError
+from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.figures import Limits, MemoryFigures
-from graphrt.core.device.platform import Availability, Capability, Platform, TaskUpdate
+from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.platform import Availability, Capability, Platform
 
 
 class AscendPlatform(Platform):
@@ -34,10 +42,7 @@ class AscendPlatform(Platform):
             Capability.SHARED_POOL,
             Capability.STREAMS,
             Capability.TASK_UPDATE,
-            Capability.EXTERNAL_EVENTS,
-            Capability.DEBUG_DUMP,
             Capability.RANDOM,
-            Capability.MEMORY_FIGURES,
         }
     )
 
@@ -49,10 +54,6 @@ class AscendPlatform(Platform):
     def options(self) -> AscendOptions:
         """How tasks are updated; raises `InvalidOptionError` for a bad variable."""
         return AscendOptions.from_environment() if self._options is None else self._options
-
-    @cached_property
-    def _torch_npu(self) -> Any:
-        return torch_npu()
 
     @cached_property
     def _npu(self) -> Any:
@@ -67,7 +68,7 @@ class AscendPlatform(Platform):
             self._npu,
             options.hang_timeout_s,
             options.on_hang,
-            lambda: self._captures.is_capturing(),
+            lambda: self._captures.is_any_open(),
         )
 
     @cached_property
@@ -80,8 +81,8 @@ class AscendPlatform(Platform):
         )
 
     @cached_property
-    def _captures(self) -> Captures:
-        return Captures(self._npu, self._tasks)
+    def _captures(self) -> AclCaptures:
+        return AclCaptures(self._npu, self._tasks)
 
     def availability(self) -> Availability:
         return availability()
@@ -95,7 +96,7 @@ class AscendPlatform(Platform):
     # Graphs and their memory -----------------------------------------------------------------
 
     def new_memory(self) -> GraphMemory:
-        return GraphMemory(self._torch_npu)
+        return GraphMemory(self._npu)
 
     def new_graph(self) -> Any:
         return self._npu.NPUGraph()
@@ -104,8 +105,7 @@ class AscendPlatform(Platform):
         self._captures.begin(graph, memory)
 
     def end_capture(self, graph: Any) -> bool:
-        self._captures.end(graph)
-        return True
+        return self._captures.end(graph)
 
     def abort_capture(self, graph: Any) -> None:
         self._captures.abort(graph)
@@ -119,16 +119,15 @@ class AscendPlatform(Platform):
         return memory.owns(tensor.untyped_storage().data_ptr())
 
     def weak_ref(self, memory: GraphMemory, tensor: torch.Tensor) -> torch.Tensor:
-        alias: torch.Tensor = self._torch_npu._C._weak_ref_tensor(tensor)
-        return alias
+        return weak_ref(tensor)
 
     def memory_bytes(self, memory: GraphMemory) -> int:
         return memory.bytes()
 
     def driver_bytes(self) -> int:
         free, total = self._npu.mem_get_info()
-        stats = self._torch_npu._C._npu_memoryStats(self._npu.current_device())
-        return int(total - free - stats["reserved_bytes"]["all"]["current"])
+        reserved = memory_stats(self._npu.current_device())["reserved_bytes"]["all"]
+        return int(total - free - reserved["current"])
 
     def release_memory(self, memory: GraphMemory) -> None:
         memory.clear()
@@ -158,14 +157,10 @@ class AscendPlatform(Platform):
             caller.wait_stream(stream)
 
     def current_stream_id(self) -> int:
-        c = self._torch_npu._C
-        # The other form of this call first waits for torch_npu's queue of launches.
-        raw: int = c._npu_getCurrentRawStreamNoWait(c._npu_getDevice())
-        return raw
+        return raw_stream_of()(current_device())
 
     def stream_id_reader(self) -> Callable[[], int]:
-        c = self._torch_npu._C
-        return partial(c._npu_getCurrentRawStreamNoWait, c._npu_getDevice())
+        return partial(raw_stream_of(), current_device())
 
     def current_stream(self) -> Any:
         return self._npu.current_stream()
@@ -199,7 +194,7 @@ class AscendPlatform(Platform):
     def explain(self, error: BaseException) -> CaptureError:
         if isinstance(error, CaptureError):
             return error
-        return launch_queue.ended_error() if launch_queue.has_ended(error) else explain(error)
+        return queue_ended() if has_queue_ended(error) else explain(error)
 
     # Tasks -----------------------------------------------------------------------------------
 
@@ -213,3 +208,9 @@ class AscendPlatform(Platform):
         self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
     ) -> None:
         self._tasks.replay(graph, updates, changed, name)
+
+
+class ACLGraphWrapper(GraphWrapper):
+    """A `GraphWrapper` whose graphs are ACL graphs."""
+
+    platform_name = "ascend"

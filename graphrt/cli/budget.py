@@ -110,10 +110,18 @@ def _streams(request: BudgetRequest, plan: Plan) -> Streams | None:
     if request.layers is None:
         return None
     # Late, so that the command starts without the platforms that are not asked about.
-    from graphrt.ascend.budget import streams
-    from graphrt.ascend.driver import library
+    from graphrt.ascend.budget import (
+        DEVICES,
+        STRUCTURAL,
+        Deployment,
+        device_named,
+        device_of,
+        stream_figures,
+        update_aclgraph_sizes,
+    )
+    from graphrt.ascend.driver import available_streams, device_name
 
-    model = streams.Deployment(
+    model = Deployment(
         request.layers,
         frozenset(request.domains),
         aiv=request.aiv,
@@ -121,19 +129,19 @@ def _streams(request: BudgetRequest, plan: Plan) -> Streams | None:
         multi_stream=request.multi_stream,
         draft_layers=request.draft_layers,
     )
-    profile = request.profile or streams.STRUCTURAL
+    profile = request.profile or STRUCTURAL
     available = None
     if request.device is not None:
-        device = streams.device_named(request.device)
+        device = device_named(request.device)
     elif platform.availability().available:
-        device = streams.device_of(library.device_name())
-        available = library.available_streams()
+        device = device_of(device_name())
+        available = available_streams()
     else:
-        device = streams.DEVICES["A2"]
-    figures = streams.stream_figures(profile, model, device, available=available)
+        device = DEVICES["A2"]
+    figures = stream_figures(profile, model, device, available=available)
     kept = None
-    if profile != streams.STRUCTURAL and mode.has_piecewise:
-        kept = streams.update_aclgraph_sizes(sizes.mixed, model, profile=profile, mode=mode)
+    if profile != STRUCTURAL and mode.has_piecewise:
+        kept = update_aclgraph_sizes(sizes.mixed, model, profile=profile, mode=mode)
     return Streams(
         profile,
         device.name,

@@ -66,7 +66,7 @@ def _platform(found: FoundPlatform) -> dict[str, Any]:
 def _notes() -> list[str]:
     if _version("torch_npu") is None:
         return []
-    from graphrt.ascend.driver.library import environment_notes
+    from graphrt.ascend.driver import environment_notes
 
     return list(environment_notes())
 

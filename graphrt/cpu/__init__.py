@@ -2,7 +2,6 @@
 
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph
-from graphrt.cpu.platform import CpuPlatform
-from graphrt.cpu.wrapper import CPUGraphWrapper
+from graphrt.cpu.platform import CPUGraphWrapper, CpuPlatform
 
 __all__ = ["Arena", "CPUGraphWrapper", "CpuPlatform", "TapeGraph"]

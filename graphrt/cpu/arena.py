@@ -14,6 +14,7 @@ from weakref import KeyedRef
 import torch
 
 from graphrt.core.base.errors import GraphRTError, PoolClosedError, PoolExhaustedError
+from graphrt.cpu.private_torch import conjugated, negated
 
 _ALIGN = 64
 _FIRST_CHUNK_BYTES = 256 * 1024
@@ -113,9 +114,9 @@ class Arena:
             chunk.storage, offset, tensor.size(), tensor.stride()
         )
         if tensor.is_conj():
-            weak = torch._conj(weak)
+            weak = conjugated(weak)
         if tensor.is_neg():
-            weak = torch._neg_view(weak)
+            weak = negated(weak)
         return weak
 
     def owns(self, tensor: torch.Tensor) -> bool:

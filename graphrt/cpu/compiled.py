@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from graphrt.core.capture.source import user_source
-from graphrt.cpu.tape.lowering import Call, Lowered
-from graphrt.cpu.tape.recorder import Step, Tape
-from graphrt.cpu.tape.refusals import HostReads
-from graphrt.cpu.tape.tensors import storages_of
+from graphrt.cpu.private_torch import (
+    dispatch_keys,
+    dispatch_keys_now,
+    hook_compiled_calls,
+    set_grad_enabled,
+)
+from graphrt.cpu.tape import Call, HostReads, Lowered, Step, Tape, storages_of
 
 # How this hooks in: the function that torch.compile returns is `compile_wrapper` of
 # torch/_dynamo/eval_frame.py. It calls that module's `_callback_from_stance` right before the
@@ -23,13 +26,12 @@ from graphrt.cpu.tape.tensors import storages_of
 # records the call; its result stays where it is. Where a torch version has another shape
 # (checked on the code object: before 2.12 the result is no local), nothing is paused, and the call
 # is recorded operator by operator, as Dynamo then runs it.
-_MODULE = "torch._dynamo.eval_frame"
 _NEEDED_LOCALS = frozenset({"args", "kwargs", "result", "call_succeeded"})
 _NEEDED_CELLS = frozenset({"fn", "self"})
 
 _lock = threading.Lock()
 _open_captures = 0
-_originals: tuple[Any, Any] | None = None
+_restore: Callable[[], None] | None = None
 _thread = threading.local()
 
 
@@ -77,7 +79,7 @@ class CompiledCalls:
         tape = self.tape
         args, kwargs, result = values["args"], values["kwargs"], values["result"]
         call = _Reissue(frame, values)
-        weak_args, weak_kwargs = tape.weak_in_place((args, kwargs))
+        weak_args, weak_kwargs = tape.aliases.weak_in_place((args, kwargs))
         # The forward keeps the tensors it was given, so those become the recorded outputs.
         _, copies, tokens = tape.keep_fresh(result, storages_of((args, kwargs)))
         lowered = Lowered("opaque", Call(call, (weak_args, weak_kwargs)), copies, checked=True)
@@ -94,21 +96,17 @@ class _Reissue:
             frame.f_globals,
             closure=tuple(CellType(values[name]) for name in frame.f_code.co_freevars),
         )
-        include = torch._C._dispatch_tls_local_include_set()
-        for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
-            include = include.remove(key)
-        self._include = include
-        self._exclude = torch._C._dispatch_tls_local_exclude_set()
+        self._include, self._exclude = dispatch_keys_now()
         self._grad = torch.is_grad_enabled()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Compiled code is guarded on this state, and would be compiled anew in any other.
-        with torch._C._ForceDispatchKeyGuard(self._include, self._exclude):
-            torch._C._set_grad_enabled(self._grad)
+        with dispatch_keys(self._include, self._exclude):
+            set_grad_enabled(self._grad)
             try:
                 return self._fn(*args, **kwargs)
             finally:
-                torch._C._set_grad_enabled(False)
+                set_grad_enabled(False)
 
 
 def _supports(code: CodeType) -> bool:
@@ -120,37 +118,25 @@ def _supports(code: CodeType) -> bool:
 
 
 def _install() -> None:
-    global _open_captures, _originals
+    global _open_captures, _restore
     with _lock:
         _open_captures += 1
-        module: Any = sys.modules.get(_MODULE)
-        if _originals is not None or module is None:
-            return
-        from_stance = getattr(module, "_callback_from_stance", None)
-        set_frame = getattr(module, "set_eval_frame", None)
-        skip_code = getattr(module, "skip_code", None)
-        if from_stance is None or set_frame is None or skip_code is None:
-            return
-        leaving = _leaving(set_frame)
-        # These run while Dynamo watches for frames to compile.
-        for code in (leaving.__code__, Tape.__torch_dispatch__.__code__):
-            skip_code(code)
-        _originals = (from_stance, set_frame)
-        module._callback_from_stance = _entering(from_stance)
-        module.set_eval_frame = leaving
+        if _restore is None:
+            # These run while Dynamo watches for frames to compile.
+            skipped = [Tape.__torch_dispatch__.__code__]
+            _restore = hook_compiled_calls(_entering, _leaving, skipped)
 
 
 def _uninstall() -> None:
-    global _open_captures, _originals
+    global _open_captures, _restore
     with _lock:
         _open_captures -= 1
-        if _open_captures == 0 and _originals is not None:
-            module: Any = sys.modules[_MODULE]
-            module._callback_from_stance, module.set_eval_frame = _originals
-            _originals = None
+        if _open_captures == 0 and _restore is not None:
+            _restore()
+            _restore = None
 
 
-def _entering(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _entering(original: Callable[[Any], Any]) -> FunctionType:
     def callback_from_stance(callback: Any) -> Any:
         effective = original(callback)
         watch: CompiledCalls | None = getattr(_thread, "watch", None)
@@ -158,6 +144,7 @@ def _entering(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             watch.enter(sys._getframe(1))
         return effective
 
+    assert isinstance(callback_from_stance, FunctionType)
     return callback_from_stance
 
 

@@ -14,18 +14,22 @@ from graphrt.core.base.errors import CaptureError, NestedCaptureError, TaskContr
 from graphrt.core.base.thread_mode import dispatch_modes, remove_dispatch_mode
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
-from graphrt.cpu.tape.lowering import Call, replay_guard
-from graphrt.cpu.tape.program import TaskCall, assemble
-from graphrt.cpu.tape.recorder import Step, Tape
-from graphrt.cpu.tape.refusals import HostReads
-from graphrt.cpu.tape.tensors import tensors_in
+from graphrt.cpu.private_torch import count_function_modes, no_torch_function, set_grad_enabled
+from graphrt.cpu.tape import (
+    Call,
+    HostReads,
+    Step,
+    Tape,
+    TaskCall,
+    assemble,
+    replay_guard,
+    tensors_in,
+)
 from graphrt.cpu.task import TaskHandle, reissue
 
 _thread = threading.local()
-_function_modes = torch._C._len_torch_function_stack
 _autocasts = torch.is_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
-_set_grad_enabled = torch._C._set_grad_enabled
 
 
 class TapeGraph:
@@ -104,9 +108,9 @@ class TapeGraph:
         run = self._run
         if run is None:
             raise CaptureError("nothing was captured into this graph", advice="capture first")
-        if _function_modes() or _autocasts("cpu"):
+        if count_function_modes() or _autocasts("cpu"):
             # What the caller has switched on would change the recorded operators.
-            with torch._C.DisableTorchFunction(), torch.autocast("cpu", enabled=False):
+            with no_torch_function(), torch.autocast("cpu", enabled=False):
                 self._issue(run)
         else:
             self._issue(run)
@@ -118,11 +122,11 @@ class TapeGraph:
             if not grad:
                 run()
                 return
-            _set_grad_enabled(False)
+            set_grad_enabled(False)
             try:
                 run()
             finally:
-                _set_grad_enabled(True)
+                set_grad_enabled(True)
 
     def reset(self) -> None:
         """Forget the capture; the addresses it used may be used again."""

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.figures import MemoryFigures
-from graphrt.core.device.platform import Availability, Capability, Platform, TaskUpdate
+from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.platform import Availability, Capability, Platform
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph
 from graphrt.cpu.task import TaskHandle
@@ -24,9 +26,7 @@ class CpuPlatform(Platform):
             Capability.CAPTURE,
             Capability.SHARED_POOL,
             Capability.TASK_UPDATE,
-            Capability.DEBUG_DUMP,
             Capability.RANDOM,
-            Capability.MEMORY_FIGURES,
         }
     )
     capture_executes = True
@@ -99,3 +99,9 @@ class CpuPlatform(Platform):
             for update in updates:
                 graph.update_task(update.handle, update.issue)
         graph.replay()
+
+
+class CPUGraphWrapper(GraphWrapper):
+    """A `GraphWrapper` whose graphs are tapes of operators."""
+
+    platform_name = "cpu"

@@ -10,8 +10,7 @@ import torch
 
 from graphrt.core.base.errors import TaskContractError
 from graphrt.core.base.thread_mode import ThreadMode
-from graphrt.cpu.tape.operators import Operator, operator_of
-from graphrt.cpu.tape.recorder import Step
+from graphrt.cpu.tape import Operator, Step, operator_of
 
 
 @dataclass(frozen=True, eq=False)

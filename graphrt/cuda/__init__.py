@@ -1,6 +1,5 @@
 """CUDA graphs on NVIDIA GPUs."""
 
-from graphrt.cuda.platform import CudaPlatform
-from graphrt.cuda.wrapper import CUDAGraphWrapper
+from graphrt.cuda.platform import CUDAGraphWrapper, CudaPlatform
 
 __all__ = ["CUDAGraphWrapper", "CudaPlatform"]

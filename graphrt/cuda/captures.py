@@ -1,4 +1,4 @@
-"""The captures under way: begun, ended, or taken back so that the next one works."""
+"""CUDA captures: begun, ended, or taken back so that the next one works."""
 
 from __future__ import annotations
 
@@ -7,75 +7,68 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError, NestedCaptureError
-from graphrt.cuda.driver import api as driver
-from graphrt.cuda.driver.forks import ForkWatch
+from graphrt.core.base.errors import CaptureError
+from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.cuda.driver import (
+    ForkWatch,
+    capture_is_invalidated,
+    captured_nodes,
+    end_capture,
+    restart_capture,
+)
 from graphrt.cuda.memory import GraphMemory
-from graphrt.cuda.update.tasks import Tasks
+from graphrt.cuda.update import Tasks
 
 
-class Captures:
+class CudaCaptures(Captures[GraphMemory]):
     """The stream and the memory of every open capture."""
 
     def __init__(self, tasks: Tasks) -> None:
+        super().__init__()
         self._tasks = tasks
-        self._open: dict[Any, tuple[torch.cuda.Stream, GraphMemory]] = {}
         self._forks = ForkWatch()
-
-    def begin(self, graph: Any, memory: GraphMemory) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise NestedCaptureError(
-                "the current stream is being captured already",
-                expected="a stream outside of any capture",
-                advice="do not call graphrt inside torch.cuda.graph",
-            )
-        handle = memory.handle()
-        self._open[graph] = torch.cuda.current_stream(), memory
-        # "global" would fail this capture for an unsafe call of any other thread.
-        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-        memory.add(graph)
-        self._forks.begin()
-
-    def end(self, graph: Any) -> bool:
-        """Finish the capture; False if it recorded nothing, and the graph is reset."""
-        stream, _ = self._open[graph]
-        self._forks.end()
-        # capture_end() of an invalidated capture leaves the allocator in a state that depends on
-        # the version of torch; abort() leaves a clean one.
-        if driver.capture_is_invalidated(stream.cuda_stream):
-            raise CaptureError(
-                "an error that the forward caught, or did not notice, had ended the capture",
-                advice="do not catch errors of device work inside the captured forward",
-            )
-        self._forks.check_joined(stream.cuda_stream)
-        if driver.captured_nodes(stream.cuda_stream) != 0:
-            graph.capture_end()
-            del self._open[graph]
-            return True
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
-            graph.capture_end()
-        del self._open[graph]
-        graph.reset()
-        return False
-
-    def memory_of(self, graph: Any) -> GraphMemory:
-        """The memory that an open capture allocates in."""
-        return self._open[graph][1]
 
     def abort(self, graph: Any) -> None:
         self._forks.end()
         self._tasks.abort(graph)
-        opened = self._open.pop(graph, None)
-        if opened is None:
-            graph.reset()
-            return
-        stream, memory = opened
-        with torch.cuda.stream(stream):
-            clean = _end_empty(graph, stream.cuda_stream)
+        super().abort(graph)
+
+    def _stream_to_capture(self) -> torch.cuda.Stream:
+        if torch.cuda.is_current_stream_capturing():
+            raise nested_capture("torch.cuda.graph")
+        return torch.cuda.current_stream()
+
+    def _begin(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
+        # "global" would fail this capture for an unsafe call of any other thread.
+        graph.capture_begin(pool=opened.handle, capture_error_mode="thread_local")
+        opened.memory.add(graph)
+        self._forks.begin()
+
+    def _end(self, graph: Any, opened: OpenCapture[GraphMemory]) -> bool:
+        stream = opened.stream.cuda_stream
+        self._forks.end()
+        # capture_end() of an invalidated capture leaves the allocator in a state that depends on
+        # the version of torch; abort() leaves a clean one.
+        if capture_is_invalidated(stream):
+            raise CaptureError(
+                "an error that the forward caught, or did not notice, had ended the capture",
+                advice="do not catch errors of device work inside the captured forward",
+            )
+        self._forks.check_joined(stream)
+        if captured_nodes(stream) != 0:
+            graph.capture_end()
+            return True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            graph.capture_end()
+        return False
+
+    def _take_back(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
+        with torch.cuda.stream(opened.stream):
+            clean = _end_empty(graph, opened.stream.cuda_stream)
         graph.reset()
         if not clean:
-            memory.abandon(graph)
+            opened.memory.abandon(graph)
 
 
 def _end_empty(graph: Any, stream: int) -> bool:
@@ -84,7 +77,7 @@ def _end_empty(graph: Any, stream: int) -> bool:
     torch undoes what capture_begin() did (routing of both allocators, generators, shares of the
     pool) only where capture_end() succeeds, and that of an invalidated capture fails.
     """
-    driver.restart_capture(stream)
+    restart_capture(stream)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
@@ -93,4 +86,4 @@ def _end_empty(graph: Any, stream: int) -> bool:
     except RuntimeError:
         return False
     finally:
-        driver.end_capture(stream)
+        end_capture(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphrt.core.base.error_chain import error_chain
 from graphrt.core.base.errors import CaptureError, CaptureSyncError, ResourceExhaustedError
 
 _KEEP_OUT = (
@@ -83,20 +84,9 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
 
 def explain(error: BaseException) -> CaptureError:
     """The cause of a failed capture, looked for in the whole chain of `error`."""
-    messages = [f"{type(link).__name__}: {link}" for link in _chain(error)]
+    messages = [f"{type(link).__name__}: {link}" for link in error_chain(error)]
     for pattern, kind, what, advice in _CAUSES:
         for message in messages:
             if pattern in message.lower():
                 return kind(what, got=message.splitlines()[0], advice=advice)
     return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    chain: list[BaseException] = []
-    pending: list[BaseException | None] = [error]
-    while pending:
-        link = pending.pop(0)
-        if link is not None and not any(link is seen for seen in chain):
-            chain.append(link)
-            pending += [link.__cause__, link.__context__]
-    return chain

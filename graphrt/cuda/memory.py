@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 
 from graphrt.core.device.pool_memory import Allocator, PoolMemory
+from graphrt.cuda.private_torch import (
+    memory_stats,
+    release_pool,
+    route_thread_to_pool,
+    stop_routing_to_pool,
+)
 from graphrt.cuda.sharing import Sharing
-from graphrt.cuda.update.ladder import UpdateCounts
+from graphrt.cuda.update import UpdateCounts
 
 
 class GraphMemory(PoolMemory):
@@ -19,11 +25,11 @@ class GraphMemory(PoolMemory):
                 current_device=torch.cuda.current_device,
                 new_handle=torch.cuda.graph_pool_handle,
                 empty_cache=torch.cuda.empty_cache,
-                stats=torch._C._cuda_memoryStats,
+                stats=memory_stats,
                 snapshot=torch.cuda.memory_snapshot,
-                route_thread=torch._C._cuda_beginAllocateCurrentThreadToPool,
-                stop_routing=torch._C._cuda_endAllocateToPool,
-                release_share=torch._C._cuda_releasePool,
+                route_thread=route_thread_to_pool,
+                stop_routing=stop_routing_to_pool,
+                release_share=release_pool,
             )
         )
         self.sharing = Sharing()

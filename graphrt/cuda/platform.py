@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import CaptureError
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.figures import MemoryFigures, SharingFigures, UpdateFigures
-from graphrt.core.device.platform import Availability, Capability, Platform, TaskUpdate
-from graphrt.core.plan.sizes import default_cap
-from graphrt.cuda.captures import Captures
-from graphrt.cuda.driver import api as driver
+from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.platform import Availability, Capability, Platform
+from graphrt.cuda.captures import CudaCaptures
+from graphrt.cuda.driver import driver_available
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory
+from graphrt.cuda.private_torch import current_device, memory_stats, raw_stream_of
 from graphrt.cuda.sharing import ShareableGraph
-from graphrt.cuda.update.tasks import TaskHandle, Tasks
+from graphrt.cuda.update import TaskHandle, Tasks
 
 
 class CudaPlatform(Platform):
@@ -34,14 +37,13 @@ class CudaPlatform(Platform):
             Capability.ALLOCATE_IN_POOL,
             Capability.STREAMS,
             Capability.RANDOM,
-            Capability.MEMORY_FIGURES,
         }
         | ({Capability.EXEC_DEDUP, Capability.TASK_UPDATE} if torch.version.hip is None else set())
     )
 
     def __init__(self) -> None:
         self._tasks = Tasks()
-        self._captures = Captures(self._tasks)
+        self._captures = CudaCaptures(self._tasks)
 
     def availability(self) -> Availability:
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
@@ -66,7 +68,7 @@ class CudaPlatform(Platform):
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         # The template is what an update of a task names its nodes by.
-        return torch.cuda.CUDAGraph(keep_graph=driver.available())
+        return torch.cuda.CUDAGraph(keep_graph=driver_available())
 
     def new_shareable_graph(self) -> ShareableGraph:
         return ShareableGraph()
@@ -99,19 +101,14 @@ class CudaPlatform(Platform):
         return memory.owns(tensor.untyped_storage().data_ptr())
 
     def weak_ref(self, memory: GraphMemory, tensor: torch.Tensor) -> torch.Tensor:
-        owner = tensor.untyped_storage()
-        alias = torch._C._construct_storage_from_data_pointer(
-            owner.data_ptr(), tensor.device, owner.nbytes()
-        )
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return weak_alias(tensor)
 
     def memory_bytes(self, memory: GraphMemory) -> int:
         return memory.bytes()
 
     def driver_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info()
-        reserved = torch._C._cuda_memoryStats(torch.cuda.current_device())["reserved_bytes"]["all"]
+        reserved = memory_stats(torch.cuda.current_device())["reserved_bytes"]["all"]
         return total - free - int(reserved["current"])
 
     def release_memory(self, memory: GraphMemory) -> None:
@@ -134,10 +131,10 @@ class CudaPlatform(Platform):
             caller.wait_stream(stream)
 
     def current_stream_id(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        return raw_stream_of(current_device())
 
     def stream_id_reader(self) -> Callable[[], int]:
-        return partial(torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice())
+        return partial(raw_stream_of, current_device())
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
@@ -161,7 +158,8 @@ class CudaPlatform(Platform):
         return MemoryFigures(free, total)
 
     def default_max_size(self) -> int:
-        return default_cap(torch.cuda.get_device_capability())
+        # Datacenter Blackwell gains from graphs up to larger batches.
+        return 1024 if torch.cuda.get_device_capability()[0] == 10 else super().default_max_size()
 
     def explain(self, error: BaseException) -> CaptureError:
         return error if isinstance(error, CaptureError) else explain(error)
@@ -178,3 +176,9 @@ class CudaPlatform(Platform):
         self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
     ) -> None:
         self._tasks.replay(graph, updates, changed)
+
+
+class CUDAGraphWrapper(GraphWrapper):
+    """A `GraphWrapper` whose graphs are CUDA graphs."""
+
+    platform_name = "cuda"

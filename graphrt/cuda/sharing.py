@@ -10,8 +10,7 @@ import torch
 
 from graphrt.core.base.errors import ExecutableSwitchError
 from graphrt.core.device.figures import SharingFigures
-from graphrt.cuda.driver.api import node_count
-from graphrt.cuda.driver.nodes import clone_graph, destroy_graph, update_executable
+from graphrt.cuda.driver import clone_graph, destroy_graph, node_count, update_executable
 from graphrt.cuda.signature import signature_of
 
 

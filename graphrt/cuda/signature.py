@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from graphrt.cuda.driver.nodes import (
+from graphrt.cuda.driver import (
     edges,
     function_attribute,
     function_name,

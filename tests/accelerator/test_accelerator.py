@@ -119,16 +119,12 @@ def test_the_device_is_known_and_asked_for_once_after_availability(
     assert platform.availability().available
 
 
-def test_memory_figures_are_a_capability_of_the_device(device: StubDevice) -> None:
+def test_memory_figures_are_those_of_the_device_if_it_tells(device: StubDevice) -> None:
     found = AcceleratorPlatform()
     found.availability()
-    assert Capability.MEMORY_FIGURES in found.capabilities
     assert found.memory_figures() == MemoryFigures(3, 4)
     device.memory_info = None
-    silent = AcceleratorPlatform()
-    silent.availability()
-    assert Capability.MEMORY_FIGURES not in silent.capabilities
-    assert silent.memory_figures() is None
+    assert found.memory_figures() is None
 
 
 def test_a_snapshot_of_another_form_gives_no_ownership(

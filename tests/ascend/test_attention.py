@@ -10,6 +10,7 @@ import torch
 
 from graphrt import BatchDescriptor, forward_context
 from graphrt.ascend import attention
+from graphrt.ascend.attention import operators
 from graphrt.core.base.errors import InvalidUpdateError
 
 DECODE = BatchDescriptor(4, 4, uniform=True, query_len=1)
@@ -39,7 +40,7 @@ class Recorder:
 @pytest.fixture
 def npu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(attention, "torch_npu", lambda: recorder)
+    monkeypatch.setattr(operators, "torch_npu", lambda: recorder)
     return recorder
 
 

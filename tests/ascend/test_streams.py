@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.ascend.budget.streams import (
+from graphrt.ascend.budget import (
     DEVICES,
     DOMAINS,
     PROFILES,

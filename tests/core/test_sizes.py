@@ -15,7 +15,6 @@ from graphrt.core.plan.sizes import (
     capture_sizes,
     check_sizes,
     decode_sizes,
-    default_cap,
     descriptors_for,
     mixed_sizes,
 )
@@ -90,17 +89,6 @@ def test_hundred_requests_are_a_size_of_their_own() -> None:
 
 def test_token_budget_is_a_size() -> None:
     assert plan(64, tokens=100).mixed[-2:] == (96, 100)
-
-
-@pytest.mark.parametrize(
-    ("capability", "cap"), [(None, 512), ((9, 0), 512), ((10, 0), 1024), ((10, 3), 1024)]
-)
-def test_default_cap(capability: tuple[int, int] | None, cap: int) -> None:
-    assert default_cap(capability) == cap
-
-
-def test_consumer_blackwell_has_the_small_cap() -> None:
-    assert default_cap((12, 0)) == 512
 
 
 @given(REQS, TOKENS, st.integers(1, 9), st.sampled_from([512, 1024]))

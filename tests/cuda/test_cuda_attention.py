@@ -93,4 +93,4 @@ def test_500_steps_in_flight_with_random_lengths_equal_eager(shape: Any, splits:
     if splits == "task":
         figures = runner.report().updates
         assert figures is not None and figures.self_check_failures == 0
-        assert figures.sibling_patches > 0 and figures.memo_hits > 0
+        assert figures.shared_patches > 0 and figures.memo_hits > 0

@@ -235,7 +235,7 @@ def test_layers_that_are_alike_are_patched_from_one(issue):
         print(figures)
         # Two sets of host arguments for each of two graphs, and those that changed nothing.
         assert figures.self_checks >= 4 and figures.self_check_failures == 0
-        assert figures.sibling_patches > 0
+        assert figures.shared_patches > 0
         before = figures.reissues
         rows = [row for row in range(ROWS) for _ in range(2)]
         for row in rows:
@@ -257,7 +257,7 @@ def test_layers_with_arguments_of_their_own_are_patched_from_one_each(issue):
                 if chosen.random() < 0.3:
                     updates[f"mix.{layer}"] = {"row": chosen.randrange(8)}
             check(updated, updates)
-        assert updated.report().updates.sibling_patches > 0
+        assert updated.report().updates.shared_patches > 0
 
 
 def with_weights(issue_of):
@@ -303,7 +303,7 @@ def test_layers_that_differ_in_what_changes_are_issued_each(issue_of):
             check(updated, {"mix": {"row": row}})
         figures = updated.report().updates
         assert figures.self_check_failures == 1
-        assert figures.sibling_patches == 0
+        assert figures.shared_patches == 0
         # All but the row that came twice.
         assert figures.reissues == LAYERS * 6 and figures.memo_hits == LAYERS
 
@@ -361,7 +361,7 @@ def test_launches_that_a_step_does_not_need_are_switched_off(monkeypatch, refuse
             check(updated, {"mix": {"row": row}})
         figures = updated.report().updates
         assert bool(figures.whole_updates) == (refused == ("set_kernel",))
-        assert bool(figures.reinstantiations) == ("update_whole" in refused)
+        assert bool(figures.rebuilds) == ("update_whole" in refused)
 
 
 @pytest.mark.parametrize("issue", ISSUES)
@@ -381,7 +381,7 @@ def test_a_refused_node_ends_in_a_whole_update_or_another_executable(issue, whol
             steps = [(row, updated(x=x, updates={"mix": {"row": row}}).clone()) for row in rows]
         figures = updated.report().updates
         assert figures.whole_updates == (len(rows) if whole else 0)
-        assert figures.reinstantiations == (0 if whole else len(rows))
+        assert figures.rebuilds == (0 if whole else len(rows))
         for row, out in steps:
             assert torch.equal(out, eager(updated, x, {"mix": {"row": row}}))
         # From here on single nodes are set again, in the executable that there is now.
@@ -391,9 +391,9 @@ def test_a_refused_node_ends_in_a_whole_update_or_another_executable(issue, whol
             updated(x=x, updates=UNCHANGED).clone(), eager(updated, x, {"mix": {"row": 9}})
         )
         after = updated.report().updates
-        assert (after.whole_updates, after.reinstantiations) == (
+        assert (after.whole_updates, after.rebuilds) == (
             figures.whole_updates,
-            figures.reinstantiations,
+            figures.rebuilds,
         )
 
 

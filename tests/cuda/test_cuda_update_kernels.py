@@ -90,7 +90,7 @@ def test_two_kernels_of_each_layer_are_patched_from_one():
         figures = runner.report().updates
         print(figures)
         assert (figures.self_checks, figures.self_check_failures) == (2, 0)
-        assert figures.whole_updates == figures.reinstantiations == figures.failed == 0
+        assert figures.whole_updates == figures.rebuilds == figures.failed == 0
         # All layers for two sets, then one for each other set of at most LONGEST.
         assert figures.reissues <= 2 * LAYERS + LONGEST - 2
-        assert figures.sibling_patches > figures.node_patches // 2
+        assert figures.shared_patches > figures.patches // 2

@@ -65,7 +65,7 @@ def test_one_layer_is_issued_for_all_once_two_sets_were_compared(issue):
     counts = fake.counts
     assert (counts.self_checks, counts.self_check_failures, counts.reissues) == (2, 0, 11)
     # The layers of the second set that was compared are patched already.
-    assert counts.sibling_patches == 4 * 3 * (len(issue(0, at(0))) - (issue is mixed))
+    assert counts.shared_patches == 4 * 3 * (len(issue(0, at(0))) - (issue is mixed))
 
 
 @pytest.mark.parametrize("issue", [attention, mixed, shrinking])
@@ -78,7 +78,7 @@ def test_every_step_has_what_issuing_each_layer_would_make(issue):
         else:
             fake.step(at(chosen.randrange(40)))
         assert fake.right()
-    assert fake.counts.sibling_patches and fake.counts.memo_hits
+    assert fake.counts.shared_patches and fake.counts.memo_hits
 
 
 def test_parameters_are_remembered_by_values_and_nodes_that_have_them_are_left():
@@ -87,10 +87,10 @@ def test_parameters_are_remembered_by_values_and_nodes_that_have_them_are_left()
         fake.step(at(row))
     assert [fake.step(at(row)) for row in (1, 2, 3, 4)] == [0, 0, 0, 0]
     assert fake.right()
-    hits, patches = fake.counts.memo_hits, fake.counts.node_patches
+    hits, patches = fake.counts.memo_hits, fake.counts.patches
     assert hits == 16
     fake.step(at(4))
-    assert fake.counts.node_patches == patches
+    assert fake.counts.patches == patches
     # A list that is no plain value is not remembered, and the other layers are still patched.
     assert fake.step({"row": 4, "extra": object()}) == 1
 
@@ -130,7 +130,7 @@ def test_layers_that_differ_in_what_changes_are_issued_each(issue, checks):
     assert fake.step(at(3)) == 0 and fake.right()
     counts = fake.counts
     assert (counts.self_checks, counts.self_check_failures) == (checks, 1)
-    assert counts.sibling_patches == 0
+    assert counts.shared_patches == 0
 
 
 def test_a_set_that_changes_an_own_word_goes_to_each_layer():
@@ -222,7 +222,7 @@ def test_the_driver_is_asked_in_order(issue, refuse, ends, counted):
     assert [call for call in steps_of(fake.calls) if call not in ("set_kernel", "set_memory")] == (
         ends
     )
-    assert (fake.counts.whole_updates, fake.counts.reinstantiations) == counted
+    assert (fake.counts.whole_updates, fake.counts.rebuilds) == counted
     # The executable takes single nodes again, and the template is brought up where it lags.
     fake.calls.refuse = set()
     fake.step(*(at(row) for row in (9, 4, 9, 5)))
@@ -271,7 +271,7 @@ def test_figures_are_none_until_there_is_a_task():
     fake = Fake(attention, at(0))
     fake.step(at(1))
     figures = fake.counts.figures()
-    assert figures.reissues == 4 and figures.node_patches == 8 and figures.failed == 0
+    assert figures.reissues == 4 and figures.patches == 8 and figures.failed == 0
 
 
 # Pieces ------------------------------------------------------------------------------------------

@@ -10,36 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from graphrt.ascend.budget.profiles import (
-    DOMAINS,
-    PROFILES,
-    Deployment,
-    Profile,
-    StreamFigures,
-    profile_named,
-    update_aclgraph_sizes,
-)
+from graphrt.ascend.budget.profiles import Deployment, StreamFigures, profile_named
 from graphrt.core.base.errors import InvalidOptionError
-
-__all__ = [
-    "DEVICES",
-    "DOMAINS",
-    "PROFILES",
-    "STRUCTURAL",
-    "Deployment",
-    "Device",
-    "Profile",
-    "StreamFigures",
-    "device_named",
-    "device_of",
-    "graph_streams",
-    "probe_streams",
-    "profile_named",
-    "sizes_that_fit",
-    "stream_figures",
-    "structural_figures",
-    "update_aclgraph_sizes",
-]
 
 STRUCTURAL = "structural"
 

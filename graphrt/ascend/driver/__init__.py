@@ -1,0 +1,28 @@
+"""torch_npu and CANN: what they say of this machine, and what their errors mean."""
+
+from graphrt.ascend.driver.explain import explain, explain_replay
+from graphrt.ascend.driver.launch_queue import check_queue, has_queue_ended, queue_ended
+from graphrt.ascend.driver.library import (
+    availability,
+    available_streams,
+    device_name,
+    environment_notes,
+    limits,
+    torch_npu,
+    versions,
+)
+
+__all__ = [
+    "availability",
+    "available_streams",
+    "check_queue",
+    "device_name",
+    "environment_notes",
+    "explain",
+    "explain_replay",
+    "has_queue_ended",
+    "limits",
+    "queue_ended",
+    "torch_npu",
+    "versions",
+]

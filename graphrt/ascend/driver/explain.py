@@ -22,6 +22,7 @@ from graphrt.ascend.driver.error_codes import (
     TOO_MANY_AT_ONCE,
     Cause,
 )
+from graphrt.core.base.error_chain import error_chain
 from graphrt.core.base.errors import (
     CaptureError,
     CaptureSyncError,
@@ -155,19 +156,6 @@ def _is_blocking(environ: Mapping[str, str] | None) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """`error` and what it came from, nearest first.
-
-    An error that was explained before belongs to an earlier attempt, which this one was made in
-    the handler of; so does all behind it.
-    """
-    seen: list[BaseException] = []
-    pending: list[BaseException | None] = [error]
-    while pending:
-        link = pending.pop(0)
-        if link is None or any(link is each for each in seen):
-            continue
-        if isinstance(link, CaptureError) and link is not error:
-            continue
-        seen.append(link)
-        yield link
-        pending += [link.__cause__, link.__context__]
+    # An error that was explained before belongs to an earlier attempt, which this one was made in
+    # the handler of; so does all behind it.
+    return error_chain(error, leave_out=CaptureError)

@@ -8,31 +8,29 @@ new process gets out of it.
 
 from __future__ import annotations
 
+from graphrt.core.base.error_chain import error_chain
 from graphrt.core.base.errors import CaptureError
 
 _ENDED = "The process exits for this inner error"
 _first: list[str] = []
 
 
-def has_ended(error: BaseException | None) -> bool:
+def has_queue_ended(error: BaseException | None) -> bool:
     """Whether `error`, or one behind it, says that the queue has ended; remembered if so."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, RuntimeError) and _ENDED in str(error):
-            _first.append(str(error).splitlines()[0])
+    for link in error_chain(error) if error is not None else ():
+        if isinstance(link, RuntimeError) and _ENDED in str(link):
+            _first.append(str(link).splitlines()[0])
             return True
-        error = error.__cause__ or error.__context__
     return False
 
 
-def check() -> None:
+def check_queue() -> None:
     """Raise `CaptureError` once the queue has ended."""
     if _first:
-        raise ended_error()
+        raise queue_ended()
 
 
-def ended_error() -> CaptureError:
+def queue_ended() -> CaptureError:
     """That the queue has ended; not a lack of room, after which others could be captured."""
     return CaptureError(
         "an operator failed in torch_npu's queue of launches, which ends at that: nothing that "

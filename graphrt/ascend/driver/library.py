@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphrt.ascend.budget.streams import device_of
+from graphrt.ascend.budget import device_of
 from graphrt.core.device.figures import Limits
 from graphrt.core.device.platform import Availability
 

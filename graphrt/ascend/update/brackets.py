@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import InvalidUpdateError, MissingCapabilityError, TaskContractError
-from graphrt.core.device.platform import TaskUpdate
+from graphrt.core.device.graph import TaskUpdate
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,14 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from graphrt.ascend.driver import launch_queue
-from graphrt.ascend.driver.explain import explain_replay
+from graphrt.ascend.driver import check_queue, explain_replay, has_queue_ended, queue_ended
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import UpdateOrder, UpdateStrategy
 from graphrt.ascend.update.brackets import AutoDispatch, Groups, TaskHandle
 from graphrt.ascend.update.streams import UpdateStream, new_update_stream, note_use
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base.errors import DeviceHangError, GraphRTError
-from graphrt.core.device.platform import TaskUpdate
-
-__all__ = ["TaskHandle", "Tasks"]
+from graphrt.core.device.graph import TaskUpdate
 
 Undo = Callable[[Any, Sequence[TaskUpdate], Sequence[TaskUpdate]], None]
 
@@ -79,7 +76,7 @@ class Tasks:
         Raises what an update raised, with the device idle or on the way to it, and the
         `DeviceHangError` of a step before.
         """
-        launch_queue.check()
+        check_queue()
         current = self._npu.current_stream()
         updating = self._update_stream(graph, current)
         with updating.lock:
@@ -172,8 +169,8 @@ def _named(error: BaseException, update: TaskUpdate) -> GraphRTError | None:
     """What graphrt calls an error that torch_npu raised in an update; None for any other."""
     if not isinstance(error, RuntimeError):
         return None
-    if launch_queue.has_ended(error):
-        found = launch_queue.ended_error()
+    if has_queue_ended(error):
+        found = queue_ended()
         hang = DeviceHangError(
             f"task {update.name!r} cannot be signalled, so its replay never ends: {found.what}",
             got=found.got,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +29,16 @@ class UntestedTorchWarning(UserWarning):
 @dataclass(frozen=True)
 class PrivateName:
     """A name that is not public: `path` is dotted, `seen` are the versions of torch it was found
-    in, `without` says what graphrt does where it is missing."""
+    in, `without` says what graphrt does where it is missing.
+
+    `build` is "cuda" for what only a torch that was built with CUDA (or ROCm) has, "npu" for what
+    is torch_npu's, whose versions are torch's; "" for what every torch has.
+    """
 
     path: str
     without: str
     seen: tuple[str, ...] = TESTED
+    build: str = ""
 
     def find(self) -> Any:
         """The object, importing what it is in; raises `MissingTorchNameError`."""
@@ -56,15 +62,19 @@ class PrivateNames:
     def __init__(self) -> None:
         self.declared: dict[str, PrivateName] = {}
 
-    def declare(self, path: str, *, without: str, seen: tuple[str, ...] = TESTED) -> PrivateName:
+    def declare(
+        self, path: str, *, without: str, seen: tuple[str, ...] = TESTED, build: str = ""
+    ) -> PrivateName:
         """Declare a name that is looked up when it is needed."""
-        name = self.declared[path] = PrivateName(path, without, seen)
+        name = self.declared[path] = PrivateName(path, without, seen, build)
         return name
 
-    def take(self, path: str, *, without: str, seen: tuple[str, ...] = TESTED) -> Any:
+    def take(
+        self, path: str, *, without: str, seen: tuple[str, ...] = TESTED, build: str = ""
+    ) -> Any:
         """Declare a function and return it; where it is missing, what raises when it is called, so
         that no import fails."""
-        name = self.declare(path, without=without, seen=seen)
+        name = self.declare(path, without=without, seen=seen, build=build)
         try:
             return name.find()
         except MissingTorchNameError:
@@ -92,7 +102,7 @@ def warn_if_untested(version: str = torch.__version__) -> None:
             f"graphrt was not tested with torch {version}; the newest it was tested with is "
             f"{newest}. What it finds missing is named where it is used",
             UntestedTorchWarning,
-            stacklevel=3,
+            stacklevel=4,  # who imports graphrt, which imports the module that calls this
         )
 
 
@@ -103,6 +113,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _module_of(path: str) -> tuple[str, Any]:
     """The longest part of `path` that can be imported, and the module."""
     parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:count])
+        # To look for modules that are none costs far more than to find what is loaded.
+        if name in sys.modules and hasattr(sys.modules[name], parts[count]):
+            return name, sys.modules[name]
     for count in range(len(parts), 0, -1):
         name = ".".join(parts[:count])
         try:

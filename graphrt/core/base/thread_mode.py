@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._C import _len_torch_dispatch_stack
-from torch.utils._python_dispatch import (
+
+from graphrt.core.base.torch_names import (
     TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
+    count_dispatch_modes,
+    dispatch_mode_stack,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+    without_dispatch_modes,
 )
 
 
@@ -34,11 +35,11 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # True would import all of Dynamo at the first operator
 
     def __enter__(self) -> Any:
-        _push_mode(self)
+        push_dispatch_mode(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _pop_mode()
+        pop_dispatch_mode()
 
 
 def unseen() -> AbstractContextManager[object]:
@@ -47,7 +48,7 @@ def unseen() -> AbstractContextManager[object]:
     Mostly none of them is on, and to find that out is far cheaper than to leave them.
     """
     if (
-        _len_torch_dispatch_stack() == 0
+        count_dispatch_modes() == 0
         and not torch.is_inference_mode_enabled()
         and not torch.is_grad_enabled()
     ):
@@ -57,7 +58,7 @@ def unseen() -> AbstractContextManager[object]:
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -66,7 +67,7 @@ _NOTHING = nullcontext()
 
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The dispatch modes of this thread, innermost last."""
-    return list(_get_current_dispatch_mode_stack())
+    return list(dispatch_mode_stack())
 
 
 def remove_dispatch_mode(mode: ThreadMode) -> None:
@@ -76,6 +77,6 @@ def remove_dispatch_mode(mode: ThreadMode) -> None:
         return
     above = stack[stack.index(mode) + 1 :]
     for _ in range(len(above) + 1):
-        _pop_mode()
+        pop_dispatch_mode()
     for other in above:
-        _push_mode(other)
+        push_dispatch_mode(other)

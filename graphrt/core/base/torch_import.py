@@ -38,3 +38,8 @@ except RuntimeError as error:
     if explained is None:
         raise
     raise explained from error
+
+# Only now: it imports torch too.
+from graphrt.core.base.private_torch import warn_if_untested  # noqa: E402
+
+warn_if_untested()

@@ -10,6 +10,7 @@ import torch
 
 from graphrt.core.base.errors import CaptureError, InvalidOptionError, MissedBreakError
 from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode
+from graphrt.core.base.torch_names import has_kernel, schemas_of_operator
 from graphrt.core.replay.recording import Recording, current_capture
 
 P = ParamSpec("P")
@@ -99,7 +100,7 @@ class BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
 def _check_break(name: str) -> None:
     """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
     base, _, overload = name.partition(".")
-    overloads = [s.overload_name for s in torch._C._jit_get_schemas_for_operator(base)]
+    overloads = [s.overload_name for s in schemas_of_operator(base)]
     if overload:
         overloads = [known for known in overloads if known == overload]
     if not overloads:
@@ -111,10 +112,7 @@ def _check_break(name: str) -> None:
         )
     functional = [known for known in overloads if not known.endswith("out")] or overloads
     full_names = [f"{base}.{known}" if known else base for known in functional]
-    if any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-        for full in full_names
-    ):
+    if any(has_kernel(full, "CompositeImplicitAutograd") for full in full_names):
         raise InvalidOptionError(
             "a composite operator is taken apart before it can be seen, so it cannot be a break",
             got=repr(name),

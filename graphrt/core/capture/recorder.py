@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,11 +21,12 @@ from graphrt.core.batch.context import ForwardContext
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.source import source_of
-from graphrt.core.device.platform import Capability, DeviceGraph
+from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.platform import Capability
 from graphrt.core.replay.eager_part import EagerPart, name_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import active
-from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment
+from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
 from graphrt.core.replay.tasks import CapturedTask
 
 
@@ -220,14 +221,3 @@ class Capture:
         self.pool.reset_graphs(graphs_of(self.parts))
         self.parts.clear()
         self.tasks.clear()
-
-
-def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
-    """The device graphs among the parts of a step, in order."""
-    found: list[DeviceGraph] = []
-    for part in parts:
-        if isinstance(part, TaskedSegment | HookedSegment):
-            found.append(part.graph)
-        elif not isinstance(part, EagerPart):
-            found.append(cast(DeviceGraph, part))
-    return found

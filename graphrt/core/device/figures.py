@@ -40,22 +40,22 @@ class SharingFigures:
 class UpdateFigures:
     """How the tasks of graphs were given new host arguments."""
 
-    node_patches: int = 0
-    """Nodes whose parameters were set in an executable, one by one."""
-    sibling_patches: int = 0
-    """Of these, nodes of tasks that took their parameters from a layer that is issued alike."""
+    patches: int = 0
+    """Launches of a graph (kernels, copies, fills) whose parameters were set, one by one."""
+    shared_patches: int = 0
+    """Of these, launches of tasks that took their parameters from a task that is issued alike."""
     reissues: int = 0
     """Tasks that were issued again, in a capture of their own."""
     memo_hits: int = 0
     """Tasks whose parameters for the same host arguments were still known."""
     self_checks: int = 0
-    """Comparisons of all layers of a kind with what would have been patched."""
+    """Comparisons of all tasks that are issued alike with what would have been patched."""
     self_check_failures: int = 0
-    """Comparisons that differed, and representatives that others could not be patched from; the
-    layers were issued each."""
+    """Comparisons that differed, and tasks that others could not be patched from; each was issued
+    then."""
     whole_updates: int = 0
-    """Executables that were given all parameters at once, as a node could not be set."""
-    reinstantiations: int = 0
+    """Executables that were given all parameters at once, as a launch could not be set."""
+    rebuilds: int = 0
     """Executables that were made anew, as they could not be given all parameters at once."""
     failed: int = 0
     """Replays whose update raised; `Reason.UPDATE_FAILED` counts those that ran eagerly then."""

@@ -6,9 +6,11 @@ import importlib
 import importlib.util
 import traceback
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from graphrt.core.base.errors import PlatformConflictError
 from graphrt.core.device.platform import Availability, Platform
 
 
@@ -79,6 +81,26 @@ def broken(
     _warn(f"graphrt plugin {plugin} {what} and is left out", error)
     trace = "".join(traceback.format_exception(error)).rstrip()
     return FoundPlatform(plugin, origin, error=trace)
+
+
+def platform_of(found: FoundPlatform) -> Platform:
+    """The platform of one that is usable."""
+    assert found.platform is not None, "only usable platforms are selected"
+    return found.platform
+
+
+def refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
+    """Raise `PlatformConflictError` where two plugins claim one name."""
+    owners: dict[str | None, FoundPlatform] = {}
+    for each in usable:
+        first = owners.setdefault(each.name, each)
+        if first is not each:
+            raise PlatformConflictError(
+                f"two plugins supply a platform called {each.name!r}",
+                got=f"{first.plugin} and {each.plugin}",
+                expected="one plugin for one name",
+                advice="uninstall one of them, or rename its platform",
+            )
 
 
 def _warn(what: str, error: Exception) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from graphrt.core.base.errors import CaptureError, MissingCapabilityError
 from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
+from graphrt.core.device.graph import DeviceEvent, DeviceGraph, TaskUpdate
 
 
 class Capability(enum.Enum):
@@ -23,12 +24,8 @@ class Capability(enum.Enum):
     ALLOCATE_IN_POOL = "allocate_in_pool"
     STREAMS = "streams"
     TASK_UPDATE = "task_update"
-    EXTERNAL_EVENTS = "external_events"
-    CONDITIONAL = "conditional"
     EXEC_DEDUP = "exec_dedup"
-    DEBUG_DUMP = "debug_dump"
     RANDOM = "random"
-    MEMORY_FIGURES = "memory_figures"
 
 
 @dataclass(frozen=True)
@@ -37,58 +34,6 @@ class Availability:
 
     available: bool
     reason: str = ""
-
-
-class DeviceGraph(Protocol):
-    """A captured graph. `torch.cuda.CUDAGraph` and `torch.npu.NPUGraph` satisfy it as they are.
-
-    Core always launches through this public `replay`, so that profilers that patch it see it.
-    """
-
-    def replay(self) -> None: ...
-
-    def reset(self) -> None: ...
-
-
-class DeviceEvent(Protocol):
-    """A point in a stream. `torch.cuda.Event` and `torch.npu.Event` satisfy it as they are."""
-
-    def record(self, stream: Any) -> None:
-        """Mark this point of `stream`."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-    def synchronize(self) -> None:
-        """Wait on the host until it has."""
-
-
-class TaskUpdate(Protocol):
-    """One task of a graph, as it is to be at the coming replay; valid until that has begun.
-
-    `handle` is what `Platform.task_end` returned. `values` are the new host arguments by name, for
-    a device that is told them.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def handle(self) -> Any: ...
-
-    @property
-    def values(self) -> Mapping[str, Any]: ...
-
-    def issue(self) -> object:
-        """Call the task's operator with the new host arguments, the captured tensors, outputs and
-        workspace; it allocates nothing."""
-
-    def likeness(self) -> Hashable:
-        """Equal for tasks which are issued alike if their host arguments are equal: by the same
-        function, with equal plain arguments and with tensors of which only the place differs."""
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The captured tensors: all memory that the task may touch."""
 
 
 class Platform(ABC):
@@ -224,7 +169,8 @@ class Platform(ABC):
         return None
 
     def debug_dump(self, graph: Any, path: str) -> None:
-        """Write a readable form of `graph` to `path`."""
+        """Write a readable form of `graph` to `path`; raises `MissingCapabilityError` where the
+        device has none."""
         raise MissingCapabilityError(f"platform {self.name!r} cannot dump graphs")
 
     # Streams ---------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class PoolMemory:
 
         Its filter points at `graph`, which must therefore never be destroyed.
         """
-        _undead.append(graph)
+        never_destroy(graph)
         self.stop_routing()
         self._renew()
 
@@ -117,10 +117,10 @@ class PoolMemory:
 
     def _alive(self) -> bool:
         keeper = None if self._keeper is None else self._keeper()
-        if keeper is not None and has_captured(keeper):
+        if keeper is not None and captured_pool(keeper) is not None:
             return True
         for graph in self._graphs:
-            if has_captured(graph):
+            if captured_pool(graph) is not None:
                 self._keeper = ref(graph)
                 return True
         return False
@@ -167,13 +167,17 @@ class PoolMemory:
         return PoolHandle(self._allocator.new_handle())
 
 
-def has_captured(graph: Any) -> bool:
-    """Whether `graph` holds a finished capture, and with it a share of its allocator pool."""
+def captured_pool(graph: Any) -> PoolHandle | None:
+    """The allocator pool of a graph that holds a finished capture, and a share of it; else None."""
     try:
-        graph.pool()
+        return PoolHandle(tuple(graph.pool()))
     except RuntimeError:
-        return False
-    return True
+        return None
+
+
+def never_destroy(graph: Any) -> None:
+    """Keep a graph that an allocator may ask about for as long as the process lives."""
+    _undead.append(graph)
 
 
 _undead: list[Any] = []

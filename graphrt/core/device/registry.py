@@ -16,7 +16,13 @@ from graphrt.core.base.errors import (
     PlatformUnavailableError,
     UnknownPlatformError,
 )
-from graphrt.core.device.found import FoundPlatform, broken, built_in
+from graphrt.core.device.found import (
+    FoundPlatform,
+    broken,
+    built_in,
+    platform_of,
+    refuse_two_of_a_name,
+)
 from graphrt.core.device.platform import Platform
 
 ENTRY_POINT_GROUP = "graphrt"
@@ -109,7 +115,7 @@ class PlatformRegistry:
         """
         usable = self._usable()
         named = [each for each in usable if each.name == name]
-        _refuse_two_of_a_name(named)
+        refuse_two_of_a_name(named)
         if not named:
             raise self._unknown(name)
         found = named[0]
@@ -120,7 +126,7 @@ class PlatformRegistry:
                 expected="a machine that can run it",
                 advice=_choices(usable),
             )
-        platform = _platform_of(found)
+        platform = platform_of(found)
         if must_be_available:
             platform.start()
             if platform.by_name_only:
@@ -137,8 +143,8 @@ class PlatformRegistry:
         forced = environ.get(PLATFORM_VARIABLE, "").strip()
         if forced:
             return self.get(forced)
-        usable = [each for each in self._usable() if self._may_be_default(_platform_of(each))]
-        _refuse_two_of_a_name(usable)
+        usable = [each for each in self._usable() if self._may_be_default(platform_of(each))]
+        refuse_two_of_a_name(usable)
         available = [each for each in usable if each.availability.available]
         out_of_tree = [each for each in available if each.origin == "plugin"]
         if len(out_of_tree) > 1:
@@ -157,7 +163,7 @@ class PlatformRegistry:
                 expected="at least the CPU's",
                 advice="graphrt doctor shows what was found",
             )
-        platform = _platform_of((out_of_tree or available)[0])
+        platform = platform_of((out_of_tree or available)[0])
         platform.start()
         return platform
 
@@ -282,24 +288,6 @@ def _as_platforms(result: object) -> list[Platform]:
                 advice="return MyPlatform(), not MyPlatform",
             )
     return platforms
-
-
-def _platform_of(found: FoundPlatform) -> Platform:
-    assert found.platform is not None, "only usable platforms are selected"
-    return found.platform
-
-
-def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
-    owners: dict[str | None, FoundPlatform] = {}
-    for each in usable:
-        first = owners.setdefault(each.name, each)
-        if first is not each:
-            raise PlatformConflictError(
-                f"two plugins supply a platform called {each.name!r}",
-                got=f"{first.plugin} and {each.plugin}",
-                expected="one plugin for one name",
-                advice="uninstall one of them, or rename its platform",
-            )
 
 
 def _choices(usable: Iterable[FoundPlatform]) -> str:

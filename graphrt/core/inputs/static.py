@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.base.torch_names import copy_all
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.fixed import FixedInput
 from graphrt.core.inputs.layout import FieldMove, InputLayout
@@ -221,7 +222,7 @@ class StaticInputs:
             if len(places) == 1:
                 places[0].copy_(values[0])
             else:
-                torch._foreach_copy_(places, values)
+                copy_all(places, values)
         for move, kind in zip(moves, kinds, strict=True):
             # Constant padding came with the copy from the host, but for tails in several pieces.
             padded = move.repeats or (kind == "k" and move.pads and not move.one_block)

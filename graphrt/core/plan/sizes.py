@@ -13,7 +13,6 @@ from graphrt.core.batch.modes import GraphMode
 CaptureKey = tuple[GraphMode, BatchDescriptor]
 
 _CAP = 512
-_CAP_DATACENTER_BLACKWELL = 1024
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,6 @@ class CaptureSizes:
         """Request counts whose uniform decode batch is larger than every size of the ladder."""
         covered = max(self.decode[query_len], default=0) // query_len
         return range(covered + 1, min(self.max_num_reqs, self.max_num_tokens // query_len) + 1)
-
-
-def default_cap(compute_capability: tuple[int, int] | None = None) -> int:
-    """The largest size that is captured by default: 512, or 1024 on datacenter Blackwell (10.x)."""
-    if compute_capability is not None and compute_capability[0] == 10:
-        return _CAP_DATACENTER_BLACKWELL
-    return _CAP
 
 
 def capture_limit(

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from graphrt.core.base.errors import InvalidOptionError, PoolBusyError, PoolClosedError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.device.figures import SharingFigures, UpdateFigures
+from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.lookup import resolve_platform
-from graphrt.core.device.platform import Capability, DeviceGraph, Platform
+from graphrt.core.device.platform import Capability, Platform
 
 # The one thing that is process-wide, because the device is: two captures on one device at the
 # same time see each other's work, whoever they belong to.

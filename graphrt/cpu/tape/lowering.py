@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.thread_mode import ThreadMode
+from graphrt.cpu.private_torch import below_autograd, bindings_of, inference_mode, schema_of
 from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.tensors import tensors_in
 
@@ -59,8 +60,8 @@ def replay_guard(*, inference: bool) -> Any:
     graph does too; a custom operator goes straight to its kernel.
     """
     if inference:
-        return torch._C._InferenceMode(True)
-    return torch._C._AutoDispatchBelowADInplaceOrView()
+        return inference_mode(True)
+    return below_autograd()
 
 
 class _Probe(ThreadMode):
@@ -165,7 +166,7 @@ def out_variant(op: Operator) -> tuple[Operator, tuple[str, ...], frozenset[str]
             candidate = getattr(packet, name)
         except (AttributeError, RuntimeError):
             continue  # listed for TorchScript, and not an operator of the dispatcher
-        arguments = candidate._schema.arguments
+        arguments = schema_of(candidate).arguments
         outs = tuple(a.name for a in arguments if a.is_out)
         rest = [(a.name, str(a.type)) for a in arguments if not a.is_out]
         dropped = _FACTORY - {name for name, _ in rest}
@@ -179,14 +180,8 @@ def _bindings(name: str) -> tuple[Callable[..., Any], ...]:
     namespace, _, short = name.partition("::")
     if namespace != "aten":
         return ()
-    homes: list[Any] = [torch._C._VariableFunctions, torch._C._nn]
-    for attribute in ("_linalg", "_special", "_fft"):
-        home = getattr(torch._C, attribute, None)
-        if home is not None:
-            homes.append(home)
-    if short.endswith("_") and not short.startswith("_"):
-        homes.insert(0, torch._C.TensorBase)
-    return tuple(fn for home in homes if (fn := getattr(home, short, None)) is not None)
+    in_place = short.endswith("_") and not short.startswith("_")
+    return bindings_of(short, in_place=in_place)
 
 
 def _spellings(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from graphrt.cpu.private_torch import builtin_of, can_decompose, schema_of
+
 _ALLOCATES = frozenset(
     "aten::" + name
     for name in (
@@ -50,15 +52,13 @@ class Operator:
     )
 
     def __init__(self, func: Any) -> None:
-        schema = func._schema
+        schema = schema_of(func)
         self.func = func
         self.schema = schema
         self.name: str = schema.name
         self.label = str(func)
         self.tags: frozenset[Any] = frozenset(func.tags)
-        # The call operator of an overload only forwards to this builtin.
-        plain = type(func) is torch._ops.OpOverload
-        self.raw: Callable[..., Any] = func._op if plain else func
+        self.raw: Callable[..., Any] = builtin_of(func)
         self.built_in = func.namespace in _BUILT_IN
         self.allocates = self.name in _ALLOCATES
         self.metadata_only = torch.Tag.inplace_view in self.tags
@@ -67,7 +67,7 @@ class Operator:
             r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
         )
         self.random = torch.Tag.nondeterministic_seeded in self.tags
-        self.composite = self.name not in _KEPT_WHOLE and func._can_decompose()
+        self.composite = self.name not in _KEPT_WHOLE and can_decompose(func)
         self.repeatable = (
             self.built_in
             and not self.mutates

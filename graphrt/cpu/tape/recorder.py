@@ -12,7 +12,8 @@ from graphrt.core.base.errors import RefusedOpError, TaskContractError
 from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.core.capture.source import Source, user_source
 from graphrt.cpu.arena import Arena
-from graphrt.cpu.tape import refusals
+from graphrt.cpu.private_torch import disabled_dispatch
+from graphrt.cpu.tape.aliases import PLAIN, Aliases
 from graphrt.cpu.tape.lowering import (
     Call,
     Lowered,
@@ -22,9 +23,8 @@ from graphrt.cpu.tape.lowering import (
     replay_guard,
 )
 from graphrt.cpu.tape.operators import Operator, operator_of
+from graphrt.cpu.tape.refusals import check_recordable
 from graphrt.cpu.tape.tensors import core, replace_tensors, storage_of, storages_of, tensors_in
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass
@@ -61,8 +61,7 @@ class Tape(ThreadMode):
         self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
         self._inference = inference
-        self._aliases: dict[tuple[object, ...], torch.Tensor] = {}
-        self._read: set[int] = set()
+        self.aliases = Aliases(arena)
 
     def __torch_dispatch__(
         self,
@@ -76,12 +75,12 @@ class Tape(ThreadMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        if any(t not in _PLAIN and _has_own_dispatch(t) for t in types):
+        if any(t not in PLAIN and _has_own_dispatch(t) for t in types):
             return NotImplemented
         if self.failure is not None:
             raise self.failure
         op = operator_of(func)
-        refusals.check(op, args, kwargs)
+        check_recordable(op, args, kwargs)
         if op.composite:
             with self:
                 whole = func.decompose(*args, **kwargs)
@@ -100,12 +99,12 @@ class Tape(ThreadMode):
             wanted = tuple(
                 copy
                 for copy, token in zip(copies, step.tokens, strict=True)
-                if token == 0 or token in self._read or self.arena.is_live(token)
+                if token == 0 or self.aliases.was_read(token) or self.arena.is_live(token)
             )
             if len(wanted) < len(copies):
                 low = step.lowered
                 step.lowered = Lowered(low.kind, low.call, wanted, low.flat, low.checked)
-        self._aliases.clear()
+        self.aliases.clear()
         return self.steps
 
     def record(self, step: Step) -> None:
@@ -134,7 +133,7 @@ class Tape(ThreadMode):
         if fresh:
             self._check_task(op)
             return self._record_again(op, args, kwargs, result, {})
-        weak_args, weak_kwargs = self.weak(args), self.weak(kwargs)
+        weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
         with replay_guard(inference=self._inference):
             call = _with_autocast(op, lower_in_place(op, weak_args, weak_kwargs))
         self._add(op, weak_args, weak_kwargs, Lowered("in_place", call))
@@ -155,10 +154,10 @@ class Tape(ThreadMode):
         placed: dict[int, torch.Tensor] = {}
         if op.repeatable and len(fresh) == len(tensors) and fresh:
             outs = [self.place(t, op) for t in fresh]
-            weak_args, weak_kwargs = self.weak(args), self.weak(kwargs)
+            weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
             with replay_guard(inference=self._inference):
                 lowered = lower_functional(
-                    op, weak_args, weak_kwargs, fresh, [self.weak_output(t) for t in outs]
+                    op, weak_args, weak_kwargs, fresh, [self.aliases.weak_output(t) for t in outs]
                 )
             placed = dict(zip(map(id, fresh), outs, strict=True))
             if lowered is not None:
@@ -185,7 +184,7 @@ class Tape(ThreadMode):
     ) -> Any:
         """Replay by running the operator again and copying what it returns."""
         held = storages_of((args, kwargs))
-        weak_args, weak_kwargs = self.weak(args), self.weak(kwargs)
+        weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
         with replay_guard(inference=self._inference):
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
         replaced, copies, tokens = self.copy_fresh(result, held, op, placed)
@@ -227,7 +226,7 @@ class Tape(ThreadMode):
                 out = self.place(tensor, op)
             core(out).copy_(core(tensor))
             replaced[id(tensor)] = out
-            copies.append((position, self.weak_output(out)))
+            copies.append((position, self.aliases.weak_output(out)))
             tokens.append(self.arena.token_of(out) if out.numel() else 0)
         return replace_tensors(result, replaced), tuple(copies), tuple(tokens)
 
@@ -243,37 +242,6 @@ class Tape(ThreadMode):
             )
         return self.arena.empty_strided(like.size(), like.stride(), like.dtype)
 
-    def weak(self, value: Any) -> Any:
-        """`value` with its tensors as the tape keeps them."""
-        if isinstance(value, torch.Tensor):
-            return self._weak_tensor(value)
-        if type(value) is list:
-            return [self.weak(v) for v in value]
-        if type(value) is tuple:
-            return tuple(self.weak(v) for v in value)
-        if type(value) is dict:
-            return {k: self.weak(v) for k, v in value.items()}
-        return value
-
-    def weak_in_place(self, value: Any) -> Any:
-        """`value` for a compiled function: only arena memory is aliased, so its guards still hold.
-
-        The alias is made in the forward's own inference mode, which the guards also look at.
-        """
-        if isinstance(value, torch.Tensor):
-            if value.numel() == 0 or not self.arena.owns(value):
-                return value
-            self._read.add(self.arena.token_of(value))
-            key = (value.data_ptr(), value.size(), value.stride(), value.dtype, "compiled")
-            if key not in self._aliases:
-                self._aliases[key] = self.arena.alias(value)
-            return self._aliases[key]
-        if type(value) in (list, tuple):
-            return type(value)(self.weak_in_place(v) for v in value)
-        if type(value) is dict:
-            return {k: self.weak_in_place(v) for k, v in value.items()}
-        return value
-
     def keep_fresh(
         self, result: Any, held: set[int]
     ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
@@ -285,44 +253,10 @@ class Tape(ThreadMode):
         )
         return result, copies, (0,) * len(copies)
 
-    def weak_output(self, out: torch.Tensor) -> torch.Tensor:
-        """The tape's reference to an output; does not count as a read."""
-        return self._alias(out) if out.numel() else out
-
-    def _weak_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in _PLAIN:
-            return tensor
-        if tensor.layout is torch.strided and tensor.device.type == "cpu":
-            token = self.arena.token_of(tensor)
-            if token and not tensor.numel():
-                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-            if token or self.arena.owns(tensor):
-                self._read.add(token)
-                return self._alias(tensor)
-        # A detached alias is a plain tensor whatever the caller's grad mode is at replay, and like
-        # a device graph it stays at the address that was captured.
-        with torch.inference_mode(False), torch.no_grad():
-            return tensor.detach()
-
-    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = (
-            tensor.data_ptr(),
-            tensor.size(),
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        alias = self._aliases.get(key)
-        if alias is None:
-            with torch.inference_mode(False), torch.no_grad():
-                alias = self._aliases[key] = self.arena.alias(tensor)
-        return alias
-
 
 def _has_own_dispatch(kind: type) -> bool:
     own = getattr(kind, "__torch_dispatch__", None)
-    return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+    return own is not None and own is not disabled_dispatch
 
 
 def _with_autocast(op: Operator, call: Call) -> Call:

@@ -11,6 +11,7 @@ import torch
 
 from graphrt.core.base.errors import CaptureSyncError, RefusedOpError
 from graphrt.core.capture.source import user_source
+from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
 
 _READ_ADVICE = (
@@ -44,7 +45,7 @@ _COLLECTIVES = ("c10d::", "_c10d_functional::")
 _STATIC_SHAPE_ADVICE = "compute it outside the graph, in an eager break, or pad it to a fixed size"
 
 
-def check(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_recordable(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if this call reads data on the host, its output shape depends on data, or it goes on
     behind the call."""
     if op.name.startswith(_COLLECTIVES):
@@ -118,12 +119,13 @@ _HOST_READS = (
     "__reduce_ex__",
     "__repr__",
     "numpy",
+    "tensor_split",
     "tolist",
 )
 
 _lock = threading.Lock()
 _open_captures = 0
-_originals: dict[str, Any] = {}
+_restore: Callable[[], None] | None = None
 _thread = threading.local()
 
 
@@ -131,20 +133,21 @@ class HostReads:
     """Refuses the reads of this thread that no operator shows, from `open` to `close`."""
 
     def open(self) -> None:
-        global _open_captures
+        global _open_captures, _restore
         _thread.refusing = True
         with _lock:
             if _open_captures == 0:
-                _replace_methods()
+                _restore = replace_reads(_HOST_READS, _guarded)
             _open_captures += 1
 
     def close(self) -> None:
-        global _open_captures
+        global _open_captures, _restore
         _thread.refusing = False
         with _lock:
             _open_captures -= 1
-            if _open_captures == 0:
-                _restore_methods()
+            if _open_captures == 0 and _restore is not None:
+                _restore()
+                _restore = None
 
     def pause(self) -> Callable[[], None]:
         """Allow reads until the returned function is called."""
@@ -153,25 +156,6 @@ class HostReads:
 
     def _resume(self) -> None:
         _thread.refusing = True
-
-
-def _replace_methods() -> None:
-    for name in (*_HOST_READS, "tensor_split"):
-        # What torch.Tensor inherits is restored by deleting what hides it.
-        _originals[name] = torch.Tensor.__dict__.get(name)
-        setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name)))
-    _originals["torch.tensor_split"] = torch.tensor_split
-    torch.tensor_split = _guarded("tensor_split", torch.tensor_split)
-
-
-def _restore_methods() -> None:
-    torch.tensor_split = _originals.pop("torch.tensor_split")
-    for name, original in _originals.items():
-        if original is None:
-            delattr(torch.Tensor, name)
-        else:
-            setattr(torch.Tensor, name, original)
-    _originals.clear()
 
 
 def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from graphrt.cpu.private_torch import storage_id
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
@@ -37,7 +39,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     """Equal for two tensors that share memory."""
     if tensor.layout is not torch.strided:
         return -id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor)
 
 
 def storages_of(value: Any) -> set[int]:

@@ -77,7 +77,7 @@ def end_capture(stream: int) -> None:
         library.cuGraphDestroy(graph)
 
 
-def available() -> bool:
+def driver_available() -> bool:
     """Whether the driver can be asked: not on ROCm."""
     return _library() is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 
 from graphrt.core.base.errors import CaptureError
 from graphrt.core.capture.source import Source, user_source
-from graphrt.cuda.driver import api as driver
-from graphrt.cuda.driver import nodes
+from graphrt.cuda.driver.api import capture_dependencies, driver_available
+from graphrt.cuda.driver.nodes import edges
+from graphrt.cuda.private_torch import Wait, replace_event_wait
 
 
 class ForkWatch:
@@ -22,29 +24,28 @@ class ForkWatch:
     def __init__(self) -> None:
         self._waits: dict[int, Source | None] = {}
         self._thread = 0
-        self._wait: Any = None
+        self._restore: Callable[[], None] | None = None
 
     def begin(self) -> None:
         self._waits.clear()
         self._thread = get_ident()
-        if self._wait is None:
-            self._wait = torch.cuda.Event.wait
-            torch.cuda.Event.wait = self._watching(self._wait)  # type: ignore[method-assign]
+        if self._restore is None:
+            self._restore = replace_event_wait(self._watching)
 
     def end(self) -> None:
-        if self._wait is not None:
-            torch.cuda.Event.wait = self._wait  # type: ignore[method-assign]
-            self._wait = None
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
     def check_joined(self, stream: int) -> None:
         """Raise `CaptureError` if work of another stream would be left out of the capture that is
         open on `stream`."""
         forked = {other: at for other, at in self._waits.items() if other != stream}
-        if not forked or not driver.available():
+        if not forked or not driver_available():
             return
-        graph, joined = driver.capture_dependencies(stream)
+        graph, joined = capture_dependencies(stream)
         before: dict[int, list[int]] = {}
-        for node, after, _ in nodes.edges(graph):
+        for node, after, _ in edges(graph):
             before.setdefault(after, []).append(node)
         reached, pending = set(joined), list(joined)
         while pending:
@@ -53,7 +54,7 @@ class ForkWatch:
                     reached.add(node)
                     pending.append(node)
         for other, source in forked.items():
-            own, last = driver.capture_dependencies(other)
+            own, last = capture_dependencies(other)
             if own == graph and not reached.issuperset(last):
                 raise CaptureError(
                     "a stream that was forked inside the capture was not joined before its end",
@@ -64,7 +65,7 @@ class ForkWatch:
                     "forward, and before every eager break",
                 )
 
-    def _watching(self, wait: Any) -> Any:
+    def _watching(self, wait: Wait) -> Wait:
         def watching(event: Any, stream: Any = None) -> None:
             if get_ident() == self._thread:
                 waiting = torch.cuda.current_stream() if stream is None else stream

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from graphrt.cuda.driver import api as driver
+from graphrt.cuda.driver import allocation_of
 from graphrt.cuda.update.images import Image, Images
 
 Range = tuple[int, int]
@@ -77,7 +77,7 @@ def ranges_of(tensors: Iterable[torch.Tensor]) -> list[Range]:
 def block_of(address: int) -> Range | None:
     """The block of torch's allocator that has `address`, else the driver's allocation; None if it
     is no device memory."""
-    allocation = driver.allocation_of(address)
+    allocation = allocation_of(address)
     if allocation is None:
         return None
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from graphrt.cuda.driver.nodes import (
+from graphrt.cuda.driver import (
     argument_sizes,
     arguments_of,
     function_of,

@@ -17,14 +17,14 @@ from graphrt.cuda.update.settings import Setting, WholeSetting
 class UpdateCounts:
     """What `UpdateFigures` are made of."""
 
-    node_patches: int = 0
-    sibling_patches: int = 0
+    patches: int = 0
+    shared_patches: int = 0
     reissues: int = 0
     memo_hits: int = 0
     self_checks: int = 0
     self_check_failures: int = 0
     whole_updates: int = 0
-    reinstantiations: int = 0
+    rebuilds: int = 0
     failed: int = 0
     tasks: int = 0
 
@@ -132,7 +132,7 @@ class Ladder:
         if status:
             self._refused = True
         else:
-            self._counts.node_patches += 1
+            self._counts.patches += 1
 
     def give_all(
         self, nodes: Sequence[tuple[TaskNode, Setting]], numbers: Sequence[int], image: Image
@@ -157,7 +157,7 @@ class Ladder:
                 slow = self._refused = True
             else:
                 done += 1
-        self._counts.node_patches += done
+        self._counts.patches += done
         return given
 
     def give_directly(self, node: TaskNode, reference: Any) -> None:
@@ -174,7 +174,7 @@ class Ladder:
         if status:
             self._refused = True
         else:
-            self._counts.node_patches += 1
+            self._counts.patches += 1
 
     def settle(self, graph: Any) -> None:
         """End the round of `graph`, down the ladder if a node was refused; raises
@@ -194,7 +194,7 @@ class Ladder:
         self.given_up = True
         graph.instantiate()
         self.given_up = False
-        self._counts.reinstantiations += 1
+        self._counts.rebuilds += 1
         self._switch_again(graph)
 
     def forget(self) -> None:
@@ -223,7 +223,7 @@ class Ladder:
         # No rung below could do it.
         if self.calls.set_enabled(self._executable, node.pointer, not off):
             self._give_up()
-        self._counts.node_patches += 1
+        self._counts.patches += 1
 
     def _switch_again(self, graph: Any) -> None:
         """An executable that was updated as a whole, or is new, may have all nodes switched on."""

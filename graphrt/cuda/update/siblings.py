@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from graphrt.core.device.platform import TaskUpdate
+from graphrt.core.device.graph import TaskUpdate
 from graphrt.cuda.update.images import WORD, Image, Images, key_of, words
 from graphrt.cuda.update.ladder import Ladder, TaskNode, UpdateCounts
 from graphrt.cuda.update.settings import PatchedSetting, Setting, SharedSetting
@@ -111,7 +111,7 @@ class Family:
         for column, image in zip(self._columns, images, strict=True):
             own = issuer in numbers and column[issuer][0].applied is not image
             given = ladder.give_all(column, numbers, image)
-            self._counts.sibling_patches += given - (own and given > 0)
+            self._counts.shared_patches += given - (own and given > 0)
 
     def _by_values(
         self, updates: Sequence[TaskUpdate]

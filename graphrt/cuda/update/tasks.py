@@ -11,11 +11,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphrt.core.base.errors import CaptureSyncError, GraphRTError, TaskContractError
-from graphrt.core.device.platform import TaskUpdate
-from graphrt.cuda.driver import api as driver
-from graphrt.cuda.driver.nodes import (
+from graphrt.core.device.graph import TaskUpdate
+from graphrt.cuda.driver import (
     NodeCalls,
+    begin_capture,
+    capture_dependencies,
+    capture_is_invalidated,
     destroy_graph,
+    end_capture,
+    finish_capture,
     is_chain,
     kernel_attribute,
     kernel_parameters,
@@ -24,6 +28,7 @@ from graphrt.cuda.driver.nodes import (
     nodes_of,
 )
 from graphrt.cuda.explain import explain
+from graphrt.cuda.private_torch import memory_stats
 from graphrt.cuda.update.addresses import Homes, block_of, ranges_of, strange_address
 from graphrt.cuda.update.images import (
     EMPTY,
@@ -240,12 +245,12 @@ class Tasks:
         if graph not in self._graphs:
             self._graphs[graph] = GraphTasks(Recorder(counts), NodeCalls(), counts)
         stream = torch.cuda.current_stream().cuda_stream
-        self._before[graph] = set(nodes_of(driver.capture_dependencies(stream)[0]))
+        self._before[graph] = set(nodes_of(capture_dependencies(stream)[0]))
 
     def end(self, graph: Any) -> TaskHandle:
         before = self._before.pop(graph)
         stream = torch.cuda.current_stream().cuda_stream
-        now = nodes_of(driver.capture_dependencies(stream)[0])
+        now = nodes_of(capture_dependencies(stream)[0])
         return self._graphs[graph].add([node for node in now if node not in before])
 
     def abort(self, graph: Any) -> None:
@@ -276,21 +281,21 @@ def _captured(update: TaskUpdate) -> int:
     handle: TaskHandle = update.handle
     stream = handle.stream.cuda_stream
     with torch.cuda.stream(handle.stream):
-        driver.begin_capture(stream)
+        begin_capture(stream)
         try:
             update.issue()
-            if driver.capture_is_invalidated(stream):
+            if capture_is_invalidated(stream):
                 raise refused(update, "an error of device work that the task caught or ignored")
         except BaseException as error:
-            invalid = driver.capture_is_invalidated(stream)
-            driver.end_capture(stream)
+            invalid = capture_is_invalidated(stream)
+            end_capture(stream)
             if isinstance(error, Exception) and not isinstance(error, GraphRTError):
                 explained = explain(error)
                 # torch refuses some of it before the driver does.
                 if invalid or isinstance(explained, CaptureSyncError):
                     raise refused(update, explained.what) from error
             raise
-        return driver.finish_capture(stream)
+        return finish_capture(stream)
 
 
 def _other_nodes(found: list[int], captured: list[int]) -> str:
@@ -306,5 +311,5 @@ def _fixed(node: int, kind: int) -> Hashable:
 
 
 def _allocations() -> int:
-    stats = torch._C._cuda_memoryStats(torch.cuda.current_device())
+    stats = memory_stats(torch.cuda.current_device())
     return int(stats["allocation"]["all"]["allocated"])

@@ -1,0 +1,119 @@
+"""The attention operators of torch_npu, and how each is called with its lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphrt.ascend.attention.task import AttentionTask, attention_task
+from graphrt.ascend.driver import torch_npu
+
+
+def fused_infer_attention(
+    group: str = "attention", *, max_kv_len: int, layout: str = "TND", spare_request: bool = False
+) -> AttentionTask:
+    """`torch_npu.npu_fused_infer_attention_score.out`; query lengths add up in layout TND."""
+    return attention_task(
+        group,
+        lambda *args, **kwargs: torch_npu().npu_fused_infer_attention_score.out(*args, **kwargs),
+        queries="actual_seq_lengths" if layout == "TND" else None,
+        keys="actual_seq_lengths_kv",
+        max_kv_len=max_kv_len,
+        cumulative=True,
+        spare_request=spare_request,
+    )
+
+
+def fused_infer_attention_v2(
+    group: str = "attention", *, max_kv_len: int, layout: str = "TND", spare_request: bool = False
+) -> AttentionTask:
+    """`torch_npu.npu_fused_infer_attention_score_v2.out`; query lengths add up in layout TND."""
+    return attention_task(
+        group,
+        lambda *args, **kwargs: torch_npu().npu_fused_infer_attention_score_v2.out(*args, **kwargs),
+        queries="actual_seq_qlen" if layout == "TND" else None,
+        keys="actual_seq_kvlen",
+        max_kv_len=max_kv_len,
+        cumulative=True,
+        spare_request=spare_request,
+    )
+
+
+def paged_attention(group: str = "attention", *, max_kv_len: int) -> AttentionTask:
+    """`torch_npu._npu_paged_attention`, whose lengths are a tensor on the host."""
+    return attention_task(group, _issue_paged_attention, keys="context_lens", max_kv_len=max_kv_len)
+
+
+def mla_attention(
+    group: str = "attention", *, max_kv_len: int, query_lens: bool = False
+) -> AttentionTask:
+    """`torch_npu.atb.npu_multi_head_latent_attention`; `query_lens` for several tokens a request.
+
+    MLA by way of `npu_fused_infer_attention_score` is `fused_infer_attention`.
+    """
+    return attention_task(
+        group,
+        _issue_mla_attention,
+        queries="qseqlen" if query_lens else None,
+        keys="context_lens",
+        max_kv_len=max_kv_len,
+    )
+
+
+def _issue_paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    num_heads: int,
+    scale_value: float,
+    block_table: torch.Tensor,
+    *,
+    context_lens: Sequence[int],
+    out: torch.Tensor,
+    **workspace: torch.Tensor | None,
+) -> None:
+    # By position, where torch_npu's own handler looks for the lengths too.
+    torch_npu()._npu_paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        num_kv_heads,
+        num_heads,
+        scale_value,
+        block_table,
+        torch.tensor(context_lens, dtype=torch.int32),
+        out,
+        **workspace,
+    )
+
+
+def _issue_mla_attention(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    ctkv: torch.Tensor,
+    k_rope: torch.Tensor,
+    block_tables: torch.Tensor,
+    q_headnum: int,
+    qk_scale: float,
+    kv_headnum: int,
+    *,
+    context_lens: Sequence[int],
+    output: torch.Tensor,
+    **optional: Any,
+) -> None:
+    torch_npu().atb.npu_multi_head_latent_attention(
+        q_nope,
+        q_rope,
+        ctkv,
+        k_rope,
+        block_tables,
+        context_lens,
+        q_headnum,
+        qk_scale,
+        kv_headnum,
+        output=output,
+        **optional,
+    )

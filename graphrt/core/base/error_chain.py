@@ -1,0 +1,26 @@
+"""What an error came from: its causes and the errors in whose handlers it was raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+def error_chain(
+    error: BaseException, leave_out: type[BaseException] | None = None
+) -> Iterator[BaseException]:
+    """`error` and all that it came from, each once, nearest first.
+
+    Errors of the type `leave_out` behind it are left out, with all that is known through them only.
+    """
+    seen: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop(0)
+        # Not `in`: an error may define equality.
+        if link is None or any(link is each for each in seen):
+            continue
+        if leave_out is not None and isinstance(link, leave_out) and link is not error:
+            continue
+        seen.append(link)
+        yield link
+        pending += [link.__cause__, link.__context__]

@@ -1,0 +1,73 @@
+"""Core's door to names of torch that are not public: see `private_torch`.
+
+What is called at every step is bound here once, so that it costs what the bare call does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphrt.core.base.private_torch import PrivateNames
+
+NAMES = PrivateNames()
+
+_NO_MODES = "captures on the CPU, and captures with breaks, fail"
+_NO_BREAKS = "GraphOptions.breaks cannot be checked, so a capture with some fails"
+
+# Dispatch modes ----------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    TorchDispatchMode = NAMES.take(
+        "torch.utils._python_dispatch.TorchDispatchMode", without=_NO_MODES
+    )
+    if not TorchDispatchMode:
+
+        class TorchDispatchMode:
+            """Stands for the base of dispatch modes, so that they can be defined."""
+
+            _missing = NAMES.declared["torch.utils._python_dispatch.TorchDispatchMode"]
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self._missing.find()
+
+
+count_dispatch_modes: Callable[[], int] = NAMES.take(
+    "torch._C._len_torch_dispatch_stack", without=_NO_MODES
+)
+without_dispatch_modes: Callable[[], AbstractContextManager[object]] = NAMES.take(
+    "torch.utils._python_dispatch._disable_current_modes", without=_NO_MODES
+)
+dispatch_mode_stack: Callable[[], list[TorchDispatchMode]] = NAMES.take(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", without=_NO_MODES
+)
+push_dispatch_mode: Callable[[TorchDispatchMode], None] = NAMES.take(
+    "torch.utils._python_dispatch._push_mode", without=_NO_MODES
+)
+pop_dispatch_mode: Callable[[], TorchDispatchMode] = NAMES.take(
+    "torch.utils._python_dispatch._pop_mode", without=_NO_MODES
+)
+
+# Operators ---------------------------------------------------------------------------------------
+
+schemas_of_operator: Callable[[str], list[Any]] = NAMES.take(
+    "torch._C._jit_get_schemas_for_operator", without=_NO_BREAKS
+)
+has_kernel: Callable[[str, str], bool] = NAMES.take(
+    "torch._C._dispatch_has_kernel_for_dispatch_key", without=_NO_BREAKS
+)
+
+# Memory ------------------------------------------------------------------------------------------
+
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = NAMES.take(
+    "torch._foreach_copy_", without="several inputs of one dtype cannot come from the device"
+)
+storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = NAMES.take(
+    "torch._C._construct_storage_from_data_pointer",
+    without="CUDA graphs cannot be captured, and other accelerators keep strong references",
+)

@@ -1,0 +1,60 @@
+"""What a platform and core hand each other: graphs, events, and updates of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+
+class DeviceGraph(Protocol):
+    """A captured graph. `torch.cuda.CUDAGraph` and `torch.npu.NPUGraph` satisfy it as they are.
+
+    Core always launches through this public `replay`, so that profilers that patch it see it.
+    """
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class DeviceEvent(Protocol):
+    """A point in a stream. `torch.cuda.Event` and `torch.npu.Event` satisfy it as they are."""
+
+    def record(self, stream: Any) -> None:
+        """Mark this point of `stream`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until it has."""
+
+
+class TaskUpdate(Protocol):
+    """One task of a graph, as it is to be at the coming replay; valid until that has begun.
+
+    `handle` is what `Platform.task_end` returned. `values` are the new host arguments by name, for
+    a device that is told them.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def handle(self) -> Any: ...
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    def issue(self) -> object:
+        """Call the task's operator with the new host arguments, the captured tensors, outputs and
+        workspace; it allocates nothing."""
+
+    def likeness(self) -> Hashable:
+        """Equal for tasks which are issued alike if their host arguments are equal: by the same
+        function, with equal plain arguments and with tensors of which only the place differs."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The captured tensors: all memory that the task may touch."""

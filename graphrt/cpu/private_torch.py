@@ -1,0 +1,209 @@
+"""The door to names of torch that are not public, for the CPU: see
+`graphrt.core.base.private_torch`.
+
+What a replay calls is bound here once, so that it costs what the bare call does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.private_torch import PrivateNames
+
+NAMES = PrivateNames()
+
+_NO_CAPTURES = "nothing can be captured on the CPU"
+_NO_REPLAYS = "nothing can be replayed on the CPU"
+
+# What is switched on in this thread --------------------------------------------------------------
+
+count_function_modes: Callable[[], int] = NAMES.take(
+    "torch._C._len_torch_function_stack", without=_NO_REPLAYS
+)
+set_grad_enabled: Callable[[bool], None] = NAMES.take(
+    "torch._C._set_grad_enabled", without=_NO_REPLAYS
+)
+no_torch_function: Callable[[], AbstractContextManager[object]] = NAMES.take(
+    "torch._C.DisableTorchFunction",
+    without="nothing can be replayed inside a torch-function mode or autocast",
+)
+below_autograd: Callable[[], AbstractContextManager[object]] = NAMES.take(
+    "torch._C._AutoDispatchBelowADInplaceOrView", without=_NO_CAPTURES
+)
+inference_mode: Callable[[bool], AbstractContextManager[object]] = NAMES.take(
+    "torch._C._InferenceMode", without="nothing can be captured under inference mode"
+)
+disabled_dispatch: object = NAMES.take(
+    "torch._C._disabled_torch_dispatch_impl",
+    without="parameters and other subclasses without a dispatch of their own are not captured",
+)
+"""The `__torch_dispatch__` of a tensor subclass that has none."""
+
+# Dispatch keys of a compiled function's call -----------------------------------------------------
+
+_NO_COMPILED = "calls of compiled functions cannot be captured on the CPU"
+_included: Callable[[], Any] = NAMES.take(
+    "torch._C._dispatch_tls_local_include_set", without=_NO_COMPILED
+)
+_excluded: Callable[[], Any] = NAMES.take(
+    "torch._C._dispatch_tls_local_exclude_set", without=_NO_COMPILED
+)
+_python_keys = [
+    NAMES.declare("torch._C.DispatchKey.Python", without=_NO_COMPILED),
+    NAMES.declare("torch._C.DispatchKey.PythonTLSSnapshot", without=_NO_COMPILED),
+]
+dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = NAMES.take(
+    "torch._C._ForceDispatchKeyGuard", without=_NO_COMPILED
+)
+"""Dispatches by these sets of keys, as `dispatch_keys_now` gives them."""
+
+
+def dispatch_keys_now() -> tuple[Any, Any]:
+    """The dispatch keys that are included and excluded in this thread, without dispatch modes."""
+    included = _included()
+    for key in _python_keys:
+        included = included.remove(key.find())
+    return included, _excluded()
+
+
+# Operators ---------------------------------------------------------------------------------------
+
+_OVERLOAD = "torch.ops.aten.add.Tensor"
+_overload_type = NAMES.declare("torch._ops.OpOverload", without=_NO_CAPTURES)
+NAMES.declare(f"{_OVERLOAD}._schema", without=_NO_CAPTURES)
+NAMES.declare(f"{_OVERLOAD}._op", without=_NO_CAPTURES)
+NAMES.declare(f"{_OVERLOAD}._can_decompose", without=_NO_CAPTURES)
+
+
+def schema_of(overload: Any) -> Any:
+    """The schema of an operator's overload."""
+    return overload._schema
+
+
+def builtin_of(overload: Any) -> Callable[..., Any]:
+    """What the call operator of an overload only forwards to; another callable is itself."""
+    plain = type(overload) is _overload_type.find()
+    builtin: Callable[..., Any] = overload._op if plain else overload
+    return builtin
+
+
+def can_decompose(overload: Any) -> bool:
+    """Whether an operator is made of others."""
+    return bool(overload._can_decompose())
+
+
+_SLOW = "some operators are replayed by slower calls"
+_functions = NAMES.declare("torch._C._VariableFunctions", without=_SLOW)
+_function_homes = [
+    _functions,
+    *(
+        NAMES.declare(f"torch._C.{home}", without=_SLOW)
+        for home in ("_nn", "_linalg", "_special", "_fft")
+    ),
+]
+_methods = NAMES.declare("torch._C.TensorBase", without=_SLOW)
+
+
+def bindings_of(name: str, *, in_place: bool) -> tuple[Callable[..., Any], ...]:
+    """torch's C functions of this name, and its methods if `in_place`: they cost less to call than
+    the operator does."""
+    found = []
+    for home in (_methods, *_function_homes) if in_place else _function_homes:
+        try:
+            binding = getattr(home.find(), name, None)
+        except MissingTorchNameError:
+            continue
+        if binding is not None:
+            found.append(binding)
+    return tuple(found)
+
+
+# Tensors -----------------------------------------------------------------------------------------
+
+conjugated: Callable[[torch.Tensor], torch.Tensor] = NAMES.take(
+    "torch._conj", without="conjugated tensors cannot be captured"
+)
+negated: Callable[[torch.Tensor], torch.Tensor] = NAMES.take(
+    "torch._neg_view", without="negated views cannot be captured"
+)
+
+NAMES.declare("torch.UntypedStorage._cdata", without=_NO_CAPTURES)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share their memory, also where that is empty."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def replace_reads(
+    methods: Sequence[str], guarded: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Make what `guarded` returns for each of these methods of `torch.Tensor`, and for
+    `torch.tensor_split`, stand for it until the returned function is called."""
+    # What torch.Tensor inherits is restored by deleting what hides it. A method that a torch has
+    # not reads nothing.
+    originals = {
+        name: torch.Tensor.__dict__.get(name) for name in methods if hasattr(torch.Tensor, name)
+    }
+    for name in originals:
+        setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
+    tensor_split = torch.tensor_split
+    torch.tensor_split = guarded("tensor_split", tensor_split)
+
+    def restore() -> None:
+        torch.tensor_split = tensor_split
+        for name, original in originals.items():
+            if original is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, original)
+
+    return restore
+
+
+# Dynamo ------------------------------------------------------------------------------------------
+
+_DYNAMO = "torch._dynamo.eval_frame"
+_ONE_BY_ONE = "compiled calls are recorded operator by operator"
+_from_stance = NAMES.declare(f"{_DYNAMO}._callback_from_stance", without=_ONE_BY_ONE)
+_set_eval_frame = NAMES.declare(f"{_DYNAMO}.set_eval_frame", without=_ONE_BY_ONE)
+_skip_code = NAMES.declare(f"{_DYNAMO}.skip_code", without=_ONE_BY_ONE)
+
+
+def hook_compiled_calls(
+    entering: Callable[[Callable[[Any], Any]], FunctionType],
+    leaving: Callable[[Callable[[Any], Any]], FunctionType],
+    skipped: Sequence[Any] = (),
+) -> Callable[[], None] | None:
+    """Wrap what Dynamo calls right before and right after a compiled function, until the returned
+    function is called; None if Dynamo is not loaded, or lacks either.
+
+    `entering` and `leaving` make the wrappers. Dynamo watches for frames to compile while they
+    run, so it is told to leave the code of `leaving`'s, and the codes `skipped`, alone.
+    """
+    module: Any = sys.modules.get(_DYNAMO)
+    if module is None:
+        return None
+    try:
+        from_stance, set_frame, skip_code = (
+            each.find() for each in (_from_stance, _set_eval_frame, _skip_code)
+        )
+    except MissingTorchNameError:
+        return None
+    after = leaving(set_frame)
+    for code in (after.__code__, *skipped):
+        skip_code(code)
+    module._callback_from_stance = entering(from_stance)
+    module.set_eval_frame = after
+
+    def restore() -> None:
+        module._callback_from_stance, module.set_eval_frame = from_stance, set_frame
+
+    return restore

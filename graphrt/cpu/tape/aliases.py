@@ -1,0 +1,94 @@
+"""How a tape refers to tensors: weakly to arena memory, and strongly to everything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphrt.cpu.arena import Arena
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types whose operators are recorded as they are."""
+
+
+class Aliases:
+    """The references of one tape, and which blocks of the arena some recorded operator reads."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._aliases: dict[tuple[object, ...], torch.Tensor] = {}
+        self._read: set[int] = set()
+
+    def was_read(self, token: int) -> bool:
+        """Whether an operator reads that block."""
+        return token in self._read
+
+    def clear(self) -> None:
+        """Forget the aliases; steps keep those that they use."""
+        self._aliases.clear()
+
+    def weak(self, value: Any) -> Any:
+        """`value` with its tensors as the tape keeps them."""
+        if isinstance(value, torch.Tensor):
+            return self._weak_tensor(value)
+        if type(value) is list:
+            return [self.weak(v) for v in value]
+        if type(value) is tuple:
+            return tuple(self.weak(v) for v in value)
+        if type(value) is dict:
+            return {k: self.weak(v) for k, v in value.items()}
+        return value
+
+    def weak_in_place(self, value: Any) -> Any:
+        """`value` for a compiled function: only arena memory is aliased, so its guards still hold.
+
+        The alias is made in the forward's own inference mode, which the guards also look at.
+        """
+        if isinstance(value, torch.Tensor):
+            if value.numel() == 0 or not self.arena.owns(value):
+                return value
+            self._read.add(self.arena.token_of(value))
+            key = (value.data_ptr(), value.size(), value.stride(), value.dtype, "compiled")
+            if key not in self._aliases:
+                self._aliases[key] = self.arena.alias(value)
+            return self._aliases[key]
+        if type(value) in (list, tuple):
+            return type(value)(self.weak_in_place(v) for v in value)
+        if type(value) is dict:
+            return {k: self.weak_in_place(v) for k, v in value.items()}
+        return value
+
+    def weak_output(self, out: torch.Tensor) -> torch.Tensor:
+        """The tape's reference to an output; does not count as a read."""
+        return self._alias(out) if out.numel() else out
+
+    def _weak_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in PLAIN:
+            return tensor
+        if tensor.layout is torch.strided and tensor.device.type == "cpu":
+            token = self.arena.token_of(tensor)
+            if token and not tensor.numel():
+                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            if token or self.arena.owns(tensor):
+                self._read.add(token)
+                return self._alias(tensor)
+        # A detached alias is a plain tensor whatever the caller's grad mode is at replay, and like
+        # a device graph it stays at the address that was captured.
+        with torch.inference_mode(False), torch.no_grad():
+            return tensor.detach()
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (
+            tensor.data_ptr(),
+            tensor.size(),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        alias = self._aliases.get(key)
+        if alias is None:
+            with torch.inference_mode(False), torch.no_grad():
+                alias = self._aliases[key] = self.arena.alias(tensor)
+        return alias

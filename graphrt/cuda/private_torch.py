@@ -1,0 +1,73 @@
+"""The door to names of torch that are not public, for CUDA: see `graphrt.core.base.private_torch`.
+
+A torch that was built for CPUs has none of the functions; there the platform is not available.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphrt.core.base.private_torch import PrivateNames
+
+NAMES = PrivateNames()
+
+Pool = tuple[int, int]
+
+_NO_CAPTURES = "no CUDA graph can be captured"
+
+memory_stats: Callable[[int], Mapping[str, Any]] = NAMES.take(
+    "torch._C._cuda_memoryStats", without=_NO_CAPTURES, build="cuda"
+)
+"""The allocator's counters of a device, nested; the public function makes them flat, which takes
+longer than a capture may."""
+
+route_thread_to_pool: Callable[[int, Pool], None] = NAMES.take(
+    "torch._C._cuda_beginAllocateCurrentThreadToPool",
+    without="what eager breaks return cannot be allocated in the pool",
+    build="cuda",
+)
+stop_routing_to_pool: Callable[[int, Pool], None] = NAMES.take(
+    "torch._C._cuda_endAllocateToPool",
+    without="what eager breaks return cannot be allocated in the pool",
+    build="cuda",
+)
+release_pool: Callable[[int, Pool], None] = NAMES.take(
+    "torch._C._cuda_releasePool",
+    without="what eager breaks return cannot be allocated in the pool",
+    build="cuda",
+)
+
+raw_stream_of: Callable[[int], int] = NAMES.take(
+    "torch._C._cuda_getCurrentRawStream",
+    without="nothing can be replayed, as the current stream is asked for before",
+    build="cuda",
+)
+"""The current stream of a device as the driver's handle: what a replay calls."""
+
+current_device: Callable[[], int] = NAMES.take(
+    "torch._C._cuda_getDevice",
+    without="nothing can be replayed, as the current stream is asked for before",
+    build="cuda",
+)
+
+Wait = Callable[..., None]
+
+_EVENT_WAIT = NAMES.declare(
+    "torch.cuda.Event.wait",
+    without="no capture can begin, as streams that fork inside it would not be noticed",
+)
+
+
+def replace_event_wait(replaced: Callable[[Wait], Wait]) -> Callable[[], None]:
+    """Make what `replaced` returns for `torch.cuda.Event.wait` the method, until the returned
+    function is called."""
+    wait: Wait = _EVENT_WAIT.find()
+    torch.cuda.Event.wait = replaced(wait)  # type: ignore[method-assign]
+
+    def restore() -> None:
+        torch.cuda.Event.wait = wait  # type: ignore[method-assign]
+
+    return restore

@@ -1,0 +1,197 @@
+"""Every name of torch that is not public: where it is declared, and in which torch it is found."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.private_torch import (
+    TESTED,
+    PrivateName,
+    PrivateNames,
+    UntestedTorchWarning,
+    warn_if_untested,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "graphrt").rglob("*.py"))
+MECHANISM = ROOT / "graphrt" / "core" / "base" / "private_torch.py"
+VERSION = ".".join(torch.__version__.split(".")[:2])
+
+_PRIVATE_PATH = re.compile(r"torch(_npu)?(\.\w+)*\._[a-zA-Z0-9]\w*(\.\w+)*")
+
+
+@cache
+def doors() -> dict[Path, dict[str, PrivateName]]:
+    """What each module declares that holds a `PrivateNames`, whatever it calls it."""
+    found = {}
+    for path in FILES:
+        if path == MECHANISM or "PrivateNames()" not in path.read_text(encoding="utf-8"):
+            continue
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        held = [
+            v for v in vars(importlib.import_module(name)).values() if isinstance(v, PrivateNames)
+        ]
+        found[path] = {key: name for names in held for key, name in names.declared.items()}
+    return found
+
+
+def table() -> Iterator[object]:
+    for path, declared in doors().items():
+        package = path.relative_to(ROOT / "graphrt").parts[0]
+        for name in declared.values():
+            marks = [pytest.mark.npu] if name.build == "npu" else []
+            yield pytest.param(name, id=f"{package}-{name.path}", marks=marks)
+
+
+@pytest.mark.parametrize("name", list(table()))
+def test_a_name_is_in_every_torch_it_was_seen_in(name: PrivateName) -> None:
+    if name.build == "cuda" and not torch.backends.cuda.is_built():
+        pytest.skip(f"torch {torch.__version__} was built without CUDA")
+    try:
+        name.find()
+    except MissingTorchNameError:
+        assert VERSION not in name.seen, f"torch {VERSION} lost {name.path}: {name.without}"
+
+
+def test_platforms_and_core_have_doors() -> None:
+    packages = {path.relative_to(ROOT / "graphrt").parts[0] for path in doors()}
+    assert {"core", "cpu", "cuda", "ascend"} <= packages
+
+
+@pytest.mark.parametrize("path", list(doors()), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_door_says_what_happens_without_each_name(path: Path) -> None:
+    assert doors()[path]
+    for name in doors()[path].values():
+        assert name.without and set(name.seen) <= set(TESTED), name
+
+
+def private_uses(source: str) -> list[str]:
+    """The private names of torch and torch_npu that a module says."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return [each for each in found if _PRIVATE_PATH.fullmatch(each)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_doors_say_private_names(path: Path) -> None:
+    if path == MECHANISM or path in doors():
+        return
+    compiling = ROOT / "graphrt" / "compile"
+    if path.is_relative_to(compiling) and not any(p.is_relative_to(compiling) for p in doors()):
+        pytest.skip("graphrt.compile has no door yet")
+    assert private_uses(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch import _C",
+        "from torch._C import _len_torch_dispatch_stack",
+        "from torch.utils._python_dispatch import TorchDispatchMode",
+        "def f():\n    return torch._C._cuda_getDevice()",
+        "torch.utils._pytree.tree_map(f, x)",
+        "sys.modules['torch._dynamo.eval_frame']",
+        "torch_npu._C._weak_ref_tensor(x)",
+    ],
+)
+def test_the_check_finds_private_names(source: str) -> None:
+    assert private_uses(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["torch.__version__", "torch.Tensor.copy_", "'torch.cuda.Event.wait is replaced'"]
+)
+def test_the_check_lets_public_names_through(source: str) -> None:
+    assert not private_uses(source)
+
+
+# What is missing or new --------------------------------------------------------------------------
+
+
+def test_a_missing_name_is_an_error_at_its_use() -> None:
+    names = PrivateNames()
+    missing = names.take("torch._C._no_such_function", without="nothing works", seen=("2.11",))
+    assert not missing
+    with pytest.raises(MissingTorchNameError, match="_no_such_function") as caught:
+        missing(1)
+    assert "nothing works" in str(caught.value) and "2.11" in str(caught.value)
+    declared = names.declare("torch._no_such_module.name", without="nothing works")
+    with pytest.raises(MissingTorchNameError, match="_no_such_module"):
+        declared.find()
+
+
+_WITHOUT_ANY = """
+import sys, types
+ROOT = sys.argv[1]
+# Only what the doors are made with, so that it can be changed before they are imported.
+for name in ("graphrt", "graphrt.core", "graphrt.core.base"):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [ROOT + "/" + name.replace(".", "/")]
+from graphrt.core.base import errors, private_torch
+for name in ("graphrt", "graphrt.core", "graphrt.core.base"):
+    del sys.modules[name]
+
+def find(self):
+    raise errors.MissingTorchNameError(self.path)
+
+private_torch.PrivateName.find = find
+import graphrt, graphrt.cpu, graphrt.cuda, graphrt.ascend, graphrt.accelerator, torch
+try:
+    graphrt.cpu.TapeGraph().capture_begin(graphrt.cpu.Arena())
+except errors.MissingTorchNameError as error:
+    print(error)
+try:
+    graphrt.cuda.CudaPlatform().current_stream_id()
+except errors.MissingTorchNameError as error:
+    print(error)
+"""
+
+
+def test_no_import_fails_without_any_of_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_ANY, str(ROOT)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch._C._cuda_getDevice",
+    ]
+
+
+def test_an_untested_torch_is_named_in_a_warning() -> None:
+    with pytest.warns(UntestedTorchWarning, match=r"torch 99\.1\.0"):
+        warn_if_untested("99.1.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in (*TESTED, f"{TESTED[-1]}.3+cu130", "2.0.1"):
+            warn_if_untested(version)
+
+
+def test_importing_graphrt_warns_of_an_untested_torch() -> None:
+    code = "import torch; torch.__version__ = '99.1.0'; import graphrt"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert "<string>:1: UntestedTorchWarning: graphrt was not tested with torch 99.1.0" in (
+        done.stderr
+    )
