@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.attention.libraries.flashinfer_pages import PageLists
+from graphrt.attention.libraries.flashinfer.pages import PageLists
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 
 
