@@ -1,6 +1,6 @@
 """Decode attention in a graph: who decides how the keys are split, and what that costs.
 
-    python benchmarks/gpu/attention.py --json attention.json
+    python3 -m benchmarks.gpu.attention.kernels --json attention.json
 
 For MLA (DeepSeek-V2-Lite) and GQA (Llama-8B), ragged batches, device time of one layer in us:
 
@@ -20,13 +20,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import arguments, copy_bandwidth, environment, finish, show
-from paged import SHAPES, Paged, graph_us
 
+from benchmarks.common import arguments, copy_bandwidth, environment, finish, show
+from benchmarks.gpu.attention.paged import SHAPES, Paged, graph_us
 from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.attention import AttentionShape, TritonAttention, supports_of
-from graphrt.attention.triton.launch import decode, plan, room_for
-from graphrt.attention.triton.work import Room, Splits, fixed_splits, most_splits, planned_splits
+from graphrt.attention.triton import (
+    Room,
+    Splits,
+    decode,
+    fixed_splits,
+    most_splits,
+    plan,
+    planned_splits,
+    room_for,
+)
 
 LAYERS = 16
 MAX_CONTEXT = 65_536

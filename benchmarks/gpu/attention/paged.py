@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graphrt.attention.backend import AttentionStep
-from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
-from graphrt.attention.triton.launch import Workspace
-from graphrt.attention.triton.work import Splits
+from graphrt.attention import AttentionShape, AttentionStep, GroupedShape, LatentShape
+from graphrt.attention.triton import Splits, Workspace
 
 SHAPES: dict[str, AttentionShape] = {
     "MLA (DeepSeek-V2-Lite)": LatentShape(16, 512, 64, 64, 192**-0.5),

@@ -1,6 +1,6 @@
 """What task update costs the host: 32 layers of two attention kernels, in one graph.
 
-    python benchmarks/gpu/task_update.py --json task_update.json
+    python3 -m benchmarks.gpu.attention.task_update --json task_update.json
 
 Host microseconds of a step, enqueued with the device idle: through the runner with the graph that
 plans its spans itself ("device", no updates), and with tasks whose arguments are unchanged, equal,
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import arguments, environment, finish, show
-from paged import SHAPES, Paged
 
+from benchmarks.common import arguments, environment, finish, show
+from benchmarks.gpu.attention.paged import SHAPES, Paged
 from graphrt import UNCHANGED, Batch, GraphRunner, InputSpec
 from graphrt.attention import TritonAttention, supports_of
 from graphrt.cuda.update import siblings

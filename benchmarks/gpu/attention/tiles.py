@@ -1,6 +1,6 @@
 """The tile sizes of the decode kernels: every candidate at a few batches, against copy bandwidth.
 
-    python benchmarks/gpu/attention_tiles.py --json tiles.json
+    python3 -m benchmarks.gpu.attention.tiles --json tiles.json
 
 Kernel times are of graphs of 8 launches, whose caches are together larger than the L2 cache.
 """
@@ -16,13 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from common import arguments, copy_bandwidth, environment
-from paged import SHAPES, Paged, graph_us
 
-from graphrt.attention.shapes import AttentionShape, LatentShape
-from graphrt.attention.triton.launch import Tiles, decode, plan, room_for
-from graphrt.attention.triton.work import Room, Splits, planned_splits
+from benchmarks.common import arguments, copy_bandwidth, environment
+from benchmarks.gpu.attention.paged import SHAPES, Paged, graph_us
+from graphrt.attention import AttentionShape, LatentShape
+from graphrt.attention.triton import Room, Splits, Tiles, decode, plan, planned_splits, room_for
 
+ITSELF = (sys.executable, "-m", "benchmarks.gpu.attention.tiles")
 LAUNCHES = 8
 BATCHES = ((64, 8192, 1), (1, 32768, 1), (16, 2048, 1), (64, 8192, 4))
 
@@ -102,7 +102,9 @@ def measured(name: str, batch: tuple[int, int, int]) -> list[dict[str, Any]]:
     while True:
         request = json.dumps([name, batch, first])
         done = subprocess.run(
-            [sys.executable, __file__, "--measure", request], capture_output=True, text=True
+            [*ITSELF, "--measure", request],
+            capture_output=True,
+            text=True,
         )
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         found += [line for line in lines if "us" in line]
@@ -127,8 +129,7 @@ def main() -> None:
         measure(name, tuple(batch), first)
         return
     others = [
-        subprocess.Popen([sys.executable, __file__, "--share", str(i), "--of", str(args.of)])
-        for i in range(args.of)
+        subprocess.Popen([*ITSELF, "--share", str(i), "--of", str(args.of)]) for i in range(args.of)
     ]
     for other in others:
         other.wait()
