@@ -99,11 +99,10 @@ def main() -> None:
     measure = partial(
         median_us, rounds=options.rounds, warm_ups=1, synchronize=synchronizer(options.device)
     )
-    results: dict[str, dict[str, float]] = {}
-    for count in (1, 51):
-        results[f"FULL hit, {count} sizes"] = full_step(
-            platform, count, partial(measure, calls=CALLS)
-        )
+    short = partial(measure, calls=CALLS)
+    results: dict[str, dict[str, float]] = {
+        f"FULL hit, {count} sizes": full_step(platform, count, short) for count in (1, 51)
+    }
     segments = piecewise_step(platform, partial(measure, calls=PIECEWISE_CALLS))
     results[f"PIECEWISE, {PIECES} segments, above bare replays"] = {
         **segments,
