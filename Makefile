@@ -19,7 +19,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m mypy graphrt
 
 bench: $(VENV)/.installed-test
-	$(VENV)/bin/python benchmarks/host_overhead.py $(ARGS)
+	$(VENV)/bin/python -m benchmarks.host_overhead $(ARGS)
 
 # On the simulator of graphrt/ascend/simulator, with torch_npu itself. Without the first variable
 # torch would load torch_npu too early.

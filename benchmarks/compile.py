@@ -1,6 +1,6 @@
 """Cold start, warm start and steady state of compiled modules, for each backend.
 
-    PYTHONPATH=. python3 benchmarks/compile.py [--device cpu] [--model small] [--json FILE]
+    python3 -m benchmarks.compile [--device cpu] [--model small] [--json FILE]
 
 Every start is a process of its own. The cold one finds no caches at all; the warm one finds what
 the cold one left in graphrt's compile cache, and nothing else: the compilers' own caches are empty
@@ -26,15 +26,13 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "gpu"))
-
-from common import arguments, environment, finish, interleaved, show, synchronizer
-from decode import compiled, staged
-from llama import CONFIGS, Llama, opaque_attention
-
+from benchmarks.common import arguments, environment, finish, interleaved, show, synchronizer
+from benchmarks.gpu.decode import compiled, staged
+from benchmarks.llama import CONFIGS, Llama, opaque_attention
 from graphrt import Batch, GraphPool
 from graphrt.compile import CompileOptions, compile_module
 
+ITSELF = (sys.executable, "-m", "benchmarks.compile")
 TORCH = "torch.compile"
 INDUCTOR = (
     "torch._inductor.compile_fx",
@@ -115,7 +113,7 @@ def in_own_process(backend: str, caches: Path, own: Path, arguments: list[str]) 
         "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"),
         "TRITON_CACHE_DIR": str(own / "triton"),
     }
-    command = [sys.executable, __file__, *arguments, "--only", backend]
+    command = [*ITSELF, *arguments, "--only", backend]
     done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -1,6 +1,6 @@
 """Replay against eager on the CPU, and what the arena saves.
 
-    python benchmarks/cpu_replay.py [--json FILE]
+    python3 -m benchmarks.cpu_replay [--json FILE]
 
 The demo's seeded decoder: whole runner calls at captured sizes, against the same callable run
 eagerly on the same padded inputs; taken in turns, medians of many calls, on one thread. Arena
@@ -12,35 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import platform as host_platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import median_us
 from graphrt import Batch, GraphOptions, get_platform
-from graphrt.demo.checkpoint import seeded_checkpoint
-from graphrt.demo.engine import EngineLimits
-from graphrt.demo.model import Decoder
-from graphrt.demo.report import Setup, make_runner
+from graphrt.demo import Decoder, EngineLimits, Setup, make_runner, seeded_checkpoint
 
 ROUNDS = 200
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-
-
-def medians_us(*functions: Callable[[], Any]) -> list[float]:
-    """Medians of calls taken in turns, in microseconds."""
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(ROUNDS):
-        for function, found in zip(functions, times, strict=True):
-            started = time.perf_counter()
-            function()
-            found.append((time.perf_counter() - started) * 1e6)
-    return [statistics.median(found) for found in times]
 
 
 def demo_setup() -> Setup:
@@ -76,9 +60,11 @@ def demo(mode: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
             values = step_inputs(setup.limits, size, reqs)
             batch = Batch(size, reqs, 1 if reqs == size else None)
             found = runner.dispatcher.dispatch(batch)
-            eager, replayed = medians_us(
+            eager, replayed = median_us(
                 lambda b=batch, f=found, v=values: runner.run_padded_eagerly(b, f, v),
                 lambda b=batch, v=values: runner(b, **v),
+                rounds=ROUNDS,
+                calls=1,
             )
             rows.append(
                 {"mode": found.mode.name, "tokens": size, "eager_us": eager, "replay_us": replayed}

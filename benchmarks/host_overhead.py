@@ -1,6 +1,6 @@
 """What a step costs on the host above the device's own replay call.
 
-    python benchmarks/host_overhead.py [--platform cpu] [--json FILE]
+    python3 -m benchmarks.host_overhead [--platform cpu] [--json FILE]
 
 Each row is the median of many short runs, in microseconds, taken in turns with the bare replay
 call of the same run, so that a noisy machine disturbs both. The forward is one small operator:
@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform as host_platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import median_us
 from graphrt import (
     Batch,
     BatchDescriptor,
@@ -38,16 +37,48 @@ from graphrt.core.device.lookup import resolve_platform, wrapper_class
 ROUNDS, CALLS, PIECES = 41, 400, 33
 
 
-def median_us(*functions: Callable[[], Any]) -> list[float]:
-    """Medians over rounds in which all functions take turns, in microseconds a call."""
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(ROUNDS):
-        for function, found in zip(functions, times, strict=True):
-            started = time.perf_counter()
-            for _ in range(CALLS):
-                function()
-            found.append((time.perf_counter() - started) / CALLS * 1e6)
-    return [statistics.median(found) for found in times]
+SPECS = {
+    "input_ids": InputSpec(torch.int64, ("tokens",)),
+    "positions": InputSpec(torch.int64, ("tokens",)),
+    "slot_mapping": InputSpec(torch.int64, ("tokens",), pad=-1, index=True),
+    "block_table": InputSpec(torch.int64, ("reqs", 64), index=True),
+    "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
+}
+Measure = Callable[..., list[float]]
+"""Medians of the functions that it is given, in microseconds a call."""
+
+
+def measure(*functions: Callable[[], Any]) -> list[float]:
+    """Medians over short runs, in turns; for a device whose queue they do not fill."""
+    return median_us(*functions, rounds=ROUNDS, calls=CALLS)
+
+
+def rows_of(name: str, requests: int) -> int:
+    """Rows of an input in a decode step."""
+    return requests + (name == "query_start_loc")
+
+
+def values(requests: int) -> dict[str, torch.Tensor]:
+    """The five inputs of a decode step, on the host."""
+    found = {
+        name: torch.zeros(rows_of(name, requests), *spec.shape[1:], dtype=spec.dtype)
+        for name, spec in SPECS.items()
+    }
+    found["query_start_loc"] = torch.arange(requests + 1, dtype=torch.int32)
+    return found
+
+
+def decode_runner(platform: Any) -> GraphRunner:
+    """A runner with five inputs and one small operator, of the default sizes."""
+    return GraphRunner(
+        lambda input_ids, **_: input_ids + 1,
+        inputs=SPECS,
+        outputs=("tokens",),
+        mode="FULL_DECODE_ONLY",
+        sizes=default_sizes(),
+        max_num_reqs=512,
+        platform=platform,
+    )
 
 
 def mixed_and_decode(count: int) -> list[tuple[GraphMode, BatchDescriptor]]:
@@ -63,7 +94,7 @@ def default_sizes() -> list[int]:
     return [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 
-def full_step(platform: Any, count: int) -> dict[str, float]:
+def full_step(platform: Any, count: int, measure: Measure = measure) -> dict[str, float]:
     """Dispatch, context and wrapper of a FULL hit, with `count` captured sizes."""
     pool = GraphPool(platform)
     buffer = torch.zeros(1, 8, device=platform.device_type)
@@ -84,13 +115,13 @@ def full_step(platform: Any, count: int) -> dict[str, float]:
         with dispatcher.step(batch):
             wrapper(buffer)
 
-    bare, dispatch, built, whole = median_us(
+    bare, dispatch, built, whole = measure(
         lambda: graph.replay(),
         lambda: dispatcher.dispatch(batch),
         lambda: dispatcher.dispatch(Batch(tokens, tokens, 1)),
         step,
     )
-    (empty,) = median_us(lambda: None)
+    (empty,) = measure(lambda: None)
     return {
         "bare replay": bare - empty,
         "dispatch": dispatch - empty,
@@ -100,7 +131,7 @@ def full_step(platform: Any, count: int) -> dict[str, float]:
     }
 
 
-def piecewise_step(platform: Any) -> dict[str, float]:
+def piecewise_step(platform: Any, measure: Measure = measure) -> dict[str, float]:
     """What a segment of a breakable step and a separate piece cost, above bare replays."""
     nothing = eager_break(lambda x: None)
 
@@ -142,7 +173,7 @@ def piecewise_step(platform: Any) -> dict[str, float]:
 
         return run
 
-    plain, eager, segments, separate = median_us(
+    plain, eager, segments, separate = measure(
         bare, bare_with_eager_parts, step(breakable, x), step(model)
     )
     return {
@@ -153,35 +184,12 @@ def piecewise_step(platform: Any) -> dict[str, float]:
 
 def runner_call(platform: Any) -> dict[str, float]:
     """A whole `GraphRunner` call with five inputs, at a captured size and padded."""
-    specs = {
-        "input_ids": InputSpec(torch.int64, ("tokens",)),
-        "positions": InputSpec(torch.int64, ("tokens",)),
-        "slot_mapping": InputSpec(torch.int64, ("tokens",), pad=-1, index=True),
-        "block_table": InputSpec(torch.int64, ("reqs", 64), index=True),
-        "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
-    }
-    with GraphRunner(
-        lambda input_ids, **_: input_ids + 1,
-        inputs=specs,
-        outputs=("tokens",),
-        mode="FULL_DECODE_ONLY",
-        sizes=default_sizes(),
-        max_num_reqs=512,
-        platform=platform,
-    ) as runner:
+    with decode_runner(platform) as runner:
         runner.capture()
-
-        def values(rows: int) -> dict[str, torch.Tensor]:
-            sized = {"block_table": (rows, 64), "query_start_loc": (rows + 1,)}
-            return {
-                name: torch.zeros(sized.get(name, (rows,)), dtype=spec.dtype)
-                for name, spec in specs.items()
-            }
-
         exact, padded = values(64), values(61)
         wrapper = runner.graphs.owners()[0]
         graph = next(iter(wrapper.entries.values())).parts[0]
-        bare, at_size, between = median_us(
+        bare, at_size, between = measure(
             lambda: graph.replay(),
             lambda: runner(Batch(64, 64, 1), **exact),
             lambda: runner(Batch(61, 61, 1), **padded),
@@ -193,7 +201,7 @@ def runner_call(platform: Any) -> dict[str, float]:
             for buffer, value in copies:
                 buffer.copy_(value)
 
-        (copied,) = median_us(bare_copies)
+        (copied,) = measure(bare_copies)
         return {
             "runner call at a captured size": at_size - bare,
             "runner call, padded": between - bare,

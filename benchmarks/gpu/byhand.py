@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from llama import Llama, attention
 from torch import Tensor
+
+from benchmarks.llama import Llama, attention
 
 
 class Buffers:
@@ -65,7 +66,7 @@ class PieceGraphs:
         # One is enough: each attention is read before the next one is written.
         self.attended = torch.empty(
             len(next(iter(buffers.all.values()))),
-            config.heads * config.head_dim,
+            config.num_heads * config.head_dim,
             dtype=config.dtype,
             device=model.embedding.device,
         )
@@ -79,7 +80,7 @@ class PieceGraphs:
             stages = self.model.stages(**views)
             parts = self.graphs[size] = []
             sent: Tensor | None = None
-            for _ in range(self.model.config.layers + 1):
+            for _ in range(self.model.config.num_layers + 1):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool):
                     result = stages.send(sent)

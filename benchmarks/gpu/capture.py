@@ -1,6 +1,6 @@
 """What capturing the default sizes takes, in seconds and MiB: graphrt and loops of one's own.
 
-    PYTHONPATH=. python3 benchmarks/gpu/capture.py [--model 1b] [--breakdown] [--json FILE]
+    python3 -m benchmarks.gpu.capture [--model 1b] [--breakdown] [--json FILE]
 
 Every contestant runs in a process of its own, several times, all taking turns; figures are
 medians. Before the clock starts the model has run eagerly at every size, so that no kernel is
@@ -26,14 +26,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from breakdown import Breakdown
-from byhand import Buffers, FullGraphs, PieceGraphs
-from common import arguments, environment, finish, left_out, release_cache, show, synchronizer
-from llama import CONFIGS, Llama
 from torch import Tensor
 
+from benchmarks.common import (
+    arguments,
+    environment,
+    finish,
+    left_out,
+    release_cache,
+    show,
+    synchronizer,
+)
+from benchmarks.gpu.breakdown import Breakdown
+from benchmarks.gpu.byhand import Buffers, FullGraphs, PieceGraphs
+from benchmarks.llama import CONFIGS, Llama
 from graphrt import Batch, GraphOptions
 
+ITSELF = (sys.executable, "-m", "benchmarks.gpu.capture")
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 BY_HAND = {"full": "FULL by hand", "pieces": "pieces by hand", "both": "both by hand"}
@@ -188,7 +197,7 @@ def equal_to_eager(model: Llama, contestant: Contestant, sizes: list[int]) -> di
 
 def in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """`measure` in a fresh process."""
-    command = [sys.executable, __file__, "--contestant", name, "--device", options.device]
+    command = [*ITSELF, "--contestant", name, "--device", options.device]
     command += ["--model", options.model, "--context", str(options.context), "--sizes"]
     command += map(str, options.sizes)
     command += [f"--{flag}" for flag in ("breakdown", "cold") if getattr(options, flag)]

@@ -1,6 +1,6 @@
 """Compiled pieces against breakable eager ones, and FULL against torch.compile's own graphs.
 
-    PYTHONPATH=. python3 benchmarks/gpu/compiled.py [--model 1b] [--json FILE]
+    python3 -m benchmarks.gpu.compiled [--model 1b] [--json FILE]
 
 One decode step of a Llama-shaped model with its inputs on the host, at every batch size. Figures
 are medians over rounds in which all contestants take turns.
@@ -17,7 +17,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from common import (
+from torch import Tensor
+
+from benchmarks.common import (
     arguments,
     environment,
     finish,
@@ -25,10 +27,8 @@ from common import (
     show,
     synchronizer,
 )
-from decode import compile_all, compiled, staged
-from llama import CONFIGS, Llama, opaque_attention
-from torch import Tensor
-
+from benchmarks.gpu.decode import compile_all, compiled, staged
+from benchmarks.llama import CONFIGS, Llama, opaque_attention
 from graphrt import Batch, GraphPool
 from graphrt.compile import CompileOptions, compile_module
 

@@ -1,6 +1,6 @@
 """A whole decode step with its inputs on the host: eager, graphrt, torch.compile and by hand.
 
-    PYTHONPATH=. python3 benchmarks/gpu/decode.py [--model 1b 8b] [--json FILE]
+    python3 -m benchmarks.gpu.decode [--model 1b 8b] [--json FILE]
 
 Figures are medians over rounds in which all contestants take turns. The floor is the time in which
 a copy of the same device moves as many bytes as the step must read: all weights once (of the
@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from byhand import Buffers, FullGraphs
-from common import (
+from torch import Tensor
+
+from benchmarks.common import (
     arguments,
     copy_bandwidth,
     environment,
@@ -29,9 +30,8 @@ from common import (
     show,
     synchronizer,
 )
-from llama import CONFIGS, Llama
-from torch import Tensor
-
+from benchmarks.gpu.byhand import Buffers, FullGraphs
+from benchmarks.llama import CONFIGS, Llama
 from graphrt import Batch
 
 Contestant = Callable[[int, dict[str, Tensor]], Tensor]

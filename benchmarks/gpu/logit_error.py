@@ -1,6 +1,6 @@
 """Are replays equal to eager at the padded size, and how far is that from eager without padding?
 
-    PYTHONPATH=. python3 benchmarks/gpu/logit_error.py [--model 1b] [--batches 300] [--json FILE]
+    python3 -m benchmarks.gpu.logit_error [--model 1b] [--batches 300] [--json FILE]
 
 Every batch from 1 to the largest runs three times on the same inputs: by graph, eagerly with the
 same padding (must be equal bit for bit), and eagerly without padding, whose other matrix shapes
@@ -13,9 +13,9 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from common import arguments, environment, finish, show
-from llama import CONFIGS, Llama
 
+from benchmarks.common import arguments, environment, finish, show
+from benchmarks.llama import CONFIGS, Llama
 from graphrt import Batch
 from graphrt.core.plan.sizes import capture_sizes
 

@@ -1,6 +1,6 @@
 """What it saves and costs that graphs of equal structure share executables.
 
-    PYTHONPATH=. python3 benchmarks/gpu/sharing.py [--model 1b] [--json FILE]
+    python3 -m benchmarks.gpu.sharing [--model 1b] [--json FILE]
 
 Each row is a process of its own that captures the FULL graphs of the default sizes. "Alternating"
 steps change between two sizes at every step, "same" ones do not. Every size is compared with
@@ -17,12 +17,13 @@ import time
 from typing import Any
 
 import torch
-from capture import SIZES, memory
-from common import arguments, environment, finish, left_out, release_cache, show
-from llama import CONFIGS, Llama
 
+from benchmarks.common import arguments, environment, finish, left_out, release_cache, show
+from benchmarks.gpu.capture import SIZES, memory
+from benchmarks.llama import CONFIGS, Llama
 from graphrt import Batch, GraphOptions, GraphRunner
 
+ITSELF = (sys.executable, "-m", "benchmarks.gpu.sharing")
 STEPS = 100
 
 
@@ -99,7 +100,7 @@ def main() -> None:
         return
     results = []
     for share in ("no", "yes"):
-        command = [sys.executable, __file__, "--share", share, "--model", options.model]
+        command = [*ITSELF, "--share", share, "--model", options.model]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{done.stdout}{done.stderr}")

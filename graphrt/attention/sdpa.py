@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.attention.prefill.prefill import CHUNK_BYTES, varlen_attention
-from graphrt.attention.prefill.query_tiles import with_tiles
+from graphrt.attention.prefill import CHUNK_BYTES, varlen_attention, with_tiles
 from graphrt.attention.shapes import AttentionShape
 from graphrt.core.batch.modes import AttentionSupport
 

@@ -52,7 +52,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
 ) -> None:
     """Serve prompts with continuous batching, and prove that replay equals eager."""
-    from graphrt.demo.app import run_demo
+    from graphrt.demo import run_demo
 
     code = run_demo(
         model=model,

@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.attention.levels.known import FAMILIES
-from graphrt.attention.levels.levels import (
+from graphrt.attention.levels import (
+    FAMILIES,
     KnownBackend,
     Level,
     facts_of,

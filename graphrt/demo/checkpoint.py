@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphrt.core.base.errors import CheckpointError
-from graphrt.demo.model import DecoderConfig, tensor_shapes
+from graphrt.demo.layer import DecoderConfig
+from graphrt.demo.model import tensor_shapes
 
 BEGIN, END = 256, 257
 """The tokens of the seeded model that are not bytes."""

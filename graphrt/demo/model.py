@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,30 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphrt import current_context, eager_break
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """The shape of a Llama-type decoder; names as in Hugging Face, shortened.
-
-    `rope_scaling` is the factor, the low and high frequency factors and the original context of
-    `llama3`; an original context of 0 stretches all frequencies alike, which is `linear`.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10_000.0
-    rope_scaling: tuple[float, float, float, float] = (1.0, 1.0, 4.0, 0.0)
-    rms_eps: float = 1e-6
-    tied_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+from graphrt.demo.layer import (
+    DecoderConfig,
+    LayerWeights,
+    attend_grouped,
+    finish,
+    project,
+    rms_norm,
+    rotations,
+)
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -62,16 +45,6 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes | head
 
 
-def rope_frequencies(config: DecoderConfig) -> Tensor:
-    """float32 [head_dim / 2]: radians per position."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    factor, low, high, original_context = config.rope_scaling
-    turns = original_context * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / factor)
-
-
 def new_cache(config: DecoderConfig, num_pages: int, page_size: int, like: Tensor) -> Tensor:
     """Zeros [layers, 2, num_pages, page_size, kv_heads, head_dim]; padding writes to page 0."""
     shape = (config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim)
@@ -92,15 +65,11 @@ def paged_attention(
     Every token gathers the pages of its own request, so that decode, prefill and mixed batches
     are one static shape, at the price of tokens * context of traffic.
     """
-    tokens, heads, head_dim = query.shape
-    kv_heads = key.shape[1]
+    tokens, kv_heads, head_dim = key.shape
     write_cache(key, value, key_cache, value_cache, slot_mapping)
     keys = key_cache.index_select(0, context_pages).view(tokens, -1, kv_heads, head_dim)
     values = value_cache.index_select(0, context_pages).view(tokens, -1, kv_heads, head_dim)
-    # The heads of one group are the "sequence" here: grouped queries need no repeated keys.
-    grouped = query.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible).flatten(1)
+    return attend_grouped(query, keys.transpose(1, 2), values.transpose(1, 2), visible)
 
 
 def write_cache(
@@ -139,12 +108,11 @@ class Decoder:
         self.config = config
         self.decode_attention = decode_attention
         self.embedding = weights["model.embed_tokens.weight"]
-        self.layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
+        self.layers = [layer_weights(config, weights, index) for index in range(config.num_layers)]
         self.norm = weights["model.norm.weight"]
         self.head = weights.get("lm_head.weight", self.embedding)
         self.context = torch.arange(context, device=self.embedding.device)
-        angles = self.context[:, None] * rope_frequencies(config).to(self.embedding.device)
-        self.rope = torch.stack((angles.cos(), angles.sin())).to(self.embedding.dtype)
+        self.rope = rotations(config, self.context, self.embedding.dtype)
 
     def __call__(
         self, cache: Tensor, *, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor,
@@ -165,7 +133,7 @@ class Decoder:
         hidden = self.embedding.index_select(0, input_ids)
         fused = self.decode_attention if _is_decode() else None
         for index, (layer, (keys, values)) in enumerate(zip(self.layers, cache, strict=True)):
-            query, key, value = layer.project(hidden, cos, sin)
+            query, key, value = project(layer, self.config, hidden, cos, sin)
             if fused is not None:
                 write_cache(key, value, keys, values, slot_mapping)
                 attended = fused(index, query, keys, values, block_table)
@@ -173,52 +141,28 @@ class Decoder:
                 attended = paged_attention(
                     query, key, value, keys, values, slot_mapping, pages, visible
                 )
-            hidden = layer.finish(hidden, attended)
+            hidden = finish(layer, self.config, hidden, attended)
         last = hidden.index_select(0, (ends - 1).clamp(min=0))
-        return F.linear(_rms_norm(last, self.norm, self.config.rms_eps), self.head)
+        return F.linear(rms_norm(last, self.norm, self.config.rms_eps), self.head)
 
 
-class _Layer:
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> None:
-        def fused(*names: str) -> tuple[Tensor, Tensor | None]:
-            biases = [own[f"{name}.bias"] for name in names if f"{name}.bias" in own]
-            weight = torch.cat([own[f"{name}.weight"] for name in names])
-            return weight, torch.cat(biases) if biases else None
+def layer_weights(config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> LayerWeights:
+    """The weights of layer `index`, with what is multiplied together in one tensor."""
 
-        prefix = f"model.layers.{index}."
-        own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-        self.config = config
-        self.qkv = fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.out = fused("self_attn.o_proj")
-        self.gate_up = fused("mlp.gate_proj", "mlp.up_proj")
-        self.down = fused("mlp.down_proj")
-        self.input_norm = own["input_layernorm.weight"]
-        self.mlp_norm = own["post_attention_layernorm.weight"]
-        self.q_norm = own.get("self_attn.q_norm.weight")
-        self.k_norm = own.get("self_attn.k_norm.weight")
+    def fused(name: str, *parts: str) -> dict[str, Tensor]:
+        biases = [own[f"{part}.bias"] for part in parts if f"{part}.bias" in own]
+        found = {name: torch.cat([own[f"{part}.weight"] for part in parts])}
+        return found | ({f"{name}_bias": torch.cat(biases)} if biases else {})
 
-    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]."""
-        config, eps = self.config, self.config.rms_eps
-        qkv = F.linear(_rms_norm(hidden, self.input_norm, eps), *self.qkv)
-        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        query, key, value = qkv.view(len(hidden), -1, config.head_dim).split_with_sizes(sizes, 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = _rms_norm(query, self.q_norm, eps), _rms_norm(key, self.k_norm, eps)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """`hidden` [tokens, hidden_size] with the attention and the SwiGLU MLP added."""
-        hidden = hidden + F.linear(attended, *self.out)
-        normed = _rms_norm(hidden, self.mlp_norm, self.config.rms_eps)
-        gate, up = F.linear(normed, *self.gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, *self.down)
-
-
-def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(hidden, weight.shape, weight, eps)
-
-
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    prefix = f"model.layers.{index}."
+    own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+    return LayerWeights(
+        input_norm=own["input_layernorm.weight"],
+        mlp_norm=own["post_attention_layernorm.weight"],
+        q_norm=own.get("self_attn.q_norm.weight"),
+        k_norm=own.get("self_attn.k_norm.weight"),
+        **fused("qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        **fused("out", "self_attn.o_proj"),
+        **fused("gate_up", "mlp.gate_proj", "mlp.up_proj"),
+        **fused("down", "mlp.down_proj"),
+    )

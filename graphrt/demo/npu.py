@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt.demo.model import DecoderConfig
+from graphrt.demo.layer import DecoderConfig
 
 
 class FusedDecodeAttention:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from graphrt.demo.app import run_demo
+from graphrt.demo import run_demo
 from graphrt.demo.npu import FusedDecodeAttention
 
 pytestmark = pytest.mark.npu

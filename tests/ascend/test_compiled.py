@@ -7,14 +7,13 @@ import copy
 import pytest
 import torch
 from attention_models import BLOCK, HEADS, MAX_KV, Decoder, differing, eager_outputs, replayed
-from compile_llama import Llama, check_both_modes
 from test_ascend_modes import runner as ascend_runner
 from test_ascend_modes import steps as ascend_steps
-from test_compile_runner import llama_runner
 
 from graphrt import GraphMode, GraphPool
 from graphrt.ascend.attention import fused_infer_attention
 from graphrt.compile import CompileOptions, compile_module, opaque
+from tests.models.llama import Llama, check_both_modes, llama_runner
 
 pytestmark = pytest.mark.npu
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.attention.backend import AttentionStep
-from graphrt.attention.shapes import AttentionShape
+from graphrt.attention import AttentionShape, AttentionStep
 
 GARBAGE = 30.0
 

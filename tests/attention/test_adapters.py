@@ -15,13 +15,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.attention.backend import AttentionStep
-from graphrt.attention.libraries.flash import FlashAttention, FlashAttention3, copy_live, key_starts
-from graphrt.attention.libraries.flashinfer import FlashInferAttention, worst_case
-from graphrt.attention.libraries.flashinfer_pages import page_lists, starts
-from graphrt.attention.oracle import reference_attention
-from graphrt.attention.prefill.prefill import varlen_attention
-from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
+from graphrt.attention import (
+    AttentionShape,
+    AttentionStep,
+    FlashAttention,
+    FlashAttention3,
+    FlashInferAttention,
+    GroupedShape,
+    LatentShape,
+    reference_attention,
+)
+from graphrt.attention.libraries.flash import copy_live, key_starts
+from graphrt.attention.libraries.flashinfer.backend import worst_case
+from graphrt.attention.libraries.flashinfer.pages import page_lists, starts
+from graphrt.attention.prefill import varlen_attention
 from graphrt.core.base.errors import InvalidInputError, MissingLibraryError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport

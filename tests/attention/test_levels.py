@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphrt.attention import GroupedShape, SdpaAttention
-from graphrt.attention.levels.known import FACTS
-from graphrt.attention.levels.levels import (
+from graphrt.attention.levels import (
+    FACTS,
     facts_of,
     get_cudagraph_support,
     known_backend,
@@ -194,7 +194,7 @@ def test_levels_resolve_the_mode_of_a_hybrid_model():
 
 
 def test_what_the_catalogue_says_of_graphrts_own_backends_is_what_they_declare() -> None:
-    triton = pytest.importorskip("graphrt.attention.triton.backend", reason="needs Triton")
+    triton = pytest.importorskip("graphrt.attention.triton", reason="needs Triton")
     shape = GroupedShape(2, 1, 16, page_size=16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for backend in (

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from graphrt.attention.levels.levels import known_backend, known_backends
+from graphrt.attention import known_backend, known_backends
 from graphrt.cli.app import app, main
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphrt.attention.oracle import reference_attention
-from graphrt.attention.shapes import GroupedShape, LatentShape
+from graphrt.attention import GroupedShape, LatentShape, reference_attention
 from tests.attention.problems import GARBAGE, Problem, random_problem
 
 GROUPED = GroupedShape(6, 2, 8, page_size=4)

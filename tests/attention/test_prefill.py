@@ -10,11 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.attention.oracle import reference_attention
-from graphrt.attention.prefill import prefill
-from graphrt.attention.prefill.prefill import varlen_attention
-from graphrt.attention.prefill.query_tiles import QueryTiles, tile_size, tiles_of
-from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
+from graphrt.attention import AttentionShape, GroupedShape, LatentShape, reference_attention
+from graphrt.attention.prefill import QueryTiles, varlen, varlen_attention
+from graphrt.attention.prefill.query_tiles import tile_size, tiles_of
 from tests.attention.problems import Problem, random_problem
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -152,7 +150,7 @@ def test_tiles_of_a_step_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(GroupedShape(2, 1, 8, 16), [20, 3], query_lens=[5, 1])
     tiles = tiles_of(problem.shape, problem.step, 6)
     expected, out = attended(problem), problem.out
-    monkeypatch.setattr(prefill, "tiles_of", None)
+    monkeypatch.setattr(varlen, "tiles_of", None)
     step = replace(problem.step, plan=tiles)
     varlen_attention(problem.shape, step, problem.query, problem.caches, out)
     assert torch.equal(out, expected)

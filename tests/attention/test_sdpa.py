@@ -10,11 +10,17 @@ import torch
 
 import graphrt
 from graphrt import Batch, GraphRunner, InputSpec
-from graphrt.attention.backend import bind_all, supports_of
-from graphrt.attention.oracle import reference_attention
-from graphrt.attention.prefill.query_tiles import LARGEST_TILE, QueryTiles
-from graphrt.attention.sdpa import SdpaAttention
-from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
+from graphrt.attention import (
+    AttentionShape,
+    GroupedShape,
+    LatentShape,
+    SdpaAttention,
+    bind_all,
+    reference_attention,
+    supports_of,
+)
+from graphrt.attention.prefill import QueryTiles
+from graphrt.attention.prefill.query_tiles import LARGEST_TILE
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.batch.context import forward_context
 from graphrt.core.batch.descriptor import BatchDescriptor

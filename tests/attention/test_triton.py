@@ -19,10 +19,11 @@ from graphrt.attention import (
     LatentShape,
     TritonAttention,
     bind_all,
+    reference_attention,
     supports_of,
 )
-from graphrt.attention.oracle import reference_attention
-from graphrt.attention.triton.work import UNIT, Room, fixed_splits, planned_splits
+from graphrt.attention.triton import Room, fixed_splits, plan, planned_splits
+from graphrt.attention.triton.work import UNIT
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, InvalidUpdateError
 from graphrt.core.batch.context import forward_context
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -130,8 +131,6 @@ def test_random_problems_are_within_tolerance(seed: int) -> None:
 @pytest.mark.parametrize("lengths", [[5], [0, 0], [1, 64, 65, 4096], [100_000, 1, 1, 1], [900] * 9])
 @pytest.mark.parametrize("wave", [0.25, 4, 132])
 def test_a_plan_covers_every_request_within_its_limit(lengths: list[int], wave: float) -> None:
-    from graphrt.attention.triton.launch import plan
-
     reqs, room = len(lengths), Room(wave, 132, merge_tokens=20)
     splits = planned_splits(reqs, room, max(lengths))
     written = torch.full((1 + reqs + splits.num_splits,), -7, dtype=torch.int32, device=DEVICE)

@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from compile_llama import Llama, check_both_modes, step_inputs
 from test_compile_runner import llama_runner
 from torch._dynamo.utils import counters
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphPool, GraphRunner, InputSpec
 from graphrt.compile import CompileOptions, compile_module, opaque
 from graphrt.core.batch.modes import PieceProvider
+from tests.models.llama import Llama, check_both_modes, step_inputs
 
 pytestmark = pytest.mark.cuda
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from compile_llama import PAGES, Llama, check_both_modes, step_inputs
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -21,33 +19,12 @@ from graphrt.compile import (
 )
 from graphrt.core.base.errors import BreakShapeError, InvalidOptionError
 from graphrt.core.batch.modes import AttentionSupport, PieceProvider
-
-IDS = InputSpec(torch.int64, ("tokens",))
-INPUTS = {
-    "ids": IDS,
-    "positions": IDS,
-    "slots": InputSpec(torch.int64, ("tokens",), pad=-1, index=True),
-    "table": InputSpec(torch.int64, ("tokens", PAGES), pad=0, index=True),
-    "lengths": InputSpec(torch.int64, ("tokens",), pad=1),
-}
+from tests.models.llama import Llama, check_both_modes, llama_runner, step_inputs
 
 
 @opaque("graphrt_tests::doubled", mutates=[], fake=torch.empty_like)
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
-
-
-def llama_runner(model: Any, pool: GraphPool, **more: Any) -> GraphRunner:
-    arguments: dict[str, Any] = {
-        "inputs": INPUTS,
-        "outputs": ("tokens", 128),
-        "mode": "FULL_AND_PIECEWISE",
-        "sizes": [1, 2, 4, 8],
-        "pool": pool,
-        "pieces": "fx",
-        **more,
-    }
-    return GraphRunner(model, **arguments)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from compile_llama import Llama, step_inputs
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -29,6 +28,7 @@ from graphrt.compile import (
 )
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidOptionError
+from tests.models.llama import Llama, step_inputs
 
 SHAPES = ("backed", "unbacked", "backed_size_oblivious")
 

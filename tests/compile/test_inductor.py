@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from compile_llama import Llama, step_inputs
 from test_compile_runner import llama_runner
 
 from graphrt import Batch, GraphMode, GraphPool
 from graphrt.compile import CompileOptions, compile_module
 from graphrt.compile.backend.backends import EagerBackend, backend_for
+from tests.models.llama import Llama, step_inputs
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor on the CPU needs g++"

@@ -84,7 +84,7 @@ def compiles(program: list[str]) -> bool:
 
 def start(given: dict[str, Any]) -> dict[str, Any]:
     """Compile the sixteen layers or load them, and call them at a general and a static size."""
-    from compile_llama import Llama, step_inputs
+    from tests.models.llama import Llama, step_inputs
 
     calls, programs = counted()
     torch.manual_seed(0)

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from cpu_capturing import capture, same
-from cpu_llama import Llama, step_inputs
 
 from graphrt.core.base.errors import CaptureError
 from graphrt.cpu import Arena
+from tests.models.llama import Llama, step_inputs
 
 
 @pytest.fixture(autouse=True)
@@ -16,16 +16,25 @@ def seed():
     torch.manual_seed(0)
 
 
+def llama(dim: int = 64) -> Llama:
+    return Llama(layers=4, dim=dim, attention="inline")
+
+
+def inputs(batch: int, step: int) -> list[torch.Tensor]:
+    """In the order of the model's arguments."""
+    return list(step_inputs(batch, step, seed=step).values())
+
+
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replay_equals_eager_bit_for_bit_on_a_paged_llama(inference, batch, dtype):
-    model, static = Llama().to(dtype), step_inputs(batch, 0)
+    model, static = llama().to(dtype), inputs(batch, 0)
     arena = Arena()
     graph, out = capture(model, *static, arena=arena, inference=inference)
     with torch.inference_mode(inference), torch.no_grad():
         for step in range(1, 8):
-            for old, new in zip(static, step_inputs(batch, step), strict=True):
+            for old, new in zip(static, inputs(batch, step), strict=True):
                 old.copy_(new)
             before = [b.clone() for b in model.buffers()]
             graph.replay()
@@ -37,7 +46,7 @@ def test_replay_equals_eager_bit_for_bit_on_a_paged_llama(inference, batch, dtyp
 
 
 def test_the_capturing_call_itself_returns_what_eager_returns():
-    model, static = Llama(), step_inputs(2, 0)
+    model, static = llama(), inputs(2, 0)
     with torch.no_grad():
         expected = model(*static)
     _, out = capture(model, *static)
@@ -46,14 +55,14 @@ def test_the_capturing_call_itself_returns_what_eager_returns():
 
 def test_the_arena_needs_less_than_half_of_outputs_kept_apart():
     arena = Arena()
-    capture(Llama(dim=256), *step_inputs(8, 0), arena=arena)
+    capture(llama(dim=256), *inputs(8, 0), arena=arena)
     assert arena.peak_bytes < arena.requested_bytes_total / 2
     assert arena.reserved_bytes < arena.requested_bytes_total / 2
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 def test_replay_does_not_depend_on_the_modes_of_the_caller(inference):
-    model, static = Llama(), step_inputs(2, 0)
+    model, static = llama(), inputs(2, 0)
 
     def forward():
         return model(*static) + torch.zeros(4096).sum()

@@ -17,11 +17,9 @@ MAX_REQS = 300
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    for package in ("rich", "safetensors", "tokenizers"):
-        pytest.importorskip(package, reason=f"graphrt.demo imports {package}")
-    from tests.cuda import llama
+    from tests.models import served
 
-    return llama
+    return served
 
 
 def test_every_decode_batch_equals_padded_eager(llama):

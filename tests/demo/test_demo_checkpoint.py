@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphrt.core.base.errors import CheckpointError
-from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
+from graphrt.demo import load_checkpoint, seeded_checkpoint
 from tests.demo.tiny_checkpoints import CONFIGS, LLAMA, QWEN3, decoder_config, random_weights, write
 
 

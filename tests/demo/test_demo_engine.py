@@ -11,7 +11,7 @@ import torch
 from graphrt import Dispatch, GraphMode, Reason
 from graphrt.core.base.errors import InvalidBatchError
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.demo.engine import Engine, EngineLimits, OutOfPagesError
+from graphrt.demo import Engine, EngineLimits, OutOfPagesError
 
 VOCAB = 50
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.demo.checkpoint import load_checkpoint
-from graphrt.demo.model import Decoder, new_cache
+from graphrt.demo import Decoder, load_checkpoint, new_cache
 from tests.demo.tiny_checkpoints import (
     CONFIGS,
     decoder_config,

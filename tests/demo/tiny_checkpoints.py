@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from graphrt.demo.model import DecoderConfig, tensor_shapes
+from graphrt.demo import DecoderConfig, tensor_shapes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,1 +1,23 @@
-"""Decode attention kernels in Triton; imported on first use, as Triton is an extra."""
+"""Decode attention by Triton kernels; imported on first use, as Triton is an extra.
+
+`TritonAttention` is what hosts use. The rest is for who measures the kernels by themselves.
+"""
+
+from graphrt.attention.triton.backend import SplitPolicy, TritonAttention
+from graphrt.attention.triton.launch import Tiles, Workspace, decode, plan, room_for
+from graphrt.attention.triton.work import Room, Splits, fixed_splits, most_splits, planned_splits
+
+__all__ = [
+    "Room",
+    "SplitPolicy",
+    "Splits",
+    "Tiles",
+    "TritonAttention",
+    "Workspace",
+    "decode",
+    "fixed_splits",
+    "most_splits",
+    "plan",
+    "planned_splits",
+    "room_for",
+]

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.attention.prefill.prefill import varlen_attention
-from graphrt.attention.prefill.query_tiles import QueryTiles, with_tiles
+from graphrt.attention.prefill import QueryTiles, varlen_attention, with_tiles
 from graphrt.attention.shapes import AttentionShape, check_strides
 from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, plan_spans

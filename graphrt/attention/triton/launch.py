@@ -34,7 +34,7 @@ class Tiles:
 
 
 def tiles_for(shape: AttentionShape, dtype: torch.dtype, rows: int) -> Tiles:
-    """The tiles that were fastest on an H200 (benchmarks/gpu/attention_tiles.py)."""
+    """The tiles that were fastest on an H200 (benchmarks/gpu/attention/tiles.py)."""
     if dtype == torch.float32:
         return Tiles(16, 4, 1) if isinstance(shape, LatentShape) else Tiles(32, 4, 2)
     if isinstance(shape, LatentShape):

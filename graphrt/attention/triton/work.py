@@ -4,9 +4,10 @@ A request of n tokens is cut into equal spans of a multiple of `UNIT` tokens, an
 takes one span of one request for one block of query rows. What bounds the work is the number of
 spans, so that a grid fixed at capture fits any lengths.
 
-The rule, fitted to sweeps on an H200 (`benchmarks/gpu/attention.py`): two waves of programs, as a
-wave that is not full costs most; but no spans longer than `AIM`, since many short programs even out
-better than few long ones; and none so short that merging them costs as much as reading their keys.
+The rule, fitted to sweeps on an H200 (`benchmarks/gpu/attention/kernels.py`): two waves of
+programs, as a wave that is not full costs most; but no spans longer than `AIM`, since many short
+programs even out better than few long ones; and none so short that merging them costs as much as
+reading their keys.
 """
 
 from __future__ import annotations

@@ -15,30 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphrt import GraphRunner, InputSpec, eager_break, opaque
+from graphrt.demo import DecoderConfig, attend_grouped, finish, project, rms_norm, rotations
 
 
 @dataclass(frozen=True)
-class Config:
-    """The shape of a model."""
+class Config(DecoderConfig):
+    """The shape of a model, and what its weights are kept as."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    vocab: int
-    tied: bool
     dtype: torch.dtype = torch.bfloat16
 
 
+def config(*shape: int, tied: bool, dtype: torch.dtype = torch.bfloat16) -> Config:
+    """`shape` as the first fields of `DecoderConfig`; the rest as in Llama 3."""
+    return Config(*shape, rope_theta=500_000.0, rms_eps=1e-5, tied_embeddings=tied, dtype=dtype)
+
+
 CONFIGS = {
-    "tiny": Config(64, 3, 4, 2, 16, 128, 512, True, torch.float32),
-    "small": Config(256, 16, 8, 4, 32, 512, 2048, True, torch.float32),
-    "1b": Config(2048, 16, 32, 8, 64, 8192, 128256, True),
-    "8b": Config(4096, 32, 32, 8, 128, 14336, 128256, False),
+    "tiny": config(512, 64, 128, 3, 4, 2, 16, tied=True, dtype=torch.float32),
+    "small": config(2048, 256, 512, 16, 8, 4, 32, tied=True, dtype=torch.float32),
+    "1b": config(128256, 2048, 8192, 16, 32, 8, 64, tied=True),
+    "8b": config(128256, 4096, 14336, 32, 32, 8, 128, tied=False),
 }
-EPS, THETA = 1e-5, 500_000.0
 
 
 class Shared(NamedTuple):
@@ -60,16 +57,10 @@ def attend(
     `query` is [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim], the caches
     [requests + 1, kv_heads, context, head_dim], `visible` bool [tokens, 1, 1, context].
     """
-    tokens, heads, head_dim = query.shape
-    kv_heads = key.shape[1]
+    tokens = len(query)
     keys[rows, :, columns] = key
     values[rows, :, columns] = value
-    # The heads of one group are the "sequence" here: grouped queries need no repeated keys.
-    grouped = query.view(tokens, kv_heads, heads // kv_heads, head_dim)
-    attended = F.scaled_dot_product_attention(
-        grouped, keys[:tokens], values[:tokens], attn_mask=visible
-    )
-    return attended.reshape(tokens, heads * head_dim)
+    return attend_grouped(query, keys[:tokens], values[:tokens], visible)
 
 
 attention = eager_break(attend)
@@ -92,41 +83,22 @@ def opaque_attention(query: Tensor, *others: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """What stands before and after the attention of one layer, and the cache of it."""
+    """The weights of one layer, named as `LayerWeights` names them, and its cache."""
+
+    qkv_bias = out_bias = gate_up_bias = down_bias = q_norm = k_norm = None
 
     def __init__(self, config: Config, new: Any, cache_shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.config = config
-        width = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = new(width, config.hidden)
-        self.out = new(config.hidden, config.heads * config.head_dim)
-        self.gate_up = new(2 * config.inner, config.hidden)
-        self.down = new(config.hidden, config.inner)
-        self.norm = new(config.hidden, ones=True)
-        self.mlp_norm = new(config.hidden, ones=True)
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = new(width, config.hidden_size)
+        self.out = new(config.hidden_size, config.num_heads * config.head_dim)
+        self.gate_up = new(2 * config.intermediate_size, config.hidden_size)
+        self.down = new(config.hidden_size, config.intermediate_size)
+        self.input_norm = new(config.hidden_size, ones=True)
+        self.mlp_norm = new(config.hidden_size, ones=True)
         # Tensors of their own: a compiler sees that writing one leaves the others alone.
         self.register_buffer("keys", new(*cache_shape, std=0.5).data)
         self.register_buffer("values", new(*cache_shape, std=0.5).data)
-
-    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, rotated: [tokens, heads or kv_heads, head_dim]."""
-        config = self.config
-        qkv = F.linear(F.rms_norm(hidden, (config.hidden,), self.norm, EPS), self.qkv)
-        sizes = [config.heads, config.kv_heads, config.kv_heads]
-        query, key, value = qkv.view(len(hidden), -1, config.head_dim).split(sizes, dim=1)
-        return rotate(query, cos, sin), rotate(key, cos, sin), value
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """`hidden` with the attention and the MLP added."""
-        hidden = hidden + F.linear(attended, self.out)
-        normed = F.rms_norm(hidden, (self.config.hidden,), self.mlp_norm, EPS)
-        gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, self.down)
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Llama(nn.Module):
@@ -143,16 +115,18 @@ class Llama(nn.Module):
             tensor.fill_(1) if ones else tensor.normal_(0, std, generator=random)
             return nn.Parameter(tensor, requires_grad=False)
 
-        cache_shape = (max_batch + 1, config.kv_heads, context, config.head_dim)
-        self.embedding = new(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(Layer(config, new, cache_shape) for _ in range(config.layers))
-        self.norm = new(config.hidden, ones=True)
-        self.head = self.embedding if config.tied else new(config.vocab, config.hidden)
+        cache_shape = (max_batch + 1, config.num_kv_heads, context, config.head_dim)
+        self.embedding = new(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Layer(config, new, cache_shape) for _ in range(config.num_layers)
+        )
+        self.norm = new(config.hidden_size, ones=True)
+        self.head = (
+            self.embedding if config.tied_embeddings else new(config.vocab_size, config.hidden_size)
+        )
         places = torch.arange(context, device=device)
-        exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
-        angles = places[:, None] * THETA**-exponents
         self.register_buffer("places", places)
-        self.register_buffer("rope", torch.stack((angles.cos(), angles.sin())).to(config.dtype))
+        self.register_buffer("rope", rotations(config, places, config.dtype))
 
     def start(
         self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor
@@ -164,7 +138,7 @@ class Llama(nn.Module):
         return self.embedding[input_ids], Shared(rows, columns, visible, cos, sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(F.rms_norm(hidden, (self.config.hidden,), self.norm, EPS), self.head)
+        return F.linear(rms_norm(hidden, self.norm, self.config.rms_eps), self.head)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor
@@ -172,9 +146,9 @@ class Llama(nn.Module):
         """All inputs are [tokens]; `seq_lens` int32 counts this token, the others are int64."""
         hidden, shared = self.start(input_ids, positions, slot_mapping, seq_lens)
         for layer in self.layers:
-            qkv = layer.project(hidden, shared.cos, shared.sin)
+            qkv = project(layer, self.config, hidden, shared.cos, shared.sin)
             attended = self.attention(*qkv, layer.keys, layer.values, *shared[:3])
-            hidden = layer.finish(hidden, attended)
+            hidden = finish(layer, self.config, hidden, attended)
         return self.logits(hidden)
 
     def stages(self, **inputs: Tensor) -> Iterator[Any]:
@@ -182,9 +156,9 @@ class Llama(nn.Module):
         sent its result, and yields the logits last."""
         hidden, shared = self.start(**inputs)
         for layer in self.layers:
-            qkv = layer.project(hidden, shared.cos, shared.sin)
+            qkv = project(layer, self.config, hidden, shared.cos, shared.sin)
             attended = yield (*qkv, layer.keys, layer.values, *shared[:3])
-            hidden = layer.finish(hidden, attended)
+            hidden = finish(layer, self.config, hidden, attended)
         yield self.logits(hidden)
 
     @property
@@ -208,7 +182,7 @@ class Llama(nn.Module):
             mode=mode,
             sizes=sizes,
             inputs=self.input_specs(),
-            outputs=("tokens", self.config.vocab),
+            outputs=("tokens", self.config.vocab_size),
             max_num_reqs=max(sizes),
             platform=options.pop("platform", device),
             **options,
@@ -219,7 +193,7 @@ class Llama(nn.Module):
         random = torch.Generator().manual_seed(tokens)
         positions = torch.randint(self.context // 2, self.context, (tokens,), generator=random)
         return {
-            "input_ids": torch.randint(0, self.config.vocab, (tokens,), generator=random),
+            "input_ids": torch.randint(0, self.config.vocab_size, (tokens,), generator=random),
             "positions": positions,
             "slot_mapping": torch.arange(tokens) * self.context + positions,
             "seq_lens": (positions + 1).to(torch.int32),
@@ -230,8 +204,10 @@ class Llama(nn.Module):
         that it needs, unless it is the head too) and the whole context of every request."""
         config, size = self.config, self.config.dtype.itemsize
         weights = sum(weight.numel() for weight in self.parameters())
-        if not config.tied:
+        if not config.tied_embeddings:
             weights -= self.embedding.numel()
-        rows = tokens * config.hidden
-        cache = config.layers * 2 * tokens * config.kv_heads * self.context * config.head_dim
+        rows = tokens * config.hidden_size
+        cache = (
+            config.num_layers * 2 * tokens * config.num_kv_heads * self.context * config.head_dim
+        )
         return (weights + rows + cache) * size

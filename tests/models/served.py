@@ -1,4 +1,4 @@
-"""A small seeded Llama in a runner, set up as the demo does, and steps that prove themselves."""
+"""The demo's decoder, small and seeded, in a runner, and steps that prove themselves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import torch
 
 from graphrt import Batch, Dispatch, GraphMode, GraphOptions, GraphRunner, Platform, Reason
 from graphrt.core.plan.plan import PlanArguments
-from graphrt.demo.engine import Engine, EngineLimits
-from graphrt.demo.model import Decoder, DecoderConfig, tensor_shapes
-from graphrt.demo.report import Setup, make_runner
+from graphrt.demo import (
+    Decoder,
+    DecoderConfig,
+    Engine,
+    EngineLimits,
+    Setup,
+    make_runner,
+    tensor_shapes,
+)
 
 CONFIG = DecoderConfig(
     512, 256, 768, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32, rms_eps=1e-5

@@ -5,21 +5,10 @@ from __future__ import annotations
 import difflib
 from functools import cache
 
-from graphrt.attention.levels.known import FACTS, FAMILIES, Condition, Fact, KnownBackend, Level
+from graphrt.attention.levels.facts import FACTS, Fact, KnownBackend, Level
+from graphrt.attention.levels.known import FAMILIES
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.batch.modes import AttentionSupport
-
-__all__ = [
-    "Condition",
-    "Fact",
-    "KnownBackend",
-    "Level",
-    "facts_of",
-    "get_cudagraph_support",
-    "known_backend",
-    "known_backends",
-    "level_of",
-]
 
 
 def get_cudagraph_support(name: str, **facts: bool | int) -> AttentionSupport:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.attention.libraries.flashinfer_pages import PageLists
+from graphrt.attention.libraries.flashinfer.pages import PageLists
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 
 
@@ -72,35 +72,33 @@ def wrappers_of(
     return LatentWrappers(library, shape, dtype, buffers)
 
 
+@dataclass(frozen=True)
 class GroupedWrappers:
     """Batch decode for graphs, batch prefill for the rest."""
 
-    def __init__(
-        self, library: Any, shape: GroupedShape, dtype: torch.dtype, buffers: Buffers
-    ) -> None:
-        self._library = library
-        self._shape = shape
-        self._dtype = dtype
-        self._buffers = buffers
+    library: Any
+    shape: GroupedShape
+    dtype: torch.dtype
+    buffers: Buffers
 
     def decode(self, reqs: int) -> Any:
-        buffers = self._buffers
-        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+        buffers = self.buffers
+        return self.library.BatchDecodeWithPagedKVCacheWrapper(
             buffers.workspace,
             "NHD",
             use_cuda_graph=True,
             # One key head serves so few queries otherwise that tensor cores are not worth it.
-            use_tensor_cores=self._shape.group >= 4,
+            use_tensor_cores=self.shape.group >= 4,
             paged_kv_indptr_buffer=buffers.page_starts[: reqs + 1],
             paged_kv_indices_buffer=buffers.pages,
             paged_kv_last_page_len_buffer=buffers.lengths[:reqs],
         )
 
     def eager(self) -> Any:
-        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._buffers.workspace, "NHD")
+        return self.library.BatchPrefillWithPagedKVCacheWrapper(self.buffers.workspace, "NHD")
 
     def plan(self, wrapper: Any, step: StepLists, *, decode: bool) -> None:
-        shape, lists = self._shape, step.lists
+        shape, lists = self.shape, step.lists
         ragged = () if decode else (step.query_starts,)
         causal = {} if decode else {"causal": True}
         wrapper.plan(
@@ -113,8 +111,8 @@ class GroupedWrappers:
             shape.head_dim,
             shape.page_size,
             sm_scale=shape.softmax_scale,
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
             **causal,
         )
 
@@ -124,20 +122,18 @@ class GroupedWrappers:
         wrapper.run(query, caches, out=out)
 
 
+@dataclass(frozen=True)
 class LatentWrappers:
     """One wrapper class for all batches."""
 
-    def __init__(
-        self, library: Any, shape: LatentShape, dtype: torch.dtype, buffers: Buffers
-    ) -> None:
-        self._library = library
-        self._shape = shape
-        self._dtype = dtype
-        self._buffers = buffers
+    library: Any
+    shape: LatentShape
+    dtype: torch.dtype
+    buffers: Buffers
 
     def decode(self, reqs: int) -> Any:
-        buffers = self._buffers
-        return self._library.mla.BatchMLAPagedAttentionWrapper(
+        buffers = self.buffers
+        return self.library.mla.BatchMLAPagedAttentionWrapper(
             buffers.workspace,
             use_cuda_graph=True,
             qo_indptr=buffers.query_starts[: reqs + 1],
@@ -147,10 +143,10 @@ class LatentWrappers:
         )
 
     def eager(self) -> Any:
-        return self._library.mla.BatchMLAPagedAttentionWrapper(self._buffers.workspace)
+        return self.library.mla.BatchMLAPagedAttentionWrapper(self.buffers.workspace)
 
     def plan(self, wrapper: Any, step: StepLists, *, decode: bool) -> None:
-        shape, lists = self._shape, step.lists
+        shape, lists = self.shape, step.lists
         wrapper.plan(
             step.query_starts,
             lists.indptr,
@@ -162,14 +158,14 @@ class LatentWrappers:
             shape.page_size,
             not decode,
             shape.softmax_scale,
-            self._dtype,
-            self._dtype,
+            self.dtype,
+            self.dtype,
         )
 
     def run(
         self, wrapper: Any, query: torch.Tensor, caches: tuple[torch.Tensor, ...], out: torch.Tensor
     ) -> None:
-        rank, latents = self._shape.rank, caches[0]
+        rank, latents = self.shape.rank, caches[0]
         wrapper.run(
             query[..., :rank], query[..., rank:], latents[..., :rank], latents[..., rank:], out=out
         )

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.attention.levels.levels import get_cudagraph_support
-from graphrt.attention.libraries.flashinfer_pages import page_lists, starts
-from graphrt.attention.libraries.flashinfer_wrappers import Buffers, StepLists, wrappers_of
-from graphrt.attention.libraries.library import load
+from graphrt.attention.levels import get_cudagraph_support
+from graphrt.attention.libraries.flashinfer.pages import page_lists, starts
+from graphrt.attention.libraries.flashinfer.wrappers import Buffers, StepLists, wrappers_of
+from graphrt.attention.libraries.optional import load
 from graphrt.attention.shapes import AttentionShape
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.batch.descriptor import BatchDescriptor

@@ -1,6 +1,6 @@
 """Decode attention in a graph: who decides how the keys are split, and what that costs.
 
-    python benchmarks/gpu/attention.py --json attention.json
+    python3 -m benchmarks.gpu.attention.kernels --json attention.json
 
 For MLA (DeepSeek-V2-Lite) and GQA (Llama-8B), ragged batches, device time of one layer in us:
 
@@ -20,13 +20,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import arguments, copy_bandwidth, environment, finish, show
-from paged import SHAPES, Paged, graph_us
 
-from graphrt import Batch, GraphRunner, InputSpec
-from graphrt.attention import AttentionShape, TritonAttention, supports_of
-from graphrt.attention.triton.launch import decode, plan, room_for
-from graphrt.attention.triton.work import Room, Splits, fixed_splits, most_splits, planned_splits
+from benchmarks.common import arguments, copy_bandwidth, environment, finish, show
+from benchmarks.gpu.attention.paged import SHAPES, Paged, decode_runner, graph_us
+from graphrt import Batch
+from graphrt.attention import AttentionShape, TritonAttention
+from graphrt.attention.triton import (
+    Room,
+    Splits,
+    fixed_splits,
+    most_splits,
+    planned_splits,
+    room_for,
+)
 
 LAYERS = 16
 MAX_CONTEXT = 65_536
@@ -38,26 +44,6 @@ def ragged(reqs: int, longest: int) -> list[int]:
     """Lengths of a batch: one is the longest, the others are an eighth of that to all of it."""
     chosen = random.Random(reqs * longest)
     return [longest] + [chosen.randint(max(1, longest // 8), longest) for _ in range(reqs - 1)]
-
-
-def kernels(problem: Paged, splits: Splits, room: Room) -> Callable[[], None]:
-    """One step of `LAYERS` layers."""
-
-    def run() -> None:
-        if splits.planned:
-            plan(problem.step.context_lens, problem.workspace.plan, room, MAX_CONTEXT)
-        for layer in range(LAYERS):
-            decode(
-                problem.shape,
-                problem.step,
-                problem.query,
-                problem.caches(layer),
-                problem.out,
-                splits,
-                problem.workspace,
-            )
-
-    return run
 
 
 def queued_us(step: Callable[[], object], rounds: int = 7) -> float:
@@ -82,45 +68,13 @@ def candidates(reqs: int, longest: int, room: Room) -> Iterator[Splits]:
             yield Splits(count)
 
 
-def task_runner(problem: Paged, backend: TritonAttention) -> GraphRunner:
-    """A runner of `LAYERS` layers over inputs that stay where they are."""
-
-    def forward(
-        query: torch.Tensor, block_table: torch.Tensor, context_lens: torch.Tensor
-    ) -> torch.Tensor:
-        step = backend.begin(block_table, context_lens)
-        for layer in range(LAYERS):
-            backend.attend(step, query, *problem.caches(layer), out=problem.out)
-        return problem.out
-
-    def fixed(dtype: torch.dtype, *axes: int | str) -> InputSpec:
-        return InputSpec(dtype, axes, pad=0, fixed=True)
-
-    reqs, shape = len(problem.lengths), problem.shape
-    runner = GraphRunner(
-        forward,
-        mode="FULL_DECODE_ONLY",
-        sizes=[reqs],
-        max_num_reqs=reqs,
-        max_num_tokens=reqs,
-        inputs={
-            "query": fixed(torch.bfloat16, "tokens", shape.num_heads, shape.query_dim),
-            "block_table": fixed(torch.int32, "reqs", problem.step.block_table.shape[1]),
-            "context_lens": fixed(torch.int32, "reqs"),
-        },
-        attention=supports_of(backend),
-    )
-    runner.capture()
-    return runner
-
-
 def task_us(problem: Paged, counts: list[int]) -> list[float]:
     """Device time of a layer in a graph that is updated to each number of splits."""
     reqs = len(problem.lengths)
     backend = TritonAttention(
         problem.shape, max_num_reqs=reqs, splits="task", max_context=MAX_CONTEXT
     )
-    runner = task_runner(problem, backend)
+    runner = decode_runner(problem, backend, LAYERS, fixed=True)
     # A value that is the runner's own buffer is not copied.
     inputs = runner.inputs.layout(reqs, reqs).views
     inputs["query"].copy_(problem.query)
@@ -146,14 +100,17 @@ def measure(shape: AttentionShape, reqs: int, longest: int, bandwidth: float) ->
 
     def in_graph(splits: Splits) -> float:
         problem.make_workspace(splits)
-        return graph_us(kernels(problem, splits, room), rounds=5, repeats=3) / LAYERS
+        return (
+            graph_us(problem.launches(splits, room, MAX_CONTEXT, LAYERS), rounds=5, repeats=3)
+            / LAYERS
+        )
 
     tried = {splits.num_splits: in_graph(splits) for splits in candidates(reqs, longest, room)}
     best = min(tried, key=lambda count: tried[count])
     bound = max(64, 1 << (longest - 1).bit_length())
     rule = fixed_splits(lengths, room).num_splits
     problem.make_workspace(Splits(best))
-    eager = queued_us(kernels(problem, Splits(best), room)) / LAYERS
+    eager = queued_us(problem.launches(Splits(best), room, MAX_CONTEXT, LAYERS)) / LAYERS
     task, task_best = task_us(problem, [rule, best])
     return {
         "reqs": reqs,
@@ -179,7 +136,7 @@ def uniform(shape: AttentionShape, bandwidth: float) -> dict[str, Any]:
     room = room_for(shape, torch.bfloat16, 1, processors)
     splits = planned_splits(reqs, room, MAX_CONTEXT)
     problem.make_workspace(splits)
-    us = graph_us(kernels(problem, splits, room)) / LAYERS
+    us = graph_us(problem.launches(splits, room, MAX_CONTEXT, LAYERS)) / LAYERS
     return {
         "reqs": reqs,
         "length": length,

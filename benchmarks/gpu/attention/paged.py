@@ -7,10 +7,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graphrt.attention.backend import AttentionStep
-from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
-from graphrt.attention.triton.launch import Workspace
-from graphrt.attention.triton.work import Splits
+from graphrt import GraphRunner, InputSpec
+from graphrt.attention import (
+    AttentionShape,
+    AttentionStep,
+    GroupedShape,
+    LatentShape,
+    TritonAttention,
+    supports_of,
+)
+from graphrt.attention.triton import Room, Splits, Tiles, Workspace, decode, plan
 
 SHAPES: dict[str, AttentionShape] = {
     "MLA (DeepSeek-V2-Lite)": LatentShape(16, 512, 64, 64, 192**-0.5),
@@ -76,6 +82,29 @@ class Paged:
     def caches(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self._caches[layer % len(self._caches)]
 
+    def launches(
+        self, splits: Splits, room: Room, longest: int, layers: int, tiles: Tiles | None = None
+    ) -> Callable[[], None]:
+        """The kernels of a step of so many layers, whose spans are planned once if they are at
+        all, for contexts of up to `longest`."""
+
+        def run() -> None:
+            if splits.planned:
+                plan(self.step.context_lens, self.workspace.plan, room, longest)
+            for layer in range(layers):
+                decode(
+                    self.shape,
+                    self.step,
+                    self.query,
+                    self.caches(layer),
+                    self.out,
+                    splits,
+                    self.workspace,
+                    tiles,
+                )
+
+        return run
+
     def make_workspace(self, splits: Splits) -> None:
         spans, rows = splits.grid(len(self.lengths)), self.query_len * self.shape.num_heads
         self.workspace = Workspace(
@@ -83,6 +112,42 @@ class Paged:
             torch.empty(spans, rows, self.shape.value_dim, device="cuda"),
             torch.empty(spans, rows, device="cuda"),
         )
+
+
+def decode_runner(
+    problem: Paged, backend: TritonAttention, layers: int, *, fixed: bool = False
+) -> GraphRunner:
+    """A captured runner of so many layers of attention; with `fixed`, over inputs that stay where
+    they are."""
+
+    def forward(
+        query: torch.Tensor, block_table: torch.Tensor, context_lens: torch.Tensor
+    ) -> torch.Tensor:
+        step = backend.begin(block_table, context_lens)
+        for layer in range(layers):
+            out = problem.outs[layer % len(problem.outs)]
+            backend.attend(step, query, *problem.caches(layer), out=out)
+        return problem.outs[-1]
+
+    def spec(dtype: torch.dtype, *axes: int | str) -> InputSpec:
+        return InputSpec(dtype, axes, pad=0, fixed=fixed)
+
+    reqs, shape = len(problem.lengths), problem.shape
+    runner = GraphRunner(
+        forward,
+        mode="FULL_DECODE_ONLY",
+        sizes=[reqs],
+        max_num_reqs=reqs,
+        max_num_tokens=reqs,
+        inputs={
+            "query": spec(torch.bfloat16, "tokens", shape.num_heads, shape.query_dim),
+            "block_table": spec(torch.int32, "reqs", problem.step.block_table.shape[1]),
+            "context_lens": spec(torch.int32, "reqs"),
+        },
+        attention=supports_of(backend),
+    )
+    runner.capture()
+    return runner
 
 
 def graph_us(run: Callable[[], object], rounds: int = 9, repeats: int = 4) -> float:

@@ -93,6 +93,30 @@ def interleaved(
     }
 
 
+def median_us(
+    *functions: Step,
+    rounds: int,
+    calls: int,
+    warm_ups: int = 0,
+    synchronize: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Medians over rounds in which all functions take turns, in microseconds a call.
+
+    A round is `calls` calls of each, of which the device is waited for before, not after.
+    """
+    times: list[list[float]] = [[] for _ in functions]
+    for turn in range(-warm_ups, rounds):
+        for function, found in zip(functions, times, strict=True):
+            synchronize()
+            started = time.perf_counter()
+            for _ in range(calls):
+                function()
+            if turn >= 0:
+                found.append((time.perf_counter() - started) / calls * 1e6)
+    synchronize()
+    return [statistics.median(found) for found in times]
+
+
 def copy_bandwidth(device: str, rounds: int = 15) -> float:
     """Bytes a second that a copy inside the device reads and writes together."""
     size = 1 << (30 if device == "cuda" else 24)

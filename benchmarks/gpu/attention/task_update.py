@@ -1,6 +1,6 @@
 """What task update costs the host: 32 layers of two attention kernels, in one graph.
 
-    python benchmarks/gpu/task_update.py --json task_update.json
+    python3 -m benchmarks.gpu.attention.task_update --json task_update.json
 
 Host microseconds of a step, enqueued with the device idle: through the runner with the graph that
 plans its spans itself ("device", no updates), and with tasks whose arguments are unchanged, equal,
@@ -16,44 +16,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import arguments, environment, finish, show
-from paged import SHAPES, Paged
 
-from graphrt import UNCHANGED, Batch, GraphRunner, InputSpec
-from graphrt.attention import TritonAttention, supports_of
+from benchmarks.common import arguments, environment, finish, show
+from benchmarks.gpu.attention.paged import SHAPES, Paged, decode_runner
+from graphrt import UNCHANGED, Batch
+from graphrt.attention import TritonAttention
 from graphrt.cuda.update import siblings
 
 LAYERS, KERNELS = 32, 64
 MAX_CONTEXT = 65_536
-
-
-def runner_of(problem: Paged, backend: TritonAttention) -> GraphRunner:
-    reqs, shape = len(problem.lengths), problem.shape
-
-    def forward(
-        query: torch.Tensor, block_table: torch.Tensor, context_lens: torch.Tensor
-    ) -> torch.Tensor:
-        step = backend.begin(block_table, context_lens)
-        for layer in range(LAYERS):
-            backend.attend(step, query, *problem.caches(layer), out=problem.outs[layer])
-        return problem.outs[-1]
-
-    columns = problem.step.block_table.shape[1]
-    runner = GraphRunner(
-        forward,
-        mode="FULL_DECODE_ONLY",
-        sizes=[reqs],
-        max_num_reqs=reqs,
-        max_num_tokens=reqs,
-        inputs={
-            "query": InputSpec(torch.bfloat16, ("tokens", shape.num_heads, shape.query_dim)),
-            "block_table": InputSpec(torch.int32, ("reqs", columns), pad=0, index=True),
-            "context_lens": InputSpec(torch.int32, ("reqs",), pad=0),
-        },
-        attention=supports_of(backend),
-    )
-    runner.capture()
-    return runner
 
 
 def host_us(step: Callable[[], object], count: int) -> float:
@@ -80,10 +51,10 @@ def measure(problem: Paged) -> dict[str, float]:
             problem.shape, max_num_reqs=reqs, splits=splits, max_context=MAX_CONTEXT
         )
 
-    planned = runner_of(problem, backend("device"))
+    planned = decode_runner(problem, backend("device"), LAYERS)
     found = {"device": host_us(lambda: planned(batch, **inputs), 300)}
     planned.close()
-    runner = runner_of(problem, backend("task"))
+    runner = decode_runner(problem, backend("task"), LAYERS)
 
     def step(updates: Any) -> None:
         runner(batch, updates=updates, **inputs)
@@ -102,7 +73,7 @@ def measure(problem: Paged) -> dict[str, float]:
     runner.close()
     # Never enough sets to compare, so that every layer is issued.
     checks, siblings.CHECKS = siblings.CHECKS, 1 << 30
-    runner = runner_of(problem, backend("task"))
+    runner = decode_runner(problem, backend("task"), LAYERS)
     found["every layer"] = host_us(with_splits(itertools.count(2)), 40)
     siblings.CHECKS = checks
     runner.close()

@@ -1,6 +1,6 @@
 """The tile sizes of the decode kernels: every candidate at a few batches, against copy bandwidth.
 
-    python benchmarks/gpu/attention_tiles.py --json tiles.json
+    python3 -m benchmarks.gpu.attention.tiles --json tiles.json
 
 Kernel times are of graphs of 8 launches, whose caches are together larger than the L2 cache.
 """
@@ -11,19 +11,20 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from common import arguments, copy_bandwidth, environment
-from paged import SHAPES, Paged, graph_us
 
-from graphrt.attention.shapes import AttentionShape, LatentShape
-from graphrt.attention.triton.launch import Tiles, decode, plan, room_for
-from graphrt.attention.triton.work import Room, Splits, planned_splits
+from benchmarks.common import arguments, copy_bandwidth, environment
+from benchmarks.gpu.attention.paged import SHAPES, Paged, graph_us
+from graphrt.attention import AttentionShape, LatentShape
+from graphrt.attention.triton import Tiles, planned_splits, room_for
 
+ITSELF = (sys.executable, "-m", "benchmarks.gpu.attention.tiles")
 LAUNCHES = 8
+LONGEST = 1 << 30
 BATCHES = ((64, 8192, 1), (1, 32768, 1), (16, 2048, 1), (64, 8192, 4))
 
 
@@ -37,27 +38,6 @@ def candidates(shape: AttentionShape) -> Iterator[Tiles]:
         yield Tiles(block_n, warps, stages)
 
 
-def launcher(problem: Paged, tiles: Tiles, splits: Splits, room: Room) -> Callable[[], None]:
-    """`LAUNCHES` layers, after one plan."""
-
-    def run() -> None:
-        if splits.planned:
-            plan(problem.step.context_lens, problem.workspace.plan, room, 1 << 30)
-        for layer in range(LAUNCHES):
-            decode(
-                problem.shape,
-                problem.step,
-                problem.query,
-                problem.caches(layer),
-                problem.out,
-                splits,
-                problem.workspace,
-                tiles,
-            )
-
-    return run
-
-
 def compile_share(share: int, of: int) -> None:
     """Compile a part of the candidates into Triton's cache, in a process of its own."""
     work = [
@@ -69,9 +49,9 @@ def compile_share(share: int, of: int) -> None:
     for shape, tiles, query_len in work[share::of]:
         problem = Paged(shape, [64], query_len, layers=1)
         room = room_for(shape, torch.bfloat16, query_len, 132)
-        problem.make_workspace(planned_splits(1, room, 1 << 30))
+        problem.make_workspace(planned_splits(1, room, LONGEST))
         try:
-            launcher(problem, tiles, planned_splits(1, room, 1 << 30), room)()
+            problem.launches(planned_splits(1, room, LONGEST), room, LONGEST, LAUNCHES, tiles)()
         except Exception as error:
             print("left out:", tiles, type(error).__name__, str(error)[:80])
 
@@ -88,9 +68,9 @@ def measure(name: str, batch: tuple[int, int, int], first: int) -> None:
         room = room_for(shape, torch.bfloat16, query_len, processors)
         for waves in (1, 2):
             scaled = replace(room, wave=room.wave * waves)
-            splits = planned_splits(reqs, scaled, 1 << 30)
+            splits = planned_splits(reqs, scaled, LONGEST)
             problem.make_workspace(splits)
-            us = graph_us(launcher(problem, tiles, splits, scaled)) / LAUNCHES
+            us = graph_us(problem.launches(splits, scaled, LONGEST, LAUNCHES, tiles)) / LAUNCHES
             found = {"us": us, "waves": waves, **vars(tiles), "bytes": problem.cache_bytes}
             print(json.dumps(found), flush=True)
 
@@ -102,7 +82,9 @@ def measured(name: str, batch: tuple[int, int, int]) -> list[dict[str, Any]]:
     while True:
         request = json.dumps([name, batch, first])
         done = subprocess.run(
-            [sys.executable, __file__, "--measure", request], capture_output=True, text=True
+            [*ITSELF, "--measure", request],
+            capture_output=True,
+            text=True,
         )
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         found += [line for line in lines if "us" in line]
@@ -127,8 +109,7 @@ def main() -> None:
         measure(name, tuple(batch), first)
         return
     others = [
-        subprocess.Popen([sys.executable, __file__, "--share", str(i), "--of", str(args.of)])
-        for i in range(args.of)
+        subprocess.Popen([*ITSELF, "--share", str(i), "--of", str(args.of)]) for i in range(args.of)
     ]
     for other in others:
         other.wait()

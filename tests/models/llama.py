@@ -1,20 +1,30 @@
-"""A Llama-like model whose attention is one opaque operator that writes into a given tensor."""
+"""A small Llama with a paged KV cache: a decode step, its attention in the way asked for."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from graphrt import Batch, GraphMode, GraphRunner
+from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, eager_break
 from graphrt.compile import opaque, support_compile
 
 PAGE = 4
 PAGES = 4
+IDS = InputSpec(torch.int64, ("tokens",))
+INPUTS = {
+    "ids": IDS,
+    "positions": IDS,
+    "slots": InputSpec(torch.int64, ("tokens",), pad=-1, index=True),
+    "table": InputSpec(torch.int64, ("tokens", PAGES), pad=0, index=True),
+    "lengths": InputSpec(torch.int64, ("tokens",), pad=1),
+}
 
 
-@opaque("graphrt_tests::attention", mutates=["keys", "values", "out"])
-def attention(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -43,6 +53,14 @@ def attention(
     out.copy_(found.squeeze(2))
 
 
+ATTENTION: dict[str, Callable[..., Any]] = {
+    "inline": attend,
+    "eager_break": eager_break(attend),
+    "opaque": opaque("graphrt_tests::attention", mutates=["keys", "values", "out"])(attend),
+}
+"""Part of the model, a part that PIECEWISE runs eagerly, or one operator of a compiled model."""
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -59,8 +77,9 @@ def rope(x, cos, sin):
 
 
 class Layer(nn.Module):
-    def __init__(self, dim: int, heads: int, kv_heads: int, slots: int) -> None:
+    def __init__(self, dim: int, heads: int, kv_heads: int, slots: int, attention: str) -> None:
         super().__init__()
+        self.attend = ATTENTION[attention]
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
         self.widths = [n * self.head_dim for n in (heads, kv_heads, kv_heads)]
         self.norm1, self.norm2 = RMSNorm(dim), RMSNorm(dim)
@@ -78,7 +97,7 @@ class Layer(nn.Module):
         k = rope(k.view(tokens, self.kv_heads, self.head_dim), cos, sin)
         v = v.view(tokens, self.kv_heads, self.head_dim)
         out = torch.empty_like(q)
-        attention(q, k, v, self.keys, self.values, slots, table, lengths, out)
+        self.attend(q, k, v, self.keys, self.values, slots, table, lengths, out)
         x = x + self.o(out.view(tokens, -1))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -86,12 +105,21 @@ class Layer(nn.Module):
 
 @support_compile(dynamic_dims=["ids", "positions", "slots", "table", "lengths"])
 class Llama(nn.Module):
-    def __init__(self, layers: int = 2, dim: int = 32, heads: int = 4, rows: int = 16) -> None:
+    """`rows` is the largest batch; `attention` is one of `ATTENTION`."""
+
+    def __init__(
+        self,
+        layers: int = 2,
+        dim: int = 32,
+        heads: int = 4,
+        rows: int = 16,
+        attention: str = "opaque",
+    ) -> None:
         super().__init__()
         pages = rows * PAGES
         self.embed = nn.Embedding(128, dim)
         self.layers = nn.ModuleList(
-            Layer(dim, heads, heads // 2, pages * PAGE + 1) for _ in range(layers)
+            Layer(dim, heads, heads // 2, pages * PAGE + 1, attention) for _ in range(layers)
         )
         self.norm = RMSNorm(dim)
         self.head = nn.Linear(dim, 128, bias=False)
@@ -120,6 +148,20 @@ def step_inputs(batch: int, step: int = 5, seed: int = 0) -> dict[str, torch.Ten
         "table": table,
         "lengths": positions + 1,
     }
+
+
+def llama_runner(model: Any, pool: GraphPool, **more: Any) -> GraphRunner:
+    """A runner of a compiled `Llama`, by pieces and whole."""
+    arguments: dict[str, Any] = {
+        "inputs": INPUTS,
+        "outputs": ("tokens", 128),
+        "mode": "FULL_AND_PIECEWISE",
+        "sizes": [1, 2, 4, 8],
+        "pool": pool,
+        "pieces": "fx",
+        **more,
+    }
+    return GraphRunner(model, **arguments)
 
 
 def check_both_modes(runner: GraphRunner, original: nn.Module, *, exact: bool) -> None:

@@ -1,0 +1,1 @@
+"""What graphrt costs and saves; README.md says what each script measures."""

@@ -1,0 +1,1 @@
+"""Decode attention by itself: its kernels, their tiles, their updates."""
