@@ -13,7 +13,7 @@ from test_compile_runner import llama_runner
 
 from graphrt import Batch, GraphMode, GraphPool
 from graphrt.compile import CompileOptions, compile_module
-from graphrt.compile.backend.backends import EagerBackend, backend_for
+from graphrt.compile.backend.choice import EagerBackend, backend_for
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor on the CPU needs g++"

@@ -1,18 +1,64 @@
-"""Splitting pieces between captured ones: what they return must stay at one address."""
+"""Pieces as they are captured: compiled ones in wrappers, splitting ones kept in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 
+from graphrt.compile.split import Piece
 from graphrt.core.base import tree
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.bridges import Bridges
+from graphrt.core.capture.wrapper import WrapperOptions
+from graphrt.core.device.lookup import wrapper_class
 from graphrt.core.replay.eager_part import deliver
+from graphrt.core.replay.pool import GraphPool
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How pieces are captured: where, with which options, and what tells them the step."""
+
+    pool: GraphPool
+    options: WrapperOptions
+    read_context: Callable[[], ForwardContext | None]
+
+
+def wrapped_pieces(
+    pieces: Sequence[Piece],
+    calls: Sequence[Callable[..., Any]],
+    wrapping: Wrapping,
+    returned: Collection[fx.Node],
+) -> list[Callable[..., Any]]:
+    """Each compiled piece in a PIECEWISE wrapper of its own, and splitting ones kept in place.
+
+    `outputs` of the options holds for pieces whose results the forward returns: all others are read
+    by the pieces that follow, where they are.
+    """
+    wrap = wrapper_class(wrapping.pool.platform)
+    inner = replace(wrapping.options, outputs="pool")
+    wrapped: list[Callable[..., Any]] = []
+    for piece, call in zip(pieces, calls, strict=True):
+        if piece.splitting:
+            wrapped.append(BridgedPiece(call, wrapping.read_context) if piece.outputs else call)
+            continue
+        last = any(node in returned for node in piece.outputs)
+        wrapped.append(
+            wrap(
+                call,
+                GraphMode.PIECEWISE,
+                pool=wrapping.pool,
+                read_context=wrapping.read_context,
+                options=wrapping.options if last else inner,
+            )
+        )
+    return wrapped
 
 
 class BridgedPiece:
