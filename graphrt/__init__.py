@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 # First: it imports torch, and explains what makes that fail.
 from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
-from graphrt.compile.options import CompileOptions
+from graphrt.compile import CompileOptions
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.log import set_up_logging
 from graphrt.core.batch.context import (
@@ -37,8 +37,7 @@ from graphrt.core.runner.runner import GraphRunner
 
 if TYPE_CHECKING:
     from graphrt import compile
-    from graphrt.compile.entry_points import support_compile
-    from graphrt.compile.split.opaque import opaque
+    from graphrt.compile import opaque, support_compile
 
 __all__ = [
     "UNCHANGED",

@@ -14,9 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphrt.compile.cache.cache import default_directory
-from graphrt.compile.cache.listing import StoredKey, find_key, remove, stored_keys
-from graphrt.compile.cache.log import size_text
+from graphrt.compile.cache import (
+    StoredKey,
+    default_directory,
+    find_key,
+    remove,
+    size_text,
+    stored_keys,
+)
 from graphrt.core.base.errors import InvalidOptionError
 
 cache_app = typer.Typer(
@@ -130,7 +135,7 @@ def as_data(stored: StoredKey) -> dict[str, Any]:
         "created_s": stored.created_s,
         "age_s": max(0.0, time.time() - stored.created_s),
         "size_bytes": stored.size_bytes,
-        "backend": settings.get("compile.backend", settings.get("backend")),
+        "backend": settings.get("backend"),
         "versions": parts.get("versions", {}),
         "pieces": stored.pieces,
         "ranks": [rank.name for rank in stored.ranks],

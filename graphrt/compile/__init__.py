@@ -1,6 +1,17 @@
 """torch.compile for graphs: one trace, split into pieces, compiled before serving starts.
 
 The package itself can be called: `graphrt.compile(module, ...)` is `compile_module`.
+
+Its folders, each of which uses those above it only:
+
+    private_torch  what is not public in torch, behind typed functions
+    trace          a call becomes one graph, by Dynamo
+    split          the graph becomes pieces, at opaque operators
+    cache          compiled pieces on disk
+    backend        a piece becomes code, by Inductor or as it is
+    pieces         pieces are compiled once, wrapped for capture, and stitched into one call
+
+`module` puts a forward behind all that, `entry_points` is how hosts ask for it.
 """
 
 from __future__ import annotations
@@ -9,6 +20,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from graphrt.compile.cache import CompileCacheWarning
 from graphrt.compile.entry_points import compile_module, support_compile
 from graphrt.compile.errors import (
     CompileError,
@@ -21,19 +33,22 @@ from graphrt.compile.errors import (
 )
 from graphrt.compile.module import CompiledModule
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.pieces.figures import Figures
-from graphrt.compile.split.opaque import opaque
-from graphrt.compile.split.operators import DEFAULT_SPLITTING_OPS
+from graphrt.compile.pieces import Figures
+from graphrt.compile.split import DEFAULT_SPLITTING_OPS, Piece, opaque
+from graphrt.compile.trace import DynamicDims
 
 __all__ = [
     "DEFAULT_SPLITTING_OPS",
+    "CompileCacheWarning",
     "CompileError",
     "CompileOptions",
     "CompileSealedError",
     "CompileSizeError",
     "CompiledModule",
+    "DynamicDims",
     "Figures",
     "OpaqueError",
+    "Piece",
     "ReassignedStateError",
     "RetraceError",
     "TraceError",

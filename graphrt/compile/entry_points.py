@@ -10,6 +10,7 @@ from torch import nn
 from graphrt.compile.errors import CompileError
 from graphrt.compile.module import CompiledModule
 from graphrt.compile.options import CompileOptions
+from graphrt.compile.private_torch import call_instead
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.replay.pool import GraphPool
@@ -92,8 +93,7 @@ def compile_module(
         read_context=read_context,
     )
     if in_place and isinstance(module, nn.Module):
-        # torch's own place for what Module.compile() leaves; copies and checkpoints do without.
-        module._compiled_call_impl = compiled
+        call_instead(module, compiled)
     return compiled
 
 

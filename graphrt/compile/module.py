@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt.compile.build import Built, build
 from graphrt.compile.errors import CompileSealedError
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.pieces.figures import Figures
-from graphrt.compile.pieces.partition import partitions
-from graphrt.compile.pieces.pieces import Wrapping
-from graphrt.compile.pieces.places import ArgumentPlaces
-from graphrt.compile.pieces.static_sizes import check_sizes, wanted_sizes
-from graphrt.compile.split.split import Piece
-from graphrt.compile.trace.dims import DynamicDims
-from graphrt.compile.trace.parameters import Parameters, leaves
-from graphrt.compile.trace.subject import Place, Subject
+from graphrt.compile.pieces import (
+    ArgumentPlaces,
+    Built,
+    Figures,
+    Wrapping,
+    build,
+    check_sizes,
+    partitions,
+    wanted_sizes,
+)
+from graphrt.compile.private_torch import call_of
+from graphrt.compile.split import Piece
+from graphrt.compile.trace import DynamicDims, Parameters, Place, Subject, leaves
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.capture.options import GraphOptions
@@ -57,7 +60,7 @@ class CompiledModule:
         self.options = options or CompileOptions()
         call = forward = module
         if isinstance(module, nn.Module):
-            call, forward = module._call_impl, module.forward
+            call, forward = call_of(module), module.forward
         self._subject = Subject(module, call, Parameters(forward), DynamicDims(dynamic_dims))
         self._subject.dims.check_names(self._subject.parameters.names)
         self._dynamic_dims = dynamic_dims

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.compile.cache.cache import CompileCache, default_directory
-from graphrt.compile.cache.key import CacheKey
-from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache import CacheKey, CompileCache, CompileCacheWarning, default_directory
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.log import logger, set_up_logging
 

@@ -10,12 +10,10 @@ from typer.testing import CliRunner
 
 from graphrt.cli.app import app
 from graphrt.cli.cache import age_text
-from graphrt.compile.cache.cache import CompileCache
-from graphrt.compile.cache.key import CacheKey
-from graphrt.compile.cache.log import size_text
+from graphrt.compile.cache import CacheKey, CompileCache, size_text
 from graphrt.core.base.errors import InvalidOptionError
 
-SETTINGS = {"compile.backend": "inductor", "splitting_ops": ["demo::attention"]}
+SETTINGS = {"backend": "inductor", "splitting_ops": ["demo::attention"]}
 
 
 def key_of(source: bytes) -> CacheKey:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.compile.cache.cache import CompileCache
-from graphrt.compile.cache.key import CacheKey, code_settings
-from graphrt.compile.cache.log import CompileCacheWarning
-from graphrt.compile.cache.sources import TracedSources
-from graphrt.core.capture.options import GraphOptions
+from graphrt.compile import CompileOptions
+from graphrt.compile.cache import (
+    CacheKey,
+    CompileCache,
+    CompileCacheWarning,
+    TracedSources,
+    code_settings,
+)
 
 inductor = pytest.importorskip("torch._inductor.standalone_compile")
 
@@ -37,7 +40,7 @@ def compiled() -> Any:
 def key() -> CacheKey:
     sources = TracedSources()
     sources.add(forward)
-    return CacheKey.of(code_settings(GraphOptions()), sources)
+    return CacheKey.of(code_settings(CompileOptions()), sources)
 
 
 def load(path: Path) -> Any:

@@ -12,10 +12,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from graphrt.compile.cache.key import CacheKey, code_settings, compiler_settings, runtime_versions
+from graphrt.compile import CompileOptions
+from graphrt.compile.cache import CacheKey, code_settings, runtime_versions
+from graphrt.compile.cache.settings import compiler_settings
 from graphrt.compile.cache.sources import TracedSources, code_digest, module_name
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.capture.options import CompileOptions, GraphOptions
 
 MODEL = """
 from helper import scale
@@ -176,18 +177,16 @@ def test_bytecode_digests_do_not_depend_on_the_process(tree: Path):
 
 
 def settings_key(**options: object) -> CacheKey:
-    settings = code_settings(GraphOptions.from_dict(options))
+    settings = code_settings(CompileOptions.from_dict(options))
     return CacheKey.of(settings, {}, versions={"torch": "2.13.0"}, compiler={})
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"sizes": [1, 2, 4]},
-        {"max_size": 64},
-        {"mode": "FULL"},
-        {"warmups": 3},
-        {"compile": {"cache_dir": "/elsewhere"}},
+        {"compile_sizes": [1, 2, 4]},
+        {"save_format": "unpacked"},
+        {"cache_dir": "/elsewhere"},
     ],
 )
 def test_what_does_not_change_code_is_not_in_the_key(options: dict[str, object]):
@@ -197,9 +196,11 @@ def test_what_does_not_change_code_is_not_in_the_key(options: dict[str, object])
 @pytest.mark.parametrize(
     "options",
     [
-        {"compile": {"splitting_ops": ["aten::mm"]}},
-        {"compile": {"backend": "inductor"}},
-        {"compile": {"dynamic_shapes": "unbacked"}},
+        {"splitting_ops": ["aten::mm"]},
+        {"backend": "inductor"},
+        {"dynamic_shapes": "unbacked"},
+        {"autotune": False},
+        {"use_inductor_graph_partition": True},
     ],
 )
 def test_what_changes_code_is(options: dict[str, object]):
@@ -209,12 +210,11 @@ def test_what_changes_code_is(options: dict[str, object]):
 def test_the_settings_of_one_module_count_alike():
     found = code_settings(CompileOptions(backend="inductor", cache_dir="/elsewhere"))
     assert found == {
-        "compile.autotune": True,
-        "compile.backend": "inductor",
-        "compile.compile_sizes": (),
-        "compile.dynamic_shapes": "backed",
-        "compile.splitting_ops": None,
-        "compile.use_inductor_graph_partition": False,
+        "autotune": True,
+        "backend": "inductor",
+        "dynamic_shapes": "backed",
+        "splitting_ops": None,
+        "use_inductor_graph_partition": False,
     }
 
 

@@ -12,7 +12,7 @@ from test_compile_runner import llama_runner
 
 from graphrt import Batch, GraphMode, GraphPool
 from graphrt.compile import CompileOptions, compile_module
-from graphrt.compile.backend.backends import EagerBackend, backend_for
+from graphrt.compile.backend.choice import EagerBackend, backend_for
 from tests.models.llama import Llama, step_inputs
 
 needs_compiler = pytest.mark.skipif(

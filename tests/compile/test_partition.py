@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec, current_context
-from graphrt.compile import CompileOptions, opaque
-from graphrt.compile.errors import CompileError
+from graphrt.compile import CompileError, CompileOptions, opaque
+from graphrt.compile.pieces import Wrapping
 from graphrt.compile.pieces.partition import Partition, Partitioned, collecting, partitions
-from graphrt.compile.pieces.pieces import Wrapping
 from graphrt.core.base.errors import BakedScalarError, BreakShapeError, MissedBreakError
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}

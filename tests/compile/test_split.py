@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphrt.compile import opaque
-from graphrt.compile.split.fingerprint import fingerprint, normalised
+from graphrt.compile.split.graph import partition, split
+from graphrt.compile.split.identity import fingerprint, normalised
 from graphrt.compile.split.operators import splits_at
-from graphrt.compile.split.split import partition, split
 from graphrt.compile.trace.sizes import floating, resolve_sizes, value_of
 
 

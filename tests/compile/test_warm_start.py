@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from graphrt.compile import CompileOptions, compile_module
-from graphrt.compile.backend import inductor_files
-from graphrt.compile.cache.log import CompileCacheWarning
-from graphrt.compile.pieces.artifacts import KeptPieces
+from graphrt.compile.backend import process
+from graphrt.compile.cache import CompileCacheWarning
+from graphrt.compile.pieces.kept import KeptPieces
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor on the CPU needs g++"
@@ -255,7 +255,7 @@ def test_trouble_with_the_temporary_directory_rejects_nothing(
     tmp_path: Path, inductor_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     compiled_in(tmp_path)
-    shutil.rmtree(Path(inductor_files.new_directory()).parent)
+    shutil.rmtree(Path(process.new_directory()).parent)
     assert compiled_in(tmp_path).figures.loads == 1
     with monkeypatch.context() as patched:
         patched.setattr("tempfile.mkdtemp", Mock(side_effect=OSError("no space left")))
@@ -282,14 +282,14 @@ def test_a_damaged_piece_runs_eagerly_where_nothing_can_compile_it(
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_child_has_a_lock_and_a_directory_of_its_own():
-    parents = Path(inductor_files.new_directory()).parent
+    parents = Path(process.new_directory()).parent
     # A thread that is another one than forks.
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
-        pool.submit(held.enter_context, inductor_files.tuned_kernels()).result()
+        pool.submit(held.enter_context, process.tuned_kernels()).result()
         if (child := os.fork()) == 0:
             signal.alarm(10)  # ends a child that waits for a lock which nobody releases
             with contextlib.suppress(BaseException):
-                own = Path(inductor_files.new_directory()).parent
+                own = Path(process.new_directory()).parent
                 os._exit(0 if own != parents and shutil.rmtree(own) is None else 1)
             os._exit(2)
         _, status = os.waitpid(child, 0)

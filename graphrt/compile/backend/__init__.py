@@ -1,0 +1,8 @@
+"""Backends: what turns one piece into something to call, and loads what it made before."""
+
+from graphrt.compile.backend.as_operator import AsOperator
+from graphrt.compile.backend.choice import Backend, backend_for
+from graphrt.compile.backend.inductor import CompiledPiece
+from graphrt.compile.backend.process import new_directory
+
+__all__ = ["AsOperator", "Backend", "CompiledPiece", "backend_for", "new_directory"]

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx
 
-from graphrt.compile.backend.inductor_files import (
-    keep_libraries,
-    kept_libraries,
+from graphrt.compile.backend.libraries import keep_libraries, kept_libraries, recorded_libraries
+from graphrt.compile.backend.process import (
     new_directory,
     own_directory,
-    recorded_libraries,
     tuned_before,
     tuned_kernels,
 )
-from graphrt.compile.split.split import returned_count
-from graphrt.compile.trace.sizes import value_of
+from graphrt.compile.private_torch import (
+    Artifact,
+    SaveFormat,
+    find_cpp_compiler,
+    generates_code,
+    has_triton,
+    inductor_compile,
+    load_artifact,
+)
+from graphrt.compile.split import returned_count
+from graphrt.compile.trace import value_of
 
 _CODE = "code"
 _LIBRARIES = "libraries"
@@ -26,10 +33,7 @@ _SEARCH = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 
 class InductorBackend:
-    """Compiles pieces with `torch._inductor.standalone_compile`.
-
-    `autotune` searches longer for pieces of one size.
-    """
+    """Compiles pieces one by one; `autotune` searches longer for those of one size."""
 
     name = "inductor"
 
@@ -40,15 +44,10 @@ class InductorBackend:
         self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
     ) -> CompiledPiece:
         """Code for the shapes of `piece`, or with `static` for exactly those of `inputs`."""
-        import torch._inductor
-
-        patches = _SEARCH if static and self._autotune else {}
+        settings = _SEARCH if static and self._autotune else {}
         with tuned_kernels(), recorded_libraries() as libraries:
-            artifact = torch._inductor.standalone_compile(
-                _with_tuple(piece),
-                list(inputs),
-                dynamic_shapes="from_example_inputs" if static else "from_graph",
-                options={"config_patches": patches},
+            artifact = inductor_compile(
+                _with_tuple(piece), inputs, static=static, settings=settings
             )
         return CompiledPiece(artifact, returned_count(piece), libraries)
 
@@ -57,7 +56,7 @@ class CompiledPiece:
     """Compiled code of one piece, which returns what the piece does."""
 
     def __init__(
-        self, artifact: Any, returns: int | None, libraries: Mapping[str, Path] | None = None
+        self, artifact: Artifact, returns: int | None, libraries: Mapping[str, Path] | None = None
     ) -> None:
         self.artifact = artifact
         self._returns = returns
@@ -69,7 +68,7 @@ class CompiledPiece:
             return None
         return results[0] if self._returns == 1 else tuple(results)
 
-    def save(self, path: Path, save_format: Literal["binary", "unpacked"]) -> None:
+    def save(self, path: Path, save_format: SaveFormat) -> None:
         """Write the code, and the libraries it calls, to a directory for `load`."""
         path.mkdir()
         self.artifact.save(path=str(path / _CODE), format=save_format)
@@ -82,9 +81,6 @@ class CompiledPiece:
         It needs no C++ compiler, and nothing of Inductor's or Triton's own caches: what they write
         goes to `place`, an empty directory.
         """
-        from torch import _inductor
-
-        inductor: Any = _inductor
         code = path / _CODE
         unpacked = code.is_dir()
         with (
@@ -92,9 +88,7 @@ class CompiledPiece:
             kept_libraries(path / _LIBRARIES),
             tuned_before(),
         ):
-            artifact = inductor.CompiledArtifact.load(
-                path=str(code), format="unpacked" if unpacked else "binary"
-            )
+            artifact = load_artifact(code, "unpacked" if unpacked else "binary")
         return cls(artifact, returns)
 
 
@@ -104,10 +98,7 @@ def why_not(device_type: str, *, compiles: bool = True) -> str:
     Without `compiles` only kept pieces are to be loaded, for which no C++ compiler has to be there.
     """
     try:
-        from torch._inductor.codegen import common
-
-        common.init_backend_registration()
-        if common.get_scheduling_for_device(device_type) is None:
+        if not generates_code(device_type):
             return f"Inductor generates no code for device type {device_type!r}"
     except Exception as error:
         return f"Inductor cannot be used: {type(error).__name__}: {error}"
@@ -115,14 +106,10 @@ def why_not(device_type: str, *, compiles: bool = True) -> str:
         if not compiles:
             return ""
         try:
-            from torch._inductor import cpp_builder
-
-            cpp_builder.get_cpp_compiler()
+            find_cpp_compiler()
         except Exception as error:
             return f"Inductor needs a C++ compiler: {error}"
         return ""
-    from torch.utils._triton import has_triton
-
     return "" if has_triton() else "Inductor needs Triton, which is not there for this device"
 
 

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from graphrt.compile.backend.backends import backend_for
+from graphrt.compile.backend import backend_for
 from graphrt.compile.errors import CompileError
 from graphrt.compile.options import CompileOptions
+from graphrt.compile.pieces.wrapping import Wrapping
+from graphrt.compile.private_torch import PartitionFunction, lacks_partitions, partitions_taken
 from graphrt.core.base import tree
 from graphrt.core.base.errors import BakedScalarError, BreakShapeError
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -21,9 +23,6 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.lookup import wrapper_class
-
-if TYPE_CHECKING:
-    from graphrt.compile.pieces.pieces import Wrapping
 
 # What Inductor calls for each of its partitions is process-wide.
 _lock = threading.RLock()
@@ -34,7 +33,7 @@ _ALIGNMENT = 16
 class Partition:
     """One partition, called as Inductor does: with one list, which the callee may empty."""
 
-    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, function: PartitionFunction) -> None:
         self.function = function
         self.run = function
 
@@ -131,7 +130,7 @@ class _Captured:
 
     def __init__(
         self,
-        function: Callable[[list[Any]], Any],
+        function: PartitionFunction,
         wrapper: GraphWrapper,
         wrapping: Wrapping,
         is_fixed: Callable[[torch.Tensor], bool],
@@ -196,27 +195,19 @@ def collecting(splitting_ops: Sequence[str]) -> Iterator[list[Partition]]:
 
     Operators tagged `cudagraph_unsafe` and those in `splitting_ops` stay between them.
     """
-    from torch._inductor import config, utils
-
     found: list[Partition] = []
     owner = threading.get_ident()
 
-    def take(function: Callable[[list[Any]], Any], metadata: Any) -> Callable[..., Any]:
+    def take(function: PartitionFunction, number: int) -> PartitionFunction:
         if threading.get_ident() != owner:
             return function  # of a torch.compile in another thread
-        if metadata.partition_index == 0:
+        if number == 0:
             found.clear()
         found.append(Partition(function))
         return found[-1]
 
-    patches = {"graph_partition": True, "custom_should_partition_ops": list(splitting_ops)}
-    with _lock, config.patch(patches):
-        hook: Any = utils._unstable_customized_partition_wrapper
-        before, hook.wrapper = hook.wrapper, take
-        try:
-            yield found
-        finally:
-            hook.wrapper = before
+    with _lock, partitions_taken(take, splitting_ops):
+        yield found
 
 
 def partitions(options: CompileOptions, device_type: str) -> tuple[bool, str]:
@@ -227,17 +218,15 @@ def partitions(options: CompileOptions, device_type: str) -> tuple[bool, str]:
         return False, f"backend {options.backend!r} partitions nothing"
     if device_type in ("cpu", "mps"):
         return False, f"Inductor leaves code for device type {device_type!r} out of its partitions"
-    from torch._inductor import utils
-
     _, reason = backend_for(options.backend, device_type)
     if reason:
         return False, reason
-    if not hasattr(utils, "_unstable_customized_partition_wrapper"):
+    if lacks_partitions():
         return False, f"torch {torch.__version__} offers no way to capture Inductor's partitions"
     return True, ""
 
 
-def _with_list(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+def _with_list(function: PartitionFunction) -> Callable[..., Any]:
     # Inductor's code empties the list that it is given.
     return lambda *args: function(list(args))
 

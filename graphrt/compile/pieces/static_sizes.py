@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import CompileSizeError
-from graphrt.compile.trace.sizes import value_of
+from graphrt.compile.private_torch import expressions, fake_tensors
+from graphrt.compile.trace import value_of
 
 
 def wanted_sizes(
@@ -82,25 +83,22 @@ def size_place(piece: fx.GraphModule, symbol: Any) -> Place | None:
         value = value_of(node)
         if any(other != symbol for other in _symbols(value)):
             return None
-        if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+        if isinstance(value, torch.SymInt) and expressions(value)[0] == symbol:
             number = index, None
         elif isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                if isinstance(size, torch.SymInt) and expressions(size)[0] == symbol:
                     tensor = tensor or (index, dim)
     return number or tensor
 
 
 def static_inputs(piece: fx.GraphModule, symbol: Any, size: int) -> list[Any]:
     """Fake inputs of a piece with `size` for the symbol."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = fake_tensors()
 
     def number(value: Any) -> int:
         if isinstance(value, torch.SymInt):
-            return int(value.node.expr.subs(symbol, size))
+            return int(expressions(value)[0].subs(symbol, size))
         return int(value)
 
     found: list[Any] = []
@@ -125,7 +123,7 @@ def static_inputs(piece: fx.GraphModule, symbol: Any, size: int) -> list[Any]:
 
 def _symbols(value: Any) -> set[Any]:
     if isinstance(value, torch.SymInt):
-        return set(value.node.expr.free_symbols)
+        return set(expressions(value)[0].free_symbols)
     if isinstance(value, torch.Tensor):
         return set().union(*map(_symbols, (*value.shape, *value.stride())))
     return set()

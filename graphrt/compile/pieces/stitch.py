@@ -13,11 +13,8 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import RetraceError
-from graphrt.compile.split.fingerprint import target_name
-from graphrt.compile.split.split import Piece
-from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
-from graphrt.compile.trace.parameters import Parameters
-from graphrt.compile.trace.sizes import is_number
+from graphrt.compile.split import Piece, attribute_of, target_name
+from graphrt.compile.trace import Argument, Interface, Output, Parameters, Weight, is_number
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ class _Writer:
     def _take_attributes(self) -> None:
         for node in self._graph.graph.nodes:
             if node.op == "get_attr" and node in self._wanted:
-                value = _attribute(self._graph, str(node.target))
+                value = attribute_of(self._graph, str(node.target))
                 self._names[node] = self._constant(node.name, value)
 
     def _used_numbers(self) -> set[fx.Node]:
@@ -240,13 +237,6 @@ class _Writer:
             name = f"_{name}" if not name[:1].isalpha() and name[:1] != "_" else f"{name}_"
         self._reserved.add(name)
         return name
-
-
-def _attribute(graph: fx.GraphModule, target: str) -> Any:
-    found: Any = graph
-    for part in target.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _last_uses(pieces: Sequence[Piece]) -> dict[fx.Node, int]:

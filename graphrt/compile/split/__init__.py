@@ -1,0 +1,25 @@
+"""Splitting: opaque operators, cutting a traced graph at them, and which pieces are the same."""
+
+from graphrt.compile.split.define import opaque
+from graphrt.compile.split.graph import Piece, attribute_of, returned_count, split
+from graphrt.compile.split.identity import fingerprint, target_name
+from graphrt.compile.split.operators import (
+    DEFAULT_SPLITTING_OPS,
+    names_of,
+    splits_at,
+    splitting_names,
+)
+
+__all__ = [
+    "DEFAULT_SPLITTING_OPS",
+    "Piece",
+    "attribute_of",
+    "fingerprint",
+    "names_of",
+    "opaque",
+    "returned_count",
+    "split",
+    "splits_at",
+    "splitting_names",
+    "target_name",
+]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import fx
 
+from graphrt.compile.private_torch import operator_names, overloads
+
 DEFAULT_SPLITTING_OPS = ("graphrt::paged_decode", "graphrt::attend")
 """Besides every operator with the tag `cudagraph_unsafe`, which `opaque` gives to its own."""
 
@@ -35,19 +37,8 @@ def splitting_names(graph: fx.Graph, names: Collection[str] | None) -> frozenset
 
 def names_of(node: fx.Node) -> tuple[str, ...]:
     """How an operator may be called in a list; empty for what is none of the dispatcher's."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name
-        return (name, f"{name}.{target._overloadname}")
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return (target._qualified_op_name,)
-    return ()
+    return operator_names(node.target)
 
 
 def _is_unsafe(node: fx.Node) -> bool:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
-    else:
-        overloads = [target]
-    return any(torch.Tag.cudagraph_unsafe in overload.tags for overload in overloads)
+    return any(torch.Tag.cudagraph_unsafe in each.tags for each in overloads(node.target))

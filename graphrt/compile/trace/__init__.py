@@ -1,0 +1,27 @@
+"""Tracing: one Dynamo trace of a forward, what it relies on, and how its graph is called."""
+
+from graphrt.compile.trace.call import TracedCall, trace_call
+from graphrt.compile.trace.check import CallChecker
+from graphrt.compile.trace.dims import DynamicDims
+from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
+from graphrt.compile.trace.parameters import Parameters, leaves
+from graphrt.compile.trace.sizes import floating, is_number, value_of
+from graphrt.compile.trace.subject import Place, Subject
+
+__all__ = [
+    "Argument",
+    "CallChecker",
+    "DynamicDims",
+    "Interface",
+    "Output",
+    "Parameters",
+    "Place",
+    "Subject",
+    "TracedCall",
+    "Weight",
+    "floating",
+    "is_number",
+    "leaves",
+    "trace_call",
+    "value_of",
+]

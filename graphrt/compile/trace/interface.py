@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphrt.compile.private_torch import expressions
+from graphrt.compile.trace.dynamo import Traced
 from graphrt.compile.trace.parameters import Leaf
 from graphrt.compile.trace.sizes import value_of
-from graphrt.compile.trace.trace import Traced
 
 Probe = tuple[Sequence[Leaf], tuple[Any, ...], dict[str, Any]]
 """A call with example tensors: its leaves, its positional and its keyword arguments."""
@@ -139,7 +140,7 @@ def _size_texts(
             continue
         for dim, size in enumerate(fake.shape):
             if isinstance(size, torch.SymInt):
-                found.setdefault(size.node.expr, f"{path}.size({dim})")
+                found.setdefault(expressions(size)[0], f"{path}.size({dim})")
     return found
 
 
@@ -149,8 +150,8 @@ def _source(
     if isinstance(value, torch.Tensor):
         return paths.get(id(value), value)
     symbolic = value_of(node)
-    if isinstance(symbolic, torch.SymInt) and symbolic.node.expr in sizes:
-        return sizes[symbolic.node.expr]
+    if isinstance(symbolic, torch.SymInt) and (expression := expressions(symbolic)[0]) in sizes:
+        return sizes[expression]
     raise _Unclear(node.name)
 
 

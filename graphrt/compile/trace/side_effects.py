@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from graphrt.compile.private_torch import SideEffects, side_effects
+
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
 _KEPT = re.compile(r"\._(?:parameters|buffers)\b")
 _ROOT = re.compile(r"^G\['_call'\](?:\.__self__)?")
@@ -16,13 +18,10 @@ def assigned_places() -> tuple[str, ...]:
 
     Must be called in the backend. In-place operators are no assignments.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    effects: Any = InstructionTranslator.current_tx().output.side_effects
-    return tuple(dict.fromkeys(_places(effects)))
+    return tuple(dict.fromkeys(_places(side_effects())))
 
 
-def _places(effects: Any) -> Iterator[str]:
+def _places(effects: SideEffects) -> Iterator[str]:
     attributes = getattr(effects, "store_attr_mutations", {})
     for variable in list(effects.id_to_variable.values()):
         source = getattr(variable, "source", None)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphrt.compile.private_torch import computed, expressions
+
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -68,7 +70,7 @@ def _size_placeholders(graph: fx.Graph) -> dict[Any, fx.Node]:
     found: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt):
-            found.setdefault(value_of(node).node.expr, node)
+            found.setdefault(expressions(value_of(node))[0], node)
     return found
 
 
@@ -76,7 +78,7 @@ def _number(graph: fx.Graph, value: Any, made: dict[Any, Any], before: fx.Node) 
     """`value` as a constant or a node that computes it from sizes; None if that is impossible."""
     if not isinstance(value, torch.SymInt):
         return value
-    expression = value.node.expr
+    expression, _ = expressions(value)
     if expression.is_number:
         return int(expression)
     if expression in made:
@@ -89,14 +91,10 @@ def _number(graph: fx.Graph, value: Any, made: dict[Any, Any], before: fx.Node) 
 
 
 def _computed(graph: fx.Graph, expression: Any, made: dict[Any, Any], value: Any) -> fx.Node:
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
     tracer = fx.proxy.GraphAppendingTracer(graph)
     symbols = {s: fx.Proxy(made[s], tracer) for s in expression.free_symbols}
     before = set(graph.nodes)
-    result: Any = sympy_interp(PythonReferenceAnalysis, symbols, expression)
-    node: fx.Node = result.node
+    node = computed(expression, symbols).node
     for new in graph.nodes:
         if new not in before:
             # Of the steps on the way only this is known: they are integers.

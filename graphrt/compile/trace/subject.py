@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrt.compile.private_torch import held_by
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Parameters
 from graphrt.core.base import tree
@@ -40,7 +41,7 @@ class Subject:
         found: list[Place] = []
         for _, module in self._modules():
             own = vars(module)
-            for held in (module._parameters, module._buffers, module._modules):
+            for held in held_by(module):
                 found += [(held, name, value) for name, value in held.items()]
             found += [(own, name, own[name]) for name in own if name[0] != "_"]
         return found
@@ -57,7 +58,8 @@ class Subject:
 
 def _tensors_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
-    for name, value in {**module._parameters, **module._buffers, **own}.items():
+    parameters, buffers, _ = held_by(module)
+    for name, value in {**parameters, **buffers, **own}.items():
         for path, leaf in tree.leaves(value):
             if isinstance(leaf, torch.Tensor):
                 yield f"{prefix}.{name}{path}".lstrip("."), leaf

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.trace.sizes import value_of
+from graphrt.compile.private_torch import operator_names, storage_identity
+from graphrt.compile.split.graph import attribute_of
+from graphrt.compile.trace import value_of
 
 _PLAIN = (str, int, float, complex, bool, type(None), type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -46,7 +48,7 @@ def target_name(target: Any) -> str:
     """The name of what a node calls, which is the same in every process."""
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if operator_names(target):
         return str(target)
     module = getattr(target, "__module__", None) or type(target).__module__
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
@@ -54,9 +56,7 @@ def target_name(target: Any) -> str:
 
 
 def _attribute(graph: fx.GraphModule, target: str) -> str:
-    found: Any = graph
-    for part in target.split("."):
-        found = getattr(found, part)
+    found = attribute_of(graph, target)
     if isinstance(found, fx.GraphModule):
         return f"graph {fingerprint(found)}"
     return f"attribute {id(found)}"
@@ -67,7 +67,7 @@ def _described(value: Any, storages: dict[int, int]) -> str:
         return f"{type(value).__name__} {value}"
     place = ""
     if value.layout is torch.strided:
-        key = value.untyped_storage()._cdata
+        key = storage_identity(value)
         place = f"{value.stride()} in {storages.setdefault(key, len(storages))}"
         place += f" at {value.storage_offset()}"
     kind = "Parameter" if isinstance(value, torch.nn.Parameter) else type(value).__name__

@@ -1,31 +1,21 @@
-"""From pieces of a graph to what is called for each: compiled once, wrapped for capture."""
+"""From pieces of a graph to what is called for each: those of equal structure compiled once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphrt.compile.backend.as_operator import AsOperator
-from graphrt.compile.backend.backends import Backend, backend_for
-from graphrt.compile.pieces.artifacts import KeptPieces
-from graphrt.compile.pieces.bridge import BridgedPiece
+from graphrt.compile.backend import AsOperator, Backend, backend_for
 from graphrt.compile.pieces.figures import Figures
+from graphrt.compile.pieces.kept import KeptPieces
 from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.static_sizes import BySize, size_place, static_inputs
-from graphrt.compile.split.fingerprint import fingerprint
-from graphrt.compile.split.split import Piece, returned_count
-from graphrt.compile.trace.sizes import value_of
-from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.device.lookup import wrapper_class
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
+from graphrt.compile.split import Piece, fingerprint, returned_count
+from graphrt.compile.trace import value_of
 
 _KEY_LENGTH = 16
 """Hex digits of a piece's hash that name it among the pieces of one module."""
@@ -149,45 +139,3 @@ class Compiler:
             self._kept.store(name, compiled)
         made: Callable[..., Any] = compiled
         return made
-
-
-@dataclass(frozen=True)
-class Wrapping:
-    """How pieces are captured: where, with which options, and what tells them the step."""
-
-    pool: GraphPool
-    options: GraphOptions
-    read_context: Callable[[], ForwardContext | None]
-    hooks: SegmentHooks | None = None
-
-
-def wrapped_pieces(
-    pieces: Sequence[Piece],
-    calls: Sequence[Callable[..., Any]],
-    wrapping: Wrapping,
-    returned: Collection[fx.Node],
-) -> list[Callable[..., Any]]:
-    """Each compiled piece in a PIECEWISE wrapper of its own, and splitting ones kept in place.
-
-    `outputs` of the options holds for pieces whose results the forward returns: all others are read
-    by the pieces that follow, where they are.
-    """
-    wrap = wrapper_class(wrapping.pool.platform)
-    inner = replace(wrapping.options, outputs="pool")
-    wrapped: list[Callable[..., Any]] = []
-    for piece, call in zip(pieces, calls, strict=True):
-        if piece.splitting:
-            wrapped.append(BridgedPiece(call, wrapping.read_context) if piece.outputs else call)
-            continue
-        last = any(node in returned for node in piece.outputs)
-        wrapped.append(
-            wrap(
-                call,
-                GraphMode.PIECEWISE,
-                pool=wrapping.pool,
-                read_context=wrapping.read_context,
-                options=wrapping.options if last else inner,
-                hooks=wrapping.hooks,
-            )
-        )
-    return wrapped

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.trace.sizes import floating
+from graphrt.compile.private_torch import overload_name
+from graphrt.compile.trace import floating
 
 _ALLOCATIONS = frozenset(
     {
@@ -114,8 +115,9 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 def is_allocation(node: fx.Node) -> bool:
     """Whether a node only makes a tensor that something else will fill."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.removeprefix("aten::") in _ALLOCATIONS
+    operator = overload_name(target)
+    if operator is not None:
+        return operator.removeprefix("aten::") in _ALLOCATIONS
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     module = getattr(target, "__module__", None)
     known = isinstance(target, str) or module is None or module.startswith("torch")
@@ -173,6 +175,14 @@ def _meta(node: fx.Node) -> dict[str, Any]:
     meta = copy(node.meta)
     meta.pop("grapharg", None)
     return meta
+
+
+def attribute_of(graph: fx.GraphModule, target: str) -> Any:
+    """What a node `get_attr` of this dotted `target` stands for."""
+    found: Any = graph
+    for part in target.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def returned_count(piece: fx.GraphModule) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from graphrt.compile.errors import OpaqueError
+from graphrt.compile.private_torch import is_registered
 from graphrt.core.capture.breaks import eager_break
 
 P = ParamSpec("P")
@@ -71,7 +72,7 @@ def _define(
     splits: bool,
 ) -> Any:
     namespace, short = name.split("::")
-    if torch._C._jit_get_schemas_for_operator(name):
+    if is_registered(name):
         raise OpaqueError(
             "an operator of that name is registered already",
             got=name,

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from graphrt.compile.backend.inductor import InductorBackend, why_not
 from graphrt.compile.errors import CompileError
 
 
@@ -48,8 +49,6 @@ def backend_for(
     if name == "eager":
         return EagerBackend(), ""
     if name == "inductor":
-        from graphrt.compile.backend.inductor import InductorBackend, why_not
-
         reason = why_not(device_type, compiles=compiles)
         return (EagerBackend(), reason) if reason else (InductorBackend(autotune=autotune), "")
     raise CompileError(

@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 
-from graphrt.compile.backend.inductor import CompiledPiece
-from graphrt.compile.backend.inductor_files import new_directory
-from graphrt.compile.cache.cache import CompileCache
-from graphrt.compile.cache.entry import CacheEntry
-from graphrt.compile.cache.key import CacheKey, runtime_versions
-from graphrt.compile.cache.log import warn
-from graphrt.compile.cache.sources import TracedSources
+from graphrt.compile.backend import CompiledPiece, new_directory
+from graphrt.compile.cache import (
+    CacheEntry,
+    CacheKey,
+    CompileCache,
+    TracedSources,
+    code_settings,
+    runtime_versions,
+    warn,
+)
 from graphrt.compile.options import CompileOptions
 
 
@@ -37,14 +40,8 @@ class KeptPieces:
             # Generated code has no file; what it says is in the pieces.
             if not code.co_filename.startswith("<"):
                 sources.add(code)
-        settings: Mapping[str, object] = {
-            "backend": options.backend,
-            "dynamic_shapes": options.dynamic_shapes,
-            "splitting_ops": options.splitting_ops,
-            "autotune": options.autotune,
-            "use_inductor_graph_partition": options.use_inductor_graph_partition,
-        }
-        key = CacheKey.of(settings, sources, versions=runtime_versions(device))
+        versions = runtime_versions(device)
+        key = CacheKey.of(code_settings(options), sources, versions=versions)
         return cls(cache.open(key))
 
     @property

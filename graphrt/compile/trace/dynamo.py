@@ -15,6 +15,14 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import TraceError
+from graphrt.compile.private_torch import (
+    mark_dynamic,
+    mark_unbacked,
+    new_code_shown,
+    size_oblivious,
+    torch_check,
+    trace_so_far,
+)
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
 from graphrt.compile.trace.side_effects import assigned_places
@@ -82,7 +90,7 @@ def trace(
     def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
         found["graph"] = graph
         found["assigned"] = assigned_places()
-        found.update(_context_figures(graph))
+        found["conditions"], found["codes"] = trace_so_far()
         return _stop
 
     def keep_code(old: CodeType, new: CodeType) -> None:
@@ -141,19 +149,15 @@ def _no_guards(entries: Sequence[object]) -> list[bool]:
 
 def _mark(leaves: Sequence[Leaf], dims: DynamicDims, *, unbacked: bool) -> list[str]:
     """Mark the batch dimensions; returns the equalities that make those of one axis one symbol."""
-    dynamo: Any = torch._dynamo
-    shape_ids = "shape_id" in inspect.signature(dynamo.decorators.mark_unbacked).parameters
     first: dict[str, str] = {}
     equalities = []
     for leaf in leaves:
         for dim, axis in dims.of(leaf).items():
-            shared = unbacked and shape_ids and not axis.offset
-            if not unbacked:
-                dynamo.mark_dynamic(leaf.value, dim)
-            elif shared:
-                dynamo.decorators.mark_unbacked(leaf.value, dim, shape_id=axis.name)
+            shared = unbacked and not axis.offset
+            if unbacked:
+                mark_unbacked(leaf.value, dim, axis.name if shared else None)
             else:
-                dynamo.decorators.mark_unbacked(leaf.value, dim)
+                mark_dynamic(leaf.value, dim)
             offset = f" - {axis.offset}" if axis.offset else ""
             here = f"{leaf.path}.size({dim}){offset}"
             there = first.setdefault(axis.name, here)
@@ -175,7 +179,7 @@ def _function(
     lines.append(f"    return _call({parameters.forwarding()})")
     namespace: dict[str, Any] = {
         "_call": call,
-        "_check": torch._check,
+        "_check": torch_check,
         **parameters.defaults(),
     }
     file, source = f"<graphrt trace {_traces}>", "\n".join(lines)
@@ -187,26 +191,13 @@ def _function(
     return function
 
 
-def _context_figures(graph: fx.GraphModule) -> dict[str, Any]:
-    context: Any = torch._guards.TracingContext.get()
-    env = context.fake_mode.shape_env
-    conditions = tuple(guard.expr for guard in getattr(env, "guards", ()))
-    codes = tuple(getattr(context, "traced_code", None) or ())
-    return {"conditions": conditions, "codes": codes}
-
-
 @contextmanager
 def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> Iterator[None]:
-    from torch._dynamo import convert_frame
-    from torch.fx.experimental import _config as shapes
-
     with ExitStack() as stack:
-        handle = convert_frame.register_bytecode_hook(hook)  # type: ignore[arg-type]
-        stack.callback(handle.remove)
+        stack.enter_context(new_code_shown(hook))
         stack.enter_context(torch.no_grad())
         if oblivious:
-            patch: Callable[..., Any] = shapes.patch  # type: ignore[attr-defined]
-            stack.enter_context(patch(backed_size_oblivious=True))
+            stack.enter_context(size_oblivious())
         yield
 
 

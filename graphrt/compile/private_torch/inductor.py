@@ -1,0 +1,122 @@
+"""Private names of Inductor: its settings, and what compiles and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import fx
+
+from graphrt.compile.private_torch.names import NAMES
+from graphrt.core.base.errors import MissingTorchNameError
+
+_NO_KEY = "compiled code cannot be kept: use backend='eager'"
+_NO_INDUCTOR = "pieces run eagerly, and the figures say why"
+_CONFIGS = {
+    name: NAMES.declare(f"torch._{name}.config.save_config_portable", without=_NO_KEY)
+    for name in ("dynamo", "functorch", "inductor")
+}
+_PASSES = {
+    name: NAMES.declare(f"torch._inductor.config.{name}", without="nobody can have set it")
+    for name in (
+        "pre_grad_custom_pass",
+        "joint_custom_pre_pass",
+        "joint_custom_post_pass",
+        "post_grad_custom_pre_pass",
+        "post_grad_custom_post_pass",
+    )
+}
+# In the module of the same name: by the shorter path that module would be found.
+_COMPILE = NAMES.declare(
+    "torch._inductor.standalone_compile.standalone_compile", without=_NO_INDUCTOR
+)
+_LOAD = NAMES.declare("torch._inductor.CompiledArtifact.load", without="pieces are compiled again")
+_REGISTER = NAMES.declare(
+    "torch._inductor.codegen.common.init_backend_registration", without=_NO_INDUCTOR
+)
+_SCHEDULING = NAMES.declare(
+    "torch._inductor.codegen.common.get_scheduling_for_device", without=_NO_INDUCTOR
+)
+_CPP_COMPILER = NAMES.declare("torch._inductor.cpp_builder.get_cpp_compiler", without=_NO_INDUCTOR)
+_HAS_TRITON = NAMES.declare("torch.utils._triton.has_triton", without=_NO_INDUCTOR)
+_DIRECTORY = NAMES.declare(
+    "torch._inductor.runtime.cache_dir_utils.temporary_cache_dir",
+    without="pieces are compiled again, after a warning",
+)
+
+SaveFormat = Literal["binary", "unpacked"]
+
+
+class Artifact(Protocol):
+    """What Inductor makes of a graph; it returns a tuple."""
+
+    def __call__(self, *args: Any) -> Any: ...
+
+    def save(self, *, path: str, format: SaveFormat) -> None: ...
+
+
+def portable_settings() -> dict[str, object]:
+    """Every setting of Dynamo, AOTAutograd and Inductor that a file can hold, "dynamo.NAME"."""
+    return {
+        f"{prefix}.{name}": value
+        for prefix, save in _CONFIGS.items()
+        for name, value in save.find()().items()
+    }
+
+
+def custom_passes() -> dict[str, object]:
+    """What is added to Inductor's passes over graphs, by the name of its setting."""
+    found: dict[str, object] = {}
+    for name, setting in _PASSES.items():
+        try:
+            value = setting.find()
+        except MissingTorchNameError:
+            continue
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def generates_code(device_type: str) -> bool:
+    """Whether Inductor can compile for such devices; imports it, and finds all that it takes."""
+    for name in (_COMPILE, _CPP_COMPILER, _HAS_TRITON):
+        name.find()
+    _REGISTER.find()()
+    return _SCHEDULING.find()(device_type) is not None
+
+
+def find_cpp_compiler() -> None:
+    """Raise whatever Inductor raises where there is no C++ compiler."""
+    _CPP_COMPILER.find()()
+
+
+def has_triton() -> bool:
+    """Whether Triton is there for the current device."""
+    return bool(_HAS_TRITON.find()())
+
+
+def inductor_compile(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, static: bool, settings: Mapping[str, Any]
+) -> Artifact:
+    """Code for the shapes of a graph, or with `static` for those of `inputs`."""
+    found: Artifact = _COMPILE.find()(
+        graph,
+        list(inputs),
+        dynamic_shapes="from_example_inputs" if static else "from_graph",
+        options={"config_patches": settings},
+    )
+    return found
+
+
+def load_artifact(path: Path, save_format: SaveFormat) -> Artifact:
+    """What `Artifact.save` wrote."""
+    found: Artifact = _LOAD.find()(path=str(path), format=save_format)
+    return found
+
+
+def compiler_directory(path: str) -> AbstractContextManager[Any]:
+    """Inductor's caches are there in the block; the whole process's."""
+    found: AbstractContextManager[Any] = _DIRECTORY.find()(path)
+    return found

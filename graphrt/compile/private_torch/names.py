@@ -1,0 +1,25 @@
+"""All private names of torch that `graphrt.compile` uses, and what cannot be declared as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.private_torch import PrivateNames
+
+NAMES = PrivateNames()
+
+
+def own(value: Any, attribute: str, without: str) -> Any:
+    """An attribute of an object of torch's own, which no class says to have; raises
+    `MissingTorchNameError`."""
+    try:
+        return getattr(value, attribute)
+    except AttributeError as error:
+        raise MissingTorchNameError(
+            f"a {type(value).__name__} of this torch has no {attribute}",
+            got=f"torch {torch.__version__}",
+            advice=f"without it {without}",
+        ) from error

@@ -1,0 +1,89 @@
+"""Private names of operators, modules and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphrt.compile.private_torch.names import NAMES, own
+
+_NO_SPLIT = "graphs cannot be split"
+_OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_SPLIT)
+_PACKET = NAMES.declare("torch._ops.OpOverloadPacket", without=_NO_SPLIT)
+_schemas = NAMES.take(
+    "torch._C._jit_get_schemas_for_operator", without="opaque operators cannot be defined"
+)
+_CALL = NAMES.declare("torch.nn.Module._call_impl", without="modules cannot be compiled")
+_COMPILED_CALL = NAMES.declare(
+    "torch.nn.Module._compiled_call_impl", without="pass in_place=False to compile_module"
+)
+_STORAGE = NAMES.declare("torch.UntypedStorage._cdata", without="pieces cannot be compared")
+
+
+def overload_name(target: object) -> str | None:
+    """ "ns::op" for an operator's overload, as a node of a graph calls it; else None."""
+    if not isinstance(target, _overload_type()):
+        return None
+    return str(own(target, "_schema", _NO_SPLIT).name)
+
+
+def operator_names(target: object) -> tuple[str, ...]:
+    """ "ns::op" and "ns::op.overload", or "ns::op" for all overloads; empty for no operator."""
+    name = overload_name(target)
+    if name is not None:
+        return (name, f"{name}.{own(target, '_overloadname', _NO_SPLIT)}")
+    if isinstance(target, _packet_type()):
+        return (str(own(target, "_qualified_op_name", _NO_SPLIT)),)
+    return ()
+
+
+def overloads(target: Any) -> list[Any]:
+    """The overloads that an operator stands for, which may be itself."""
+    if isinstance(target, _packet_type()):
+        packet: Any = target
+        return [getattr(packet, name) for name in packet.overloads()]
+    return [target]
+
+
+def is_registered(operator: str) -> bool:
+    """Whether there is an operator "ns::op"."""
+    return bool(_schemas(operator))
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """A module's call with its hooks, whatever `call_instead` has put in its place."""
+    _CALL.find()
+    return module._call_impl
+
+
+def call_instead(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let calls of a module go to `call`: torch's own place for what `Module.compile` leaves, which
+    copies and checkpoints do without."""
+    _COMPILED_CALL.find()
+    module._compiled_call_impl = call
+
+
+def held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The dicts in which a module keeps its parameters, its buffers and its modules."""
+    return module._parameters, module._buffers, module._modules
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones too, as long as they live."""
+    return int(own(tensor.untyped_storage(), "_cdata", _STORAGE.without))
+
+
+@cache
+def _overload_type() -> type:
+    found: type = _OVERLOAD.find()
+    return found
+
+
+@cache
+def _packet_type() -> type:
+    found: type = _PACKET.find()
+    return found

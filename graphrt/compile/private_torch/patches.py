@@ -1,0 +1,148 @@
+"""What is replaced in Inductor. It is the whole process's: callers take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.log import logger
+from graphrt.core.base.private_torch import PrivateName
+
+_TUNED_AGAIN = "kernels are tuned again at every start, after a warning"
+_NO_PARTITION = "Inductor does not split the graph, and the figures say why"
+_LOAD_LIBRARY = NAMES.declare(
+    "torch._inductor.codecache.CppCodeCache.load_async",
+    without="C++ libraries are not kept beside pieces, and built again elsewhere, after a warning",
+)
+_TUNE = NAMES.declare(
+    "torch._inductor.codegen.wrapper.PythonWrapperCodegen.generate_and_run_autotune_block",
+    without=_TUNED_AGAIN,
+)
+_FORGET_CODE = NAMES.declare(
+    "torch._inductor.codecache.PyCodeCache.cache_clear", without=_TUNED_AGAIN
+)
+_LOAD_KERNELS = NAMES.declare(
+    "torch._inductor.triton_bundler.TritonBundler.load_autotuners", without=_TUNED_AGAIN
+)
+_PARTITION_HOOK = NAMES.declare(
+    "torch._inductor.utils._unstable_customized_partition_wrapper", without=_NO_PARTITION
+)
+_PARTITION = NAMES.declare("torch._inductor.config.graph_partition", without=_NO_PARTITION)
+_PARTITION_OPS = NAMES.declare(
+    "torch._inductor.config.custom_should_partition_ops", without=_NO_PARTITION
+)
+_INDUCTOR_PATCH = NAMES.declare("torch._inductor.config.patch", without=_NO_PARTITION)
+
+Load = Callable[[], Any]
+PartitionFunction = Callable[[list[Any]], Any]
+
+
+@contextmanager
+def library_loads(
+    instead: Callable[[type, Callable[[], Load], tuple[Any, ...], dict[str, Any]], Load],
+) -> Iterator[None]:
+    """Inductor asks `instead(kind, build, args, kwargs)` for a C++ library, of whichever kind; what
+    it has been asked for is in the arguments, and `build` does it as before."""
+
+    def replace(original: Any) -> Any:
+        def load_async(cls: type, *args: Any, **kwargs: Any) -> Load:
+            build = original.__get__(None, cls)
+            return instead(cls, lambda: build(*args, **kwargs), args, kwargs)
+
+        return classmethod(load_async)
+
+    with _replaced(_LOAD_LIBRARY, replace):
+        yield
+
+
+def load_library(kind: type, path: Path, key: str) -> Any:
+    """A C++ library as Inductor's cache of that kind has it."""
+    return own(kind, "_load_library", _LOAD_LIBRARY.without)(str(path), key)
+
+
+@contextmanager
+def code_forgotten_after_tuning() -> Iterator[None]:
+    """Inductor forgets the code that it tuned kernels with in the block."""
+
+    def replace(original: Any) -> Any:
+        forget = _FORGET_CODE.find()
+
+        def tune(self: Any) -> None:
+            original(self)
+            forget()
+
+        return tune
+
+    with _replaced(_TUNE, replace):
+        yield
+
+
+@contextmanager
+def kernels_loaded_as_tuned() -> Iterator[None]:
+    """Triton kernels with one configuration left count as tuned when they are loaded."""
+
+    def replace(original: Any) -> Any:
+        def load_autotuners(cls: type, kernels: Any) -> Any:
+            for each in kernels or ():
+                if len(each.kernel.compile_results) == 1:
+                    each.kernel.compile_results[0].config.found_by_coordesc = True
+            return original.__get__(None, cls)(kernels)
+
+        return classmethod(load_autotuners)
+
+    with _replaced(_LOAD_KERNELS, replace):
+        yield
+
+
+def lacks_partitions() -> bool:
+    """Whether nothing of others can be called for Inductor's partitions."""
+    try:
+        for name in (_PARTITION_HOOK, _PARTITION, _PARTITION_OPS, _INDUCTOR_PATCH):
+            name.find()
+    except MissingTorchNameError:
+        return True
+    return False
+
+
+@contextmanager
+def partitions_taken(
+    take: Callable[[PartitionFunction, int], PartitionFunction], splitting_ops: Sequence[str]
+) -> Iterator[None]:
+    """Inductor splits graphs at `splitting_ops` and calls what `take` gives it for each partition
+    and its number."""
+    hook = _PARTITION_HOOK.find()
+    settings = {"graph_partition": True, "custom_should_partition_ops": list(splitting_ops)}
+    with _INDUCTOR_PATCH.find()(settings):
+        before = hook.wrapper
+        hook.wrapper = lambda function, metadata: take(function, metadata.partition_index)
+        try:
+            yield
+        finally:
+            hook.wrapper = before
+
+
+@contextmanager
+def _replaced(name: PrivateName, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Another attribute of a class in the block; where this torch has none, only a warning."""
+    path, _, attribute = name.path.rpartition(".")
+    with ExitStack() as undo:
+        try:
+            name.find()
+            owner = PrivateName(path, name.without, name.seen).find()
+            # As it is in the class: a class method with its decorator.
+            original = vars(owner)[attribute]
+            setattr(owner, attribute, replace(original))
+            undo.callback(setattr, owner, attribute, original)
+        except (MissingTorchNameError, KeyError) as error:
+            _tell_once(name, str(error))
+        yield
+
+
+@cache
+def _tell_once(name: PrivateName, why: str) -> None:
+    logger.warning("torch lacks %s (%s): %s", name.path, why.partition("\n")[0], name.without)

@@ -1,0 +1,109 @@
+"""Private names of Dynamo, and of the sizes in what it traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from graphrt.compile.private_torch.names import NAMES, own
+
+_NO_TRACE = "modules cannot be compiled"
+_MARK_DYNAMIC = NAMES.declare("torch._dynamo.mark_dynamic", without=_NO_TRACE)
+_MARK_UNBACKED = NAMES.declare(
+    "torch._dynamo.decorators.mark_unbacked", without="leave dynamic_shapes='unbacked' out"
+)
+_BYTECODE_HOOK = NAMES.declare(
+    "torch._dynamo.convert_frame.register_bytecode_hook", without=_NO_TRACE
+)
+_TRANSLATOR = NAMES.declare(
+    "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", without=_NO_TRACE
+)
+_CONTEXT = NAMES.declare("torch._guards.TracingContext.get", without=_NO_TRACE)
+_SHAPES_PATCH = NAMES.declare(
+    "torch.fx.experimental._config.patch",
+    without="leave dynamic_shapes='backed_size_oblivious' out",
+)
+_INTERPRET = NAMES.declare("torch.utils._sympy.interp.sympy_interp", without=_NO_TRACE)
+_PYTHON = NAMES.declare("torch.utils._sympy.reference.PythonReferenceAnalysis", without=_NO_TRACE)
+_FAKE_MODE = NAMES.declare(
+    "torch._subclasses.fake_tensor.FakeTensorMode", without="leave compile_sizes out"
+)
+
+torch_check: Callable[..., None] = NAMES.take(
+    "torch._check", without="two arguments cannot share a batch axis"
+)
+"""The function itself, as it is what Dynamo knows."""
+
+
+class SideEffects(Protocol):
+    """What Dynamo knows of the objects that a forward changes; `variable`s are Dynamo's own."""
+
+    id_to_variable: Mapping[int, Any]
+
+    def is_modified(self, variable: Any) -> bool: ...
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let a dimension be a symbol, which stands for the size that the tensor has."""
+    _MARK_DYNAMIC.find()(tensor, dim)
+
+
+def mark_unbacked(tensor: torch.Tensor, dim: int, shape_id: str | None = None) -> None:
+    """Let a dimension be a symbol of which no size is known, one for all of a `shape_id`."""
+    _MARK_UNBACKED.find()(tensor, dim, shape_id=shape_id)
+
+
+@contextmanager
+def new_code_shown(hook: Callable[[CodeType, CodeType], None]) -> Iterator[None]:
+    """`hook` gets the code of each function that Dynamo rewrites in the block, old and new."""
+    handle = _BYTECODE_HOOK.find()(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def size_oblivious() -> AbstractContextManager[None]:
+    """Symbols of the block are never taken for 0 or 1."""
+    found: AbstractContextManager[None] = _SHAPES_PATCH.find()(backed_size_oblivious=True)
+    return found
+
+
+def side_effects() -> SideEffects:
+    """Those of the forward that is being traced; only inside of a backend."""
+    found: SideEffects = own(_TRANSLATOR.find()().output, "side_effects", _NO_TRACE)
+    return found
+
+
+def trace_so_far() -> tuple[tuple[Any, ...], tuple[CodeType, ...]]:
+    """The relations of sizes that a trace relies on, as sympy has them, and the code that it went
+    through; only inside of a backend."""
+    context = _CONTEXT.find()()
+    env = context.fake_mode.shape_env
+    guards = () if env is None else own(env, "guards", _NO_TRACE)
+    codes = own(context, "traced_code", _NO_TRACE)
+    return tuple(guard.expr for guard in guards), tuple(codes or ())
+
+
+def expressions(size: torch.SymInt) -> tuple[Any, Any]:
+    """A size as sympy has it: with what the trace found out about its symbols, and without."""
+    return size.node.expr, own(size.node, "_expr", _NO_TRACE)
+
+
+def computed(expression: Any, symbols: Mapping[Any, fx.Proxy]) -> fx.Proxy:
+    """An expression of sizes as nodes of the graph that the proxies of its symbols are in."""
+    found: fx.Proxy = _INTERPRET.find()(_PYTHON.find(), symbols, expression)
+    return found
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Tensors that are made in the block have no memory."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    found: AbstractContextManager[Any] = _FAKE_MODE.find()(shape_env=ShapeEnv())
+    return found

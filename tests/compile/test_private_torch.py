@@ -1,0 +1,131 @@
+"""The door to what is not public in torch: every name is there, is found late, and is nowhere else
+in graphrt.compile."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import graphrt.compile
+from graphrt.compile.private_torch import NAMES, patches
+from graphrt.compile.private_torch.names import own
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.private_torch import TESTED
+
+ROOT = Path(str(graphrt.compile.__file__)).parent
+DOOR = ROOT / "private_torch"
+RUNNING = ".".join(torch.__version__.split(".")[:2])
+
+
+def private_names(source: str) -> Iterator[str]:
+    """What `source` takes of torch by a name with an underscore, at any depth: "torch._ops"."""
+    for node in ast.walk(ast.parse(source)):
+        found: list[str] = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found = [ast.unparse(node)]
+        for name in found:
+            top, *parts = name.split(".")
+            if top == "torch" and any(p[0] == "_" and not p.startswith("__") for p in parts):
+                yield name
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch._ops", ["torch._ops"]),
+        ("def f():\n    from torch._inductor import config", ["torch._inductor.config"]),
+        ("from torch import _C, nn", ["torch._C"]),
+        ("from torch.utils._triton import has_triton", ["torch.utils._triton.has_triton"]),
+        ("torch._check(x)", ["torch._check"]),
+        ("torch.__version__, torch.fx.Graph, self._torch, 'torch._C'  # torch._C", []),
+    ],
+)
+def test_the_check_finds_private_names(source: str, found: list[str]):
+    assert list(private_names(source)) == found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_door_names_what_is_private(path: Path):
+    if DOOR not in path.parents:
+        assert list(private_names(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("name", sorted(NAMES.declared))
+def test_a_declared_name_is_found_where_it_was_seen(name: str):
+    declared = NAMES.declared[name]
+    assert declared.without and set(declared.seen) <= set(TESTED)
+    if RUNNING in declared.seen:
+        declared.find()
+    elif RUNNING in TESTED:
+        with pytest.raises(MissingTorchNameError):
+            declared.find()
+
+
+def test_importing_looks_nothing_up():
+    code = (
+        "import sys, torch; before = set(sys.modules); import graphrt.compile;"
+        "print(sorted(n for n in set(sys.modules) - before if n.split('.')[0] == 'torch'))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_an_attribute_that_is_missing_is_named():
+    with pytest.raises(MissingTorchNameError, match=r"SimpleNamespace .* has no guards") as caught:
+        own(SimpleNamespace(), "guards", "modules cannot be compiled")
+    assert "without it modules cannot be compiled" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "patch"),
+    [
+        ("load_async", lambda: patches.library_loads(lambda *_: None)),
+        ("generate_and_run_autotune_block", patches.code_forgotten_after_tuning),
+        ("cache_clear", patches.code_forgotten_after_tuning),
+        ("load_autotuners", patches.kernels_loaded_as_tuned),
+    ],
+)
+def test_where_a_patched_name_is_missing_there_is_one_warning(
+    name: str, patch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (declared,) = (n for path, n in NAMES.declared.items() if path.endswith(f".{name}"))
+    owner, attribute = _owner_of(declared.path)
+    patches._tell_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="graphrt"), monkeypatch.context() as without:
+        without.delattr(owner, attribute)
+        for _ in range(2):
+            with patch():
+                assert attribute not in vars(owner)
+    patches._tell_once.cache_clear()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert declared.path in line and "after a warning" in line
+
+
+def test_what_is_patched_is_put_back_after_an_error():
+    owner, attribute = _owner_of("torch._inductor.codecache.CppCodeCache.load_async")
+    before = vars(owner)[attribute]
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(ValueError, match="boom"))
+        stack.enter_context(patches.library_loads(lambda *_: None))
+        assert vars(owner)[attribute] is not before
+        raise ValueError("boom")
+    assert vars(owner)[attribute] is before
+
+
+def _owner_of(path: str):
+    owner, _, attribute = path.rpartition(".")
+    module, _, name = owner.rpartition(".")
+    return getattr(__import__(module, fromlist=[name]), name), attribute
