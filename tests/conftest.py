@@ -13,10 +13,7 @@ from graphrt.core.base.errors import PlatformUnavailableError, UnknownPlatformEr
 from graphrt.core.device.registry import PLATFORM_VARIABLE, get_platform
 
 SIMULATOR = "ascend-sim"
-HOW_TO_SIMULATE = (
-    "pip install ./packages/graphrt-ascend-sim, then GRAPHRT_PLATFORM=ascend-sim and "
-    "TORCH_DEVICE_BACKEND_AUTOLOAD=0; make test-ascend does it"
-)
+NPU = "an Ascend NPU, or graphrt-ascend-sim and GRAPHRT_PLATFORM=ascend-sim (make test-ascend)"
 
 if importlib.util.find_spec("hypothesis") is not None:
     import hypothesis
@@ -65,12 +62,13 @@ def _why_missing(device: str, platform: str) -> str | None:
 
 def _why_no_npu() -> str | None:
     if os.environ.get(PLATFORM_VARIABLE) != SIMULATOR:
-        return _why_missing(f"an Ascend NPU, or the simulator ({HOW_TO_SIMULATE})", "ascend")
+        return _why_missing(NPU, "ascend")
     try:
         get_platform(SIMULATOR)
     except (PlatformUnavailableError, UnknownPlatformError) as error:
         # Not skipped: who asked for it by name wants to know.
-        raise pytest.UsageError(f"{error}\n{HOW_TO_SIMULATE}") from error
+        how = "pip install ./packages/graphrt-ascend-sim, or make test-ascend"
+        raise pytest.UsageError(f"{error}\n  the simulator: {how}") from error
     return None
 
 
