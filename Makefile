@@ -16,13 +16,13 @@ test: $(VENV)/.installed-test
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
-	$(VENV)/bin/python -m mypy graphrt
+	$(VENV)/bin/python -m mypy graphrt packages/graphrt-ascend-sim/src
 
 bench: $(VENV)/.installed-test
 	$(VENV)/bin/python -m benchmarks.host_overhead $(ARGS)
 
-# On the simulator of graphrt/ascend/simulator, with torch_npu itself. Without the first variable
-# torch would load torch_npu too early.
+# On the simulator of packages/graphrt-ascend-sim, with torch_npu itself. With its autoload torch
+# would load torch_npu too early.
 SIMULATED = OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 GRAPHRT_PLATFORM=ascend-sim
 
 demo-ascend: $(ASCEND_VENV)/.installed-ascend-sim
@@ -31,7 +31,8 @@ demo-ascend: $(ASCEND_VENV)/.installed-ascend-sim
 test-ascend: $(ASCEND_VENV)/.installed-ascend-sim
 	$(SIMULATED) $(ASCEND_VENV)/bin/python -m pytest -m npu $(ARGS)
 
-$(ASCEND_VENV)/.installed-ascend-sim: pyproject.toml constraints.txt ci/setup.sh
+$(ASCEND_VENV)/.installed-ascend-sim: pyproject.toml constraints.txt ci/setup.sh \
+		packages/graphrt-ascend-sim/pyproject.toml
 	VENV=$(ASCEND_VENV) GRAPHRT_TORCH=2.13.0 bash ci/setup.sh ascend-sim
 	touch $@
 

@@ -76,14 +76,18 @@ install_torch() {
 }
 
 install_graphrt() {
+    local packages=(--editable ".[$extra]")
+    # The simulator is a distribution of its own, tested with graphrt's tests.
+    [ "$extra" != ascend-sim ] ||
+        packages=(--editable ".[test]" --editable packages/graphrt-ascend-sim)
     # torch is settled; what is left of the constraints is the tools.
     sed '/^torch==/d' constraints.txt >"$venv/constraints.txt"
     # First with what is there, so that a machine without a network needs none. Its failure only
     # says that something is missing; the second try reports what.
-    in_venv -m pip install --quiet --no-index --no-build-isolation --editable ".[$extra]" \
+    in_venv -m pip install --quiet --no-index --no-build-isolation "${packages[@]}" \
         >/dev/null 2>&1 && return
     say "installing graphrt[$extra]"
-    in_venv -m pip install --quiet --constraint "$venv/constraints.txt" --editable ".[$extra]" ||
+    in_venv -m pip install --quiet --constraint "$venv/constraints.txt" "${packages[@]}" ||
         fail "graphrt[$extra] could not be installed; pip says why above"
 }
 

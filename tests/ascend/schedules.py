@@ -55,12 +55,12 @@ def python(
     wanted = os.environ.get("GRAPHRT_PLATFORM", "ascend")
     started = f"import graphrt; graphrt.get_platform({wanted!r})"
     ended = f"{started}\nimport torch, torch_npu\n{code}\n{leave}"
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", ended],
         env={
             **os.environ,
-            "PYTHONPATH": path,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "OMP_NUM_THREADS": "1",
             **variables(**settings),
             **(environment or {}),

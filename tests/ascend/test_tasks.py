@@ -134,17 +134,16 @@ def test_more_pools_than_streams_share_update_streams():
 @pytest.mark.parametrize("hang_timeout_s", [None, 60])
 @pytest.mark.parametrize("way", protocol.WAYS, ids=lambda way: "-".join(way.values()))
 def test_the_host_waits_for_nothing_in_steady_state(way, hang_timeout_s):
-    from graphrt.ascend.simulator import loading
+    need_simulator()
+    import graphrt_ascend_sim as simulator
 
-    if not loading.started():
-        pytest.skip("needs the simulator, which counts how often the host waits")
     platform = AscendPlatform(AscendOptions(hang_timeout_s=hang_timeout_s, **way))
     with runner(Decoder(4), platform=platform) as run:
         run.capture()
         todo = steps(40, most=8)
         for step in todo[:10]:
             replayed(run, step)
-        before = loading.synchronizations()
+        before = simulator.synchronizations()
         for step in todo[10:]:
             replayed(run, step)
-        assert loading.synchronizations() == before
+        assert simulator.synchronizations() == before

@@ -114,15 +114,8 @@ class Partitioned:
         return result
 
     def _in_place(self, result: Any) -> Any:
-        place = 0
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal place
-            place += 1
-            buffer = self._results.buffer((0, place), tensor)
-            return buffer.copy_(tensor)
-
-        return tree.map_tensors(copied, result)
+        fixed, _ = self._results.fix(0, result, stays=lambda path, tensor: False)
+        return fixed
 
 
 class _Captured:

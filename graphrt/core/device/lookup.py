@@ -23,6 +23,7 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
             got=found.reason,
             advice="run `graphrt doctor`, or choose another platform",
         )
+    platform.start()
     return platform
 
 

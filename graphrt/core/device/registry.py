@@ -33,7 +33,6 @@ BUILT_IN_PLATFORMS: Mapping[str, str] = {
     "cuda": "graphrt.cuda.platform:CudaPlatform",
     "accelerator": "graphrt.accelerator.platform:AcceleratorPlatform",
     "cpu": "graphrt.cpu.platform:CpuPlatform",
-    "ascend-sim": "graphrt.ascend.simulator.platform:SimulatedAscendPlatform",
 }
 """Dotted paths in order of preference; those whose module is not installed are left out."""
 

@@ -1,0 +1,46 @@
+"""A stand-in for CANN under the real `torch_npu`: `npu:0` is a simulated device on the CPU.
+
+graphrt finds it as the platform `ascend-sim`, through the entry point of this distribution.
+
+Streams, events, capture, task groups, limits and error codes are those of the device; times mean
+nothing. It is taken by name only, with `GRAPHRT_PLATFORM=ascend-sim` or `platform="ascend-sim"`,
+and needs torch_npu 2.13 and g++, which builds it at first use. Importing torch next to torch_npu
+needs TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment, as on every machine without CANN.
+
+These variables of the environment, read when it starts, select what it does:
+
+    GRAPHRT_SIM_SCHEDULE     eager (stays on a stream as long as it can go on), lazy (works only
+                             while the host waits), random:SEED, lazy-random:SEED, or slow:STREAM
+                             (the stream of that id goes on only when no other can)
+    GRAPHRT_SIM_STREAMS      streams of the device (1984)
+    GRAPHRT_SIM_QUEUE_DEPTH  entries of a stream's queue (2048)
+    GRAPHRT_SIM_MEMORY_MB    device memory (4096)
+    GRAPHRT_SIM_HANG_MS      idle time after which a wait is given up with 507046 (3000)
+    GRAPHRT_SIM_SOC          the chip it says it is (Ascend910B3)
+    GRAPHRT_SIM_LOG          1: captures and errors on stderr
+
+Processes that are started from one that runs on it run on it too.
+"""
+
+from graphrt_ascend_sim.loading import (
+    available_streams,
+    set_schedule,
+    start,
+    started,
+    stream_id,
+    synchronizations,
+    why_not,
+)
+from graphrt_ascend_sim.platform import SimulatedACLGraphWrapper, SimulatedAscendPlatform
+
+__all__ = [
+    "SimulatedACLGraphWrapper",
+    "SimulatedAscendPlatform",
+    "available_streams",
+    "set_schedule",
+    "start",
+    "started",
+    "stream_id",
+    "synchronizations",
+    "why_not",
+]

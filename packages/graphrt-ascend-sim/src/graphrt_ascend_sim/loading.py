@@ -1,0 +1,138 @@
+"""Putting the simulator under `torch_npu`, in this process, before that is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import platform
+import sys
+import threading
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from graphrt.core.base.errors import PlatformUnavailableError
+from graphrt_ascend_sim import building
+
+_WHEEL = "2.13"
+_NOTICE = (
+    "graphrt: ascend-sim is a simulation of an Ascend NPU on the CPU; its times mean nothing.\n"
+)
+_lock = threading.Lock()
+_device: ctypes.CDLL | None = None
+
+
+def started() -> bool:
+    """Whether the simulator is what `torch_npu` runs on in this process."""
+    return _device is not None
+
+
+def why_not() -> str | None:
+    """Why the simulator cannot be started here, or None. Imports and builds nothing."""
+    if started():
+        return None
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"the simulator needs Linux on x86_64 or aarch64, not {platform.platform()}"
+    try:
+        found = version("torch_npu")
+    except PackageNotFoundError:
+        return f"torch_npu is not installed; the simulator needs torch-npu=={_WHEEL}.0"
+    if not found.startswith(f"{_WHEEL}.") or find_spec("torch_npu") is None:
+        return f"the simulator is made for torch_npu {_WHEEL}, found {found}"
+    if not version("torch").startswith(f"{_WHEEL}."):
+        return f"torch_npu {found} needs torch {_WHEEL}, found {version('torch')}"
+    if "torch_npu" in sys.modules:
+        # A parent process may have put the simulator into LD_LIBRARY_PATH.
+        return None if _inherited() is not None else "torch_npu was imported on another CANN before"
+    if building.compiler() is None and not building.is_built():
+        return "g++ is missing, which builds the simulator"
+    return None
+
+
+def start() -> None:
+    """Build the simulator if need be, and import `torch_npu` on it; at once if that is done.
+
+    Raises `PlatformUnavailableError` where `why_not` has a reason or the build fails.
+    """
+    global _device
+    with _lock:
+        if started():
+            return
+        reason = why_not()
+        if reason is not None:
+            raise PlatformUnavailableError(
+                "the Ascend simulator cannot run here", got=reason, expected="torch_npu and g++"
+            )
+        sys.stderr.write(_NOTICE)
+        inherited = _inherited() if "torch_npu" in sys.modules else None
+        _device = _declared(inherited or _load())
+
+
+def _load() -> ctypes.CDLL:
+    if not building.is_built():
+        sys.stderr.write("graphrt: building the simulator, once; this takes a minute\n")
+    directory = building.build()
+    # The simulated device has no virtual memory.
+    os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    paths = [str(directory), os.environ.get("LD_LIBRARY_PATH", "")]
+    # For the processes started from this one; it changes nothing here.
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
+    # torch brings the libraries that the operators link against.
+    importlib.import_module("torch")
+    # The loader takes a library that is loaded already for every other one of its name.
+    loaded = {
+        name: ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL)
+        for name in building.LIBRARIES
+    }
+    importlib.import_module("torch_npu")
+    return loaded[building.DEVICE_LIBRARY]
+
+
+def _inherited() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(building.DEVICE_LIBRARY)
+    except OSError:
+        return None
+    return library if hasattr(library, "graphrt_simulated") else None
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.graphrt_sim_synchronizations.restype = ctypes.c_ulonglong
+    library.graphrt_sim_set_schedule.argtypes = [ctypes.c_char_p]
+    return library
+
+
+def synchronizations() -> int:
+    """How often the host has waited for a stream, an event or the device."""
+    return int(_library().graphrt_sim_synchronizations())
+
+
+def available_streams() -> int:
+    """Streams that the device has left."""
+    count = ctypes.c_uint32()
+    _library().aclrtGetStreamAvailableNum(ctypes.byref(count))
+    return count.value
+
+
+def set_schedule(schedule: str) -> None:
+    """How the device picks the next task from now on; as GRAPHRT_SIM_SCHEDULE.
+
+    Raises `ValueError` for a schedule that does not exist.
+    """
+    if _library().graphrt_sim_set_schedule(schedule.encode()):
+        raise ValueError(f"no such schedule: {schedule!r}")
+
+
+def stream_id(stream: Any) -> int:
+    """The id of a `torch.npu.Stream`, as the schedule slow:STREAM names it."""
+    number = ctypes.c_int32()
+    _library().aclrtStreamGetId(ctypes.c_void_p(stream.npu_stream), ctypes.byref(number))
+    return number.value
+
+
+def _library() -> ctypes.CDLL:
+    start()
+    assert _device is not None, "start() has set it"
+    return _device

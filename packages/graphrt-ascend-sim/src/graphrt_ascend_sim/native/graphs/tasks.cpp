@@ -1,0 +1,98 @@
+// Task groups: recorded in a capture, updated later by tasks of another stream.
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "device/device.h"
+#include "errors.h"
+#include "graphs/graph.h"
+
+namespace sim {
+
+// The device inserts idle entries, so that it does not fetch a task before it was updated.
+constexpr int kGroupEntries = 8;
+
+aclError append_to_update(Stream& stream, const TaskPtr& task, TaskPtr& update) {
+    TaskGroup& group = *stream.updating;
+    if (!task->kernel) return fail(kTaskType, "an update cannot hold: " + task->name);
+    if (group.updated == group.tasks.size()) {
+        return fail(kTaskMismatch, "the update has more tasks than the group it updates");
+    }
+    TaskPtr target = group.tasks[group.updated++];
+    update = std::make_shared<Task>();
+    update->name = "update of " + target->name;
+    update->run = [target, task](GraphRun*) {
+        target->run = task->run;
+        target->name = task->name;
+    };
+    return kOk;
+}
+
+}  // namespace sim
+
+using namespace sim;
+
+API aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
+    Lock lock(device().mutex);
+    Stream& stream = *device().find(handle);
+    if (!stream.capture) return fail(kNotCaptured, "the stream is not being captured");
+    if (stream.recording || stream.updating) {
+        return fail(kGroupStatus, "the stream has a task group open already");
+    }
+    Graph& graph = *stream.capture;
+    graph.parts[graph.part_of[&stream]].entries += kGroupEntries;
+    graph.groups.push_back(std::make_unique<TaskGroup>());
+    graph.groups.back()->graph = &graph;
+    graph.open_groups++;
+    stream.recording = graph.groups.back().get();
+    return kOk;
+}
+
+API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* group) {
+    Lock lock(device().mutex);
+    *group = nullptr;
+    Stream& stream = *device().find(handle);
+    if (!stream.capture) return fail(kNotCaptured, "the stream is not being captured");
+    if (!stream.recording) return fail(kGroupStatus, "the stream has no task group open");
+    TaskGroup* recorded = std::exchange(stream.recording, nullptr);
+    stream.capture->open_groups--;
+    if (stream.capture->invalid) {
+        return fail(kInvalidated, "an earlier error has invalidated the capture");
+    }
+    *group = recorded;
+    return kOk;
+}
+
+API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group_handle) {
+    Lock lock(device().mutex);
+    Stream& stream = *device().find(handle);
+    auto* group = static_cast<TaskGroup*>(group_handle);
+    const bool exists = std::any_of(graphs().begin(), graphs().end(), [&](const Graph* graph) {
+        return std::any_of(graph->groups.begin(), graph->groups.end(),
+                           [&](const auto& each) { return each.get() == group; });
+    });
+    if (!exists) return fail(kParameter, "no such task group; was its graph destroyed?");
+    if (stream.capture) return fail(kStreamCaptured, "the update stream is being captured");
+    if (stream.updating) return fail(kGroupStatus, "the stream has an update open already");
+    if (group->updating) {
+        return fail(kGroupStatus, "The handle only can be updated by one stream.");
+    }
+    group->updating = true;
+    group->updated = 0;
+    stream.updating = group;
+    return kOk;
+}
+
+API aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
+    Lock lock(device().mutex);
+    Stream& stream = *device().find(handle);
+    if (!stream.updating) return fail(kGroupStatus, "the stream has no update open");
+    TaskGroup& group = *std::exchange(stream.updating, nullptr);
+    group.updating = false;
+    if (group.updated != group.tasks.size()) {
+        return fail(kTaskMismatch, "the update left tasks out: " + std::to_string(group.updated) +
+                                       " of " + std::to_string(group.tasks.size()));
+    }
+    return kOk;
+}

@@ -1,0 +1,32 @@
+"""The platform `ascend-sim`: the Ascend platform, on the simulator."""
+
+from __future__ import annotations
+
+from graphrt import GraphWrapper
+from graphrt.ascend import AscendPlatform
+from graphrt.core.device.platform import Availability
+from graphrt_ascend_sim import loading
+
+
+class SimulatedAscendPlatform(AscendPlatform):
+    """Everything is `torch_npu`'s own code down to the interface of CANN, which is simulated."""
+
+    name = "ascend-sim"
+    by_name_only = True
+
+    def availability(self) -> Availability:
+        reason = loading.why_not()
+        return Availability(reason is None, reason or "")
+
+    def start(self) -> None:
+        """Put the simulator under `torch_npu`; raises `PlatformUnavailableError` if it cannot."""
+        loading.start()
+
+    def get_static_graph_wrapper_cls(self) -> str:
+        return "graphrt_ascend_sim.SimulatedACLGraphWrapper"
+
+
+class SimulatedACLGraphWrapper(GraphWrapper):
+    """A `GraphWrapper` whose graphs are ACL graphs of a simulated device."""
+
+    platform_name = "ascend-sim"

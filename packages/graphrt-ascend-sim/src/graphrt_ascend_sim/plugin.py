@@ -1,0 +1,12 @@
+"""The hook that graphrt finds through the entry point of this distribution."""
+
+from __future__ import annotations
+
+import graphrt
+from graphrt_ascend_sim.platform import SimulatedAscendPlatform
+
+
+@graphrt.hookimpl
+def graphrt_platforms() -> SimulatedAscendPlatform:
+    """One instance; nothing is built, and torch_npu not imported, before a host is given it."""
+    return SimulatedAscendPlatform()
