@@ -3,39 +3,39 @@
 PYTHON ?= python3
 VENV ?= .venv
 ASCEND_VENV ?= .venv-ascend
+# The one that torch_npu is built for.
+ASCEND_TORCH = 2.13.0
 export PYTHON VENV
 
-.PHONY: demo test lint bench demo-ascend test-ascend
+.PHONY: demo test lint bench demo-ascend test-ascend setup-demo setup-test setup-dev setup-ascend-sim
 
-demo: $(VENV)/.installed-demo
+demo: setup-demo
 	$(VENV)/bin/graphrt demo $(ARGS)
 
-test: $(VENV)/.installed-test
+test: setup-test
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-lint: $(VENV)/.installed-dev
+lint: setup-dev
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy graphrt packages/graphrt-ascend-sim/src
 
-bench: $(VENV)/.installed-test
+bench: setup-test
 	$(VENV)/bin/python -m benchmarks.host_overhead $(ARGS)
 
 # On the simulator of packages/graphrt-ascend-sim, with torch_npu itself. With its autoload torch
 # would load torch_npu too early.
 SIMULATED = OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 GRAPHRT_PLATFORM=ascend-sim
 
-demo-ascend: $(ASCEND_VENV)/.installed-ascend-sim
+demo-ascend: setup-ascend-sim
 	$(SIMULATED) $(ASCEND_VENV)/bin/graphrt demo $(ARGS)
 
-test-ascend: $(ASCEND_VENV)/.installed-ascend-sim
+test-ascend: setup-ascend-sim
 	$(SIMULATED) $(ASCEND_VENV)/bin/python -m pytest -m npu $(ARGS)
 
-$(ASCEND_VENV)/.installed-ascend-sim: pyproject.toml constraints.txt ci/setup.sh \
-		packages/graphrt-ascend-sim/pyproject.toml
-	VENV=$(ASCEND_VENV) GRAPHRT_TORCH=2.13.0 bash ci/setup.sh ascend-sim
-	touch $@
+# Always run: only ci/setup.sh knows whether Python, torch or a list of needs has changed.
+setup-demo setup-test setup-dev:
+	@bash ci/setup.sh $(@:setup-%=%)
 
-$(VENV)/.installed-%: pyproject.toml constraints.txt ci/setup.sh
-	bash ci/setup.sh $*
-	touch $@
+setup-ascend-sim:
+	@VENV=$(ASCEND_VENV) GRAPHRT_TORCH=$(ASCEND_TORCH) bash ci/setup.sh ascend-sim

@@ -2,6 +2,7 @@
 
     python ci/matrix.py             the enabled rows, as the matrix of a GitHub workflow
     python ci/matrix.py --table     every row, with why it does not run
+    python ci/matrix.py --names     the enabled rows, for ci/rows_here.sh
     python ci/matrix.py NAME FIELD  one field of one row, for ci/run_row.sh
 
 A row's `python` and `torch` may be empty: then the runner's own are used. Its `target` is what
@@ -11,6 +12,7 @@ make is called with, if not `test`.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ def read_rows(path: Path = MATRIX) -> list[dict[str, Any]]:
         for key, kind in FIELDS.items():
             if not isinstance(row.get(key), kind):
                 sys.exit(f"{path.name}: row {row.get('name')!r} needs {key!r}: {kind}")
+        # Only a whole version is one that a run can be held to.
+        if row["torch"] and not re.fullmatch(r"\d+\.\d+\.\d+", row["torch"]):
+            sys.exit(f"{path.name}: row {row['name']!r} needs a torch like 2.13.0, or none")
         if not row["enabled"] and not row.get("reason"):
             sys.exit(f"{path.name}: row {row['name']!r} is not enabled and gives no reason")
     names = [row["name"] for row in rows]
@@ -60,6 +65,8 @@ def main(arguments: list[str]) -> str:
     rows = read_rows()
     if not arguments:
         return workflow_matrix(rows)
+    if arguments == ["--names"]:
+        return "\n".join(row["name"] for row in rows if row["enabled"])
     if arguments == ["--table"]:
         return table(rows)
     if len(arguments) == 2:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs one row of ci/matrix.json on the machine it is meant for: ci/run_row.sh NAME
 #
-# PYTHON overrides the interpreter. Each row has an environment of its own.
+# PYTHON overrides the interpreter, which must have the row's version. ARGS goes to pytest. Each
+# row has an environment of its own, .venv-rows/NAME.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,9 +18,15 @@ fi
 python=$(row python)
 PYTHON=${PYTHON:-${python:+python$python}}
 export PYTHON=${PYTHON:-python3}
+version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+if [ -n "$python" ] && [ "$version" != "$python" ]; then
+    echo "row $name is for Python $python; $PYTHON is Python $version" >&2
+    exit 1
+fi
+# ci/setup.sh fails if it cannot provide this torch, tests/conftest.py if it is not the one in use.
 GRAPHRT_TORCH=$(row torch)
 export GRAPHRT_TORCH
-export VENV=.venv/rows/$name ASCEND_VENV=.venv/rows/$name
+export VENV=.venv-rows/$name ASCEND_VENV=.venv-rows/$name
 target=$(row target)
 
 make "${target:-test}"

@@ -39,6 +39,15 @@ def _missing_packages(path: Path) -> list[str]:
     ]
 
 
+def pytest_configure() -> None:
+    wanted = os.environ.get("GRAPHRT_TORCH", "")
+    if wanted and torch.__version__.split("+")[0] != wanted:
+        raise pytest.UsageError(
+            f"these tests are for torch {wanted} (GRAPHRT_TORCH); imported was {torch.__version__} "
+            f"from {Path(torch.__file__).parent}; see ci/run_row.sh"
+        )
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if collection_path.suffix == ".py" and _missing_packages(collection_path):
         return True

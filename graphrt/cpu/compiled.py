@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base.errors import CaptureError
 from graphrt.core.capture.source import user_source
 from graphrt.cpu.private_torch import (
     dispatch_keys,
@@ -23,10 +24,12 @@ from graphrt.cpu.tape import Call, HostReads, Lowered, Step, Tape, storages_of
 # torch/_dynamo/eval_frame.py. It calls that module's `_callback_from_stance` right before the
 # user's function and its `set_eval_frame(None)` right after, with the result in a local. Both are
 # module globals, so while a capture is open they are wrapped: the first pauses the tape, the second
-# records the call; its result stays where it is. Where a torch version has another shape
-# (checked on the code object: before 2.12 the result is no local), nothing is paused, and the call
-# is recorded operator by operator, as Dynamo then runs it.
-_NEEDED_LOCALS = frozenset({"args", "kwargs", "result", "call_succeeded"})
+# records the call; its result stays where it is. Before torch 2.12 the result is no local; there
+# it is seen as the function returns it. Where a torch version has another shape (checked on the
+# code object) the capture is refused: kernels of compiled code are no operators, and a recording
+# without them would be wrong.
+_NEEDED_LOCALS = frozenset({"args", "kwargs"})
+_RESULT_LOCALS = frozenset({"result", "call_succeeded"})
 _NEEDED_CELLS = frozenset({"fn", "self"})
 
 _lock = threading.Lock()
@@ -53,9 +56,15 @@ class CompiledCalls:
         _uninstall()
 
     def enter(self, frame: FrameType) -> bool:
-        if self.tape.paused or not _supports(frame.f_code):
+        if self.tape.paused:
+            return False
+        refusal = _why_not(frame.f_code)
+        if refusal is not None:
+            # Raised here it would skip the rest of Dynamo's own clean-up.
+            self.tape.failure = refusal
             return False
         self._region = frame
+        self._handled = sys.exc_info()[1]
         self._restore = self.host_reads.pause()
         self.tape.paused = True
         return True
@@ -63,21 +72,42 @@ class CompiledCalls:
     def leave(self, frame: FrameType) -> None:
         if frame is not self._region:
             return
+        if _RESULT_LOCALS.issubset(frame.f_code.co_varnames):
+            values = frame.f_locals
+            self._finish(frame, values.get("result"), values.get("call_succeeded", False))
+        elif sys.exc_info()[1] is not self._handled:
+            self._finish(frame, None, False)
+        else:
+            self._finish_at_return(frame)
+
+    def _finish_at_return(self, frame: FrameType) -> None:
+        # Stands if someone else's profiler takes the place of this one before the return.
+        lost = CaptureError("the result of a compiled callable was not seen", op="torch.compile")
+        self.tape.failure = lost
+
+        def profile(returning: FrameType, event: str, value: Any) -> None:
+            if returning is frame and event == "return":
+                sys.setprofile(None)
+                self.tape.failure = None
+                self._finish(frame, value, True)
+
+        sys.setprofile(profile)
+
+    def _finish(self, frame: FrameType, result: Any, succeeded: bool) -> None:
         self._region = None
         self._restore()
         try:
-            values = frame.f_locals
-            if values.get("call_succeeded"):
-                self._record(frame, values)
+            if succeeded:
+                self._record(frame, frame.f_locals, result)
         except Exception as error:
             # Raised here it would skip the rest of Dynamo's own clean-up.
             self.tape.failure = error
         finally:
             self.tape.paused = False
 
-    def _record(self, frame: FrameType, values: Any) -> None:
+    def _record(self, frame: FrameType, values: Any, result: Any) -> None:
         tape = self.tape
-        args, kwargs, result = values["args"], values["kwargs"], values["result"]
+        args, kwargs = values["args"], values["kwargs"]
         call = _Reissue(frame, values)
         weak_args, weak_kwargs = tape.aliases.weak_in_place((args, kwargs))
         # The forward keeps the tensors it was given, so those become the recorded outputs.
@@ -109,12 +139,23 @@ class _Reissue:
                 set_grad_enabled(False)
 
 
-def _supports(code: CodeType) -> bool:
-    return (
+def _why_not(code: CodeType) -> CaptureError | None:
+    """Why a compiled call with this code cannot be recorded."""
+    if not (
         code.co_name == "compile_wrapper"
         and _NEEDED_LOCALS.issubset(code.co_varnames)
         and _NEEDED_CELLS.issubset(code.co_freevars)
-    )
+    ):
+        what = f"compiled callables of torch {torch.__version__} cannot be recorded"
+        advice = "capture without torch.compile, or do this part in an eager break"
+    elif not _RESULT_LOCALS.issubset(code.co_varnames) and sys.getprofile() is not None:
+        what = f"torch {torch.__version__}: no compiled callable is recorded under a profiler"
+        advice = "capture without the profiler (sys.setprofile), or use torch 2.12 or later"
+    else:
+        return None
+    source = user_source()
+    where = None if source is None else str(source)
+    return CaptureError(what, op="torch.compile", source=where, advice=advice)
 
 
 def _install() -> None:

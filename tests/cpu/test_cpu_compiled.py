@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -125,13 +126,45 @@ def test_an_error_inside_a_compiled_region_leaves_nothing_behind():
     assert out.tolist() == [2.0] * 3
 
 
-def test_a_compiled_callable_of_an_unknown_shape_is_recorded_operator_by_operator(monkeypatch):
+def test_a_compiled_callable_of_an_unknown_shape_is_refused(monkeypatch):
+    from graphrt.core.base.errors import CaptureError
     from graphrt.cpu import compiled
 
     monkeypatch.setattr(compiled, "_NEEDED_LOCALS", frozenset({"not there"}))
     inner = torch.compile(lambda x: (x * 2).sin(), backend="eager")
+    with pytest.raises(CaptureError, match=r"compiled callables of torch .* cannot be recorded"):
+        capture(lambda x: inner(x) + 1, torch.randn(4))
+    assert modes_left() == 0
+
+
+def test_a_compiled_callable_whose_result_is_no_local_is_recorded_as_it_returns(monkeypatch):
+    from graphrt.cpu import compiled
+
+    # As torch 2.11 is, on any torch.
+    monkeypatch.setattr(compiled, "_RESULT_LOCALS", frozenset({"not there"}))
+    inner = torch.compile(lambda x: (x * 2).sin(), backend="eager")
     x = torch.randn(4)
-    graph, out = capture(lambda x: inner(x) + 1, x)
+    try:
+        raise KeyError  # an exception that is being handled is not one of the callable
+    except KeyError:
+        graph, out = capture(lambda x: inner(x) + 1, x)
+    assert [s.label for s in graph._steps] == ["compiled callable", "aten.add.Tensor"]
     x.copy_(torch.randn(4))
     graph.replay()
     assert same(out, (x * 2).sin() + 1)
+    assert sys.getprofile() is None
+
+
+def test_a_profiler_where_the_result_is_no_local_is_refused(monkeypatch):
+    from graphrt.core.base.errors import CaptureError
+    from graphrt.cpu import compiled
+
+    monkeypatch.setattr(compiled, "_RESULT_LOCALS", frozenset({"not there"}))
+    inner = torch.compile(lambda x: x + 1, backend="eager")
+    sys.setprofile(lambda *event: None)
+    try:
+        with pytest.raises(CaptureError, match="under a profiler"):
+            capture(lambda x: inner(x) + 1, torch.randn(4))
+    finally:
+        sys.setprofile(None)
+    assert modes_left() == 0
