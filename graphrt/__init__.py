@@ -1,4 +1,13 @@
-"""graphrt: capture a PyTorch forward as static device graphs, replay the right one per batch."""
+"""graphrt: capture a PyTorch forward as static device graphs, replay the right one per batch.
+
+`GraphRunner` does all of it for one forward; `Plan` says beforehand what is captured. Hosts with a
+runner of their own use the parts: `GraphDispatcher`, `forward_context`, `GraphWrapper` (its class
+on a device is `wrapper_class(platform)`) and `GraphPool`.
+
+Errors are in `graphrt.errors`, what a plugin for a device needs in `graphrt.platforms`, compiled
+pieces in `graphrt.compile`, attention in `graphrt.attention`, and the test suite for platforms in
+`graphrt.testing`.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +15,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # First: it imports torch, and explains what makes that fail.
-from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
-from graphrt.compile import CompileOptions
-from graphrt.core.base.errors import GraphRTError
-from graphrt.core.base.log import set_up_logging
-from graphrt.core.batch.context import (
+from graphrt.core.base import GraphRTError, set_up_logging  # isort: skip
+from graphrt._version import __version__
+from graphrt.core.batch import (
+    AttentionSupport,
+    Batch,
+    BatchDescriptor,
     ForwardContext,
+    GraphMode,
+    PieceProvider,
     carry_context,
     current_context,
     forward_context,
 )
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
-from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
-from graphrt.core.capture.breaks import eager_break
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.state import State
-from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device.platform import Capability, Platform
-from graphrt.core.device.registry import current_platform, get_platform, hookimpl, platforms
-from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.plan.budget import Budget, GraphCost
-from graphrt.core.plan.plan import Plan
-from graphrt.core.replay.host_args import UNCHANGED, HostArg
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.tasks import UpdatableTask
-from graphrt.core.runner.host import Host
-from graphrt.core.runner.runner import GraphRunner
+from graphrt.core.capture import GraphOptions, GraphWrapper, State, eager_break
+from graphrt.core.device import Platform, current_platform, get_platform, wrapper_class
+from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
+from graphrt.core.inputs import InputSpec
+from graphrt.core.plan import Budget, GraphCost, Plan
+from graphrt.core.replay import UNCHANGED, GraphPool, HostArg, SegmentHooks, UpdatableTask
+from graphrt.core.runner import GraphRunner, Host, RunnerReport
 
 if TYPE_CHECKING:
     from graphrt import compile
-    from graphrt.compile import opaque, support_compile
+    from graphrt.compile import CompileOptions, opaque, support_compile
 
 __all__ = [
     "UNCHANGED",
@@ -45,7 +46,6 @@ __all__ = [
     "Batch",
     "BatchDescriptor",
     "Budget",
-    "Capability",
     "CompileOptions",
     "Dispatch",
     "ForwardContext",
@@ -64,8 +64,11 @@ __all__ = [
     "Plan",
     "Platform",
     "Reason",
+    "RunnerReport",
+    "SegmentHooks",
     "State",
     "UpdatableTask",
+    "__version__",
     "carry_context",
     "compile",
     "current_context",
@@ -73,20 +76,18 @@ __all__ = [
     "eager_break",
     "forward_context",
     "get_platform",
-    "hookimpl",
     "opaque",
-    "platforms",
     "support_compile",
+    "wrapper_class",
 ]
-
-__version__ = "0.1.0"
 
 set_up_logging()
 
 
 def __getattr__(name: str) -> Any:
     # What traces and compiles is loaded by those who ask for it.
-    if name in ("compile", "opaque", "support_compile"):
-        package = importlib.import_module("graphrt.compile")
-        return package if name == "compile" else getattr(package, name)
+    if name == "compile":
+        return importlib.import_module("graphrt.compile")
+    if name in ("CompileOptions", "opaque", "support_compile"):
+        return getattr(importlib.import_module("graphrt.compile"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphrt.core.base.errors import PlatformUnavailableError, UnknownPlatformError
-from graphrt.core.device.registry import PLATFORM_VARIABLE, get_platform
+from graphrt.core.base import PlatformUnavailableError, UnknownPlatformError
+from graphrt.core.device import get_platform
+from graphrt.core.device.registry import PLATFORM_VARIABLE
 
 SIMULATOR = "ascend-sim"
 NPU = "an Ascend NPU, or graphrt-ascend-sim and GRAPHRT_PLATFORM=ascend-sim (make test-ascend)"

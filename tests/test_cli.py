@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from graphrt.cli.app import app, main
-from graphrt.core.base.errors import InvalidModeError, InvalidSizesError
+from graphrt.core.base import InvalidModeError, InvalidSizesError
 
 
 def run(*arguments: str) -> str:

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from graphrt.core.device.registry import PLATFORM_VARIABLE, get_platform
+from graphrt.core.device import get_platform
+from graphrt.core.device.registry import PLATFORM_VARIABLE
 from graphrt.testing import PlatformConformance
 
 

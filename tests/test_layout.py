@@ -1,10 +1,11 @@
-"""The house plan: who may import whom, and how long a file may be (DESIGN section 2)."""
+"""The house plan (docs/architecture.md): doors, layers, imports one way, files of one purpose."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,62 +14,124 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "graphrt"
 FILES = sorted(PACKAGE.rglob("*.py"))
-PLATFORMS = ("cpu", "cuda", "ascend", "accelerator")
-MOST_LINES = 400
+FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
+MOST_LINES = 360
+MOST_DOORS = 10
 
+LAYERS = (
+    "base", "batch", "device", "plan", "dispatch", "inputs", "replay", "capture", "trust", "runner"
+)  # fmt: skip
+"""Of core: each may use those before it."""
+
+PLATFORMS = ("cpu", "cuda", "ascend", "accelerator")
 THIRD_PARTY = {
-    "core": {"torch", "pluggy"},
+    "core": {"torch", "pluggy", "typing_extensions"},
     "cpu": {"torch", "pluggy"},
     "cuda": {"torch", "pluggy", "cuda", "triton"},
     "ascend": {"torch", "pluggy", "torch_npu", "acl"},
     "accelerator": {"torch", "pluggy"},
 }
+UPPER = ("compile", "attention", "testing", "demo", "cli")
+"""What sits on top: each may use core, the platforms' packages and those before it."""
 
 
-def layer_of(path: Path) -> str:
-    """ "core" for graphrt/core/replay/pool.py, "" for graphrt/__init__.py."""
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else ""
+def module_of(path: Path) -> str:
+    """The dotted name of a file; a package's is that of its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(source: str, package: str) -> Iterator[str]:
-    """The dotted names that `source`, a module of `package`, imports anywhere in it."""
+MODULES = {module_of(path): path for path in FILES}
+PACKAGES = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+
+
+def folder_of(module: str) -> str:
+    return module if module in PACKAGES else module.rpartition(".")[0]
+
+
+def imported(source: str, package: str) -> Iterator[tuple[str, str]]:
+    """(module, name) for everything that `source`, a module of `package`, imports anywhere."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             relative = "." * node.level + (node.module or "")
             module = importlib.util.resolve_name(relative, package) if node.level else relative
-            # `from graphrt import cpu` imports graphrt.cpu as much as `import graphrt.cpu` does.
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            yield from ((module, alias.name) for alias in node.names)
 
 
-def breaches(layer: str, source: str, package: str) -> list[str]:
-    """What a module of `layer` imports and may not."""
-    own = {"core"} if layer == "core" else {"core", layer}
-    refused = []
-    for name in imports(source, package):
-        top, *rest = name.split(".")
-        if top == "graphrt":
-            allowed = bool(rest) and rest[0] in own
-        else:
-            allowed = top in sys.stdlib_module_names or top in THIRD_PARTY[layer]
-        if not allowed:
-            refused.append(name)
-    return refused
+def exports(package: str) -> set[str]:
+    """`__all__` of a package, read and not run."""
+    for node in ast.parse(MODULES[package].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def part_of(module: str) -> str:
+    """ "core" for graphrt.core.replay.pool, "" for graphrt itself and its public modules."""
+    parts = module.split(".")
+    inner = len(parts) > 2 or (len(parts) == 2 and module in PACKAGES)
+    return parts[1] if inner else ""
+
+
+def breaches(user: str, source: str) -> list[str]:
+    """What the module `user` imports and may not."""
+    return [found for found in _breaches(user, source) if found]
+
+
+def _breaches(user: str, source: str) -> Iterator[str]:
+    own, folder = part_of(user), folder_of(user)
+    for module, name in imported(source, folder):
+        top = module.partition(".")[0]
+        if top != "graphrt":
+            known = THIRD_PARTY.get(own)
+            if known is not None and top not in sys.stdlib_module_names | known:
+                yield f"{module}: {own} does not depend on it"
+            continue
+        whole = f"{module}.{name}"
+        target = whole if whole in PACKAGES else module
+        yield from _wrong_part(user, target)
+        if whole in PACKAGES or module == folder:
+            continue
+        if module in PACKAGES:
+            if name and name not in exports(module):
+                yield f"{module} does not export {name}"
+        elif not f"{folder}.".startswith(f"{folder_of(module)}."):
+            yield f"{module} is past the door of {folder_of(module)}"
+
+
+def _wrong_part(user: str, target: str) -> Iterator[str]:
+    own, other = part_of(user), part_of(target)
+    if own in ("", *(() if own else ("",))) or own == other:
+        if own == "core" == other:
+            layers = [name.split(".")[2] if name.count(".") > 1 else "" for name in (user, target)]
+            if all(layers) and LAYERS.index(layers[1]) > LAYERS.index(layers[0]):
+                yield f"{target} is above {layers[0]}"
+        return
+    if own == "core" or (own in PLATFORMS and other != "core"):
+        yield f"{own} imports {target}"
+    elif own in UPPER and other in UPPER and UPPER.index(other) > UPPER.index(own):
+        yield f"{target} is above {own}"
 
 
 def test_there_is_something_to_check() -> None:
-    assert {"core", "cpu"} <= {layer_of(path) for path in FILES}
+    assert {f"graphrt.core.{layer}" for layer in LAYERS} <= PACKAGES
+    assert exports("graphrt.core.batch") >= {"Batch", "GraphMode"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_keep_to_their_layer(path: Path) -> None:
-    layer = layer_of(path)
-    if layer not in ("core", *PLATFORMS):
-        return
-    package = ".".join(path.relative_to(ROOT).parent.parts)
-    assert breaches(layer, path.read_text(encoding="utf-8"), package) == []
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way_and_through_doors(module: str) -> None:
+    assert breaches(module, MODULES[module].read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_folder_has_few_doors_and_says_what_it_exports(folder: Path) -> None:
+    entries = (entry for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir())
+    doors = [entry.name for entry in entries if not entry.name.startswith("_")]
+    assert len(doors) <= MOST_DOORS, doors
+    init = folder / "__init__.py"
+    assert init.exists() and ast.get_docstring(ast.parse(init.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -77,35 +140,84 @@ def test_no_file_is_too_long(path: Path) -> None:
     assert lines <= MOST_LINES, f"{lines} lines; split it by what it is for"
 
 
-@pytest.mark.parametrize(
-    ("layer", "source"),
-    [
-        ("core", "import graphrt.cpu"),
-        ("core", "from graphrt import cpu"),
-        ("core", "from graphrt.cpu.arena import Arena"),
-        ("core", "from ..cpu import arena"),
-        ("core", "def late():\n    from graphrt.cuda import x"),
-        ("core", "import numpy"),
-        ("core", "import torch_npu"),
-        ("core", "from graphrt import GraphRunner"),
-        ("cpu", "from graphrt.cuda import x"),
-        ("cpu", "from graphrt.demo import x"),
-        ("cuda", "import torch_npu"),
-        ("accelerator", "from graphrt.cuda import x"),
-    ],
-)
-def test_the_check_finds_breaches(layer: str, source: str) -> None:
-    assert breaches(layer, source, f"graphrt.{layer}")
+def test_no_modules_import_each_other() -> None:
+    """Type-only imports are counted too: what cannot be named without a circle cannot be read
+    without one."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for user, path in MODULES.items():
+        for module, name in imported(path.read_text(encoding="utf-8"), folder_of(user)):
+            target = f"{module}.{name}" if f"{module}.{name}" in MODULES else module
+            if target in MODULES and target != user:
+                edges[user].add(target)
+    assert circles(edges) == []
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that all lead to each other (Tarjan's strongly connected components)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in sorted(edges.get(name, ())):
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(edges):
+        if name not in order:
+            visit(name)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("layer", "source"),
+    ("user", "source"),
     [
-        ("core", "import os, torch, pluggy, graphrt.core.replay.pool"),
-        ("core", "from . import tree"),
-        ("cpu", "from graphrt.core import tree\nfrom graphrt.cpu.arena import Arena"),
-        ("cuda", "from cuda.bindings import driver"),
+        ("graphrt.core.batch.modes", "import graphrt.cpu"),
+        ("graphrt.core.batch.modes", "from graphrt import cpu"),
+        ("graphrt.core.batch.modes", "from ...cpu import CpuPlatform"),
+        ("graphrt.core.replay.pool", "def late():\n    from graphrt.cuda import CudaPlatform"),
+        ("graphrt.core.replay.pool", "from graphrt.core.runner import GraphRunner"),
+        ("graphrt.core.replay.pool", "from graphrt.core.batch.modes import GraphMode"),
+        ("graphrt.core.replay.pool", "from graphrt.core.batch import _current"),
+        ("graphrt.core.batch.modes", "import numpy"),
+        ("graphrt.core.batch.modes", "import torch_npu"),
+        ("graphrt.cpu.platform", "from graphrt.cuda import CudaPlatform"),
+        ("graphrt.cpu.platform", "from graphrt.demo import run_demo"),
+        ("graphrt.cuda.platform", "import torch_npu"),
+        ("graphrt.attention.sdpa", "from graphrt.cli import app"),
+        ("graphrt.cli.plan", "from graphrt.core.plan.budget import fit"),
     ],
 )
-def test_the_check_lets_the_rest_through(layer: str, source: str) -> None:
-    assert breaches(layer, source, f"graphrt.{layer}") == []
+def test_the_check_finds_breaches(user: str, source: str) -> None:
+    assert breaches(user, source)
+
+
+@pytest.mark.parametrize(
+    ("user", "source"),
+    [
+        ("graphrt.core.replay.pool", "import os, torch, pluggy"),
+        ("graphrt.core.replay.pool", "from graphrt.core.batch import ForwardContext"),
+        ("graphrt.core.replay.pool", "from graphrt.core.replay.segments import TaskedSegment"),
+        ("graphrt.cpu.tape.recorder", "from graphrt.cpu.arena import Arena"),
+        ("graphrt.cuda.platform", "from cuda.bindings import driver"),
+        ("graphrt.cli.plan", "from graphrt.core.plan import Plan"),
+    ],
+)
+def test_the_check_lets_the_rest_through(user: str, source: str) -> None:
+    assert breaches(user, source) == []
+
+
+def test_the_check_finds_circles() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert circles({"a": {"b"}, "b": {"c"}, "d": {"a"}}) == []

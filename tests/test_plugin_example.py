@@ -15,13 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "platform_plugin"
 
 PLATFORM = """
-    import graphrt
     from graphrt.cpu import CpuPlatform
+    from graphrt.platforms import hookimpl
 
     class Mine(CpuPlatform):
         name = {name!r}
 
-    @graphrt.hookimpl
+    @hookimpl
     def graphrt_platforms():
         return [Mine()]
 """
@@ -69,9 +69,9 @@ def test_example_is_used_through_the_variable(installed: Path) -> None:
         import graphrt
         platform = graphrt.current_platform()
         path = platform.get_static_graph_wrapper_cls()
-        from graphrt.core.device.lookup import wrapper_class
+        from graphrt.platforms import installed_platforms, wrapper_class
         print(platform.name, path, wrapper_class(platform).__name__)
-        print(*(f"{p.name}<{p.plugin}" for p in graphrt.platforms() if p.origin == "plugin"))
+        print(*(f"{p.name}<{p.plugin}" for p in installed_platforms() if p.origin == "plugin"))
     """
     done = run(code, installed, platform="tracing_cpu")
     assert done.returncode == 0, done.stderr
@@ -118,7 +118,8 @@ def test_plugin_that_raises_at_import_is_reported_and_skipped(tmp_path: Path) ->
     code = """
         import graphrt
         print(graphrt.current_platform().name)
-        print(next(p.error for p in graphrt.platforms() if p.plugin.startswith("broken-plugin")))
+        from graphrt.platforms import installed_platforms
+        print(next(p.error for p in installed_platforms() if p.plugin.startswith("broken-plugin")))
     """
     done = run(code, tmp_path, platform="cpu")
     assert done.returncode == 0, done.stderr

@@ -17,10 +17,8 @@ from graphrt.accelerator.library import (
     pool_snapshot,
 )
 from graphrt.accelerator.memory import GraphMemory
-from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device.alias import weak_alias
-from graphrt.core.device.figures import MemoryFigures
-from graphrt.core.device.platform import Availability, Capability, Platform
+from graphrt.core.capture import GraphWrapper
+from graphrt.core.device import Availability, Capability, MemoryFigures, Platform, weak_alias
 
 
 class AcceleratorPlatform(Platform):

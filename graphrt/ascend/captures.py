@@ -8,9 +8,8 @@ from typing import Any
 from graphrt.ascend.driver import available_streams, check_queue
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.update import Tasks
-from graphrt.core.base.errors import StreamBudgetError
-from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
-from graphrt.core.device.pool_memory import captured_pool
+from graphrt.core.base import StreamBudgetError
+from graphrt.core.device import Captures, OpenCapture, captured_pool, nested_capture
 
 
 class AclCaptures(Captures[GraphMemory]):

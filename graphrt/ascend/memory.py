@@ -10,7 +10,7 @@ from graphrt.ascend.private_torch import (
     route_thread_to_pool,
     stop_routing_to_pool,
 )
-from graphrt.core.device.pool_memory import Allocator, PoolMemory
+from graphrt.core.device import Allocator, PoolMemory
 
 
 class GraphMemory(PoolMemory):

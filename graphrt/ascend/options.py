@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from graphrt.core.base.errors import DeviceHangError, InvalidOptionError
+from graphrt.core.base import DeviceHangError, InvalidOptionError
 
 UpdateOrder = Literal["replay_first", "update_first"]
 UpdateStrategy = Literal["groups", "auto_dispatch"]

@@ -24,11 +24,16 @@ from graphrt.ascend.options import AscendOptions, update_order_of
 from graphrt.ascend.private_torch import current_device, memory_stats, raw_stream_of, weak_ref
 from graphrt.ascend.update import TaskHandle, Tasks, is_update_stream
 from graphrt.ascend.watchdog import Watchdog
-from graphrt.core.base.errors import CaptureError
-from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device.figures import Limits, MemoryFigures
-from graphrt.core.device.graph import TaskUpdate
-from graphrt.core.device.platform import Availability, Capability, Platform
+from graphrt.core.base import CaptureError
+from graphrt.core.capture import GraphWrapper
+from graphrt.core.device import (
+    Availability,
+    Capability,
+    Limits,
+    MemoryFigures,
+    Platform,
+    TaskUpdate,
+)
 
 
 class AscendPlatform(Platform):

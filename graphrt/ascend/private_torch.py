@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import MissingTorchNameError
-from graphrt.core.base.private_torch import PrivateName, PrivateNames
+from graphrt.core.base import MissingTorchNameError, PrivateName, PrivateNames
 
 NAMES = PrivateNames()
 

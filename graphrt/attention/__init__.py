@@ -23,10 +23,9 @@ from graphrt.attention.sdpa import SdpaAttention
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 
 # What hosts see of the core in the signatures here.
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.replay.host_args import HostValues
-from graphrt.core.runner.host import Bind, Phase
+from graphrt.core.batch import AttentionSupport, BatchDescriptor
+from graphrt.core.replay import HostValues
+from graphrt.core.runner import Bind, Phase
 
 if TYPE_CHECKING:
     from graphrt.attention.triton import SplitPolicy, TritonAttention

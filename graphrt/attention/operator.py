@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
-from graphrt.core.batch.context import current_context
-from graphrt.core.capture.breaks import eager_break
+from graphrt.core.base import InvalidInputError, InvalidOptionError
+from graphrt.core.batch import current_context
+from graphrt.core.capture import eager_break
 
 _LIBRARY: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)

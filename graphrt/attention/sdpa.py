@@ -9,7 +9,7 @@ import torch
 from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.attention.prefill import CHUNK_BYTES, varlen_attention, with_tiles
 from graphrt.attention.shapes import AttentionShape
-from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.batch import AttentionSupport
 
 
 class SdpaAttention(AttentionBackend):

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.plan.budget import Budget, GraphCost
-from graphrt.core.plan.plan import Plan
+from graphrt.core.base import InvalidOptionError
+from graphrt.core.batch import GraphMode
+from graphrt.core.plan import Budget, GraphCost, Plan
 
 ASCEND = "ascend"
 _FIELDS = {

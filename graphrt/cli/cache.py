@@ -22,7 +22,7 @@ from graphrt.compile.cache import (
     size_text,
     stored_keys,
 )
-from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base import InvalidOptionError
 
 cache_app = typer.Typer(
     help="List, show and remove compiled code that is kept for the next start.",

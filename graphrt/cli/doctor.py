@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 import graphrt
-from graphrt.core.base.errors import GraphRTError
-from graphrt.core.device.found import FoundPlatform
-from graphrt.core.device.registry import current_platform, platforms
+from graphrt.core.base import GraphRTError
+from graphrt.core.device import FoundPlatform, current_platform
+from graphrt.core.device.registry import installed_platforms
 
 PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "cuda-bindings", "safetensors", "tokenizers")
 
@@ -36,7 +36,7 @@ def diagnose() -> dict[str, Any]:
         "python": host.python_version(),
         "machine": f"{host.system()} {host.machine()}",
         "versions": {name: _version(name) for name in PACKAGES},
-        "platforms": [_platform(found) for found in platforms()],
+        "platforms": [_platform(found) for found in installed_platforms()],
         "notes": _notes(),
         "current": _current(),
     }

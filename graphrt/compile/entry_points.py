@@ -11,10 +11,9 @@ from graphrt.compile.errors import CompileError
 from graphrt.compile.module import CompiledModule
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.private_torch import call_instead
-from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
+from graphrt.core.batch import ForwardContext, current_context
+from graphrt.core.capture import GraphOptions
+from graphrt.core.replay import GraphPool, SegmentHooks
 
 M = TypeVar("M", bound=type)
 

@@ -26,13 +26,9 @@ from graphrt.compile.pieces import (
 from graphrt.compile.private_torch import call_of
 from graphrt.compile.split import Piece
 from graphrt.compile.trace import DynamicDims, Parameters, Place, Subject, leaves
-from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.batch.modes import GraphMode, PieceProvider
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import current_capture
-from graphrt.core.replay.segments import SegmentHooks
+from graphrt.core.batch import ForwardContext, GraphMode, PieceProvider, current_context
+from graphrt.core.capture import GraphOptions, GraphWrapper
+from graphrt.core.replay import GraphPool, SegmentHooks, current_capture
 
 
 class CompiledModule:

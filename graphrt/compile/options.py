@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphrt.core.base.checks import (
+from graphrt.core.base import (
     Check,
     check_fields,
     check_keys,

@@ -13,7 +13,7 @@ from weakref import KeyedRef
 
 import torch
 
-from graphrt.core.base.errors import GraphRTError, PoolClosedError, PoolExhaustedError
+from graphrt.core.base import GraphRTError, PoolClosedError, PoolExhaustedError
 from graphrt.cpu.private_torch import conjugated, negated
 
 _ALIGN = 64

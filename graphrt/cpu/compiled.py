@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError
-from graphrt.core.capture.source import user_source
+from graphrt.core.base import CaptureError
+from graphrt.core.capture import user_source
 from graphrt.cpu.private_torch import (
     dispatch_keys,
     dispatch_keys_now,

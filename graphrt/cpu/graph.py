@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError, NestedCaptureError, TaskContractError
-from graphrt.core.base.thread_mode import dispatch_modes, remove_dispatch_mode
+from graphrt.core.base import (
+    CaptureError,
+    NestedCaptureError,
+    TaskContractError,
+    dispatch_modes,
+    remove_dispatch_mode,
+)
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
 from graphrt.cpu.private_torch import count_function_modes, no_torch_function, set_grad_enabled

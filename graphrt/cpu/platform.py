@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device.figures import MemoryFigures
-from graphrt.core.device.graph import TaskUpdate
-from graphrt.core.device.platform import Availability, Capability, Platform
+from graphrt.core.capture import GraphWrapper
+from graphrt.core.device import Availability, Capability, MemoryFigures, Platform, TaskUpdate
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph
 from graphrt.cpu.task import TaskHandle

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import TaskContractError
-from graphrt.core.base.thread_mode import ThreadMode
+from graphrt.core.base import TaskContractError, ThreadMode
 from graphrt.cpu.tape import Operator, Step, operator_of
 
 

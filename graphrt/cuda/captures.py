@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError
-from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.core.base import CaptureError
+from graphrt.core.device import Captures, OpenCapture, nested_capture
 from graphrt.cuda.driver import (
     ForkWatch,
     capture_is_invalidated,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from graphrt.core.base.error_chain import error_chain
-from graphrt.core.base.errors import CaptureError, CaptureSyncError, ResourceExhaustedError
+from graphrt.core.base import CaptureError, CaptureSyncError, ResourceExhaustedError
+from graphrt.core.device import error_chain
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graphrt.core.device.pool_memory import Allocator, PoolMemory
+from graphrt.core.device import Allocator, PoolMemory
 from graphrt.cuda.private_torch import (
     memory_stats,
     release_pool,

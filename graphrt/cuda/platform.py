@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError
-from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device.alias import weak_alias
-from graphrt.core.device.figures import MemoryFigures, SharingFigures, UpdateFigures
-from graphrt.core.device.graph import TaskUpdate
-from graphrt.core.device.platform import Availability, Capability, Platform
+from graphrt.core.base import CaptureError
+from graphrt.core.capture import GraphWrapper
+from graphrt.core.device import (
+    Availability,
+    Capability,
+    MemoryFigures,
+    Platform,
+    SharingFigures,
+    TaskUpdate,
+    UpdateFigures,
+    weak_alias,
+)
 from graphrt.cuda.captures import CudaCaptures
 from graphrt.cuda.driver import driver_available
 from graphrt.cuda.explain import explain

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import ExecutableSwitchError
-from graphrt.core.device.figures import SharingFigures
+from graphrt.core.base import ExecutableSwitchError
+from graphrt.core.device import SharingFigures
 from graphrt.cuda.driver import clone_graph, destroy_graph, node_count, update_executable
 from graphrt.cuda.signature import signature_of
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphrt.core.base.errors import CheckpointError
+from graphrt.core.base import CheckpointError
 from graphrt.demo.layer import DecoderConfig
 from graphrt.demo.model import tensor_shapes
 

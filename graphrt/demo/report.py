@@ -20,7 +20,7 @@ from graphrt import (
     Plan,
     Platform,
 )
-from graphrt.core.plan.plan import PlanArguments
+from graphrt.core.plan import PlanArguments
 from graphrt.demo.engine import Engine, EngineLimits, StepRecord
 from graphrt.demo.model import Decoder, new_cache
 

@@ -9,11 +9,10 @@ import torch
 from stub_accelerator import StubDevice
 
 from graphrt.accelerator import AcceleratorGraphWrapper, AcceleratorPlatform
-from graphrt.core.base.errors import CaptureError, NestedCaptureError
-from graphrt.core.capture.breaks import eager_break
-from graphrt.core.device.figures import MemoryFigures
-from graphrt.core.device.platform import Availability, Capability
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.base import CaptureError, NestedCaptureError
+from graphrt.core.capture import eager_break
+from graphrt.core.device import Availability, Capability, MemoryFigures
+from graphrt.core.replay import GraphPool
 from graphrt.testing import PlatformConformance
 from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, ConformanceBase
 

@@ -8,7 +8,7 @@ import pytest
 
 from graphrt.ascend.driver.error_codes import CAPTURE_CAUSES, REPLAY_CAUSES
 from graphrt.ascend.driver.explain import explain, explain_replay
-from graphrt.core.base.errors import (
+from graphrt.core.base import (
     CaptureError,
     CaptureSyncError,
     CaptureThreadError,

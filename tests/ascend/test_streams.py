@@ -24,10 +24,11 @@ from graphrt.ascend.budget import (
     structural_figures,
     update_aclgraph_sizes,
 )
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.plan.budget import Budget, Fitted, fit
-from graphrt.core.plan.sizes import capture_sizes, descriptors_for, mixed_sizes
+from graphrt.core.base import InvalidOptionError
+from graphrt.core.batch import GraphMode
+from graphrt.core.plan import Budget, capture_sizes
+from graphrt.core.plan.budget import Fitted, fit
+from graphrt.core.plan.sizes import descriptors_for, mixed_sizes
 
 A2, A5 = DEVICES["A2"], DEVICES["950"]
 SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)

@@ -14,8 +14,8 @@ from graphrt.attention.levels import (
     known_backends,
     level_of,
 )
-from graphrt.core.base.errors import GraphRTError, InvalidOptionError
-from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.base import GraphRTError, InvalidOptionError
+from graphrt.core.batch import AttentionSupport
 from graphrt.core.plan.resolution import resolve_mode
 
 A, U, S, N = "ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"

@@ -24,10 +24,8 @@ from graphrt.attention import (
 )
 from graphrt.attention.triton import Room, fixed_splits, plan, planned_splits
 from graphrt.attention.triton.work import UNIT
-from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, InvalidUpdateError
-from graphrt.core.batch.context import forward_context
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.base import InvalidInputError, InvalidOptionError, InvalidUpdateError
+from graphrt.core.batch import BatchDescriptor, GraphMode, forward_context
 from tests.attention.problems import Problem, random_problem
 
 ON_GPU = torch.cuda.is_available()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from graphrt.compile.cache import CacheKey, CompileCache, CompileCacheWarning, default_directory
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.log import logger, set_up_logging
+from graphrt.core.base import InvalidOptionError, logger, set_up_logging
 
 VERSIONS = {"torch": "2.13.0", "graphrt": "0.1.0"}
 

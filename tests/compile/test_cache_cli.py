@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from graphrt.cli.app import app
 from graphrt.cli.cache import age_text
 from graphrt.compile.cache import CacheKey, CompileCache, size_text
-from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base import InvalidOptionError
 
 SETTINGS = {"backend": "inductor", "splitting_ops": ["demo::attention"]}
 

@@ -16,7 +16,7 @@ from graphrt.compile import CompileOptions
 from graphrt.compile.cache import CacheKey, code_settings, runtime_versions
 from graphrt.compile.cache.settings import compiler_settings
 from graphrt.compile.cache.sources import TracedSources, code_digest, module_name
-from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base import InvalidOptionError
 
 MODEL = """
 from helper import scale

@@ -17,8 +17,8 @@ from graphrt.compile import (
     compile_module,
     opaque,
 )
-from graphrt.core.base.errors import BreakShapeError, InvalidOptionError
-from graphrt.core.batch.modes import AttentionSupport, PieceProvider
+from graphrt.core.base import BreakShapeError, InvalidOptionError
+from graphrt.core.batch import AttentionSupport, PieceProvider
 from tests.models.llama import Llama, check_both_modes, llama_runner, step_inputs
 
 

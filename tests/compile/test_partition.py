@@ -15,7 +15,7 @@ from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec, current_con
 from graphrt.compile import CompileError, CompileOptions, opaque
 from graphrt.compile.pieces import Wrapping
 from graphrt.compile.pieces.partition import Partition, Partitioned, collecting, partitions
-from graphrt.core.base.errors import BakedScalarError, BreakShapeError, MissedBreakError
+from graphrt.core.base import BakedScalarError, BreakShapeError, MissedBreakError
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 

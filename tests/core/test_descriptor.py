@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphrt import BatchDescriptor
-from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.base import InvalidBatchError
 
 
 def test_equal_graphs_have_equal_descriptors():

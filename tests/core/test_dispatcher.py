@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.core.base.errors import InvalidBatchError
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.base import InvalidBatchError
+from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
+from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 LEVEL = {NONE: 0, PIECEWISE: 1, FULL: 2}

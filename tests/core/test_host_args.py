@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from graphrt import UNCHANGED, BatchDescriptor, ForwardContext, GraphMode, HostArg, UpdatableTask
-from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.base import InvalidUpdateError, MissingUpdateError
+from graphrt.core.replay import CapturedTask
 from graphrt.core.replay.task_table import TaskTable, resolve_updates
-from graphrt.core.replay.tasks import CapturedTask
 
 TOKENS, REQS = 8, 4
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphrt import InputSpec
-from graphrt.core.base.errors import InvalidInputError
-from graphrt.core.device.registry import get_platform
+from graphrt.core.base import InvalidInputError
+from graphrt.core.device import get_platform
+from graphrt.core.inputs import StaticInputs, nest
 from graphrt.core.inputs.staging import Staging, Window
-from graphrt.core.inputs.static import StaticInputs, nest
 from graphrt.cpu.platform import CpuPlatform
 
 SPECS = {

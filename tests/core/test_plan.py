@@ -28,7 +28,7 @@ from graphrt import (
     Reason,
     forward_context,
 )
-from graphrt.core.base.errors import (
+from graphrt.core.base import (
     InvalidModeError,
     InvalidOptionError,
     InvalidSizesError,
@@ -36,7 +36,7 @@ from graphrt.core.base.errors import (
     PlanChangedWarning,
     PlanFileError,
 )
-from graphrt.core.plan.plan import PlanArguments
+from graphrt.core.plan import PlanArguments
 from graphrt.cpu import CPUGraphWrapper, CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}

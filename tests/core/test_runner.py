@@ -25,7 +25,7 @@ from graphrt import (
     current_context,
     eager_break,
 )
-from graphrt.core.base.errors import (
+from graphrt.core.base import (
     CaptureError,
     CaptureSealedError,
     GraphRTError,

@@ -28,7 +28,7 @@ from graphrt import (
     eager_break,
     forward_context,
 )
-from graphrt.core.base.errors import (
+from graphrt.core.base import (
     CaptureError,
     InvalidBatchError,
     InvalidOptionError,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from graphrt import BatchDescriptor, GraphMode, GraphPool, forward_context
-from graphrt.core.base.errors import CaptureError
+from graphrt.core.base import CaptureError
+from graphrt.core.capture import CaptureTransaction
 from graphrt.core.capture.source import source_of
-from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.cpu import CPUGraphWrapper
 
 

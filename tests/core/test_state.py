@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphrt import State
-from graphrt.core.base.errors import InvalidOptionError, StateTooLargeError
-from graphrt.core.capture.state import SavedState
+from graphrt.core.base import InvalidOptionError, StateTooLargeError
+from graphrt.core.capture import SavedState
 
 
 def test_tensors_are_restored_in_place_as_often_as_asked():

@@ -105,7 +105,7 @@ def test_a_graph_break_inside_a_compiled_function_is_issued_again_at_replay():
 
 
 def test_host_reads_outside_the_compiled_region_are_still_refused():
-    from graphrt.core.base.errors import CaptureSyncError
+    from graphrt.core.base import CaptureSyncError
 
     inner = torch.compile(lambda x: x + 1, backend="eager")
     with pytest.raises(CaptureSyncError):
@@ -127,7 +127,7 @@ def test_an_error_inside_a_compiled_region_leaves_nothing_behind():
 
 
 def test_a_compiled_callable_of_an_unknown_shape_is_refused(monkeypatch):
-    from graphrt.core.base.errors import CaptureError
+    from graphrt.core.base import CaptureError
     from graphrt.cpu import compiled
 
     monkeypatch.setattr(compiled, "_NEEDED_LOCALS", frozenset({"not there"}))
@@ -156,7 +156,7 @@ def test_a_compiled_callable_whose_result_is_no_local_is_recorded_as_it_returns(
 
 
 def test_a_profiler_where_the_result_is_no_local_is_refused(monkeypatch):
-    from graphrt.core.base.errors import CaptureError
+    from graphrt.core.base import CaptureError
     from graphrt.cpu import compiled
 
     monkeypatch.setattr(compiled, "_RESULT_LOCALS", frozenset({"not there"}))

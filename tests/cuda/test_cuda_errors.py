@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphrt import GraphMode, GraphPool, eager_break, get_platform
-from graphrt.core.base.errors import CaptureError, CaptureSyncError, ResourceExhaustedError
+from graphrt.core.base import CaptureError, CaptureSyncError, ResourceExhaustedError
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
 
 pytestmark = pytest.mark.cuda

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
-from graphrt.core.base.errors import MissingCapabilityError
+from graphrt.core.base import MissingCapabilityError
 
 pytestmark = pytest.mark.cuda
 

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.core.base.errors import InvalidUpdateError
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.replay.host_args import HostArg, HostValues
-from graphrt.core.replay.tasks import UpdatableTask
+from graphrt.core.base import InvalidUpdateError
+from graphrt.core.batch import BatchDescriptor
+from graphrt.core.replay import HostArg, HostValues, UpdatableTask
 
 
 class AttentionTask(UpdatableTask):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.plan.budget import GraphCost
-from graphrt.core.plan.sizes import check_sizes
+from graphrt.core.base import InvalidOptionError
+from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.plan import GraphCost, check_sizes
 
 DOMAINS = ("dp", "tp", "ep", "etp", "pcp", "dcp")
 """Groups of ranks that communicate inside a forward: data, tensor, expert and expert-tensor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from graphrt.ascend.budget.profiles import Deployment, StreamFigures, profile_named
-from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base import InvalidOptionError
 
 STRUCTURAL = "structural"
 

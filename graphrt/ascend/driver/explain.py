@@ -22,14 +22,14 @@ from graphrt.ascend.driver.error_codes import (
     TOO_MANY_AT_ONCE,
     Cause,
 )
-from graphrt.core.base.error_chain import error_chain
-from graphrt.core.base.errors import (
+from graphrt.core.base import (
     CaptureError,
     CaptureSyncError,
     DeviceHangError,
     GraphRTError,
     RefusedOpError,
 )
+from graphrt.core.device import error_chain
 
 _CODE = re.compile(r"(?:error code is |\(code )(\d{6})")
 # torch_npu refuses these itself, before the device could give a code.

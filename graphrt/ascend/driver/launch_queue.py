@@ -8,8 +8,8 @@ new process gets out of it.
 
 from __future__ import annotations
 
-from graphrt.core.base.error_chain import error_chain
-from graphrt.core.base.errors import CaptureError
+from graphrt.core.base import CaptureError
+from graphrt.core.device import error_chain
 
 _ENDED = "The process exits for this inner error"
 _first: list[str] = []

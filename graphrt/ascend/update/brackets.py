@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import InvalidUpdateError, MissingCapabilityError, TaskContractError
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.base import InvalidUpdateError, MissingCapabilityError, TaskContractError
+from graphrt.core.device import TaskUpdate
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 from weakref import WeakSet
 
-from graphrt.core.base.errors import PlatformError
+from graphrt.core.base import PlatformError
 
 _TRIES = 64
 

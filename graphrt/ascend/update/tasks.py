@@ -18,8 +18,8 @@ from graphrt.ascend.options import UpdateOrder, UpdateStrategy
 from graphrt.ascend.update.brackets import AutoDispatch, Groups, TaskHandle
 from graphrt.ascend.update.streams import UpdateStream, new_update_stream, note_use
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
-from graphrt.core.base.errors import DeviceHangError, GraphRTError
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.base import DeviceHangError, GraphRTError
+from graphrt.core.device import TaskUpdate
 
 Undo = Callable[[Any, Sequence[TaskUpdate], Sequence[TaskUpdate]], None]
 

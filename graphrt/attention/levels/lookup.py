@@ -7,8 +7,8 @@ from functools import cache
 
 from graphrt.attention.levels.facts import FACTS, Fact, KnownBackend, Level
 from graphrt.attention.levels.known import FAMILIES
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.base import InvalidOptionError
+from graphrt.core.batch import AttentionSupport
 
 
 def get_cudagraph_support(name: str, **facts: bool | int) -> AttentionSupport:

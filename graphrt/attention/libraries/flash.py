@@ -10,8 +10,8 @@ from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.attention.levels import get_cudagraph_support
 from graphrt.attention.libraries.optional import load
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
-from graphrt.core.base.errors import InvalidInputError
-from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.base import InvalidInputError
+from graphrt.core.batch import AttentionSupport
 
 PAGE_SIZE_2 = 256
 

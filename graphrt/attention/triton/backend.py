@@ -14,12 +14,9 @@ from graphrt.attention.shapes import AttentionShape, check_strides
 from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, plan_spans
 from graphrt.attention.triton.work import SHORT, Splits, fixed_splits, most_splits, planned_splits
-from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
-from graphrt.core.batch.context import current_context
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.replay.host_args import HostArg, HostValues
-from graphrt.core.replay.tasks import UpdatableTask
+from graphrt.core.base import InvalidInputError, InvalidOptionError
+from graphrt.core.batch import AttentionSupport, BatchDescriptor, current_context
+from graphrt.core.replay import HostArg, HostValues, UpdatableTask
 
 SplitPolicy = Literal["device", "fixed", "task"]
 _POLICIES = ("device", "fixed", "task")

@@ -20,7 +20,7 @@ from typing import Literal, cast
 
 from graphrt.compile.cache.entry import CacheEntry, CacheFigures
 from graphrt.compile.cache.key import CacheKey
-from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base import InvalidOptionError
 
 DIRECTORY_VARIABLE = "GRAPHRT_CACHE_DIR"
 DISABLE_VARIABLE = "GRAPHRT_DISABLE_COMPILE_CACHE"

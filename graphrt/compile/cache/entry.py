@@ -33,8 +33,7 @@ from graphrt.compile.cache.store import (
     write_atomic,
     write_synced,
 )
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.log import logger
+from graphrt.core.base import InvalidOptionError, logger
 
 Payload = bytes | Callable[[Path], object]
 Loaded = TypeVar("Loaded")

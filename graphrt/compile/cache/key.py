@@ -13,7 +13,7 @@ from graphrt.compile.cache.settings import compiler_settings
 from graphrt.compile.cache.sources import TracedSources, digests_of
 from graphrt.compile.cache.versions import runtime_versions
 from graphrt.compile.options import CompileOptions
-from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base import InvalidOptionError
 
 Parts = dict[str, dict[str, Any]]
 

@@ -21,7 +21,7 @@ from graphrt.compile.cache.store import (
     remove_tree,
     verify_artifact,
 )
-from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+from graphrt.core.base import GraphRTError, InvalidOptionError
 
 _KEY_NAME = re.compile(r"[0-9a-f]{16}")
 _RANK_PREFIX = "rank_"

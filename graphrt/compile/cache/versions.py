@@ -35,7 +35,7 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
 
 
 def _graphrt_version() -> str:
-    from graphrt import __version__
+    from graphrt._version import __version__
 
     return __version__
 

@@ -23,10 +23,8 @@ from graphrt.compile.pieces.stitch import Stitched, stitch
 from graphrt.compile.pieces.wrapping import Wrapping, wrapped_pieces
 from graphrt.compile.split import DEFAULT_SPLITTING_OPS, Piece, split, splits_at, splitting_names
 from graphrt.compile.trace import CallChecker, Subject, trace_call
-from graphrt.core.base.garbage import frozen_gc
-from graphrt.core.base.log import logger
-from graphrt.core.capture.breaks import eager_break
-from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.base import frozen_gc, logger
+from graphrt.core.capture import GraphWrapper, eager_break
 
 
 @dataclass(frozen=True)

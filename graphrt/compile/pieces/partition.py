@@ -16,13 +16,10 @@ from graphrt.compile.errors import CompileError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.wrapping import Wrapping
 from graphrt.compile.private_torch import PartitionFunction, lacks_partitions, partitions_taken
-from graphrt.core.base import tree
-from graphrt.core.base.errors import BakedScalarError, BreakShapeError
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.bridges import Bridges, separate_strides
-from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device.lookup import wrapper_class
+from graphrt.core.base import BakedScalarError, BreakShapeError, tree
+from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.capture import Bridges, GraphWrapper, separate_strides
+from graphrt.core.device import wrapper_class
 
 # What Inductor calls for each of its partitions is process-wide.
 _lock = threading.RLock()

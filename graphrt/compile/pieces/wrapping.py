@@ -10,15 +10,10 @@ from torch import fx
 
 from graphrt.compile.split import Piece
 from graphrt.core.base import tree
-from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.bridges import Bridges
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.device.lookup import wrapper_class
-from graphrt.core.replay.eager_part import deliver
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
+from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.capture import Bridges, GraphOptions
+from graphrt.core.device import wrapper_class
+from graphrt.core.replay import GraphPool, SegmentHooks, deliver
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES
-from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base import MissingTorchNameError
 
 _NO_KEY = "compiled code cannot be kept: use backend='eager'"
 _NO_INDUCTOR = "pieces run eagerly, and the figures say why"

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import MissingTorchNameError
-from graphrt.core.base.private_torch import PrivateNames
+from graphrt.core.base import MissingTorchNameError, PrivateNames
 
 NAMES = PrivateNames()
 

@@ -12,7 +12,7 @@ import torch
 
 from graphrt.compile.errors import OpaqueError
 from graphrt.compile.private_torch import is_registered
-from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture import eager_break
 
 P = ParamSpec("P")
 R = TypeVar("R")

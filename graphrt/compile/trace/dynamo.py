@@ -26,7 +26,7 @@ from graphrt.compile.private_torch import (
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
 from graphrt.compile.trace.side_effects import assigned_places
-from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base import GraphRTError
 
 # Dynamo's hooks for bytecode are process-wide; a trace is rare enough to take turns.
 _lock = threading.RLock()

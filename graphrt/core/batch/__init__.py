@@ -1,0 +1,25 @@
+"""What a step is: modes, descriptors, batch axes, the context."""
+
+from graphrt.core.batch.axes import Axis
+from graphrt.core.batch.context import (
+    ForwardContext,
+    carry_context,
+    current_context,
+    forward_context,
+)
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
+
+__all__ = [
+    "AttentionSupport",
+    "Axis",
+    "Batch",
+    "BatchDescriptor",
+    "ForwardContext",
+    "GraphMode",
+    "PieceProvider",
+    "carry_context",
+    "current_context",
+    "forward_context",
+    "graphs_off",
+]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token, copy_context
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from graphrt.core.base.errors import InvalidModeError
+from graphrt.core.base import InvalidModeError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class OpenCapture(Protocol):
+class AllowedCapture(Protocol):
     """The capture that a context allows: all wrappers of its step capture, or none has.
 
     `slot` is where their entries will be found, `fixed` are the addresses of the storages in which
@@ -70,7 +70,7 @@ class ForwardContext:
         slot: int = -1,
         updates: Any = None,
         metadata: Any = None,
-        capture: OpenCapture | None = None,
+        capture: AllowedCapture | None = None,
         num_reqs: int | None = None,
         query_len: int | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.base import InvalidBatchError
 from graphrt.core.batch.modes import GraphMode
 
 

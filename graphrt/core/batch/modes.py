@@ -6,7 +6,7 @@ import enum
 import os
 from collections.abc import Mapping
 
-from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
+from graphrt.core.base import InvalidModeError, InvalidOptionError
 
 MODE_VARIABLE = "GRAPHRT_MODE"
 

@@ -1,0 +1,26 @@
+"""How a step is captured: segments, eager breaks, state, the wrapper."""
+
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.bridges import Bridges, separate_strides
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.sealing import Sealing
+from graphrt.core.capture.source import Source, user_source
+from graphrt.core.capture.state import SavedState, State
+from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
+from graphrt.core.capture.wrapper import GraphWrapper
+
+__all__ = [
+    "Bridges",
+    "CaptureTransaction",
+    "Captured",
+    "GraphOptions",
+    "GraphOwner",
+    "GraphWrapper",
+    "SavedState",
+    "Sealing",
+    "Source",
+    "State",
+    "eager_break",
+    "separate_strides",
+    "user_source",
+]

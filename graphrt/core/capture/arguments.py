@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import StaleInputError
-from graphrt.core.replay.entry import Entry
+from graphrt.core.base import StaleInputError, tree
+from graphrt.core.replay import Entry
 
 
 def arguments_of(

@@ -8,10 +8,17 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from graphrt.core.base.errors import CaptureError, InvalidOptionError, MissedBreakError
-from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode
-from graphrt.core.base.torch_names import has_kernel, schemas_of_operator
-from graphrt.core.replay.recording import Recording, current_capture
+from graphrt.core.base import (
+    CaptureError,
+    InvalidOptionError,
+    MissedBreakError,
+    ThreadMode,
+    dispatch_modes,
+    has_kernel,
+    remove_dispatch_mode,
+    schemas_of_operator,
+)
+from graphrt.core.replay import Recording, current_capture
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base import tree, unseen
 
 
 class Bridges:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from graphrt.core.base.checks import (
+from graphrt.core.base import (
     Check,
     check_fields,
     check_keys,
@@ -16,10 +16,11 @@ from graphrt.core.base.checks import (
     operators,
     optional,
     ratio,
+    read_json,
+    read_settings,
     whole,
     wrong_type,
 )
-from graphrt.core.base.settings import read_json, read_settings
 
 _MIB = 1 << 20
 

@@ -9,25 +9,32 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import (
+from graphrt.core.base import (
     BreakError,
     GraphRTError,
     NestedCaptureError,
+    dispatch_modes,
+    frozen_gc,
+    tree,
+    unseen,
 )
-from graphrt.core.base.garbage import frozen_gc
-from graphrt.core.base.thread_mode import dispatch_modes, unseen
-from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch import ForwardContext
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.source import source_of
-from graphrt.core.device.graph import DeviceGraph
-from graphrt.core.device.platform import Capability
-from graphrt.core.replay.eager_part import EagerPart, name_of
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import active
-from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
-from graphrt.core.replay.tasks import CapturedTask
+from graphrt.core.device import Capability, DeviceGraph
+from graphrt.core.replay import (
+    CapturedTask,
+    EagerPart,
+    GraphPool,
+    HookedSegment,
+    Part,
+    SegmentHooks,
+    TaskedSegment,
+    active,
+    graphs_of,
+    name_of,
+)
 
 
 class Capture:

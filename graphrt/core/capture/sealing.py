@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.base.errors import CaptureSealedError
+from graphrt.core.base import CaptureSealedError
 from graphrt.core.capture.options import GraphOptions
 
 

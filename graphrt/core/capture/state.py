@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import InvalidOptionError, StateTooLargeError
+from graphrt.core.base import InvalidOptionError, StateTooLargeError
 
 
 class State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
-from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.dispatch import Reason
 
 
 class GraphOwner(Protocol):
@@ -30,7 +30,7 @@ class CaptureTransaction:
     """Allows wrappers to capture while it is in the context, and takes back what they did.
 
     A context that captures has no slot itself, so that its calls take the path that looks twice.
-    See `OpenCapture` for `slot`, `fixed` and `task_names`.
+    See `AllowedCapture` for `slot`, `fixed` and `task_names`.
     """
 
     def __init__(self, slot: int = -1, fixed: Collection[int] = ()) -> None:

@@ -9,24 +9,22 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import (
-    CaptureError,
-    InvalidModeError,
+from graphrt.core.base import CaptureError, InvalidModeError, tree
+from graphrt.core.batch import (
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
+    current_context,
+    graphs_off,
 )
-from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.capture.arguments import arguments_of, check_arguments
 from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Capture
 from graphrt.core.capture.sealing import Sealing
-from graphrt.core.device.platform import Capability
-from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.replay.entry import Entry
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks, graphs_of
+from graphrt.core.device import Capability
+from graphrt.core.dispatch import Reason
+from graphrt.core.replay import Entry, GraphPool, SegmentHooks, graphs_of
 
 
 class _Hot:

@@ -1,0 +1,63 @@
+"""The device contract, the platforms that fulfil it, and the memory of their graphs."""
+
+from graphrt.core.device.alias import weak_alias
+from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.core.device.error_chain import error_chain
+from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
+from graphrt.core.device.found import FoundPlatform, PluginWarning
+from graphrt.core.device.graph import DeviceEvent, DeviceGraph, TaskUpdate
+from graphrt.core.device.lookup import resolve_platform, wrapper_class
+from graphrt.core.device.platform import CONTRACT_VERSION, Availability, Capability, Platform
+from graphrt.core.device.pool_memory import (
+    Allocator,
+    PoolHandle,
+    PoolMemory,
+    captured_pool,
+    never_destroy,
+)
+from graphrt.core.device.registry import (
+    PLATFORM_VARIABLE,
+    PlatformHooks,
+    PlatformRegistry,
+    current_platform,
+    get_platform,
+    hookimpl,
+    installed_platforms,
+    register,
+)
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "PLATFORM_VARIABLE",
+    "Allocator",
+    "Availability",
+    "Capability",
+    "Captures",
+    "DeviceEvent",
+    "DeviceGraph",
+    "FoundPlatform",
+    "Limits",
+    "MemoryFigures",
+    "OpenCapture",
+    "Platform",
+    "PlatformHooks",
+    "PlatformRegistry",
+    "PluginWarning",
+    "PoolHandle",
+    "PoolMemory",
+    "SharingFigures",
+    "TaskUpdate",
+    "UpdateFigures",
+    "captured_pool",
+    "current_platform",
+    "error_chain",
+    "get_platform",
+    "hookimpl",
+    "installed_platforms",
+    "nested_capture",
+    "never_destroy",
+    "register",
+    "resolve_platform",
+    "weak_alias",
+    "wrapper_class",
+]

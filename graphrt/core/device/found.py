@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphrt.core.base.errors import PlatformConflictError
+from graphrt.core.base import PlatformConflictError
 from graphrt.core.device.platform import Availability, Platform
 
 

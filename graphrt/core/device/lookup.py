@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from graphrt.core.base.errors import PlatformError, PlatformUnavailableError
+from graphrt.core.base import PlatformError, PlatformUnavailableError
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import current_platform, get_platform
 

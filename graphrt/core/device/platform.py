@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError, MissingCapabilityError
+from graphrt.core.base import CaptureError, MissingCapabilityError
 from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
 from graphrt.core.device.graph import DeviceEvent, DeviceGraph, TaskUpdate
+
+CONTRACT_VERSION = 1
+"""Of the device contract. It grows when a platform that was right before may not be any longer."""
 
 
 class Capability(enum.Enum):

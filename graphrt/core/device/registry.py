@@ -10,7 +10,7 @@ from typing import Any
 
 import pluggy
 
-from graphrt.core.base.errors import (
+from graphrt.core.base import (
     PlatformConflictError,
     PlatformError,
     PlatformUnavailableError,
@@ -208,7 +208,7 @@ class PlatformRegistry:
             raise PlatformError(
                 "the plugin does not implement the hook as specified",
                 got=str(error),
-                expected="@graphrt.hookimpl def graphrt_platforms()",
+                expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
                 advice="examples/platform_plugin is a plugin that works",
             ) from error
         if added is None:
@@ -218,8 +218,8 @@ class PlatformRegistry:
             raise PlatformError(
                 "the plugin implements no graphrt hook",
                 got=repr(plugin),
-                expected="@graphrt.hookimpl def graphrt_platforms()",
-                advice="mark the function with graphrt.hookimpl",
+                expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
+                advice="mark the function with graphrt.platforms.hookimpl",
             )
         return added
 
@@ -256,7 +256,7 @@ def current_platform() -> Platform:
     return _default.current()
 
 
-def platforms() -> tuple[FoundPlatform, ...]:
+def installed_platforms() -> tuple[FoundPlatform, ...]:
     """Every platform that is installed, available or not, and every plugin that is broken."""
     return _default.platforms()
 

@@ -1,0 +1,12 @@
+"""Which captured graph serves a batch."""
+
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.dispatch.uniform import live_query_len
+
+__all__ = [
+    "Dispatch",
+    "GraphDispatcher",
+    "Reason",
+    "live_query_len",
+]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from graphrt.core.base.errors import InvalidBatchError
-from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
-from graphrt.core.batch.modes import GraphMode, graphs_off
+from graphrt.core.base import InvalidBatchError
+from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, graphs_off
 from graphrt.core.dispatch.index import BEST_FIRST, GraphIndex, Table, serves
 from graphrt.core.dispatch.reasons import OF_BATCHES, Dispatch, Reason
 from graphrt.core.dispatch.uniform import checked_uniform, live_query_len, unpadded

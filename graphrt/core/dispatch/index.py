@@ -6,8 +6,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.batch import BatchDescriptor, GraphMode
 
 _INF = float("inf")
 BEST_FIRST = (GraphMode.FULL, GraphMode.PIECEWISE)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.batch import BatchDescriptor, GraphMode
 
 
 class Reason(enum.Enum):

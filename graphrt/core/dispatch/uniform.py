@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch import Batch, BatchDescriptor
 
 
 def live_query_len(batch: Batch) -> int | None:

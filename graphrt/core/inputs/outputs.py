@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.batch.axes import Axis
+from graphrt.core.base import InvalidOptionError, tree
+from graphrt.core.batch import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
 """Axes of an output, or of several by name or place: see `cutting`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphrt.core.base.errors import InvalidBatchError
-from graphrt.core.batch.descriptor import Batch
+from graphrt.core.base import InvalidBatchError
+from graphrt.core.batch import Batch
 from graphrt.core.inputs.static import StaticInputs
 
 

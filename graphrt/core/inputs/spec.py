@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.core.base.errors import InvalidInputError
-from graphrt.core.batch.axes import Axis
+from graphrt.core.base import InvalidInputError
+from graphrt.core.batch import Axis
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.device.graph import DeviceEvent
-from graphrt.core.device.platform import Platform
+from graphrt.core.device import DeviceEvent, Platform
 
 MAX_SLOTS = 64
 """Steps that can be under way before the host waits for the oldest one's copy; less for slots of

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import InvalidInputError
-from graphrt.core.base.torch_names import copy_all
-from graphrt.core.device.platform import Platform
+from graphrt.core.base import InvalidInputError, copy_all
+from graphrt.core.device import Platform
 from graphrt.core.inputs.fixed import FixedInput
 from graphrt.core.inputs.layout import FieldMove, InputLayout
 from graphrt.core.inputs.spec import InputSpec, check_value

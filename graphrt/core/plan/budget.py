@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.base import InvalidOptionError
+from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.plan.traffic import Traffic, by_worth

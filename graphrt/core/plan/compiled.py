@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.batch.modes import GraphMode, PieceProvider
+from graphrt.core.base import InvalidOptionError
+from graphrt.core.batch import GraphMode, PieceProvider
 from graphrt.core.plan.resolution import ModeResolution
 
 AUTO = "auto"

@@ -6,10 +6,9 @@ import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
-from graphrt.core.device.lookup import resolve_platform
-from graphrt.core.device.platform import Platform
+from graphrt.core.base import InvalidOptionError
+from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, graphs_off
+from graphrt.core.device import Platform, resolve_platform
 from graphrt.core.plan import saved, text
 from graphrt.core.plan.budget import Budget, Fitted, GraphCost, LeftOut, PlannedCapture, fit
 from graphrt.core.plan.compiled import AUTO, all_compiled, provider_of, without_graphs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from graphrt.core.base.errors import ModeNotSupportedError
-from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+from graphrt.core.base import ModeNotSupportedError
+from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider
 
 SWITCHED_OFF = "environment"
 """The rule of the step that `GRAPHRT_MODE=NONE` takes."""

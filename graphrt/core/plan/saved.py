@@ -11,9 +11,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from graphrt.core.base.errors import InvalidOptionError, PlanChangedWarning, PlanFileError
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+from graphrt.core.base import InvalidOptionError, PlanChangedWarning, PlanFileError
+from graphrt.core.batch import AttentionSupport, BatchDescriptor, GraphMode, PieceProvider
 from graphrt.core.plan.budget import RESOURCES, Budget, Fitted, GraphCost
 from graphrt.core.plan.compiled import CompiledFacts, SavedFacts
 from graphrt.core.plan.sizes import CaptureKey, CaptureSizes

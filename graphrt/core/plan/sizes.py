@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphrt.core.base.errors import InvalidSizesError
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.base import InvalidSizesError
+from graphrt.core.batch import BatchDescriptor, GraphMode
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]
 

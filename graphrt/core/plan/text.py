@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.batch import AttentionSupport
 from graphrt.core.plan.budget import (
     BUDGET_RULE,
     RESOURCES,

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate
 
-from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base import InvalidOptionError
 
 Traffic = Mapping[int, float]
 """Shares of the steps by their live batch size in tokens; they need not add up to 1."""

@@ -1,0 +1,33 @@
+"""What one captured step is, and how it is replayed in its pool."""
+
+from graphrt.core.replay.eager_part import EagerPart, deliver, name_of
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import Recording, active, current_capture
+from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
+from graphrt.core.replay.task_table import check_names
+from graphrt.core.replay.tasks import CapturedTask, UpdatableTask
+
+__all__ = [
+    "UNCHANGED",
+    "WORST_CASE",
+    "CapturedTask",
+    "EagerPart",
+    "Entry",
+    "GraphPool",
+    "HookedSegment",
+    "HostArg",
+    "HostValues",
+    "Part",
+    "Recording",
+    "SegmentHooks",
+    "TaskedSegment",
+    "UpdatableTask",
+    "active",
+    "check_names",
+    "current_capture",
+    "deliver",
+    "graphs_of",
+    "name_of",
+]

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import BakedScalarError, BreakError, BreakShapeError
+from graphrt.core.base import BakedScalarError, BreakError, BreakShapeError, tree
 
 
 class EagerPart:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import DeviceHangError, MissingUpdateError
-from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.base import DeviceHangError, MissingUpdateError
+from graphrt.core.batch import BatchDescriptor, ForwardContext
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import UNCHANGED, HostValues
 from graphrt.core.replay.segments import Part, TaskedSegment

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal
 
-from graphrt.core.base.errors import InvalidUpdateError
-from graphrt.core.batch.axes import Axis
+from graphrt.core.base import InvalidUpdateError
+from graphrt.core.batch import Axis
 
 HostValues = Mapping[str, Any]
 """The host arguments of one task by name."""

@@ -11,12 +11,16 @@ from contextvars import Token
 from threading import get_ident
 from typing import Any, Protocol
 
-from graphrt.core.base.errors import InvalidOptionError, PoolBusyError, PoolClosedError
-from graphrt.core.batch.context import ForwardContext
-from graphrt.core.device.figures import SharingFigures, UpdateFigures
-from graphrt.core.device.graph import DeviceGraph
-from graphrt.core.device.lookup import resolve_platform
-from graphrt.core.device.platform import Capability, Platform
+from graphrt.core.base import InvalidOptionError, PoolBusyError, PoolClosedError
+from graphrt.core.batch import ForwardContext
+from graphrt.core.device import (
+    Capability,
+    DeviceGraph,
+    Platform,
+    SharingFigures,
+    UpdateFigures,
+    resolve_platform,
+)
 
 # The one thing that is process-wide, because the device is: two captures on one device at the
 # same time see each other's work, whoever they belong to.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
-from graphrt.core.device.graph import DeviceGraph
-from graphrt.core.device.platform import Platform
+from graphrt.core.device import DeviceGraph, Platform
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import HostValues
 from graphrt.core.replay.tasks import CapturedTask

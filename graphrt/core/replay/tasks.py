@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
-from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.base import InvalidUpdateError, MissingUpdateError, tree
+from graphrt.core.batch import BatchDescriptor, ForwardContext, current_context
 from graphrt.core.replay.host_args import WORST_CASE, HostArg, HostValues
 from graphrt.core.replay.recording import Recording, current_capture
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol, cast
 
-from graphrt.core.base.errors import InvalidOptionError, StaleInputError, UnannouncedPartError
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.plan.compiled import CompiledFacts, SavedFacts, compiled_in
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
+from graphrt.core.base import InvalidOptionError, StaleInputError, UnannouncedPartError
+from graphrt.core.capture import GraphOptions
+from graphrt.core.plan import CompiledFacts, SavedFacts, compiled_in
+from graphrt.core.replay import GraphPool, SegmentHooks
 
 
 class CompiledPart(CompiledFacts, Protocol):

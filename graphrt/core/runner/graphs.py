@@ -8,25 +8,22 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError, GraphsDroppedWarning, ResourceExhaustedError
-from graphrt.core.base.log import logger
-from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
-from graphrt.core.batch.modes import GraphMode, PieceProvider
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.sealing import Sealing
-from graphrt.core.capture.state import SavedState
-from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
-from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device.lookup import wrapper_class
-from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.reasons import Dispatch
-from graphrt.core.inputs.outputs import OutputAxes, cutting
-from graphrt.core.inputs.static import StaticInputs
-from graphrt.core.plan.plan import Plan
-from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.replay.host_args import WORST_CASE
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.base import CaptureError, GraphsDroppedWarning, ResourceExhaustedError, logger
+from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, PieceProvider
+from graphrt.core.capture import (
+    Captured,
+    CaptureTransaction,
+    GraphOptions,
+    GraphOwner,
+    GraphWrapper,
+    SavedState,
+    Sealing,
+)
+from graphrt.core.device import wrapper_class
+from graphrt.core.dispatch import Dispatch, GraphDispatcher
+from graphrt.core.inputs import OutputAxes, StaticInputs, cutting
+from graphrt.core.plan import CaptureKey, Plan
+from graphrt.core.replay import WORST_CASE, GraphPool
 from graphrt.core.runner.compiled import CompiledParts
 from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.session import (
@@ -38,7 +35,7 @@ from graphrt.core.runner.session import (
     capture_graphs,
 )
 from graphrt.core.runner.step import PaddedStep
-from graphrt.core.trust.weights import AddressBook
+from graphrt.core.trust import AddressBook
 
 
 class GraphSet:

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.capture.state import State
-from graphrt.core.replay.segments import SegmentHooks
-from graphrt.core.trust.weights import Parameters
+from graphrt.core.batch import BatchDescriptor
+from graphrt.core.capture import State
+from graphrt.core.replay import SegmentHooks
+from graphrt.core.trust import Parameters
 
 Phase = Literal["warmup", "capture", "replay", "eager"]
 """What a runner is about to do with its forward."""

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.device.figures import SharingFigures, UpdateFigures
-from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.inputs.static import StaticInputs
-from graphrt.core.plan.resolution import ModeResolution
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.device import SharingFigures, UpdateFigures
+from graphrt.core.dispatch import Reason
+from graphrt.core.inputs import StaticInputs
+from graphrt.core.plan import ModeResolution
+from graphrt.core.replay import GraphPool
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import DroppedGraph, GraphRecord
 

@@ -7,30 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import InvalidBatchError, InvalidOptionError, PoolClosedError
-from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import Batch
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.state import SavedState
-from graphrt.core.device.platform import Platform
-from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.dispatch.uniform import live_query_len
-from graphrt.core.inputs.outputs import OutputAxes
-from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests
-from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.inputs.static import StaticInputs, nest
-from graphrt.core.plan.compiled import all_compiled
-from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.base import InvalidBatchError, InvalidOptionError, PoolClosedError, tree
+from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.capture import GraphOptions, SavedState
+from graphrt.core.device import Platform
+from graphrt.core.dispatch import Dispatch, Reason, live_query_len
+from graphrt.core.inputs import (
+    InputSpec,
+    OutputAxes,
+    StaticInputs,
+    batch_of,
+    nest,
+    reqs_of,
+    wrong_requests,
+)
+from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
+from graphrt.core.replay import GraphPool
 from graphrt.core.runner.compiled import pool_of, with_forward
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.session import Progress
 from graphrt.core.runner.updates import LastUpdates
-from graphrt.core.trust.verify import check_equal
+from graphrt.core.trust import check_equal
 
 if TYPE_CHECKING:
     # In typing from Python 3.11 on.

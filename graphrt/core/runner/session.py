@@ -9,15 +9,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError, GraphRTError, ResourceExhaustedError
-from graphrt.core.base.garbage import frozen_gc
-from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.state import SavedState
-from graphrt.core.capture.transaction import CaptureTransaction
-from graphrt.core.replay.host_args import WORST_CASE
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.base import CaptureError, GraphRTError, ResourceExhaustedError, frozen_gc
+from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.capture import CaptureTransaction, SavedState
+from graphrt.core.replay import WORST_CASE, GraphPool
 from graphrt.core.runner.host import AroundCapture, Phase
 from graphrt.core.runner.step import PaddedStep
 

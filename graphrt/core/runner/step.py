@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.inputs.outputs import Cut, Rows
-from graphrt.core.inputs.static import StaticInputs, nest
+from graphrt.core.batch import BatchDescriptor
+from graphrt.core.inputs import Cut, Rows, StaticInputs, nest
 
 _CACHED_SLICES = 256
 """Per graph; beyond so many pairs of live tokens and requests outputs are sliced anew."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from graphrt.core.replay.host_args import UNCHANGED
-from graphrt.core.replay.task_table import check_names
+from graphrt.core.replay import UNCHANGED, check_names
 from graphrt.core.runner.step import PaddedStep
 
 

@@ -1,0 +1,10 @@
+"""Whether a graph still stands for its forward."""
+
+from graphrt.core.trust.verify import check_equal
+from graphrt.core.trust.weights import AddressBook, Parameters
+
+__all__ = [
+    "AddressBook",
+    "Parameters",
+    "check_equal",
+]

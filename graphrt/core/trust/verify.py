@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import VerificationError
+from graphrt.core.base import VerificationError, tree
 
 if TYPE_CHECKING:
     pass

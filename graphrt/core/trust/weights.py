@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import StaleInputError
+from graphrt.core.base import StaleInputError, tree
 
 Parameters = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError
+from graphrt.core.base import CaptureError
 from graphrt.cpu.tape.lowering import Call
 from graphrt.cpu.tape.recorder import Step
 from graphrt.cpu.tape.tensors import core, tensors_in

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import RefusedOpError, TaskContractError
-from graphrt.core.base.thread_mode import ThreadMode
-from graphrt.core.capture.source import Source, user_source
+from graphrt.core.base import RefusedOpError, TaskContractError, ThreadMode
+from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch
 from graphrt.cpu.tape.aliases import PLAIN, Aliases

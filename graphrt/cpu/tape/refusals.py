@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphrt.core.base.errors import CaptureSyncError, RefusedOpError
-from graphrt.core.capture.source import user_source
+from graphrt.core.base import CaptureSyncError, RefusedOpError
+from graphrt.core.capture import user_source
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from graphrt.core.base.errors import GraphRTError, MissingCapabilityError
+from graphrt.core.base import GraphRTError, MissingCapabilityError
 
 _THREAD_LOCAL = 1
 _INVALIDATED = 2

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from graphrt.core.base.errors import CaptureSyncError, GraphRTError, TaskContractError
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.base import CaptureSyncError, GraphRTError, TaskContractError
+from graphrt.core.device import TaskUpdate
 from graphrt.cuda.driver import (
     NodeCalls,
     begin_capture,

@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.transaction import CaptureTransaction
-from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device.lookup import wrapper_class
-from graphrt.core.device.platform import Capability, Platform
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
+from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.capture import CaptureTransaction, GraphOptions, GraphWrapper
+from graphrt.core.device import Capability, Platform, wrapper_class
+from graphrt.core.replay import GraphPool, SegmentHooks
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 D4, D2 = BatchDescriptor(4), BatchDescriptor(2)

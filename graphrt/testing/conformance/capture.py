@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base.errors import CaptureError, CaptureSealedError, StaleInputError
-from graphrt.core.device.platform import Capability
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.base import CaptureError, CaptureSealedError, StaleInputError
+from graphrt.core.device import Capability
+from graphrt.core.replay import GraphPool
 from graphrt.testing.conformance.base import (
     D2,
     D4,

@@ -16,13 +16,13 @@ ROOT = HERE.parents[1]
 SOURCES = HERE / "src" / "graphrt_ascend_sim"
 
 VENDOR = """
-    import graphrt
     from graphrt.cpu import CpuPlatform
+    from graphrt.platforms import hookimpl
 
     class Vendor(CpuPlatform):
         name = "vendor"
 
-    @graphrt.hookimpl
+    @hookimpl
     def graphrt_platforms():
         return Vendor()
 """
@@ -73,7 +73,7 @@ def test_graphrt_finds_it_and_nothing_heavy_is_imported_or_built(
         (found,) = [each for each in graphrt.platforms() if each.name == "ascend-sim"]
         print(found.plugin, found.origin, found.error)
         print(graphrt.current_platform().name != "ascend-sim", "torch_npu" in sys.modules)
-        from graphrt.core.device.lookup import wrapper_class
+        from graphrt.platforms import installed_platforms, wrapper_class
         print(wrapper_class(found.platform).platform_name, "torch_npu" in sys.modules)
     """
     # A compiler that is called fails, and what is built goes into this cache.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import graphrt
+from graphrt.platforms import hookimpl
 from graphrt_example_platform.platform import TracingCpuPlatform
 
 
-@graphrt.hookimpl
+@hookimpl
 def graphrt_platforms() -> TracingCpuPlatform:
     """One instance; called once, when something first asks for a platform."""
     return TracingCpuPlatform()

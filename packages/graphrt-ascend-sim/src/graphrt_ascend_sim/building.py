@@ -17,7 +17,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from graphrt.core.base.errors import PlatformUnavailableError
+from graphrt.errors import PlatformUnavailableError
 
 SOURCES = Path(__file__).with_name("native")
 DEVICE_LIBRARY, OPERATOR_LIBRARY = "libascendcl.so", "libopapi.so"

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from graphrt.core.base.errors import PlatformUnavailableError
+from graphrt.errors import PlatformUnavailableError
 from graphrt_ascend_sim import building
 
 _WHEEL = "2.13"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphrt import GraphWrapper
 from graphrt.ascend import AscendPlatform
-from graphrt.core.device.platform import Availability
+from graphrt.platforms import Availability
 from graphrt_ascend_sim import loading
 
 

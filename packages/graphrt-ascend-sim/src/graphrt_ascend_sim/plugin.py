@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import graphrt
+from graphrt.platforms import hookimpl
 from graphrt_ascend_sim.platform import SimulatedAscendPlatform
 
 
-@graphrt.hookimpl
+@hookimpl
 def graphrt_platforms() -> SimulatedAscendPlatform:
     """One instance; nothing is built, and torch_npu not imported, before a host is given it."""
     return SimulatedAscendPlatform()

@@ -1,0 +1,154 @@
+"""The public surface: what a host may import, and that everything it names can be imported too."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "graphrt"
+PUBLIC = (
+    "graphrt",
+    "graphrt.errors",
+    "graphrt.platforms",
+    "graphrt.compile",
+    "graphrt.attention",
+    "graphrt.testing",
+    "graphrt.cpu",
+    "graphrt.cuda",
+    "graphrt.ascend",
+    "graphrt.accelerator",
+)
+"""Modules whose `__all__` is the surface; see docs/architecture.md."""
+
+
+def _own_names() -> set[str]:
+    """Classes and type aliases that any module of graphrt defines at its top."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names: list[str] = []
+            if isinstance(node, ast.ClassDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign):
+                names = [t.id for t in node.targets if isinstance(t, ast.Name)]
+            # What has a leading underscore, or is a constant, is no type.
+            found |= {n for n in names if re.fullmatch(r"[A-Z][a-z]\w*|[A-Z]+[a-z]\w+", n)}
+    return found
+
+
+OWN = _own_names()
+SURFACE = {
+    (module, name): getattr(importlib.import_module(module), name)
+    for module in PUBLIC
+    for name in importlib.import_module(module).__all__
+}
+NAMES = {name for _, name in SURFACE}
+OBJECTS = sorted(
+    {id(value): (module, name) for (module, name), value in reversed(SURFACE.items())}.values()
+)
+
+
+def members(value: Any) -> Iterator[Any]:
+    """A public object, and the public methods and properties that a class of graphrt has."""
+    yield value
+    if not inspect.isclass(value):
+        return
+    for owner in inspect.getmro(value):
+        if not owner.__module__.startswith("graphrt"):
+            continue
+        for name, member in vars(owner).items():
+            if name.startswith("_") and name not in ("__init__", "__call__"):
+                continue
+            inner = member.fget if isinstance(member, property) else member
+            inner = getattr(inner, "__func__", inner)
+            if isinstance(inner, types.FunctionType):
+                yield inner
+
+
+def annotations(value: Any) -> Iterator[str]:
+    if inspect.isclass(value):
+        if dataclasses.is_dataclass(value):
+            yield from (str(field.type) for field in dataclasses.fields(value))
+        return
+    if isinstance(value, types.FunctionType):
+        yield from (str(each) for each in value.__annotations__.values())
+
+
+def named_in(annotation: str) -> set[str]:
+    """The types of graphrt in an annotation."""
+    try:
+        tree = ast.parse(annotation, mode="eval")
+    except SyntaxError:
+        return set()
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & OWN
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_all_is_sorted_and_there(module: str) -> None:
+    found = importlib.import_module(module)
+    assert list(found.__all__) == sorted(found.__all__, key=_natural)
+    assert all(hasattr(found, name) for name in found.__all__)
+    assert found.__doc__
+
+
+def _natural(name: str) -> tuple[int, str]:
+    # Constants, then classes, then the rest, as ruff sorts them.
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+@pytest.mark.parametrize(("module", "name"), OBJECTS, ids=lambda value: str(value))
+def test_what_a_signature_names_can_be_imported(module: str, name: str) -> None:
+    missing = {
+        f"{getattr(member, '__qualname__', name)}: {found}"
+        for member in members(SURFACE[module, name])
+        for annotation in annotations(member)
+        for found in named_in(annotation)
+        if found not in NAMES
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize(("module", "name"), OBJECTS, ids=lambda value: str(value))
+def test_what_a_docstring_names_can_be_imported(module: str, name: str) -> None:
+    missing = {
+        f"{getattr(member, '__qualname__', name)}: {found}"
+        for member in members(SURFACE[module, name])
+        for found in re.findall(r"`(\w+)[.`(]", inspect.getdoc(member) or "")
+        if found in OWN and found not in NAMES
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize(("module", "name"), OBJECTS, ids=lambda value: str(value))
+def test_what_is_public_has_a_docstring(module: str, name: str) -> None:
+    value = SURFACE[module, name]
+    if not (inspect.isclass(value) or isinstance(value, types.FunctionType)):
+        return
+    own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    generated = inspect.isclass(value) and str(own).startswith(f"{name}(")
+    assert own and not generated, f"{module}.{name}"
+
+
+def test_every_named_error_is_public_and_has_one_root() -> None:
+    errors = importlib.import_module("graphrt.core.base.errors")
+    root = errors.GraphRTError
+    for name, value in vars(errors).items():
+        if inspect.isclass(value) and issubclass(value, Exception):
+            assert name in importlib.import_module("graphrt.errors").__all__
+            assert issubclass(value, (root, Warning))
+
+
+def test_the_check_finds_what_is_missing() -> None:
+    source = textwrap.dedent("Callable[[Plan | None], Sequence[PaddedStep]]")
+    assert named_in(source) == {"Plan", "PaddedStep"}
+    assert "PaddedStep" not in NAMES and "Plan" in NAMES
