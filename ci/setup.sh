@@ -21,6 +21,7 @@ venv=${VENV:-.venv}
 wanted=${GRAPHRT_TORCH:-}
 made_for=$venv/.made-for
 installed=$venv/.installed-$extra
+before=$venv.before
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$@" >&2; exit 1; }
@@ -72,7 +73,9 @@ use_or_make_venv() {
         [ "$(cat "$made_for")" = "$target" ] && [ -x "$venv/bin/python" ] && return
         say "$venv was made for another Python or torch and is made anew; it was for"
         sed 's/^/setup:   /' "$made_for"
-        make_venv --clear
+        rm -rf "$before"
+        mv "$venv" "$before"
+        make_venv
     elif [ -x "$venv/bin/python" ] && [ "$(in_venv -V)" = "$("$python" -V)" ]; then
         printf '%s\n' "$target" >"$made_for"
     else
@@ -87,7 +90,7 @@ make_venv() {
     *"the torch of that Python"*)
         say "using the installed torch, $(torch_of "$python")"
         step "making $venv on $("$python" -V)" \
-            "$python" -m venv "$@" --system-site-packages "$venv" || fail "no environment in $venv"
+            "$python" -m venv --system-site-packages "$venv" || fail "no environment in $venv"
         # Up to Python 3.11 a new environment has a setuptools of its own, too old to build with,
         # which would hide the installed one.
         pip uninstall --yes setuptools >/dev/null 2>&1
@@ -98,7 +101,7 @@ make_venv() {
     *)
         unfit=$(torch_of "$python") || [ -z "$unfit" ] ||
             say "torch ${unfit%% *} of $python is not ${wanted:-2.11 or later}: it is left alone"
-        step "making $venv on $("$python" -V)" "$python" -m venv "$@" "$venv" ||
+        step "making $venv on $("$python" -V)" "$python" -m venv "$venv" ||
             fail "no environment in $venv"
         ;;
     esac
@@ -177,6 +180,19 @@ check_torch() {
         fail "import torch gives $imported in $venv, not the ${torch%% *} that is installed there"
 }
 
+# An environment that could not be made anew is not lost.
+clean_up() {
+    local status=$?
+    rm -f "$log"
+    if [ "$status" = 0 ]; then
+        rm -rf "$before"
+    elif [ -d "$before" ]; then
+        rm -rf "$venv"
+        mv "$before" "$venv"
+        say "$venv is again what it was"
+    fi
+}
+
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     fail "graphrt needs Python 3.10 or later; $python is $("$python" -V 2>&1)" \
         "try: make PYTHON=/path/to/a/later/python"
@@ -184,7 +200,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Importing torch would import torch_npu, which cannot be without CANN or its simulator.
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+trap clean_up EXIT
 
 own_torch=${wanted:-$(sed -n 's/^torch==//p' constraints.txt)}
 target=$(describe_target)

@@ -29,7 +29,6 @@ case "$*" in
 "-m venv "*)
     shift 2
     echo "venv $*" >>"$CALLS"
-    [ "$1" = --clear ] && rm -rf "${@: -1}"
     made=${@: -1}/bin
     mkdir -p "$made/site"
     cp "$home/python" "$made/python"
@@ -214,7 +213,17 @@ def test_another_python_makes_the_environment_anew(checkout: Checkout) -> None:
     lines = succeeded(checkout.setup(second))
     assert "setup: .venv was made for another Python or torch and is made anew; it was for" in lines
     assert lines[-1] == "setup: test is ready in .venv: Python 3.12.1, torch 2.13.0+cpu"
-    assert "venv --clear .venv" in checkout.calls()
+    assert [path.name for path in checkout.root.glob(".venv*")] == [".venv"]
+
+
+def test_environment_that_cannot_be_made_anew_is_kept(checkout: Checkout) -> None:
+    first, second = checkout.interpreter("first"), checkout.interpreter("second", "3.12.1")
+    ready = succeeded(checkout.setup(first))[-1:]
+    failed = checkout.setup(second, NO_TORCH_THERE="1")
+    assert failed.returncode == 1
+    assert failed.stdout.splitlines()[-1] == "setup: .venv is again what it was"
+    assert succeeded(checkout.setup(first)) == ready
+    assert checkout.calls() == []
 
 
 def test_another_installed_torch_makes_the_environment_anew(
