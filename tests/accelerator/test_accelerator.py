@@ -15,7 +15,7 @@ from graphrt.core.device.figures import MemoryFigures
 from graphrt.core.device.platform import Availability, Capability
 from graphrt.core.replay.pool import GraphPool
 from graphrt.testing import PlatformConformance
-from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, ConformanceBase
+from graphrt.testing.conformance import D2, D4, FULL, PIECEWISE, ConformanceBase
 
 
 class TestConformance(PlatformConformance):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, eager_break, get_platform
-from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
+from graphrt.testing.conformance import FULL, PIECEWISE, ConformanceBase
 
 pytestmark = pytest.mark.cuda
 
