@@ -20,6 +20,7 @@ PUBLIC = (
     "graphrt",
     "graphrt.errors",
     "graphrt.platforms",
+    "graphrt.types",
     "graphrt.compile",
     "graphrt.attention",
     "graphrt.testing",

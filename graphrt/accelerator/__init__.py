@@ -1,5 +1,10 @@
 """Any device that registers graphs with torch (`torch.accelerator.Graph`)."""
 
+from graphrt.accelerator.memory import GraphMemory
 from graphrt.accelerator.platform import AcceleratorGraphWrapper, AcceleratorPlatform
 
-__all__ = ["AcceleratorGraphWrapper", "AcceleratorPlatform"]
+__all__ = [
+    "AcceleratorGraphWrapper",
+    "AcceleratorPlatform",
+    "GraphMemory",
+]

@@ -1,6 +1,16 @@
 """ACL graphs on Ascend NPUs."""
 
-from graphrt.ascend.options import AscendOptions
+from graphrt.ascend.memory import GraphMemory
+from graphrt.ascend.options import AscendOptions, UpdateOrder, UpdateStrategy
 from graphrt.ascend.platform import ACLGraphWrapper, AscendPlatform
+from graphrt.ascend.update import TaskHandle
 
-__all__ = ["ACLGraphWrapper", "AscendOptions", "AscendPlatform"]
+__all__ = [
+    "ACLGraphWrapper",
+    "AscendOptions",
+    "AscendPlatform",
+    "GraphMemory",
+    "TaskHandle",
+    "UpdateOrder",
+    "UpdateStrategy",
+]

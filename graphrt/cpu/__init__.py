@@ -3,5 +3,12 @@
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph
 from graphrt.cpu.platform import CPUGraphWrapper, CpuPlatform
+from graphrt.cpu.task import TaskHandle
 
-__all__ = ["Arena", "CPUGraphWrapper", "CpuPlatform", "TapeGraph"]
+__all__ = [
+    "Arena",
+    "CPUGraphWrapper",
+    "CpuPlatform",
+    "TapeGraph",
+    "TaskHandle",
+]

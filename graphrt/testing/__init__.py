@@ -4,8 +4,10 @@ from graphrt.testing import PlatformConformance
 
 class TestMyPlatform(PlatformConformance):
     platform = MyPlatform()
+
+`ConformanceBase` has the suite's fixtures and steps alone, for tests of a device's own.
 """
 
-from graphrt.testing.conformance import PlatformConformance
+from graphrt.testing.conformance import ConformanceBase, PlatformConformance
 
-__all__ = ["PlatformConformance"]
+__all__ = ["ConformanceBase", "PlatformConformance"]

@@ -14,7 +14,7 @@ from graphrt.core.capture import eager_break
 from graphrt.core.device import Availability, Capability, MemoryFigures
 from graphrt.core.replay import GraphPool
 from graphrt.testing import PlatformConformance
-from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, ConformanceBase
+from graphrt.testing.conformance import D2, D4, FULL, PIECEWISE, ConformanceBase
 
 
 class TestConformance(PlatformConformance):

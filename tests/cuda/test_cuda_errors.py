@@ -12,7 +12,7 @@ import torch
 
 from graphrt import GraphMode, GraphPool, eager_break, get_platform
 from graphrt.core.base import CaptureError, CaptureSyncError, ResourceExhaustedError
-from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
+from graphrt.testing.conformance import FULL, PIECEWISE, ConformanceBase
 
 pytestmark = pytest.mark.cuda
 

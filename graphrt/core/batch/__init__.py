@@ -2,6 +2,7 @@
 
 from graphrt.core.batch.axes import Axis
 from graphrt.core.batch.context import (
+    AllowedCapture,
     ForwardContext,
     carry_context,
     current_context,
@@ -11,6 +12,7 @@ from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
 
 __all__ = [
+    "AllowedCapture",
     "AttentionSupport",
     "Axis",
     "Batch",

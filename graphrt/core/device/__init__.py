@@ -1,7 +1,7 @@
 """The device contract, the platforms that fulfil it, and the memory of their graphs."""
 
 from graphrt.core.device.alias import weak_alias
-from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
 from graphrt.core.device.error_chain import error_chain
 from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
 from graphrt.core.device.found import FoundPlatform, PluginWarning
@@ -37,6 +37,7 @@ __all__ = [
     "DeviceGraph",
     "FoundPlatform",
     "Limits",
+    "Memory",
     "MemoryFigures",
     "OpenCapture",
     "Platform",

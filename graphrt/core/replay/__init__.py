@@ -2,8 +2,8 @@
 
 from graphrt.core.replay.eager_part import EagerPart, deliver, name_of
 from graphrt.core.replay.entry import Entry
-from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
+from graphrt.core.replay.pool import GraphPool, HoldsGraphs
 from graphrt.core.replay.recording import Recording, active, current_capture
 from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
 from graphrt.core.replay.task_table import check_names
@@ -16,6 +16,7 @@ __all__ = [
     "EagerPart",
     "Entry",
     "GraphPool",
+    "HoldsGraphs",
     "HookedSegment",
     "HostArg",
     "HostValues",
@@ -24,6 +25,7 @@ __all__ = [
     "SegmentHooks",
     "TaskedSegment",
     "UpdatableTask",
+    "Updates",
     "active",
     "check_names",
     "current_capture",

@@ -1,24 +1,6 @@
-"""One class with every conformance test; a platform's author subclasses it."""
+"""The conformance tests, a module for each part of the contract, and one class that has all."""
 
-from graphrt.testing.conformance.breaks import BreakConformance
-from graphrt.testing.conformance.capture import CaptureConformance
-from graphrt.testing.conformance.failures import FailureConformance
-from graphrt.testing.conformance.lifetimes import LifetimeConformance
-from graphrt.testing.conformance.pools import PoolConformance
-from graphrt.testing.conformance.runner import RunnerConformance
-from graphrt.testing.conformance.tasks import TaskConformance
+from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, ConformanceBase, Counting
+from graphrt.testing.conformance.suite import PlatformConformance
 
-
-class PlatformConformance(
-    CaptureConformance,
-    BreakConformance,
-    LifetimeConformance,
-    FailureConformance,
-    PoolConformance,
-    TaskConformance,
-    RunnerConformance,
-):
-    """Set `platform`; tests of capabilities that it lacks are skipped and say so."""
-
-
-__all__ = ["PlatformConformance"]
+__all__ = ["D2", "D4", "FULL", "PIECEWISE", "ConformanceBase", "Counting", "PlatformConformance"]

@@ -1,0 +1,51 @@
+"""Types that public signatures name and that a host seldom has to write itself."""
+
+from __future__ import annotations
+
+from graphrt.core.batch import AllowedCapture, Axis
+from graphrt.core.inputs import OutputAxes
+from graphrt.core.plan import (
+    CaptureSizes,
+    CostModel,
+    LeftOut,
+    ModeResolution,
+    PlanArguments,
+    PlannedCapture,
+    ResolutionStep,
+    Traffic,
+)
+from graphrt.core.replay import Entry, HoldsGraphs, HostValues, Updates
+from graphrt.core.runner import (
+    AroundCapture,
+    Bind,
+    DroppedGraph,
+    GraphRecord,
+    Phase,
+    Progress,
+)
+from graphrt.core.trust import Parameters
+
+__all__ = [
+    "AllowedCapture",
+    "AroundCapture",
+    "Axis",
+    "Bind",
+    "CaptureSizes",
+    "CostModel",
+    "DroppedGraph",
+    "Entry",
+    "GraphRecord",
+    "HoldsGraphs",
+    "HostValues",
+    "LeftOut",
+    "ModeResolution",
+    "OutputAxes",
+    "Parameters",
+    "Phase",
+    "PlanArguments",
+    "PlannedCapture",
+    "Progress",
+    "ResolutionStep",
+    "Traffic",
+    "Updates",
+]
