@@ -14,7 +14,7 @@ from graphrt.core.plan import (
     ResolutionStep,
     Traffic,
 )
-from graphrt.core.replay import Entry, HoldsGraphs, HostValues, Updates
+from graphrt.core.replay import Entry, HoldsGraphs, HostValues, Part, Updates
 from graphrt.core.runner import (
     AroundCapture,
     Bind,
@@ -41,6 +41,7 @@ __all__ = [
     "ModeResolution",
     "OutputAxes",
     "Parameters",
+    "Part",
     "Phase",
     "PlanArguments",
     "PlannedCapture",

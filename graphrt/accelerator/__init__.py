@@ -1,10 +1,8 @@
 """Any device that registers graphs with torch (`torch.accelerator.Graph`)."""
 
-from graphrt.accelerator.memory import GraphMemory
 from graphrt.accelerator.platform import AcceleratorGraphWrapper, AcceleratorPlatform
 
 __all__ = [
     "AcceleratorGraphWrapper",
     "AcceleratorPlatform",
-    "GraphMemory",
 ]

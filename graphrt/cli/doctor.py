@@ -13,8 +13,7 @@ from rich.text import Text
 
 import graphrt
 from graphrt.core.base import GraphRTError
-from graphrt.core.device import FoundPlatform, current_platform
-from graphrt.core.device.registry import installed_platforms
+from graphrt.core.device import FoundPlatform, current_platform, installed_platforms
 
 PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "cuda-bindings", "safetensors", "tokenizers")
 

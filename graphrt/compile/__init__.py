@@ -35,7 +35,7 @@ from graphrt.compile.module import CompiledModule
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces import Figures
 from graphrt.compile.split import DEFAULT_SPLITTING_OPS, Piece, opaque
-from graphrt.compile.trace import DynamicDims
+from graphrt.compile.trace import DynamicDims, Leaf
 
 __all__ = [
     "DEFAULT_SPLITTING_OPS",
@@ -47,6 +47,7 @@ __all__ = [
     "CompiledModule",
     "DynamicDims",
     "Figures",
+    "Leaf",
     "OpaqueError",
     "Piece",
     "ReassignedStateError",

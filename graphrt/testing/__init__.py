@@ -8,6 +8,6 @@ class TestMyPlatform(PlatformConformance):
 `ConformanceBase` has the suite's fixtures and steps alone, for tests of a device's own.
 """
 
-from graphrt.testing.conformance import ConformanceBase, PlatformConformance
+from graphrt.testing.conformance import ConformanceBase, Counting, PlatformConformance
 
-__all__ = ["ConformanceBase", "PlatformConformance"]
+__all__ = ["ConformanceBase", "Counting", "PlatformConformance"]

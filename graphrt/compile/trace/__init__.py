@@ -4,7 +4,7 @@ from graphrt.compile.trace.call import TracedCall, trace_call
 from graphrt.compile.trace.check import CallChecker
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
-from graphrt.compile.trace.parameters import Parameters, leaves
+from graphrt.compile.trace.parameters import Leaf, Parameters, leaves
 from graphrt.compile.trace.sizes import floating, is_number, value_of
 from graphrt.compile.trace.subject import Place, Subject
 
@@ -13,6 +13,7 @@ __all__ = [
     "CallChecker",
     "DynamicDims",
     "Interface",
+    "Leaf",
     "Output",
     "Parameters",
     "Place",

@@ -123,5 +123,5 @@ def _symbols(
                 continue
             for expression in expressions(size):
                 if expression.is_symbol:
-                    found.setdefault(expression, (axis.name, axis.offset))
+                    found.setdefault(expression, (axis.name, axis.extra))
     return found

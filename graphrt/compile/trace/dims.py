@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from graphrt.compile.errors import CompileError, RetraceError
 from graphrt.compile.trace.parameters import Leaf
+from graphrt.core.base import InvalidInputError
+from graphrt.core.batch import Axis
 
 DEFAULT_AXIS = "tokens"
-_AXIS = re.compile(r"(\w+?)(?:\+(\d+))?")
-
-
-class Axis(NamedTuple):
-    """A batch dimension: its size is that of the batch's axis `name`, plus `offset`."""
-
-    name: str
-    offset: int = 0
-
-    @classmethod
-    def parse(cls, text: object) -> Axis:
-        """An axis from "tokens", "reqs" or "reqs+1"; raises `CompileError`."""
-        found = _AXIS.fullmatch(text) if isinstance(text, str) else None
-        if found is None:
-            raise CompileError(
-                "a batch axis has a name",
-                got=repr(text),
-                expected='"tokens", "reqs" or "reqs+1"',
-                advice='dynamic_dims={"ids": 0, "block_table": {0: "reqs"}}',
-            )
-        return cls(found[1], int(found[2] or 0))
-
-    def __str__(self) -> str:
-        return f"{self.name}+{self.offset}" if self.offset else self.name
 
 
 class DynamicDims:
@@ -89,7 +66,7 @@ def sizes_of(dims: DynamicDims, leaves: Iterable[Leaf]) -> dict[str, int]:
     first: dict[str, str] = {}
     for leaf in leaves:
         for dim, axis in dims.of(leaf).items():
-            size = leaf.value.shape[dim] - axis.offset
+            size = leaf.value.shape[dim] - axis.extra
             known = found.setdefault(axis.name, size)
             if known != size:
                 raise RetraceError(
@@ -97,7 +74,7 @@ def sizes_of(dims: DynamicDims, leaves: Iterable[Leaf]) -> dict[str, int]:
                     f"{first[axis.name]}",
                     input=leaf.path,
                     got=f"{leaf.value.shape[dim]} in dimension {dim}",
-                    expected=str(known + axis.offset),
+                    expected=str(known + axis.extra),
                     advice="pass arguments of one batch, or give the dimension an axis of its own",
                 )
             first.setdefault(axis.name, leaf.path)
@@ -136,7 +113,7 @@ def examples(
             continue
         shape = list(value.shape)
         for dim, axis in axes.items():
-            shape[dim] = sizes[axis.name] + axis.offset
+            shape[dim] = sizes[axis.name] + axis.extra
         if value.is_contiguous():
             found[leaf.path] = torch.empty(shape, dtype=value.dtype, device=value.device)
         else:
@@ -146,9 +123,22 @@ def examples(
     return found
 
 
+def _axis(text: object) -> Axis:
+    """An axis of any name; raises `CompileError`."""
+    try:
+        return Axis.parse(text, names=None)
+    except InvalidInputError as error:
+        raise CompileError(
+            "a batch axis has a name",
+            got=repr(text),
+            expected='"tokens", "reqs" or "reqs+1"',
+            advice='dynamic_dims={"ids": 0, "block_table": {0: "reqs"}}',
+        ) from error
+
+
 def _axes(value: Any) -> dict[int, Axis]:
     if isinstance(value, Mapping):
-        axes = {dim: Axis.parse(axis) for dim, axis in value.items()}
+        axes = {dim: _axis(axis) for dim, axis in value.items()}
     elif isinstance(value, Sequence) and not isinstance(value, str):
         axes = {dim: Axis(DEFAULT_AXIS) for dim in value}
     else:

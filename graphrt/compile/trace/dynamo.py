@@ -153,12 +153,12 @@ def _mark(leaves: Sequence[Leaf], dims: DynamicDims, *, unbacked: bool) -> list[
     equalities = []
     for leaf in leaves:
         for dim, axis in dims.of(leaf).items():
-            shared = unbacked and not axis.offset
+            shared = unbacked and not axis.extra
             if unbacked:
                 mark_unbacked(leaf.value, dim, axis.name if shared else None)
             else:
                 mark_dynamic(leaf.value, dim)
-            offset = f" - {axis.offset}" if axis.offset else ""
+            offset = f" - {axis.extra}" if axis.extra else ""
             here = f"{leaf.path}.size({dim}){offset}"
             there = first.setdefault(axis.name, here)
             if there != here and not shared:

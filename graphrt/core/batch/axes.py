@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 from graphrt.core.base import InvalidInputError
 
+_AXIS = re.compile(r"\s*(\w+?)\s*(?:\+\s*(\d+)\s*)?")
+
 
 class Axis(NamedTuple):
-    """A batch axis in a shape: "tokens" or "reqs", with a constant added ("reqs+1")."""
+    """A batch axis in a shape, with a constant added: "tokens", "reqs" or "reqs+1"."""
 
     name: str
-    extra: int
+    extra: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Axis:
-        """From text like "tokens" or "reqs+1"; raises `InvalidInputError`."""
-        name, _, extra = text.replace(" ", "").partition("+")
-        if name not in ("tokens", "reqs") or (extra and not extra.isdigit()):
+    def parse(cls, text: object, names: Collection[str] | None = ("tokens", "reqs")) -> Axis:
+        """From text like "tokens" or "reqs+1"; any name if `names` is None.
+
+        Raises `InvalidInputError`.
+        """
+        found = _AXIS.fullmatch(text) if isinstance(text, str) else None
+        if found is None or (names is not None and found[1] not in names):
             raise InvalidInputError(
                 "unknown batch axis in a shape",
                 got=repr(text),
                 expected='"tokens", "reqs", "reqs+1" or an int',
             )
-        return cls(name, int(extra or 0))
+        return cls(found[1], int(found[2] or 0))
 
     def size(self, tokens: int, reqs: int) -> int:
+        """The size of a dimension of this axis in a batch of so many tokens and requests."""
         return (tokens if self.name == "tokens" else reqs) + self.extra
+
+    def __str__(self) -> str:
+        return f"{self.name}+{self.extra}" if self.extra else self.name
