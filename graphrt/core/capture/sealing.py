@@ -13,17 +13,23 @@ class Sealing:
     step that has no graph though it should is an error once it is sealed.
     """
 
-    __slots__ = ("_lazy", "_strict", "closed")
+    __slots__ = ("_lazy", "_strict", "closed", "may_capture")
 
     def __init__(self, options: GraphOptions) -> None:
         self._lazy = options.lazy
         self._strict = options.strict
-        self.closed = False
+        self.open()
 
-    @property
-    def may_capture(self) -> bool:
-        """Whether a step may capture what it misses."""
-        return self._lazy and not self.closed
+    def open(self) -> None:
+        """Allow capturing."""
+        self.closed = False
+        # Whether a step may capture what it misses: read at every step.
+        self.may_capture = self._lazy
+
+    def close(self) -> None:
+        """Capture nothing any more."""
+        self.closed = True
+        self.may_capture = False
 
     @property
     def refuses(self) -> bool:

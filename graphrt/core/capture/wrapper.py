@@ -207,11 +207,11 @@ class GraphWrapper:
 
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
-        self._sealing.closed = True
+        self._sealing.close()
 
     def unseal(self) -> None:
         """Allow capturing again."""
-        self._sealing.closed = False
+        self._sealing.open()
 
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again.
@@ -225,7 +225,7 @@ class GraphWrapper:
         self.pool.reset_graphs(graphs_of(parts))
         self._bridges.clear()
         self._statics.clear()
-        self._sealing.closed = False
+        self._sealing.open()
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graph of one descriptor, if there is one."""

@@ -159,7 +159,7 @@ class GraphSet:
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
-        self.sealing.closed = True
+        self.sealing.close()
         for owner in self.owners():
             owner.seal()
         self._parts.seal()
@@ -172,7 +172,7 @@ class GraphSet:
         self.dropped.clear()
         self.steps.clear()
         self._failed.clear()
-        self.sealing.closed = False
+        self.sealing.open()
         self._parts.unseal()
         captured, self._captured = self._captured, []
         for each in reversed(captured):
