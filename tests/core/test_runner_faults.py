@@ -480,6 +480,9 @@ def test_an_eager_step_without_updates_raises_and_unchanged_repeats_the_last():
     tasked(x=rows(2), updates={"attention": {"lengths": [4]}})
     assert torch.equal(tasked(x=rows(2), updates=UNCHANGED), rows(2, 5.0))
     assert torch.equal(tasked(x=rows(9), updates=UNCHANGED), rows(9, 5.0))
+    # An eager step in between counts as a step, though no graph was given its values.
+    assert torch.equal(tasked(x=rows(9), updates={"attention": {"lengths": [6]}}), rows(9, 7.0))
+    assert torch.equal(tasked(x=rows(2), updates=UNCHANGED), rows(2, 7.0))
 
 
 def test_after_a_failed_update_the_old_arguments_cannot_be_repeated():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ Span = tuple[int, int, int]
 """A request of a step: its number, its first token to compute, and how many of them."""
 
 
-def llama_runner(platform: Platform, limits: EngineLimits, **options: Any) -> GraphRunner:
+def llama_runner(
+    platform: Platform, limits: EngineLimits, sizes: Sequence[int] | None = None
+) -> GraphRunner:
     """A runner of the demo's decoder in bfloat16, FULL_AND_PIECEWISE, over an empty cache."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
@@ -37,9 +40,9 @@ def llama_runner(platform: Platform, limits: EngineLimits, **options: Any) -> Gr
         weight = weight if len(shape) > 1 else torch.ones(shape)
         weights[name] = weight.to(platform.device_type, torch.bfloat16)
     decoder = Decoder(CONFIG, weights, limits.pages(limits.context) * limits.page_size)
-    graphs: PlanArguments = {"mode": "FULL_AND_PIECEWISE"}
+    graphs: PlanArguments = {"mode": "FULL_AND_PIECEWISE", "sizes": sizes}
     setup = Setup(decoder, platform, limits, [], 0, frozenset(), graphs)
-    return make_runner(setup, GraphOptions(**options))
+    return make_runner(setup, GraphOptions())
 
 
 class ProvingRunner:

@@ -192,7 +192,7 @@ class GraphRunner:
                 expected="a dispatch with Reason.HIT",
             )
         if updates is not None:
-            updates = self._updates.resolve(updates, None, -1, self._steps)
+            updates = self._updates.resolve(updates, self._steps[found.slot], -1, self._steps)
         context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
         return self._run_padded(batch, found, values, context, eager=True)
 

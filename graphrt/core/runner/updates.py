@@ -27,12 +27,13 @@ class LastUpdates:
     ) -> Any:
         """What the context of this step says: `updates` of the tasks that it has.
 
-        `step` and `slot` are of the graph that is replayed, None and -1 for eager steps. UNCHANGED
-        stays what it is only where the graph has been given those values already. Raises
-        `InvalidUpdateError` for names that are of no task in `steps`.
+        `step` is what the padding is of, None for steps that are not padded; `slot` is of the graph
+        that is replayed, -1 for eager steps. UNCHANGED stays what it is only where the graph has
+        been given those values already. Raises `InvalidUpdateError` for names of no task in
+        `steps`.
         """
         if updates is UNCHANGED:
-            if step is not None and slot == self._slot:
+            if 0 <= slot == self._slot:
                 return updates
             updates = self._given
         else:
