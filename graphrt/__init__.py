@@ -81,13 +81,15 @@ __all__ = [
     "wrapper_class",
 ]
 
+_MODULES = ("attention", "compile", "errors", "platforms", "testing", "types")
+
 set_up_logging()
 
 
 def __getattr__(name: str) -> Any:
     # What traces and compiles is loaded by those who ask for it.
-    if name == "compile":
-        return importlib.import_module("graphrt.compile")
+    if name in _MODULES:
+        return importlib.import_module(f"graphrt.{name}")
     if name in ("CompileOptions", "opaque", "support_compile"):
         return getattr(importlib.import_module("graphrt.compile"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

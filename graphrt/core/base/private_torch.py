@@ -11,6 +11,7 @@ import importlib
 import re
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,12 @@ class PrivateName:
 
     def find(self) -> Any:
         """The object, importing what it is in; raises `MissingTorchNameError`."""
-        module, found = _module_of(self.path)
         try:
-            for attribute in self.path.removeprefix(module).split(".")[1:]:
-                found = getattr(found, attribute)
+            return _loaded(self.path)
+        except AttributeError:
+            pass  # it may be in a module that nobody has imported yet
+        try:
+            return _imported(self.path)
         except AttributeError as error:
             raise MissingTorchNameError(
                 f"this torch has no {self.path}",
@@ -53,7 +56,6 @@ class PrivateName:
                 expected=f"torch {', '.join(self.seen)}",
                 advice=f"without it {self.without}",
             ) from error
-        return found
 
 
 class PrivateNames:
@@ -110,20 +112,32 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def _module_of(path: str) -> tuple[str, Any]:
-    """The longest part of `path` that can be imported, and the module."""
+def _loaded(path: str) -> Any:
+    """The object, if all it is in is loaded: to look for modules that are none costs far more."""
     parts = path.split(".")
     for count in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:count])
-        # To look for modules that are none costs far more than to find what is loaded.
-        if name in sys.modules and hasattr(sys.modules[name], parts[count]):
-            return name, sys.modules[name]
+        module = sys.modules.get(".".join(parts[:count]))
+        if module is not None:
+            return _attribute(module, parts[count:])
+    raise AttributeError(path)
+
+
+def _imported(path: str) -> Any:
+    """The object, in the longest part of `path` that can be imported."""
+    parts = path.split(".")
     for count in range(len(parts), 0, -1):
-        name = ".".join(parts[:count])
         try:
-            return name, importlib.import_module(name)
+            module = importlib.import_module(".".join(parts[:count]))
         except ModuleNotFoundError as error:
             # Only a missing part of this path: another one is a broken module, and says so itself.
             if error.name is None or not f"{path}.".startswith(f"{error.name}."):
                 raise
+        else:
+            return _attribute(module, parts[count:])
     raise AssertionError(f"{path} does not start with a module")
+
+
+def _attribute(found: Any, names: Iterable[str]) -> Any:
+    for name in names:
+        found = getattr(found, name)
+    return found

@@ -70,10 +70,10 @@ def test_graphrt_finds_it_and_nothing_heavy_is_imported_or_built(
     code = """
         import sys, torch
         import graphrt
-        (found,) = [each for each in graphrt.platforms() if each.name == "ascend-sim"]
+        from graphrt.platforms import installed_platforms, wrapper_class
+        (found,) = [each for each in installed_platforms() if each.name == "ascend-sim"]
         print(found.plugin, found.origin, found.error)
         print(graphrt.current_platform().name != "ascend-sim", "torch_npu" in sys.modules)
-        from graphrt.platforms import installed_platforms, wrapper_class
         print(wrapper_class(found.platform).platform_name, "torch_npu" in sys.modules)
     """
     # A compiler that is called fails, and what is built goes into this cache.
