@@ -398,7 +398,6 @@ def test_options():
     assert CompileOptions.from_dict({"splitting_ops": "ns::op"}).splitting_ops == ("ns::op",)
     assert CompileOptions(splitting_ops=[]).whole_graph
     assert not CompileOptions().whole_graph
-    assert graphrt.GraphOptions(compile={"autotune": False}).compile == options(autotune=False)
     with pytest.raises(InvalidOptionError, match="splitting_op"):
         CompileOptions.from_dict({"splitting_op": []})
     with pytest.raises(InvalidOptionError):
