@@ -24,6 +24,9 @@ OLDEST_TORCH = (2, 11)
 # Builds for a GPU name their triton themselves. CPU builds name none, and are tested with the same.
 TRITON = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 
+# What a torch's other needs ask for without saying so.
+UNSAID = {"2.11": ["numpy<2.4"]}  # else Triton 3.6's interpreter turns no tensor into a number
+
 # Not 1, which is also an exception's.
 NO_TORCH, UNFIT_TORCH = 3, 4
 
@@ -85,18 +88,20 @@ def torch_requirements() -> list[str]:
 
 def constraints(path: Path, torch_version: str, required_by_torch: list[str]) -> str:
     """`path`'s pins, but torch's is the torch in use, and where it refuses another pin, its
-    own requirement stands instead; those are named in a comment."""
+    own requirement stands instead; those are named in a comment.
+    """
     # What pip itself decides by; every environment that can install has it.
     from pip._vendor.packaging.requirements import Requirement
     from pip._vendor.packaging.utils import canonicalize_name
 
     kept = pins(path)
     kept["torch"] = f"torch=={torch_version}"
-    triton = TRITON.get(".".join(torch_version.split(".")[:2]))
+    release = ".".join(torch_version.split(".")[:2])
+    triton = TRITON.get(release)
     if triton is not None:
         kept["triton"] = f"triton=={triton}"
     followed = []
-    for line in required_by_torch:
+    for line in [*required_by_torch, *UNSAID.get(release, [])]:
         need = Requirement(line)
         name = canonicalize_name(need.name)
         if name not in kept or (need.marker and not need.marker.evaluate({"extra": ""})):
