@@ -7,7 +7,8 @@ ASCEND_VENV ?= .venv-ascend
 ASCEND_TORCH = 2.13.0
 export PYTHON VENV
 
-.PHONY: demo test lint bench demo-ascend test-ascend setup-demo setup-test setup-dev setup-ascend-sim
+.PHONY: demo test lint bench docs demo-ascend test-ascend
+.PHONY: setup-demo setup-test setup-dev setup-docs setup-ascend-sim
 
 demo: setup-demo
 	$(VENV)/bin/graphrt demo $(ARGS)
@@ -23,6 +24,9 @@ lint: setup-dev
 bench: setup-test
 	$(VENV)/bin/python -m benchmarks.host_overhead $(ARGS)
 
+docs: setup-docs
+	$(VENV)/bin/python -m mkdocs build --clean $(ARGS)
+
 # On the simulator of packages/graphrt-ascend-sim, with torch_npu itself. With its autoload torch
 # would load torch_npu too early.
 SIMULATED = OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 GRAPHRT_PLATFORM=ascend-sim
@@ -34,7 +38,7 @@ test-ascend: setup-ascend-sim
 	$(SIMULATED) $(ASCEND_VENV)/bin/python -m pytest -m npu $(ARGS)
 
 # Always run: only ci/setup.sh knows whether Python, torch or a list of needs has changed.
-setup-demo setup-test setup-dev:
+setup-demo setup-test setup-dev setup-docs:
 	@bash ci/setup.sh $(@:setup-%=%)
 
 setup-ascend-sim:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs graphrt with one of its extras into a virtual environment:
 #
-#   ci/setup.sh demo|test|dev|ascend-sim
+#   ci/setup.sh demo|test|dev|docs|ascend-sim
 #
 #   PYTHON               the interpreter to build on (python3)
 #   VENV                 where the environment goes (.venv)
@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extra=${1:?usage: ci/setup.sh demo|test|dev|ascend-sim}
+extra=${1:?usage: ci/setup.sh demo|test|dev|docs|ascend-sim}
 python=${PYTHON:-python3}
 venv=${VENV:-.venv}
 wanted=${GRAPHRT_TORCH:-}

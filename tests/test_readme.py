@@ -1,17 +1,30 @@
-"""The examples of the documents run as they stand."""
+"""The examples of the documents run as they stand, and what the documents name exists."""
 
 from __future__ import annotations
 
 import re
 import runpy
+import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+FOLDERS = ("graphrt", "packages", "tests", "benchmarks", "examples", "docs", "ci")
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
 
 
 def examples(document: str) -> list[str]:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", text_of(document), re.DOTALL)
+
+
+def example_with(part: str) -> str:
+    (found,) = [code for code in examples("README.md") if part in code]
+    return found
 
 
 def test_the_fifteen_lines_run_as_they_stand(capsys):
@@ -22,9 +35,40 @@ def test_the_fifteen_lines_run_as_they_stand(capsys):
     assert capsys.readouterr().out == "torch.Size([3, 256]) HIT\n"
 
 
+def test_the_plan_prints_what_the_readme_shows(capsys):
+    exec(compile(example_with("print(plan)"), "README.md", "exec"), {})
+    printed = textwrap.indent(capsys.readouterr().out, " " * 4)
+    assert f"```\n\n{printed}\n" in text_of("README.md")
+
+
+def test_attention_in_the_graph_runs_as_it_stands(capsys):
+    names: dict[str, object] = {}
+    for part in ("SdpaAttention", "runner.verify"):
+        exec(compile(example_with(part), "README.md", "exec"), names)
+    assert capsys.readouterr().out == "FULL_AND_PIECEWISE FULL\n"
+
+
+def test_a_host_with_wrappers_of_its_own_runs_as_it_stands():
+    names: dict[str, object] = {}
+    exec(compile(example_with("GraphDispatcher("), "README.md", "exec"), names)
+    assert names["found"].reason.name == "HIT"
+    assert len(names["wrapper"].entries) == 1
+
+
 def test_the_compiled_model_runs_as_it_stands(capsys, tmp_path):
     (code,) = examples("docs/compile.md")
     script = tmp_path / "walk.py"
     script.write_text(code)
     runpy.run_path(str(script))
     assert capsys.readouterr().out == "5 3\n"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_paths_and_links_lead_somewhere(document):
+    text, folder = text_of(document), (ROOT / document).parent
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)", text)
+    missing = [path for path in named if not (ROOT / path).exists()]
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if not link.startswith(("http", "#")) and not (folder / link.partition("#")[0]).exists():
+            missing.append(link)
+    assert missing == []

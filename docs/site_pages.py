@@ -1,0 +1,117 @@
+"""Pages of the site that are no files: the README, and the reference, made from docstrings."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLIC = (
+    "graphrt",
+    "graphrt.errors",
+    "graphrt.platforms",
+    "graphrt.types",
+    "graphrt.compile",
+    "graphrt.attention",
+    "graphrt.testing",
+    "graphrt.cpu",
+    "graphrt.cuda",
+    "graphrt.ascend",
+    "graphrt.accelerator",
+)
+"""The modules whose `__all__` is the surface, a page each."""
+
+
+def homes() -> dict[str, dict[str, str]]:
+    """By module and public name, the module on whose page the object is described: the first."""
+    described: dict[int, str] = {}
+    found: dict[str, dict[str, str]] = {}
+    for module in PUBLIC:
+        exported = importlib.import_module(module)
+        found[module] = {
+            name: described.setdefault(id(getattr(exported, name)), module)
+            for name in exported.__all__
+        }
+    return found
+
+
+def page_of(module: str) -> str:
+    return f"reference/{module}.md"
+
+
+def readme() -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return text.replace("](docs/", "](")
+
+
+def reference(module: str, names: dict[str, str]) -> str:
+    """The page of one module: its docstring, and its names in their order."""
+    exported = importlib.import_module(module)
+    lines = [f"# {module}", "", exported.__doc__ or "", ""]
+    for name, home in names.items():
+        if f"{module}.{name}" in PUBLIC:
+            lines += [f"## `{name}`", "", f"The package [{module}.{name}]({module}.{name}.md).", ""]
+        elif home == module:
+            lines += [f"::: {module}.{name}", *_options(getattr(exported, name)), ""]
+    elsewhere = {name: home for name, home in names.items() if home != module}
+    if elsewhere:
+        links = [f"[`{name}`]({home}.md#{home}.{name})" for name, home in elsewhere.items()]
+        lines += ["## Described elsewhere", "", ", ".join(links), ""]
+    return "\n".join(lines)
+
+
+def _options(value: Any) -> list[str]:
+    """The values of an enum and the fields of a tuple or dict are in no signature."""
+    if inspect.isclass(value) and issubclass(value, (enum.Enum, tuple, dict)):
+        return ["    options:", "      show_if_no_docstring: true"]
+    return []
+
+
+def on_config(config: Any) -> Any:
+    pages = [{module: page_of(module)} for module in PUBLIC]
+    config.nav.append({"Reference": pages})
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "index.md", content=readme()))
+    for module, names in homes().items():
+        page = File.generated(config, page_of(module), content=reference(module, names))
+        files.append(page)
+    return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Public names in the text become links to where they are described."""
+    top = "../" * page.url.count("/")
+    parts = _UNTOUCHED.split(html)
+    # What the pattern matched, to be left as it is, stands at the odd places.
+    parts[::2] = [_NAME.sub(lambda found: _linked(found, top), part) for part in parts[::2]]
+    return "".join(parts)
+
+
+_UNTOUCHED = re.compile(r"(<pre.*?</pre>|<a .*?</a>|<h\d.*?</h\d>)", re.DOTALL)
+_NAME = re.compile(r"<code>(graphrt\.\w+|\w+)([.(][^<]*)?</code>")
+
+
+@functools.cache
+def _anchors() -> dict[str, str]:
+    """Where a name is described, for those that can mean nothing else."""
+    found = {module: page_of(module).replace(".md", ".html") for module in PUBLIC}
+    for names in homes().values():
+        for name, home in names.items():
+            if name[0].isupper() or "_" in name.strip("_"):
+                found[name] = f"{found[home]}#{home}.{name}"
+    return found
+
+
+def _linked(found: re.Match[str], top: str) -> str:
+    anchor = _anchors().get(found[1])
+    return found[0] if anchor is None else f'<a href="{top}{anchor}">{found[0]}</a>'

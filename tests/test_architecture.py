@@ -1,0 +1,61 @@
+"""docs/architecture.md: its map is the tree, its walks name what is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_layout import LAYERS, MOST_LINES, UPPER
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
+WALKED = [
+    (file, name)
+    for block in BLOCKS[1:]
+    for file, name in re.findall(r"^(\S+\.py) +([\w.]+)", block, re.MULTILINE)
+]
+
+
+def folders(tree: str) -> list[str]:
+    """The folders of a map that is indented by two spaces, as paths."""
+    found, around = [], []
+    for line in tree.splitlines():
+        name = re.match(r"( *)(\w+)/ +\S", line)
+        assert name, line
+        del around[len(name[1]) // 2 :]
+        around.append(name[2])
+        found.append("/".join(around))
+    return found
+
+
+def test_the_map_has_every_folder_once():
+    real = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "graphrt").rglob("*.py")}
+    mapped = folders(BLOCKS[0])
+    assert len(mapped) == len(set(mapped))
+    assert set(mapped) == real
+
+
+def test_the_map_has_the_layers_in_their_order():
+    inner = [path.removeprefix("graphrt/core/") for path in folders(BLOCKS[0])]
+    assert [name for name in inner if name in LAYERS] == list(LAYERS)
+    assert ", ".join(f"`{name}`" for name in UPPER) in PAGE
+    assert f"at most {MOST_LINES} lines" in PAGE
+
+
+@pytest.mark.parametrize(("file", "name"), WALKED, ids=lambda value: str(value))
+def test_what_the_walks_call_is_there(file, name):
+    body = ast.parse((ROOT / "graphrt" / file).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        nodes = [
+            n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
+        ]
+        assert nodes, f"{file} has no {name}"
+        body = nodes[0].body
+
+
+def test_there_are_walks():
+    assert len(WALKED) > 25
