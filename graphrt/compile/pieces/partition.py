@@ -18,8 +18,7 @@ from graphrt.compile.pieces.wrapping import Wrapping
 from graphrt.compile.private_torch import PartitionFunction, lacks_partitions, partitions_taken
 from graphrt.core.base import BakedScalarError, BreakShapeError, tree
 from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.capture import Bridges, GraphWrapper, separate_strides
-from graphrt.core.device import wrapper_class
+from graphrt.core.capture import Bridges, GraphWrapper, separate_strides, wrapper_class
 
 # What Inductor calls for each of its partitions is process-wide.
 _lock = threading.RLock()

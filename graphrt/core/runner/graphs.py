@@ -18,8 +18,8 @@ from graphrt.core.capture import (
     GraphWrapper,
     SavedState,
     Sealing,
+    wrapper_class,
 )
-from graphrt.core.device import wrapper_class
 from graphrt.core.dispatch import Dispatch, GraphDispatcher
 from graphrt.core.inputs import OutputAxes, StaticInputs, cutting
 from graphrt.core.plan import CaptureKey, Plan
