@@ -31,8 +31,8 @@ from graphrt import (
     InputSpec,
     eager_break,
 )
-from graphrt.core.capture import CaptureTransaction
-from graphrt.core.device import resolve_platform, wrapper_class
+from graphrt.core.capture import CaptureTransaction, wrapper_class
+from graphrt.core.device import resolve_platform
 
 ROUNDS, CALLS, PIECES = 41, 400, 33
 

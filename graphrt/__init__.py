@@ -28,8 +28,8 @@ from graphrt.core.batch import (
     current_context,
     forward_context,
 )
-from graphrt.core.capture import GraphOptions, GraphWrapper, State, eager_break
-from graphrt.core.device import Platform, current_platform, get_platform, wrapper_class
+from graphrt.core.capture import GraphOptions, GraphWrapper, State, eager_break, wrapper_class
+from graphrt.core.device import Platform, current_platform, get_platform
 from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
 from graphrt.core.inputs import InputSpec
 from graphrt.core.plan import Budget, GraphCost, Plan
@@ -37,8 +37,10 @@ from graphrt.core.replay import UNCHANGED, GraphPool, HostArg, SegmentHooks, Upd
 from graphrt.core.runner import GraphRunner, Host, RunnerReport
 
 if TYPE_CHECKING:
-    from graphrt import compile
     from graphrt.compile import CompileOptions, opaque, support_compile
+
+    # The package can be called like this function; no type checker knows callable modules.
+    from graphrt.compile import compile_module as compile
 
 __all__ = [
     "UNCHANGED",
@@ -86,10 +88,13 @@ _MODULES = ("attention", "compile", "errors", "platforms", "testing", "types")
 set_up_logging()
 
 
-def __getattr__(name: str) -> Any:
-    # What traces and compiles is loaded by those who ask for it.
-    if name in _MODULES:
-        return importlib.import_module(f"graphrt.{name}")
-    if name in ("CompileOptions", "opaque", "support_compile"):
-        return getattr(importlib.import_module("graphrt.compile"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Hidden from type checkers, which take any name of a module that has it.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # What traces and compiles is loaded by those who ask for it.
+        if name in _MODULES:
+            return importlib.import_module(f"graphrt.{name}")
+        if name in ("CompileOptions", "opaque", "support_compile"):
+            return getattr(importlib.import_module("graphrt.compile"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ that platforms over a caching allocator of torch have in common.
 
 from __future__ import annotations
 
-from graphrt.core.capture import GraphWrapper
+from graphrt.core.capture import GraphWrapper, wrapper_class
 from graphrt.core.device import (
     CONTRACT_VERSION,
     PLATFORM_VARIABLE,
@@ -38,7 +38,6 @@ from graphrt.core.device import (
     register,
     resolve_platform,
     weak_alias,
-    wrapper_class,
 )
 
 __all__ = [

@@ -12,6 +12,7 @@ import torch
 from graphrt.core.base import PlatformUnavailableError, UnknownPlatformError
 from graphrt.core.device import get_platform
 from graphrt.core.device.registry import PLATFORM_VARIABLE
+from tests import wheels
 
 SIMULATOR = "ascend-sim"
 NPU = "an Ascend NPU, or graphrt-ascend-sim and GRAPHRT_PLATFORM=ascend-sim (make test-ascend)"
@@ -63,6 +64,12 @@ def pytest_report_header(start_path: Path) -> list[str]:
         for file, missing in left_out.items()
         if missing
     ]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """graphrt's wheel, built of this checkout."""
+    return wheels.build(tmp_path_factory.mktemp("wheel"))
 
 
 def _why_missing(device: str, platform: str) -> str | None:

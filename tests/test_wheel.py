@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -10,27 +10,11 @@ from zipfile import ZipFile
 
 import pytest
 
+from tests.wheels import install
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "graphrt"
 MOST_KIB = 512
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built of a copy, because a build writes beside its sources, and without a network."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    # What a wheel must leave out lies there too, as in a checkout.
-    for name in ("graphrt", "tests", "packages", "examples", "benchmarks"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    target = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
-    pip += ["--no-index", "--no-deps", "--no-build-isolation", "-w", str(target), str(source)]
-    done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (built,) = target.iterdir()
-    return built
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +42,23 @@ def test_every_folder_is_a_package(names: list[PurePosixPath]) -> None:
 def test_its_metadata_brings_the_licence_and_the_command(names: list[PurePosixPath]) -> None:
     metadata = {str(PurePosixPath(*name.parts[1:])) for name in names if name.parts[0] != "graphrt"}
     assert {"METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE"} <= metadata
+
+
+def test_what_it_installs_runs_the_first_example(wheel: Path, tmp_path: Path) -> None:
+    install(wheel, tmp_path / "site")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = readme.split("```python\n")[1].partition("```")[0]
+    script = tmp_path / "example.py"
+    script.write_text(f"{example}\nimport graphrt\nprint(graphrt.__file__)\n")
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *printed, place = done.stdout.splitlines()
+    assert printed == ["torch.Size([3, 256]) HIT"]
+    assert Path(place) == tmp_path / "site" / "graphrt" / "__init__.py"

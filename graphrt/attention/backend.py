@@ -26,8 +26,8 @@ class AttentionStep:
     cache up to its own position, context_len - q + i. `query_len` is the number of tokens of every
     request, or None where they differ: request r has the tokens `query_start_loc[r]` to
     `query_start_loc[r + 1]` ([reqs + 1] int32). `max_context` is an upper bound of `context_lens`
-    that is known on the host, and `plan`
-    is what the backend made of all this. `serial` is unique to a call of `begin`.
+    that is known on the host, and `prepared` is what the backend made of all this.
+    `serial` is unique to a call of `begin`.
     """
 
     block_table: torch.Tensor
@@ -35,7 +35,7 @@ class AttentionStep:
     query_len: int | None
     query_start_loc: torch.Tensor | None
     max_context: int
-    plan: Any = None
+    prepared: Any = None
     serial: Any = None
 
 

@@ -79,7 +79,7 @@ def show(
     """Show what a key was made of, and check every file of it."""
     found = find_key(directory or default_directory(), key)
     data = as_data(found) | {
-        "parts": None if found.key is None else found.key.parts,
+        "groups": None if found.key is None else found.key.groups,
         "ranks": [
             {
                 "rank": rank.name,
@@ -126,8 +126,8 @@ def rm(
 
 def as_data(stored: StoredKey) -> dict[str, Any]:
     """A key as plain data, without reading its artifacts."""
-    parts = {} if stored.key is None else stored.key.parts
-    settings = parts.get("settings", {})
+    groups = {} if stored.key is None else stored.key.groups
+    settings = groups.get("settings", {})
     states = {rank.state for rank in stored.ranks}
     return {
         "key": stored.name,
@@ -136,7 +136,7 @@ def as_data(stored: StoredKey) -> dict[str, Any]:
         "age_s": max(0.0, time.time() - stored.created_s),
         "size_bytes": stored.size_bytes,
         "backend": settings.get("backend"),
-        "versions": parts.get("versions", {}),
+        "versions": groups.get("versions", {}),
         "pieces": stored.pieces,
         "ranks": [rank.name for rank in stored.ranks],
         "state": ", ".join(sorted(states)) or "unfinished",
@@ -166,17 +166,17 @@ def _artifacts(artifacts: Any) -> list[dict[str, Any]]:
 def _show(data: dict[str, Any], console: Console) -> None:
     age, size = age_text(data["age_s"]), size_text(data["size_bytes"])
     _say(console, f"{data['key']}: {data['state']}, {age} old, {size}, in {data['directory']}")
-    parts = data["parts"]
-    if parts is None:
+    groups = data["groups"]
+    if groups is None:
         _say(console, "What it was made of cannot be read.")
     else:
         for group in ("versions", "settings", "sources"):
             table = _table(group, "")
-            for name, value in parts[group].items():
+            for name, value in groups[group].items():
                 text = value[:16] if group == "sources" else _value_text(value)
                 _row(table, name, text)
             console.print(table)
-        _say(console, f"and {len(parts['compiler'])} settings of the compiler (--json)")
+        _say(console, f"and {len(groups['compiler'])} settings of the compiler (--json)")
     for rank in data["ranks"]:
         _show_rank(rank, console)
 

@@ -11,7 +11,7 @@ Its folders, each of which uses those above it only:
     backend        a piece becomes code, by Inductor or as it is
     pieces         pieces are compiled once, wrapped for capture, and stitched into one call
 
-`module` puts a forward behind all that, `entry_points` is how hosts ask for it.
+`module` puts a forward behind all that, `api` is how hosts ask for it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from graphrt.compile.api import compile_module, support_compile
 from graphrt.compile.cache import CompileCacheWarning
-from graphrt.compile.entry_points import compile_module, support_compile
 from graphrt.compile.errors import (
     CompileError,
     CompileSealedError,

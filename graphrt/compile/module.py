@@ -25,7 +25,7 @@ from graphrt.compile.pieces import (
 )
 from graphrt.compile.private_torch import call_of
 from graphrt.compile.split import Piece
-from graphrt.compile.trace import DynamicDims, Parameters, Place, Subject, leaves
+from graphrt.compile.trace import DynamicDims, Holding, Parameters, Subject, leaves
 from graphrt.core.batch import ForwardContext, GraphMode, PieceProvider, current_context
 from graphrt.core.capture import GraphOptions, GraphWrapper
 from graphrt.core.replay import GraphPool, SegmentHooks, current_capture
@@ -71,7 +71,7 @@ class CompiledModule:
         self._sealed = False
         self._static_sizes: tuple[int, ...] = ()
         self._places = ArgumentPlaces()
-        self._weight_places: list[Place] = []
+        self._weights_held: list[Holding] = []
         self._released = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ class CompiledModule:
         shape, dtype or device."""
         if self._built is not None:
             self._built.stitched.rebind(self._subject.weights())
-            self._weight_places = self._subject.places()
+            self._weights_held = self._subject.holdings()
             self._released = False
 
     def moved_weights(self) -> list[str]:
@@ -242,7 +242,7 @@ class CompiledModule:
     def _follow_weights(self) -> None:
         """Rebind if anything is not where it was; on the way of every call without a runner."""
         if not self._released:
-            for held, name, value in self._weight_places:
+            for held, name, value in self._weights_held:
                 if held.get(name) is not value:
                     break
             else:
@@ -265,7 +265,7 @@ class CompiledModule:
             graphs=self._graphs,
         )
         self._built, self._run, self._static_sizes = built, built.run, static
-        self._weight_places = self._subject.places()
+        self._weights_held = self._subject.holdings()
         return built
 
     def _check_may_compile(self) -> None:

@@ -111,12 +111,12 @@ def _completed(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same call with every argument that has a default given."""
     positional, keywords = list(args), dict(kwargs)
-    for place, argument in enumerate(op.schema.arguments):
-        if place < len(args) or argument.name in kwargs or not argument.has_default_value():
+    for index, argument in enumerate(op.schema.arguments):
+        if index < len(args) or argument.name in kwargs or not argument.has_default_value():
             continue
         if argument.kwarg_only:
             keywords[argument.name] = argument.default_value
-        elif place == len(positional):
+        elif index == len(positional):
             positional.append(argument.default_value)
     return tuple(positional), keywords
 

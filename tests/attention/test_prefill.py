@@ -151,7 +151,7 @@ def test_tiles_of_a_step_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = tiles_of(problem.shape, problem.step, 6)
     expected, out = attended(problem), problem.out
     monkeypatch.setattr(varlen, "tiles_of", None)
-    step = replace(problem.step, plan=tiles)
+    step = replace(problem.step, prepared=tiles)
     varlen_attention(problem.shape, step, problem.query, problem.caches, out)
     assert torch.equal(out, expected)
 
@@ -159,7 +159,7 @@ def test_tiles_of_a_step_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_for_another_number_of_tokens_are_not_used() -> None:
     problem = random_problem(GroupedShape(2, 1, 8, 16), [20, 3], query_lens=[5, 1])
     wrong: QueryTiles = tiles_of(problem.shape, problem.step, 9)
-    step = replace(problem.step, plan=wrong)
+    step = replace(problem.step, prepared=wrong)
     out = problem.out
     varlen_attention(problem.shape, step, problem.query, problem.caches, out)
     assert torch.equal(out, attended(problem))

@@ -74,7 +74,7 @@ def test_a_bound_of_the_contexts_leaves_out_the_pages_behind_it() -> None:
     problem = random_problem(GROUPED, [20, 5], 1, max_blocks=9)
     backend, step = SdpaAttention(GROUPED), problem.step
     begun = backend.begin(step.block_table, step.context_lens, query_len=1, max_context=20)
-    assert begun.plan.pages.shape == (2, 2)
+    assert begun.prepared.pages.shape == (2, 2)
     found = backend.attend(begun, problem.query, *problem.caches)
     torch.testing.assert_close(found, attended(problem))
 
@@ -101,10 +101,10 @@ def test_tiles_of_a_ragged_step_are_made_once_where_the_context_says_how_many_to
     problem = random_problem(GROUPED, [9, 5], query_lens=[4, 1])
     backend, step = SdpaAttention(GROUPED), problem.step
     given = step.block_table, step.context_lens
-    assert backend.begin(*given, query_start_loc=step.query_start_loc).plan is None
+    assert backend.begin(*given, query_start_loc=step.query_start_loc).prepared is None
     with forward_context(GraphMode.NONE, BatchDescriptor(5)):
         begun = backend.begin(*given, query_start_loc=step.query_start_loc)
-    assert isinstance(begun.plan, QueryTiles) and begun.plan.tokens == 5
+    assert isinstance(begun.prepared, QueryTiles) and begun.prepared.tokens == 5
     found = backend.attend(begun, problem.query, *problem.caches)
     torch.testing.assert_close(found, attended(problem))
 

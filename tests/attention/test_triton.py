@@ -22,7 +22,7 @@ from graphrt.attention import (
     reference_attention,
     supports_of,
 )
-from graphrt.attention.triton import Room, fixed_splits, plan, planned_splits
+from graphrt.attention.triton import Room, fixed_splits, schedule, scheduled_splits
 from graphrt.attention.triton.work import UNIT
 from graphrt.core.base import InvalidInputError, InvalidOptionError, InvalidUpdateError
 from graphrt.core.batch import BatchDescriptor, GraphMode, forward_context
@@ -130,10 +130,10 @@ def test_random_problems_are_within_tolerance(seed: int) -> None:
 @pytest.mark.parametrize("wave", [0.25, 4, 132])
 def test_a_plan_covers_every_request_within_its_limit(lengths: list[int], wave: float) -> None:
     reqs, room = len(lengths), Room(wave, 132, merge_tokens=20)
-    splits = planned_splits(reqs, room, max(lengths))
+    splits = scheduled_splits(reqs, room, max(lengths))
     written = torch.full((1 + reqs + splits.num_splits,), -7, dtype=torch.int32, device=DEVICE)
     tensor = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan(tensor, written, room, max(lengths))
+    schedule(tensor, written, room, max(lengths))
     chunk, *rest = written.tolist()
     first, owners = rest[:reqs], rest[reqs:]
     used = [owner for owner in owners if owner >= 0]
@@ -432,18 +432,18 @@ def test_graphs_of_a_context_bound_are_split_for_it_and_equal_eager(
     )
     problem = random_problem(SHAPES[0], [600, 64], 1, max_blocks=40, device=DEVICE)
     runner = _runner(backend, problem.caches, bounds=((128,), (640,)))
-    planned = {}
+    scheduled = {}
     begin = TritonAttention.begin
 
     def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = begin(self, *args, **kwargs)
         if step.query_len is not None:
-            planned[step.max_context] = step.plan.num_splits
+            scheduled[step.max_context] = step.prepared.num_splits
         return step
 
     monkeypatch.setattr(TritonAttention, "begin", spy)
     runner.capture()
-    assert planned[128] == 1 and planned[640] > 1
+    assert scheduled[128] == 1 and scheduled[640] > 1
     inputs = {
         "query": problem.query,
         "block_table": problem.step.block_table,

@@ -75,7 +75,7 @@ def test_show(directory: Path):
         assert part in text
     assert "1 settings of the compiler" in text
     data = json.loads(run("show", name_of(b"one"), "--json"))
-    assert data["parts"] == key_of(b"one").parts
+    assert data["groups"] == key_of(b"one").groups
     assert [each["name"] for each in data["ranks"][0]["artifacts"]] == ["piece_0", "piece_1"]
 
 

@@ -116,7 +116,7 @@ X = torch.randn(6, 4)
         ((X[None],), {"extra": X}, "x", "number of dimensions"),
         ((torch.randn(6, 5),), {"extra": X}, "x", "dimension 1"),
         ((X.to("meta"),), {"extra": X}, "x", "device"),
-        ((torch.randn(4, 6).t(),), {"extra": X}, "x", "layout"),
+        ((torch.randn(4, 6).t(),), {"extra": X}, "x", "the strides"),
         ((X, 3.0), {"extra": X}, "scale", "baked in"),
         ((X, 2), {"extra": X}, "scale", "baked in"),
         ((X,), {}, "extra", "type"),

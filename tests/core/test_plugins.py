@@ -373,7 +373,7 @@ def test_module_functions_use_the_default_registry(monkeypatch: pytest.MonkeyPat
     plugins.register(Plugin(StubPlatform("mine")), "p")
     assert plugins.current_platform().name == "mine"
     assert plugins.get_platform() is plugins.get_platform("mine")
-    assert [each.name for each in plugins.platforms()] == ["mine"]
+    assert [each.name for each in plugins.installed_platforms()] == ["mine"]
 
 
 def test_importing_finds_nothing_and_imports_no_platform() -> None:

@@ -7,7 +7,7 @@ For MLA (DeepSeek-V2-Lite) and GQA (Llama-8B), ragged batches, device time of on
 - "eager": launched eagerly with the best number of splits of those tried (an oracle);
 - "worst case": a graph whose splits are fixed for the longest context there can be;
 - "bounds": one whose splits are fixed for the context bound that it was captured for, a power of 2;
-- "device": a graph that plans its spans by itself, from the lengths, once a step;
+- "device": a graph that schedules its spans by itself, from the lengths, once a step;
 - "task": a graph whose launches are updated to the rule's splits, and "task best" to the oracle's.
 """
 
@@ -30,8 +30,8 @@ from graphrt.attention.triton import (
     Splits,
     fixed_splits,
     most_splits,
-    planned_splits,
     room_for,
+    scheduled_splits,
 )
 
 LAYERS = 16
@@ -122,7 +122,7 @@ def measure(shape: AttentionShape, reqs: int, longest: int, bandwidth: float) ->
         "graph_best": tried[best],
         "worst_case": in_graph(fixed_splits([MAX_CONTEXT] * reqs, room)),
         "bounds": in_graph(fixed_splits([bound] * reqs, room)),
-        "device": in_graph(planned_splits(reqs, room, MAX_CONTEXT)),
+        "device": in_graph(scheduled_splits(reqs, room, MAX_CONTEXT)),
         "task": task,
         "task_best": task_best,
     }
@@ -134,7 +134,7 @@ def uniform(shape: AttentionShape, bandwidth: float) -> dict[str, Any]:
     problem = Paged(shape, [length] * reqs, layers=LAYERS)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     room = room_for(shape, torch.bfloat16, 1, processors)
-    splits = planned_splits(reqs, room, MAX_CONTEXT)
+    splits = scheduled_splits(reqs, room, MAX_CONTEXT)
     problem.make_workspace(splits)
     us = graph_us(problem.launches(splits, room, MAX_CONTEXT, LAYERS)) / LAYERS
     return {

@@ -16,7 +16,7 @@ from graphrt.attention import (
     TritonAttention,
     supports_of,
 )
-from graphrt.attention.triton import Room, Splits, Tiles, Workspace, decode, plan
+from graphrt.attention.triton import Room, Splits, Tiles, Workspace, decode, schedule
 
 SHAPES: dict[str, AttentionShape] = {
     "MLA (DeepSeek-V2-Lite)": LatentShape(16, 512, 64, 64, 192**-0.5),
@@ -76,7 +76,7 @@ class Paged:
         lens = torch.tensor(list(lengths), dtype=torch.int32, device="cuda")
         self.step = AttentionStep(table, lens, query_len, None, longest)
         self.cache_bytes = sum(lengths) * page_bytes // shape.page_size
-        self.make_workspace(Splits(reqs + 64, planned=True))
+        self.make_workspace(Splits(reqs + 64, scheduled=True))
         self.outs = [self.out]
 
     def caches(self, layer: int) -> tuple[torch.Tensor, ...]:
@@ -85,12 +85,12 @@ class Paged:
     def launches(
         self, splits: Splits, room: Room, longest: int, layers: int, tiles: Tiles | None = None
     ) -> Callable[[], None]:
-        """The kernels of a step of so many layers, whose spans are planned once if they are at
+        """The kernels of a step of so many layers, whose spans are scheduled once if they are at
         all, for contexts of up to `longest`."""
 
         def run() -> None:
-            if splits.planned:
-                plan(self.step.context_lens, self.workspace.plan, room, longest)
+            if splits.scheduled:
+                schedule(self.step.context_lens, self.workspace.schedule, room, longest)
             for layer in range(layers):
                 decode(
                     self.shape,

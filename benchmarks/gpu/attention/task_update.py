@@ -3,8 +3,8 @@
     python3 -m benchmarks.gpu.attention.task_update --json task_update.json
 
 Host microseconds of a step, enqueued with the device idle: through the runner with the graph that
-plans its spans itself ("device", no updates), and with tasks whose arguments are unchanged, equal,
-remembered, new for one representative layer, and new for every layer.
+schedules its spans itself ("device", no updates), and with tasks whose arguments are unchanged,
+equal, remembered, new for one representative layer, and new for every layer.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def measure(problem: Paged) -> dict[str, float]:
             problem.shape, max_num_reqs=reqs, splits=splits, max_context=MAX_CONTEXT
         )
 
-    planned = decode_runner(problem, backend("device"), LAYERS)
-    found = {"device": host_us(lambda: planned(batch, **inputs), 300)}
-    planned.close()
+    by_device = decode_runner(problem, backend("device"), LAYERS)
+    found = {"device": host_us(lambda: by_device(batch, **inputs), 300)}
+    by_device.close()
     runner = decode_runner(problem, backend("task"), LAYERS)
 
     def step(updates: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from benchmarks.common import arguments, copy_bandwidth, environment
 from benchmarks.gpu.attention.paged import SHAPES, Paged, graph_us
 from graphrt.attention import AttentionShape, LatentShape
-from graphrt.attention.triton import Tiles, planned_splits, room_for
+from graphrt.attention.triton import Tiles, room_for, scheduled_splits
 
 ITSELF = (sys.executable, "-m", "benchmarks.gpu.attention.tiles")
 LAUNCHES = 8
@@ -49,9 +49,9 @@ def compile_share(share: int, of: int) -> None:
     for shape, tiles, query_len in work[share::of]:
         problem = Paged(shape, [64], query_len, layers=1)
         room = room_for(shape, torch.bfloat16, query_len, 132)
-        problem.make_workspace(planned_splits(1, room, LONGEST))
+        problem.make_workspace(scheduled_splits(1, room, LONGEST))
         try:
-            problem.launches(planned_splits(1, room, LONGEST), room, LONGEST, LAUNCHES, tiles)()
+            problem.launches(scheduled_splits(1, room, LONGEST), room, LONGEST, LAUNCHES, tiles)()
         except Exception as error:
             print("left out:", tiles, type(error).__name__, str(error)[:80])
 
@@ -68,7 +68,7 @@ def measure(name: str, batch: tuple[int, int, int], first: int) -> None:
         room = room_for(shape, torch.bfloat16, query_len, processors)
         for waves in (1, 2):
             scaled = replace(room, wave=room.wave * waves)
-            splits = planned_splits(reqs, scaled, LONGEST)
+            splits = scheduled_splits(reqs, scaled, LONGEST)
             problem.make_workspace(splits)
             us = graph_us(problem.launches(splits, scaled, LONGEST, LAUNCHES, tiles)) / LAUNCHES
             found = {"us": us, "waves": waves, **vars(tiles), "bytes": problem.cache_bytes}

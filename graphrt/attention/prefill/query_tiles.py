@@ -56,7 +56,7 @@ def tiles_of(shape: AttentionShape, step: AttentionStep, tokens: int) -> QueryTi
 
 
 def with_tiles(shape: AttentionShape, step: AttentionStep) -> AttentionStep:
-    """`step` with its tiles as plan, if the number of tokens is known; else each layer makes them,
+    """`step` with its tiles prepared, if the number of tokens is known; else each layer makes them,
     as only the query says how many there are."""
     if step.query_len is not None:
         tokens = step.query_len * len(step.context_lens)
@@ -65,7 +65,7 @@ def with_tiles(shape: AttentionShape, step: AttentionStep) -> AttentionStep:
         if context is None or context.descriptor is None:
             return step
         tokens = context.descriptor.num_tokens
-    return replace(step, plan=tiles_of(shape, step, tokens))
+    return replace(step, prepared=tiles_of(shape, step, tokens))
 
 
 def tile_size(shape: AttentionShape, tokens: int, reqs: int) -> int:

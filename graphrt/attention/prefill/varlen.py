@@ -28,9 +28,9 @@ def varlen_attention(
     about `chunk_bytes`; rows of padding tokens become zeros. The numbers in unused parts of pages
     must be finite, since masks do not stop a NaN.
 
-    The tiles are those of `step.plan` if they are for as many tokens, else made here.
+    The tiles are those of `step.prepared` if they are for as many tokens, else made here.
     """
-    tiles = step.plan
+    tiles = step.prepared
     if not isinstance(tiles, QueryTiles) or tiles.tokens != len(query):
         tiles = tiles_of(shape, step, len(query))
     tiled = query if tiles.token is None else query.index_select(0, tiles.token)

@@ -4,8 +4,8 @@
 """
 
 from graphrt.attention.triton.backend import SplitPolicy, TritonAttention
-from graphrt.attention.triton.launch import Tiles, Workspace, decode, plan, room_for
-from graphrt.attention.triton.work import Room, Splits, fixed_splits, most_splits, planned_splits
+from graphrt.attention.triton.launch import Tiles, Workspace, decode, room_for, schedule
+from graphrt.attention.triton.work import Room, Splits, fixed_splits, most_splits, scheduled_splits
 
 __all__ = [
     "Room",
@@ -17,7 +17,7 @@ __all__ = [
     "decode",
     "fixed_splits",
     "most_splits",
-    "plan",
-    "planned_splits",
     "room_for",
+    "schedule",
+    "scheduled_splits",
 ]

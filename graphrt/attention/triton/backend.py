@@ -12,8 +12,8 @@ from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.attention.prefill import QueryTiles, varlen_attention, with_tiles
 from graphrt.attention.shapes import AttentionShape, check_strides
 from graphrt.attention.triton.launch import Workspace, interpreted, room_for
-from graphrt.attention.triton.operators import paged_decode, plan_spans
-from graphrt.attention.triton.work import SHORT, Splits, fixed_splits, most_splits, planned_splits
+from graphrt.attention.triton.operators import paged_decode, schedule_spans
+from graphrt.attention.triton.work import SHORT, Splits, fixed_splits, most_splits, scheduled_splits
 from graphrt.core.base import InvalidInputError, InvalidOptionError
 from graphrt.core.batch import AttentionSupport, BatchDescriptor, current_context
 from graphrt.core.replay import HostArg, HostValues, UpdatableTask
@@ -87,8 +87,8 @@ class TritonAttention(AttentionBackend):
             for query_len in range(1, max_query_len + 1)
         }
         self._workspace = self._new_workspace(device)
-        # Whose spans the plan holds.
-        self._planned: tuple[object, object] | None = None
+        # Whose spans the schedule holds.
+        self._scheduled: tuple[object, object] | None = None
         self._task = UpdatableTask(
             group, self._issue, {"num_splits": HostArg(axis=None)}, at_capture=self._worst_case
         )
@@ -152,12 +152,12 @@ class TritonAttention(AttentionBackend):
         if self.splits == "task" and self._updatable():
             return step
         if step.max_context <= max(SHORT, room.least(reqs)):
-            return replace(step, plan=Splits(1))
+            return replace(step, prepared=Splits(1))
         if self.splits != "fixed":
-            step = replace(step, plan=planned_splits(reqs, room, step.max_context))
-            self._plan(step)
+            step = replace(step, prepared=scheduled_splits(reqs, room, step.max_context))
+            self._schedule(step)
             return step
-        return replace(step, plan=fixed_splits([step.max_context] * reqs, room))
+        return replace(step, prepared=fixed_splits([step.max_context] * reqs, room))
 
     def run(
         self,
@@ -167,15 +167,15 @@ class TritonAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         check_strides(query, *caches, out)
-        if step.query_len is None or isinstance(step.plan, QueryTiles):
+        if step.query_len is None or isinstance(step.prepared, QueryTiles):
             varlen_attention(self.shape, step, query, caches, out)
-        elif step.plan is None:
+        elif step.prepared is None:
             self._task(step, query, caches, out)
         else:
-            if step.plan.planned and self._planned != _key(step):
-                # Another step of the same forward has planned since.
-                self._plan(step)
-            paged_decode(self.shape, step, query, caches, out, step.plan, self._workspace)
+            if step.prepared.scheduled and self._scheduled != _key(step):
+                # Another step of the same forward has scheduled since.
+                self._schedule(step)
+            paged_decode(self.shape, step, query, caches, out, step.prepared, self._workspace)
 
     @property
     def workspace_bytes(self) -> int:
@@ -183,10 +183,10 @@ class TritonAttention(AttentionBackend):
         buffers = vars(self._workspace).values()
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def _plan(self, step: AttentionStep) -> None:
+    def _schedule(self, step: AttentionStep) -> None:
         assert step.query_len is not None
-        plan_spans(step, self._rooms[step.query_len], self._workspace)
-        self._planned = _key(step)
+        schedule_spans(step, self._rooms[step.query_len], self._workspace)
+        self._scheduled = _key(step)
 
     def _updatable(self) -> bool:
         """Whether this step has host arguments; uniform batches that run by pieces have none."""

@@ -15,7 +15,7 @@ def attend_grouped(
     value_cache,
     block_table,
     context_lens,
-    plan,
+    schedule,
     out,
     partial,
     sums,
@@ -43,7 +43,7 @@ def attend_grouped(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr,
-    PLANNED: tl.constexpr,
+    SCHEDULED: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
@@ -56,7 +56,7 @@ def attend_grouped(
     block = tl.program_id(0) % ROW_BLOCKS
     item = tl.program_id(1)
     request, begin, end, length, count = span_at(
-        item, context_lens, plan, num_splits, reqs, UNIT, PLANNED
+        item, context_lens, schedule, num_splits, reqs, UNIT, SCHEDULED
     )
     if end < 0:
         return

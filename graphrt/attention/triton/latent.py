@@ -14,7 +14,7 @@ def attend_latent(
     cache,
     block_table,
     context_lens,
-    plan,
+    schedule,
     out,
     partial,
     sums,
@@ -38,7 +38,7 @@ def attend_latent(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr,
-    PLANNED: tl.constexpr,
+    SCHEDULED: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
@@ -50,7 +50,7 @@ def attend_latent(
     block = tl.program_id(0)
     item = tl.program_id(1)
     request, begin, end, length, count = span_at(
-        item, context_lens, plan, num_splits, reqs, UNIT, PLANNED
+        item, context_lens, schedule, num_splits, reqs, UNIT, SCHEDULED
     )
     if end < 0:
         return

@@ -15,7 +15,7 @@ from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 from graphrt.attention.triton.grouped import attend_grouped
 from graphrt.attention.triton.latent import attend_latent
 from graphrt.attention.triton.merge import merge_spans
-from graphrt.attention.triton.work import AIM, UNIT, Room, Splits, plan_spans
+from graphrt.attention.triton.work import AIM, UNIT, Room, Splits, schedule_spans
 
 _MERGE_PROGRAMS = 512
 _MOST_ROWS = 64
@@ -74,22 +74,24 @@ def row_blocks(shape: AttentionShape, query_len: int) -> int:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Persistent buffers of a backend: `plan` int32 as `plan_spans` writes it, and the outputs of
-    spans, `partial` [spans * rows * value_dim] and `sums` [spans * rows], float32."""
+    """Persistent buffers of a backend: `schedule` int32 as `schedule_spans` writes it, and the
+    outputs of spans, `partial` [spans * rows * value_dim] and `sums` [spans * rows], float32."""
 
-    plan: torch.Tensor
+    schedule: torch.Tensor
     partial: torch.Tensor
     sums: torch.Tensor
 
 
-def plan(context_lens: torch.Tensor, plan_out: torch.Tensor, room: Room, longest: int) -> None:
-    """Write the spans of the lengths, which are at most `longest`, to `plan_out`: one small kernel,
-    once a step."""
+def schedule(
+    context_lens: torch.Tensor, schedule_out: torch.Tensor, room: Room, longest: int
+) -> None:
+    """Write the spans of the lengths, which are at most `longest`, to `schedule_out`: one small
+    kernel, once a step."""
     reqs = len(context_lens)
     padded: int = triton.next_power_of_2(reqs)
-    plan_spans[(1,)](
+    schedule_spans[(1,)](
         context_lens,
-        plan_out,
+        schedule_out,
         reqs,
         room.limit(reqs, longest),
         room.coarse(reqs),
@@ -126,14 +128,14 @@ def decode(
         "BLOCK_M": block_m,
         "BLOCK_N": tiles.block_n,
         "UNIT": UNIT,
-        "PLANNED": splits.planned,
+        "SCHEDULED": splits.scheduled,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "OPERAND": getattr(tl, str(operand).removeprefix("torch.")),
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
     grid = (shape.kv_heads * blocks, splits.grid(reqs))
-    tables = (step.block_table, step.context_lens, workspace.plan, out)
+    tables = (step.block_table, step.context_lens, workspace.schedule, out)
     split = (workspace.partial, workspace.sums, scale, splits.num_splits, reqs)
     if isinstance(shape, GroupedShape):
         keys, values = caches
@@ -199,7 +201,7 @@ def _merge(
         workspace.sums,
         out,
         step.context_lens,
-        workspace.plan,
+        workspace.schedule,
         splits.num_splits,
         block_rows,
         *out.stride()[:2],
@@ -209,6 +211,6 @@ def _merge(
         BLOCK_DIM=block_dim,
         BLOCK_SPLITS=block_splits,
         UNIT=UNIT,
-        PLANNED=splits.planned,
+        SCHEDULED=splits.scheduled,
         num_warps=4,
     )

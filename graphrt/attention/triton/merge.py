@@ -14,7 +14,7 @@ def merge_spans(
     sums,
     out,
     context_lens,
-    plan,
+    schedule,
     num_splits,
     block_rows,
     out_token,
@@ -25,7 +25,7 @@ def merge_spans(
     BLOCK_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     UNIT: tl.constexpr,
-    PLANNED: tl.constexpr,
+    SCHEDULED: tl.constexpr,
 ):
     """Grid: requests, blocks of `block_rows` rows (tokens x heads) of each, blocks of the value
     dimension.
@@ -35,10 +35,10 @@ def merge_spans(
     """
     request = tl.program_id(0)
     length = tl.load(context_lens + request)
-    if PLANNED:
-        chunk = tl.load(plan)
+    if SCHEDULED:
+        chunk = tl.load(schedule)
         most = 1 << 30
-        first = tl.load(plan + 1 + request)
+        first = tl.load(schedule + 1 + request)
     else:
         chunk = UNIT
         most = num_splits

@@ -1,6 +1,6 @@
 """The kernels as operators of PyTorch, which captures on any device and compilers see.
 
-`graphrt::plan_spans` and `graphrt::paged_decode` write into given tensors and return nothing.
+`graphrt::schedule_spans` and `graphrt::paged_decode` write into given tensors and return nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch
 
 from graphrt.attention.backend import AttentionStep
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
-from graphrt.attention.triton.launch import Workspace, decode, plan
+from graphrt.attention.triton.launch import Workspace, decode, schedule
 from graphrt.attention.triton.work import Room, Splits
 
 _LIBRARY = torch.library.Library("graphrt", "FRAGMENT")
 _LIBRARY.define(
-    "plan_spans(Tensor context_lens, Tensor(a!) plan, float wave, int processors, "
+    "schedule_spans(Tensor context_lens, Tensor(a!) schedule, float wave, int processors, "
     "float merge_tokens, int longest) -> ()"
 )
 _LIBRARY.define(
     "paged_decode(Tensor query, Tensor[] caches, Tensor block_table, Tensor context_lens, "
-    "Tensor plan, Tensor(a!) out, Tensor(b!) partial, Tensor(c!) sums, int query_len, "
-    "int latent_rank, float scale, int num_splits, bool planned)"
+    "Tensor schedule, Tensor(a!) out, Tensor(b!) partial, Tensor(c!) sums, int query_len, "
+    "int latent_rank, float scale, int num_splits, bool scheduled)"
     " -> ()"
 )
 
@@ -34,16 +34,16 @@ def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device)
 
 
-def _plan_spans(
+def _schedule_spans(
     context_lens: torch.Tensor,
-    plan_out: torch.Tensor,
+    schedule_out: torch.Tensor,
     wave: float,
     processors: int,
     merge_tokens: float,
     longest: int,
 ) -> None:
     with _on_device_of(context_lens):
-        plan(context_lens, plan_out, Room(wave, processors, merge_tokens), longest)
+        schedule(context_lens, schedule_out, Room(wave, processors, merge_tokens), longest)
 
 
 def _paged_decode(
@@ -51,7 +51,7 @@ def _paged_decode(
     caches: list[torch.Tensor],
     block_table: torch.Tensor,
     context_lens: torch.Tensor,
-    plan: torch.Tensor,
+    schedule: torch.Tensor,
     out: torch.Tensor,
     partial: torch.Tensor,
     sums: torch.Tensor,
@@ -59,7 +59,7 @@ def _paged_decode(
     latent_rank: int,
     scale: float,
     num_splits: int,
-    planned: bool,
+    scheduled: bool,
 ) -> None:
     heads, page_size = query.shape[1], caches[0].shape[1]
     shape: AttentionShape
@@ -75,8 +75,8 @@ def _paged_decode(
             query,
             tuple(caches),
             out,
-            Splits(num_splits, planned),
-            Workspace(plan, partial, sums),
+            Splits(num_splits, scheduled),
+            Workspace(schedule, partial, sums),
         )
 
 
@@ -84,17 +84,17 @@ def _nothing(*_: object) -> None:
     """All results are written in place."""
 
 
-_LIBRARY.impl("plan_spans", _plan_spans, "CompositeExplicitAutograd")
+_LIBRARY.impl("schedule_spans", _schedule_spans, "CompositeExplicitAutograd")
 _LIBRARY.impl("paged_decode", _paged_decode, "CompositeExplicitAutograd")
-_LIBRARY.impl("plan_spans", _nothing, "Meta")
+_LIBRARY.impl("schedule_spans", _nothing, "Meta")
 _LIBRARY.impl("paged_decode", _nothing, "Meta")
 
 
-def plan_spans(step: AttentionStep, room: Room, workspace: Workspace) -> None:
-    """Write the spans of the lengths of `step` to `workspace.plan`, on the device."""
-    torch.ops.graphrt.plan_spans(
+def schedule_spans(step: AttentionStep, room: Room, workspace: Workspace) -> None:
+    """Write the spans of the lengths of `step` to `workspace.schedule`, on the device."""
+    torch.ops.graphrt.schedule_spans(
         step.context_lens,
-        workspace.plan,
+        workspace.schedule,
         room.wave,
         room.processors,
         room.merge_tokens,
@@ -118,7 +118,7 @@ def paged_decode(
         caches,
         step.block_table,
         step.context_lens,
-        workspace.plan,
+        workspace.schedule,
         out,
         workspace.partial,
         workspace.sums,
@@ -126,5 +126,5 @@ def paged_decode(
         shape.rank if isinstance(shape, LatentShape) else 0,
         shape.softmax_scale,
         splits.num_splits,
-        splits.planned,
+        splits.scheduled,
     )

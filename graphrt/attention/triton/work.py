@@ -32,16 +32,16 @@ _MERGE_SHARE = 5
 class Splits:
     """How a launch is cut: every request into at most `num_splits` spans of at least `UNIT` tokens.
 
-    With `planned`, `num_splits` is the number of spans of all requests together: the list of them
-    that `plan_spans` wrote on the device.
+    With `scheduled`, `num_splits` is the number of spans of all requests together: the list of them
+    that `schedule_spans` wrote on the device.
     """
 
     num_splits: int
-    planned: bool = False
+    scheduled: bool = False
 
     def grid(self, reqs: int) -> int:
         """Spans that the launch has programs for."""
-        return self.num_splits if self.planned else reqs * self.num_splits
+        return self.num_splits if self.scheduled else reqs * self.num_splits
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Room:
         return max(two_waves, -(-total // (self.limit(reqs) - reqs)), self.least(reqs))
 
 
-def planned_splits(reqs: int, room: Room, longest: int) -> Splits:
-    """A launch over the list of spans that `plan_spans` writes for the lengths of the step, which
-    are at most `longest`."""
-    return Splits(room.limit(reqs, longest), planned=True)
+def scheduled_splits(reqs: int, room: Room, longest: int) -> Splits:
+    """A launch over the list of spans that `schedule_spans` writes for the lengths of the step,
+    which are at most `longest`."""
+    return Splits(room.limit(reqs, longest), scheduled=True)
 
 
 def fixed_splits(lengths: Sequence[int], room: Room) -> Splits:
@@ -111,14 +111,16 @@ def span_of(length, chunk, most, UNIT: tl.constexpr):
 
 
 @triton.jit
-def span_at(item, context_lens, plan, num_splits, reqs, UNIT: tl.constexpr, PLANNED: tl.constexpr):
+def span_at(
+    item, context_lens, schedule, num_splits, reqs, UNIT: tl.constexpr, SCHEDULED: tl.constexpr
+):
     """Whose span number `item` is, its first token and its end, the length of the request, and how
     many spans that has. The end is -1 where nobody needs the span; an empty request has one."""
-    if PLANNED:
-        request = tl.load(plan + 1 + reqs + item)
+    if SCHEDULED:
+        request = tl.load(schedule + 1 + reqs + item)
         owner = tl.maximum(request, 0)
-        split = item - tl.load(plan + 1 + owner)
-        chunk = tl.load(plan)
+        split = item - tl.load(schedule + 1 + owner)
+        chunk = tl.load(schedule)
         most = 1 << 30
     else:
         request = item // num_splits
@@ -135,9 +137,9 @@ def span_at(item, context_lens, plan, num_splits, reqs, UNIT: tl.constexpr, PLAN
 
 
 @triton.jit(do_not_specialize=["reqs", "limit", "coarse", "least"])
-def plan_spans(
+def schedule_spans(
     context_lens,
-    plan,
+    schedule,
     reqs,
     limit,
     coarse,
@@ -148,7 +150,7 @@ def plan_spans(
     ITEMS: tl.constexpr,
     SORTED: tl.constexpr,
 ):
-    """Write the spans of a step: int32 plan = [chunk, first span of each request,
+    """Write the spans of a step: int32 schedule = [chunk, first span of each request,
     request of each span or -1]. One program.
 
     `Room.chunk` says how long they are; there are at most `limit` spans, because
@@ -174,8 +176,8 @@ def plan_spans(
         first = tl.sum(tl.where(longer | earlier, their_count[None, :], 0), 1)
     else:
         first = tl.cumsum(count, 0) - count
-    tl.store(plan, chunk)
-    tl.store(plan + 1 + rows, first, mask=rows < reqs)
+    tl.store(schedule, chunk)
+    tl.store(schedule + 1 + rows, first, mask=rows < reqs)
     spans = tl.sum(count, 0)
     for start in range(0, limit, ITEMS):
         items = start + tl.arange(0, ITEMS)
@@ -183,4 +185,4 @@ def plan_spans(
         owns = (behind >= 0) & (behind < count[None, :])
         request = tl.sum(tl.where(owns, rows[None, :], 0), 1)
         request = tl.where(items < spans, request, -1)
-        tl.store(plan + 1 + reqs + items, request, mask=items < limit)
+        tl.store(schedule + 1 + reqs + items, request, mask=items < limit)

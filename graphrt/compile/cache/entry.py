@@ -264,7 +264,7 @@ class CacheEntry:
                 return False
             merged = Manifest(
                 digest=self.key.digest,
-                torch=str(self.key.parts["versions"].get("torch")),
+                torch=str(self.key.groups["versions"].get("torch")),
                 created_s=time.time(),
                 artifacts={**theirs, **ours},
             )

@@ -15,7 +15,7 @@ from graphrt.compile.cache.versions import runtime_versions
 from graphrt.compile.options import CompileOptions
 from graphrt.core.base import InvalidOptionError
 
-Parts = dict[str, dict[str, Any]]
+Groups = dict[str, dict[str, Any]]
 
 GROUPS = ("versions", "settings", "compiler", "sources")
 _NOT_CODE = frozenset({"cache_dir", "save_format", "compile_sizes"})
@@ -24,10 +24,10 @@ _NOT_CODE = frozenset({"cache_dir", "save_format", "compile_sizes"})
 
 @dataclass(frozen=True)
 class CacheKey:
-    """`digest` names an entry of the cache, `parts` are what it was made of."""
+    """`digest` names an entry of the cache, `groups` are what it was made of."""
 
     digest: str
-    parts: Parts
+    groups: Groups
 
     @classmethod
     def of(
@@ -44,7 +44,7 @@ class CacheKey:
         Settings are JSON types; raises `InvalidOptionError` for others.
         """
         traced = sources.digests() if isinstance(sources, TracedSources) else digests_of(sources)
-        return cls.from_parts(
+        return cls.from_groups(
             {
                 "versions": dict(runtime_versions() if versions is None else versions),
                 "settings": dict(settings),
@@ -54,22 +54,22 @@ class CacheKey:
         )
 
     @classmethod
-    def from_parts(cls, parts: Mapping[str, Mapping[str, object]]) -> CacheKey:
-        """The key of these parts: what `to_json` wrote, or what `of` gathered."""
-        plain = {group: _checked(group, parts.get(group, {})) for group in GROUPS}
+    def from_groups(cls, groups: Mapping[str, Mapping[str, object]]) -> CacheKey:
+        """The key of these groups: what `to_json` wrote, or what `of` gathered."""
+        plain = {group: _checked(group, groups.get(group, {})) for group in GROUPS}
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
         return cls(hashlib.sha256(text.encode()).hexdigest(), plain)
 
     def to_json(self) -> str:
-        """For reading, and for `from_parts`."""
-        return json.dumps(self.parts, indent=1, sort_keys=True) + "\n"
+        """For reading, and for `from_groups`."""
+        return json.dumps(self.groups, indent=1, sort_keys=True) + "\n"
 
     def differences(self, other: CacheKey) -> list[str]:
         """What `self` has otherwise than `other`, as "versions.torch: 2.12.0 -> 2.13.0"."""
         return [
             line
             for group in GROUPS
-            for line in _differences(group, other.parts[group], self.parts[group])
+            for line in _differences(group, other.groups[group], self.groups[group])
         ]
 
 

@@ -161,7 +161,7 @@ def _stored_rank(directory: Path, key_name: str) -> StoredRank:
 
 def _key(directory: Path) -> CacheKey | None:
     try:
-        key = CacheKey.from_parts(json.loads((directory / KEY_FILE).read_bytes()))
+        key = CacheKey.from_groups(json.loads((directory / KEY_FILE).read_bytes()))
     except (OSError, ValueError, AttributeError, TypeError, GraphRTError):
         return None
     return key if key.digest.startswith(directory.name) else None

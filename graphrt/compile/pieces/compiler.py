@@ -13,7 +13,7 @@ from graphrt.compile.backend import AsOperator, Backend, backend_for
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.kept import KeptPieces
 from graphrt.compile.pieces.partition import Partitioned, collecting
-from graphrt.compile.pieces.static_sizes import BySize, size_place, static_inputs
+from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
 from graphrt.compile.split import Piece, fingerprint, returned_count
 from graphrt.compile.trace import value_of
 
@@ -92,8 +92,8 @@ class Compiler:
         inputs = [value_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
         name = self._name(key)
         general = self._one(graph, inputs, name, static=False)
-        place = size_place(graph, self._symbol) if self._sizes else None
-        if place is None:
+        source = size_source(graph, self._symbol) if self._sizes else None
+        if source is None:
             return general
         static = {
             size: self._one(
@@ -101,7 +101,7 @@ class Compiler:
             )
             for size in self._sizes
         }
-        return BySize(place, static, general)
+        return BySize(source, static, general)
 
     def _name(self, key: str) -> str:
         kind = "piece" if self._partition_at is None else "partitioned"

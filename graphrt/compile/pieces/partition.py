@@ -18,8 +18,7 @@ from graphrt.compile.pieces.wrapping import Wrapping
 from graphrt.compile.private_torch import PartitionFunction, lacks_partitions, partitions_taken
 from graphrt.core.base import BakedScalarError, BreakShapeError, tree
 from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.capture import Bridges, GraphWrapper, separate_strides
-from graphrt.core.device import wrapper_class
+from graphrt.core.capture import Bridges, GraphWrapper, separate_strides, wrapper_class
 
 # What Inductor calls for each of its partitions is process-wide.
 _lock = threading.RLock()
@@ -96,18 +95,18 @@ class Partitioned:
         Inductor's code does that itself, but for code whose partitions somebody else calls.
         """
         odd = [
-            place
-            for place, each in enumerate(args)
+            index
+            for index, each in enumerate(args)
             if isinstance(each, torch.Tensor) and each.is_cuda and each.data_ptr() % _ALIGNMENT
         ]
         if not odd:
             return self._run(*args)
         copies = list(args)
-        for place in odd:
-            copies[place] = args[place].clone()
+        for index in odd:
+            copies[index] = args[index].clone()
         result = self._run(*copies)
-        for place in odd:
-            args[place].copy_(copies[place])
+        for index in odd:
+            args[index].copy_(copies[index])
         return result
 
     def _in_place(self, result: Any) -> Any:
@@ -150,10 +149,10 @@ class _Captured:
                 advice="keep sizes that depend on data out of code between splitting operators",
             )
         places = self._places[descriptor]
-        given = [args[place] for place, _ in places]
-        for place, buffer in places:
-            _check_shape(args[place], buffer)
-            args[place] = buffer.copy_(args[place])
+        given = [args[index] for index, _ in places]
+        for index, buffer in places:
+            _check_shape(args[index], buffer)
+            args[index] = buffer.copy_(args[index])
         result = self._wrapper(*args)
         for original, (_, buffer) in zip(given, places, strict=True):
             original.copy_(buffer)
@@ -162,20 +161,20 @@ class _Captured:
     def _bridged(self, args: list[Any]) -> list[tuple[int, torch.Tensor]]:
         found: list[tuple[int, torch.Tensor]] = []
         storages: set[int] = set()
-        for place, tensor in enumerate(args):
+        for index, tensor in enumerate(args):
             if not isinstance(tensor, torch.Tensor) or not tensor.numel() or self._is_fixed(tensor):
                 continue
             alone = separate_strides(tensor) == tensor.stride()
             if _storage(tensor) in storages or not alone:
                 raise CompileError(
                     "a partition reads views of what a splitting operator returned",
-                    got=f"input {place}, {'a second one of its storage' if alone else 'expanded'}",
+                    got=f"input {index}, {'a second one of its storage' if alone else 'expanded'}",
                     expected="separate tensors, which separate buffers can stand for",
                     advice="let the operator write into given tensors, or leave "
                     "use_inductor_graph_partition out",
                 )
             storages.add(_storage(tensor))
-            found.append((place, self._bridges.buffer((0, place), tensor)))
+            found.append((index, self._bridges.buffer((0, index), tensor)))
         return found
 
 

@@ -28,8 +28,8 @@ class ArgumentPlaces:
         if context.capture is not None:
             fixed = context.capture.fixed
             self._moving[context.descriptor] = tuple(
-                (place, each.data_ptr())
-                for place, each in enumerate(tree.tensors(arguments))
+                (index, each.data_ptr())
+                for index, each in enumerate(tree.tensors(arguments))
                 if not _is_fixed(each, fixed, pool)
             )
             return
@@ -37,11 +37,11 @@ class ArgumentPlaces:
         if not moving:
             return
         tensors = tree.tensors(arguments)
-        for place, address in moving:
-            if tensors[place].data_ptr() != address:
+        for index, address in moving:
+            if tensors[index].data_ptr() != address:
                 raise StaleInputError(
                     "an argument of a compiled module is not where its graphs read it",
-                    got=f"tensor argument {place} at {tensors[place].data_ptr():#x}",
+                    got=f"tensor argument {index} at {tensors[index].data_ptr():#x}",
                     expected=f"{address:#x}, as in the capture of [{context.descriptor}]",
                     advice="compile without pool=, so that what computes it is captured too, or "
                     "let it be an input of the runner",

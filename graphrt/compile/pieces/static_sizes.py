@@ -53,7 +53,7 @@ def check_sizes(sizes: Collection[int], capture_sizes: Collection[int] | None) -
             )
 
 
-Place = tuple[int, int | None]
+SizeSource = tuple[int, int | None]
 """Where a call says the size: the number of an argument, and the dimension if that is a tensor."""
 
 
@@ -61,9 +61,12 @@ class BySize:
     """A piece that has code for some sizes of the batch: that size's code, or the general one."""
 
     def __init__(
-        self, place: Place, static: Mapping[int, Callable[..., Any]], general: Callable[..., Any]
+        self,
+        source: SizeSource,
+        static: Mapping[int, Callable[..., Any]],
+        general: Callable[..., Any],
     ) -> None:
-        self._argument, self._dim = place
+        self._argument, self._dim = source
         self._static = dict(static)
         self._general = general
 
@@ -74,11 +77,11 @@ class BySize:
         return self._static.get(size, self._general)(*args)
 
 
-def size_place(piece: fx.GraphModule, symbol: Any) -> Place | None:
+def size_source(piece: fx.GraphModule, symbol: Any) -> SizeSource | None:
     """Where a call of a piece says the size `symbol`; None if another symbol is in the piece, or it
     is not: what varies in two sizes cannot be compiled for one of them alone."""
-    number: Place | None = None
-    tensor: Place | None = None
+    number: SizeSource | None = None
+    tensor: SizeSource | None = None
     for index, node in enumerate(n for n in piece.graph.nodes if n.op == "placeholder"):
         value = value_of(node)
         if any(other != symbol for other in _symbols(value)):

@@ -199,7 +199,7 @@ class _Writer:
 
     def _returned(self, value: Any, outputs: Sequence[str]) -> str:
         if isinstance(value, Output):
-            return outputs[value.place]
+            return outputs[value.index]
         if isinstance(value, Argument):
             return value.path
         if isinstance(value, Weight):

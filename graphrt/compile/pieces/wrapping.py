@@ -11,8 +11,7 @@ from torch import fx
 from graphrt.compile.split import Piece
 from graphrt.core.base import tree
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import Bridges, GraphOptions
-from graphrt.core.device import wrapper_class
+from graphrt.core.capture import Bridges, GraphOptions, wrapper_class
 from graphrt.core.replay import GraphPool, SegmentHooks, deliver
 
 

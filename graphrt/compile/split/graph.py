@@ -24,7 +24,7 @@ _ALLOCATIONS = frozenset(
 
 
 @dataclass
-class Part:
+class NodeGroup:
     """Consecutive nodes that run as one piece; `splitting` ones stay out of graphs."""
 
     splitting: bool
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """One part as a graph of its own.
+    """One group as a graph of its own.
 
     `inputs` and `outputs` are the nodes of the whole graph that it takes and gives. It returns one
     tensor as it is, several as a tuple, and None where there is nothing to return.
@@ -54,61 +54,63 @@ def split(whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]) -> lis
     """The pieces of a graph, in order; the graph itself stays as it is."""
     graph = whole.graph
     numbers = floating(graph)
-    parts = partition(graph, is_splitting, numbers)
-    return [_extract(whole, index, part, numbers) for index, part in enumerate(parts)]
+    groups = partition(graph, is_splitting, numbers)
+    return [_extract(whole, index, group, numbers) for index, group in enumerate(groups)]
 
 
 def partition(
     graph: fx.Graph, is_splitting: Callable[[fx.Node], bool], numbers: set[fx.Node]
-) -> list[Part]:
+) -> list[NodeGroup]:
     """Which nodes run together.
 
-    Splitting operators that follow each other share a part. An element of a tuple belongs to what
-    makes the tuple. A part of nothing but allocations becomes the end of the compiled part before
-    it, if what it needs is there by then. Floating `numbers` belong to no part.
+    Splitting operators that follow each other share a group. An element of a tuple belongs to what
+    makes the tuple. A group of nothing but allocations becomes the end of the captured group before
+    it, if what it needs is there by then. Floating `numbers` belong to no group.
     """
-    parts: list[Part] = []
-    home: dict[fx.Node, Part] = {}
+    groups: list[NodeGroup] = []
+    home: dict[fx.Node, NodeGroup] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or node in numbers:
             continue
         producer = node.args[0] if node.target is operator.getitem else None
         if isinstance(producer, fx.Node) and producer in home:
-            part = home[producer]
+            group = home[producer]
         else:
             splitting = is_splitting(node)
-            if not parts or parts[-1].splitting is not splitting:
-                parts.append(Part(splitting))
-            part = parts[-1]
-        part.nodes.append(node)
-        home[node] = part
-    return _joined(_with_allocations_moved(parts, home))
+            if not groups or groups[-1].splitting is not splitting:
+                groups.append(NodeGroup(splitting))
+            group = groups[-1]
+        group.nodes.append(node)
+        home[node] = group
+    return _joined(_with_allocations_moved(groups, home))
 
 
-def _with_allocations_moved(parts: list[Part], home: dict[fx.Node, Part]) -> list[Part]:
-    kept: list[Part] = []
-    for part in parts:
+def _with_allocations_moved(
+    groups: list[NodeGroup], home: dict[fx.Node, NodeGroup]
+) -> list[NodeGroup]:
+    kept: list[NodeGroup] = []
+    for group in groups:
         before = next((p for p in reversed(kept) if not p.splitting), None)
-        if before is None or part.splitting or not all(map(is_allocation, part.nodes)):
-            kept.append(part)
+        if before is None or group.splitting or not all(map(is_allocation, group.nodes)):
+            kept.append(group)
             continue
         there = set(map(id, kept[: kept.index(before) + 1]))
-        needed = {n for node in part.nodes for n in node.all_input_nodes if n in home}
-        if all(id(home[n]) in there or home[n] is part for n in needed):
-            before.nodes += part.nodes
-            home.update(dict.fromkeys(part.nodes, before))
+        needed = {n for node in group.nodes for n in node.all_input_nodes if n in home}
+        if all(id(home[n]) in there or home[n] is group for n in needed):
+            before.nodes += group.nodes
+            home.update(dict.fromkeys(group.nodes, before))
         else:
-            kept.append(part)
+            kept.append(group)
     return kept
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
-    joined: list[Part] = []
-    for part in parts:
-        if joined and joined[-1].splitting is part.splitting:
-            joined[-1].nodes += part.nodes
+def _joined(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
+    joined: list[NodeGroup] = []
+    for group in groups:
+        if joined and joined[-1].splitting is group.splitting:
+            joined[-1].nodes += group.nodes
         else:
-            joined.append(part)
+            joined.append(group)
     return joined
 
 
@@ -124,9 +126,9 @@ def is_allocation(node: fx.Node) -> bool:
     return known and name in _ALLOCATIONS
 
 
-def _extract(whole: fx.GraphModule, index: int, part: Part, numbers: set[fx.Node]) -> Piece:
-    inside = set(part.nodes)
-    nodes = _with_numbers(whole.graph, part, numbers)
+def _extract(whole: fx.GraphModule, index: int, group: NodeGroup, numbers: set[fx.Node]) -> Piece:
+    inside = set(group.nodes)
+    nodes = _with_numbers(whole.graph, group, numbers)
     attributes = {
         n: getattr(whole, str(n.target), None)
         for node in nodes
@@ -140,7 +142,7 @@ def _extract(whole: fx.GraphModule, index: int, part: Part, numbers: set[fx.Node
         for n in node.all_input_nodes:
             if n not in inside and n not in numbers and n not in submodules:
                 inputs[n] = None
-    outputs = tuple(n for n in part.nodes if any(user not in inside for user in n.users))
+    outputs = tuple(n for n in group.nodes if any(user not in inside for user in n.users))
 
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -156,19 +158,19 @@ def _extract(whole: fx.GraphModule, index: int, part: Part, numbers: set[fx.Node
     graph.output(results[0] if len(results) == 1 else results or None)
     root: Any = {str(n.target): module for n, module in submodules.items()}
     module = fx.GraphModule(root, graph, class_name=f"Piece{index}")
-    return Piece(index, part.splitting, module, tuple(inputs), outputs)
+    return Piece(index, group.splitting, module, tuple(inputs), outputs)
 
 
-def _with_numbers(graph: fx.Graph, part: Part, numbers: set[fx.Node]) -> list[fx.Node]:
-    """The nodes of a part, after what computes the numbers that they use."""
-    wanted = set(part.nodes)
-    stack = list(part.nodes)
+def _with_numbers(graph: fx.Graph, group: NodeGroup, numbers: set[fx.Node]) -> list[fx.Node]:
+    """The nodes of a group, after what computes the numbers that they use."""
+    wanted = set(group.nodes)
+    stack = list(group.nodes)
     while stack:
         for n in stack.pop().all_input_nodes:
             if n in numbers and n not in wanted:
                 wanted.add(n)
                 stack.append(n)
-    return [n for n in graph.nodes if n in wanted and n in numbers] + part.nodes
+    return [n for n in graph.nodes if n in wanted and n in numbers] + group.nodes
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:

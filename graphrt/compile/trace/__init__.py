@@ -6,17 +6,17 @@ from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
 from graphrt.compile.trace.parameters import Leaf, Parameters, leaves
 from graphrt.compile.trace.sizes import floating, is_number, value_of
-from graphrt.compile.trace.subject import Place, Subject
+from graphrt.compile.trace.subject import Holding, Subject
 
 __all__ = [
     "Argument",
     "CallChecker",
     "DynamicDims",
+    "Holding",
     "Interface",
     "Leaf",
     "Output",
     "Parameters",
-    "Place",
     "Subject",
     "TracedCall",
     "Weight",

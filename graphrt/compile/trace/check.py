@@ -88,9 +88,9 @@ class CallChecker:
                 raise _changed(path, what, tuple(value.shape), _shape_text(expected.shape))
         if expected.strides is None:
             if not value.is_contiguous():
-                raise _changed(path, "the layout", f"strides {value.stride()}", "contiguous")
+                raise _changed(path, "the strides", value.stride(), "contiguous")
         elif value.stride() != expected.strides and value.numel() > 1:
-            raise _changed(path, "the layout", f"strides {value.stride()}", expected.strides)
+            raise _changed(path, "the strides", value.stride(), expected.strides)
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         values = {symbol: sizes[axis] + off for symbol, (axis, off) in self._symbols.items()}

@@ -25,7 +25,7 @@ from graphrt.compile.private_torch import (
 )
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
-from graphrt.compile.trace.side_effects import assigned_places
+from graphrt.compile.trace.side_effects import assigned_names
 from graphrt.core.base import GraphRTError
 
 # Dynamo's hooks for bytecode are process-wide; a trace is rare enough to take turns.
@@ -89,7 +89,7 @@ def trace(
 
     def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
         found["graph"] = graph
-        found["assigned"] = assigned_places()
+        found["assigned"] = assigned_names()
         found["conditions"], found["codes"] = trace_so_far()
         return _stop
 

@@ -33,9 +33,9 @@ class Interface:
 
 @dataclass(frozen=True)
 class Output:
-    """The graph's output of this place."""
+    """The graph's output of this index."""
 
-    place: int
+    index: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _probe(
     traced: Traced, leaves: Sequence[Leaf], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Interface:
     seen: list[Any] = []
-    outputs = tuple(Output(place) for place in range(len(_outputs(traced.graph))))
+    outputs = tuple(Output(index) for index in range(len(_outputs(traced.graph))))
 
     def look(*inputs: Any) -> tuple[Output, ...]:
         seen.extend(inputs)

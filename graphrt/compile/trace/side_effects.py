@@ -13,15 +13,15 @@ _KEPT = re.compile(r"\._(?:parameters|buffers)\b")
 _ROOT = re.compile(r"^G\['_call'\](?:\.__self__)?")
 
 
-def assigned_places() -> tuple[str, ...]:
+def assigned_names() -> tuple[str, ...]:
     """Attributes, containers and globals that existed before the forward, and that it assigns to.
 
     Must be called in the backend. In-place operators are no assignments.
     """
-    return tuple(dict.fromkeys(_places(side_effects())))
+    return tuple(dict.fromkeys(_names(side_effects())))
 
 
-def _places(effects: SideEffects) -> Iterator[str]:
+def _names(effects: SideEffects) -> Iterator[str]:
     attributes = getattr(effects, "store_attr_mutations", {})
     for variable in list(effects.id_to_variable.values()):
         source = getattr(variable, "source", None)

@@ -15,7 +15,7 @@ from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Parameters
 from graphrt.core.base import tree
 
-Place = tuple[Mapping[str, Any], str, Any]
+Holding = tuple[Mapping[str, Any], str, Any]
 """A dict, a name in it, and the object of that name."""
 
 
@@ -36,9 +36,9 @@ class Subject:
             found.update(_tensors_of(prefix, module))
         return found
 
-    def places(self) -> list[Place]:
+    def holdings(self) -> list[Holding]:
         """Where the module keeps its weights and modules, and what is there now."""
-        found: list[Place] = []
+        found: list[Holding] = []
         for _, module in self._modules():
             own = vars(module)
             for held in held_by(module):

@@ -192,8 +192,8 @@ class CaptureSealedError(CaptureError):
     """A graph would have had to be captured after `seal()`."""
 
 
-class UnannouncedPartError(CaptureError):
-    """A compiled part takes part in a capture that was not told of it."""
+class UnannouncedModuleError(CaptureError):
+    """A compiled module takes part in a capture that was not told of it."""
 
 
 class BreakError(GraphRTError):

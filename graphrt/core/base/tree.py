@@ -47,8 +47,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
             yield from leaves(value, f"{path}[{key!r}]")
     elif isinstance(tree, tuple | list):
-        for place, value in enumerate(tree):
-            yield from leaves(value, f"{path}[{place}]")
+        for index, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{index}]")
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from leaves(getattr(tree, field.name), f"{path}.{field.name}")

@@ -41,7 +41,7 @@ class ForwardContext:
 
     `metadata` is the host's, for eager parts that need this step's values. `slot` is the
     dispatcher's index of the graph (-1: look it up by descriptor). `capture` allows wrappers to
-    capture; `enlist` is how a compiled part that runs in a warm-up or a capture makes itself known.
+    capture; `enlist` is how a compiled module that runs in a warm-up or capture makes itself known.
     `num_reqs` is the padded number of requests where the descriptor leaves it open. `query_len` is
     how many tokens each request of the live batch has, None where they differ or nobody said: a
     graph of mixed batches serves uniform ones too, which eager parts may run faster.

@@ -1,5 +1,6 @@
 """How a step is captured: segments, eager breaks, state, the wrapper."""
 
+from graphrt.core.capture._wrapper_class import wrapper_class
 from graphrt.core.capture.breaks import eager_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.options import GraphOptions
@@ -23,4 +24,5 @@ __all__ = [
     "eager_break",
     "separate_strides",
     "user_source",
+    "wrapper_class",
 ]

@@ -6,7 +6,7 @@ from graphrt.core.device.error_chain import error_chain
 from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
 from graphrt.core.device.found import FoundPlatform, PluginWarning
 from graphrt.core.device.graph import DeviceEvent, DeviceGraph, TaskUpdate
-from graphrt.core.device.lookup import resolve_platform, wrapper_class
+from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import CONTRACT_VERSION, Availability, Capability, Platform
 from graphrt.core.device.pool_memory import (
     Allocator,
@@ -60,5 +60,4 @@ __all__ = [
     "register",
     "resolve_platform",
     "weak_alias",
-    "wrapper_class",
 ]

@@ -1,11 +1,8 @@
-"""From what a host passes as `platform=` to a platform and its wrapper class."""
+"""From what a host passes as `platform=` to a platform."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
-from graphrt.core.base import PlatformError, PlatformUnavailableError
+from graphrt.core.base import PlatformUnavailableError
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import current_platform, get_platform
 
@@ -25,18 +22,3 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
         )
     platform.start()
     return platform
-
-
-def wrapper_class(platform: Platform) -> Any:
-    """The class behind `get_static_graph_wrapper_cls()`."""
-    path = platform.get_static_graph_wrapper_cls()
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlatformError(
-            f"the wrapper class of platform {platform.name!r} cannot be imported",
-            got=path,
-            expected="the dotted path of a GraphWrapper subclass",
-            advice="fix get_static_graph_wrapper_cls() of the platform",
-        ) from error

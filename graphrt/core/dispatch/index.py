@@ -71,8 +71,8 @@ class Front:
 
     def find(self, reqs: int | None) -> int:
         """The slot of the first graph for `reqs` requests (None: any), or -1."""
-        place = 0 if reqs is None else bisect_left(self.limits, reqs)
-        return self.slots[place] if place < len(self.slots) else -1
+        index = 0 if reqs is None else bisect_left(self.limits, reqs)
+        return self.slots[index] if index < len(self.slots) else -1
 
 
 def _pruned(graphs: Sequence[Graph]) -> list[Graph]:
@@ -159,8 +159,8 @@ class GraphIndex:
     def _step(self, axis: int, bounds: Sequence[int]) -> float:
         """The smallest captured bound that admits the batch's; infinite if none or unknown."""
         steps = self._bound_steps[axis]
-        place = bisect_left(steps, bounds[axis]) if axis < len(bounds) else len(steps)
-        return steps[place] if place < len(steps) else _INF
+        index = bisect_left(steps, bounds[axis]) if axis < len(bounds) else len(steps)
+        return steps[index] if index < len(steps) else _INF
 
     def _table(
         self,
@@ -206,12 +206,12 @@ def _rows(sizes: list[int], by_mode: list[list[Graph]]) -> list[Row]:
     pending = [list(group) for group in by_mode]
     rows: list[Row] = []
     for size in reversed(sizes):
-        for place, group in enumerate(pending):
+        for index, group in enumerate(pending):
             same: list[Graph] = []
             while group and group[-1].descriptor.num_tokens >= size:
                 same.append(group.pop())
             if same:
-                fronts[place] = _pruned([*reversed(same), *fronts[place]])
+                fronts[index] = _pruned([*reversed(same), *fronts[index]])
         front = Front([graph for group in fronts for graph in group])
         rows.append((front.limits[0], front.slots[0], front))
     rows.reverse()

@@ -12,7 +12,7 @@ from graphrt.core.base import InvalidOptionError, tree
 from graphrt.core.batch import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
-"""Axes of an output, or of several by name or place: see `cutting`."""
+"""Axes of an output, or of several by name or position: see `cutting`."""
 
 
 class Rows(NamedTuple):

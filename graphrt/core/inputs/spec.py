@@ -42,9 +42,9 @@ class InputSpec:
                 expected="a pad value that reads and writes nothing live",
                 advice="pad=-1 if the kernel skips it, or the slot of a dummy page",
             )
-        axes = [place for place, size in enumerate(self.shape) if isinstance(size, str)]
-        for place in axes:
-            Axis.parse(str(self.shape[place]))
+        axes = [index for index, size in enumerate(self.shape) if isinstance(size, str)]
+        for index in axes:
+            Axis.parse(str(self.shape[index]))
         if len(axes) > 1:
             raise InvalidInputError(
                 "an input has at most one batch axis", got=self.shape, expected="one of them named"

@@ -15,27 +15,27 @@ MAX_SLOTS = 64
 which so many would take more than `MAX_BYTES`."""
 MAX_BYTES = 32 << 20
 
-_CACHED_PARTS = 1024
+_CACHED_VIEWS = 1024
 
 
 class Window:
-    """A flat uint8 tensor and those parts of it that were used."""
+    """A flat uint8 tensor and those spans of it that were used."""
 
-    __slots__ = ("_parts", "buffer")
+    __slots__ = ("_views", "buffer")
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
-        self._parts: dict[tuple[int, int], torch.Tensor] = {}
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
 
-    def part(self, span: tuple[int, int]) -> torch.Tensor:
+    def view(self, span: tuple[int, int]) -> torch.Tensor:
         """Bytes `span[0]` to `span[1]`."""
-        found = self._parts.get(span)
+        found = self._views.get(span)
         if found is None:
             with torch.inference_mode(False):
                 found = self.buffer[span[0] : span[1]]
-            if len(self._parts) >= _CACHED_PARTS:
-                self._parts.clear()
-            self._parts[span] = found
+            if len(self._views) >= _CACHED_VIEWS:
+                self._views.clear()
+            self._views[span] = found
         return found
 
 
@@ -67,7 +67,7 @@ class Slot:
         asynchronous = self._event is not None
         try:
             for span in spans:
-                slab.part(span).copy_(self._window.part(span), non_blocking=asynchronous)
+                slab.view(span).copy_(self._window.view(span), non_blocking=asynchronous)
         finally:
             if self._event is not None:
                 self._event.record(stream)
@@ -102,6 +102,6 @@ class Staging:
         """Twice as many slots: page-locked memory is slow to get, so it comes in few pieces."""
         more = min(max(1, len(self._slots)), self._max_slots - len(self._slots))
         buffer = self._platform.host_buffer(more * self._nbytes)
-        for place in range(more):
-            part = buffer[place * self._nbytes : (place + 1) * self._nbytes]
-            self._slots.appendleft(Slot(part, self._platform.new_event()))
+        for index in range(more):
+            view = buffer[index * self._nbytes : (index + 1) * self._nbytes]
+            self._slots.appendleft(Slot(view, self._platform.new_event()))

@@ -1,4 +1,4 @@
-"""Compiled parts of a forward, as far as a plan must know them before anything is captured."""
+"""Compiled modules of a forward, as far as a plan must know them before anything is captured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AUTO = "auto"
 
 
 class CompiledFacts(Protocol):
-    """What a compiled part means for the mode."""
+    """What a compiled module means for the mode."""
 
     @property
     def graphs(self) -> bool:
@@ -36,7 +36,7 @@ _NAMES = ("graphs", "provides", "whole_graph")
 
 @dataclass(frozen=True)
 class SavedFacts:
-    """What a saved plan knows of a compiled part that it was made for."""
+    """What a saved plan knows of a compiled module that it was made for."""
 
     graphs: bool = True
     provides: PieceProvider | None = None
@@ -44,7 +44,7 @@ class SavedFacts:
 
 
 def compiled_in(value: Any) -> list[Any]:
-    """The compiled parts that `value` is, or that it holds as a module; none for other functions.
+    """The compiled modules that `value` is, or that it holds as a module; none for other functions.
 
     A module holds one where `graphrt.compile` put it: in itself, or in a module inside of it.
     """
@@ -57,33 +57,33 @@ def compiled_in(value: Any) -> list[Any]:
 
 
 def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
-    """The compiled parts in `compiled=[...]`, each once; raises `InvalidOptionError` for a value
+    """The compiled modules in `compiled=[...]`, each once; raises `InvalidOptionError` for a value
     that has none."""
     found: dict[int, Any] = {}
     for value in announced:
-        parts = compiled_in(value)
-        if not parts:
+        modules = compiled_in(value)
+        if not modules:
             raise InvalidOptionError(
-                "a value in compiled= is no compiled part and has none",
+                "a value in compiled= is no compiled module and has none",
                 got=repr(value)[:200],
                 expected="what graphrt.compile returned, or a module that was compiled in place",
                 advice="compiled=[graphrt.compile(module, ...)]",
             )
-        found.update((id(part), part) for part in parts)
+        found.update((id(module), module) for module in modules)
     return tuple(found.values())
 
 
 def provider_of(
-    parts: Sequence[CompiledFacts], asked: PieceProvider | str | None
+    modules: Sequence[CompiledFacts], asked: PieceProvider | str | None
 ) -> tuple[PieceProvider | None, bool]:
-    """What cuts a forward with these parts into pieces, and whether it must stay whole.
+    """What cuts a forward with these modules into pieces, and whether it must stay whole.
 
-    "auto" stands for what the parts bring along, else for breakable capture. Raises
-    `InvalidOptionError` for breakable capture of parts whose pieces are captured one by one.
+    "auto" stands for what the modules bring along, else for breakable capture. Raises
+    `InvalidOptionError` for breakable capture of modules whose pieces are captured one by one.
     """
-    if any(part.whole_graph for part in parts):
+    if any(module.whole_graph for module in modules):
         return None, True
-    brought = next((part.provides for part in parts if part.provides is not None), None)
+    brought = next((module.provides for module in modules if module.provides is not None), None)
     if isinstance(asked, str) and asked.strip().lower() == AUTO:
         return brought or PieceProvider.BREAKABLE, False
     provider = PieceProvider.parse(asked)
@@ -97,11 +97,11 @@ def provider_of(
     return provider, False
 
 
-def without_graphs(parts: Sequence[CompiledFacts], resolution: ModeResolution) -> ModeResolution:
-    """NONE instead, if a part was compiled with `graphs=False`."""
-    if all(part.graphs for part in parts):
+def without_graphs(modules: Sequence[CompiledFacts], resolution: ModeResolution) -> ModeResolution:
+    """NONE instead, if a module was compiled with `graphs=False`."""
+    if all(module.graphs for module in modules):
         return resolution
-    why = "a part of the forward was compiled with graphs=False"
+    why = "a module of the forward was compiled with graphs=False"
     return resolution.stepped("graphs-off", GraphMode.NONE, why)
 
 

@@ -74,8 +74,8 @@ class Plan:
         default the largest of `sizes` (in tokens); one of the three is needed. `max_size` is the
         largest size to capture. `query_lens` are the tokens of a request in a decode step.
         `attention` is what the attention of the model can be captured in, or that of each backend
-        by name. `pieces` is what cuts the forward; "auto" stands for pieces that a compiled part
-        brings along, else for breakable capture. `compiled` are the compiled parts of the forward
+        by name. `pieces` is what cuts the forward; "auto" stands for pieces that a compiled module
+        brings along, else for breakable capture. `compiled` are the compiled modules of the forward
         (`graphrt.compile`), which must all be named unless the forward is one itself.
 
         There is a graph for each of `loras` (active adapters, None for any number), `variants` and,
@@ -164,12 +164,12 @@ class Plan:
         return Plan(**arguments, platform=self.platform if platform is None else platform)
 
     def fitted_to(self, platform: Platform, compiled: Sequence[Any]) -> Plan:
-        """The plan for this platform and these compiled parts: itself if it was made for them.
+        """The plan for this platform and these compiled modules: itself if it was made for them.
 
         What comes out differently is printed as a `PlanChangedWarning`.
         """
-        same_parts = list(map(id, self.compiled)) == list(map(id, compiled))
-        if platform.name == self.platform.name and same_parts:
+        same_modules = list(map(id, self.compiled)) == list(map(id, compiled))
+        if platform.name == self.platform.name and same_modules:
             return self
         plan = self.replace(platform=platform, compiled=compiled)
         changed = self.differences(plan)
@@ -232,7 +232,7 @@ class Plan:
         """The plan in a file of `save`, resolved again for `platform` (by default the current one).
 
         What comes out differently is printed as a `PlanChangedWarning`. `compiled` are the compiled
-        parts of the forward now; without them, what the file knows of them holds. Raises
+        modules of the forward now; without them, what the file knows of them holds. Raises
         `PlanFileError` for a file that is damaged or no plan.
         """
         found = saved.read(path)

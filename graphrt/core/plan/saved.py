@@ -62,7 +62,7 @@ def plain_results(fitted: Fitted, sizes: CaptureSizes) -> dict[str, Any]:
 
 
 def plain_arguments(arguments: Mapping[str, Any], fitted: Fitted) -> dict[str, Any]:
-    """What a plan was made from, in JSON's types; compiled parts as what they mean for the mode."""
+    """What a plan was made from, in JSON's types; compiled modules as their facts."""
     mode, pieces = arguments["mode"], PieceProvider.parse(_unless_auto(arguments["pieces"]))
     attention, budget = arguments["attention"], arguments["budget"]
     named = isinstance(attention, Mapping)
@@ -77,7 +77,7 @@ def plain_arguments(arguments: Mapping[str, Any], fitted: Fitted) -> dict[str, A
         if named
         else AttentionSupport(attention).name,
         "pieces": arguments["pieces"] if pieces is None else pieces.value,
-        "compiled": [_plain_facts(part) for part in arguments["compiled"]],
+        "compiled": [_plain_facts(module) for module in arguments["compiled"]],
         "loras": list(arguments["loras"]),
         "bounds": [list(bound) for bound in arguments["bounds"]],
         "variants": [_plain_variant(variant) for variant in arguments["variants"]],

@@ -19,9 +19,9 @@ class TaskTable:
         self.tasks = tuple(tasks)
         self.known = frozenset(name for task in tasks for name in (task.name, task.spec.group))
         groups: dict[tuple[int, frozenset[str]], list[int]] = {}
-        for place, task in enumerate(tasks):
-            groups.setdefault((id(task.spec), frozenset(task.values)), []).append(place)
-        self._groups = [_Layers(self.tasks, places) for places in groups.values()]
+        for index, task in enumerate(tasks):
+            groups.setdefault((id(task.spec), frozenset(task.values)), []).append(index)
+        self._groups = [_Layers(self.tasks, indices) for indices in groups.values()]
 
     def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues] | None:
         """The host values of every task, in order; None if all are what they were."""
@@ -34,19 +34,19 @@ class TaskTable:
             return None
         values: list[HostValues] = [{}] * len(self.tasks)
         for layers, of_layers in zip(groups, found, strict=True):
-            for place, new in zip(layers.places, of_layers, strict=True):
-                values[place] = new
+            for index, new in zip(layers.indices, of_layers, strict=True):
+                values[index] = new
         return values
 
 
 class _Layers:
     """Tasks of one declaration that were captured with values for the same host arguments."""
 
-    __slots__ = ("keys", "names", "places", "spec", "tasks")
+    __slots__ = ("indices", "keys", "names", "spec", "tasks")
 
-    def __init__(self, tasks: Sequence[CapturedTask], places: list[int]) -> None:
-        self.places = places
-        self.tasks = [tasks[place] for place in places]
+    def __init__(self, tasks: Sequence[CapturedTask], indices: list[int]) -> None:
+        self.indices = indices
+        self.tasks = [tasks[index] for index in indices]
         self.spec = self.tasks[0].spec
         self.names = frozenset(task.name for task in self.tasks) - {self.spec.group}
         self.keys = self.tasks[0].values.keys()

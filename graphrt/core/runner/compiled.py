@@ -1,18 +1,18 @@
-"""Compiled parts of a forward: what a runner tells them, and that none takes part unannounced."""
+"""Compiled modules of a forward: what a runner tells them, and that none takes part unannounced."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol, cast
 
-from graphrt.core.base import InvalidOptionError, StaleInputError, UnannouncedPartError
+from graphrt.core.base import InvalidOptionError, StaleInputError, UnannouncedModuleError
 from graphrt.core.capture import GraphOptions
 from graphrt.core.plan import CompiledFacts, SavedFacts, compiled_in
 from graphrt.core.replay import GraphPool, SegmentHooks
 
 
-class CompiledPart(CompiledFacts, Protocol):
-    """Part of a forward that compiles itself at its first call, and must not do so any later.
+class AnnouncedModule(CompiledFacts, Protocol):
+    """Module of a forward that compiles itself at its first call, and must not do so any later.
 
     In a warm-up or a capture it calls `enlist(self)` of its context.
     """
@@ -42,31 +42,33 @@ class CompiledPart(CompiledFacts, Protocol):
         """It may be compiled again; weights may move until its next call, which takes them over."""
 
 
-class CompiledParts:
-    """The announced compiled parts of one runner."""
+class CompiledModules:
+    """The announced compiled modules of one runner."""
 
-    def __init__(self, parts: Iterable[CompiledFacts]) -> None:
-        self.parts = [
-            cast(CompiledPart, part) for part in parts if not isinstance(part, SavedFacts)
+    def __init__(self, modules: Iterable[CompiledFacts]) -> None:
+        self.modules = [
+            cast(AnnouncedModule, module)
+            for module in modules
+            if not isinstance(module, SavedFacts)
         ]
 
-    def enlist(self, part: Any) -> None:
-        """Let a part take part in a warm-up or capture.
+    def enlist(self, module: Any) -> None:
+        """Let a module take part in a warm-up or capture.
 
-        Raises `UnannouncedPartError` for one that nobody named: its weights would not be followed,
-        and it could be compiled while serving.
+        Raises `UnannouncedModuleError` for one that nobody named: its weights would not be
+        followed, and it could be compiled while serving.
         """
-        if not any(part is known for known in self.parts):
-            raise UnannouncedPartError(
-                "a compiled part takes part in a capture and was not announced",
-                got=repr(part),
-                expected=", ".join(map(repr, self.parts)) or "no compiled part",
+        if not any(module is known for known in self.modules):
+            raise UnannouncedModuleError(
+                "a compiled module takes part in a capture and was not announced",
+                got=repr(module),
+                expected=", ".join(map(repr, self.modules)) or "no compiled module",
                 advice="name it in the plan: compiled=[...]",
             )
 
     def check_weights(self) -> None:
         """Raise `StaleInputError` if weights are not where compiled code reads them."""
-        moved = [name for part in self.parts for name in part.moved_weights()]
+        moved = [name for module in self.modules for name in module.moved_weights()]
         if moved:
             raise StaleInputError(
                 "weights are not where the graphs read them",
@@ -77,55 +79,55 @@ class CompiledParts:
 
     def seal(self) -> None:
         """Compile and capture nothing any more."""
-        for part in self.parts:
-            part.seal()
+        for module in self.modules:
+            module.seal()
 
     def unseal(self) -> None:
         """Allow it again."""
-        for part in self.parts:
-            part.unseal()
+        for module in self.modules:
+            module.unseal()
 
-    def prepare(self, sizes: Collection[int]) -> list[CompiledPart]:
-        """Tell every part what will be captured; returns those that have yet to be compiled."""
+    def prepare(self, sizes: Collection[int]) -> list[AnnouncedModule]:
+        """Tell every module what will be captured; returns those that have yet to be compiled."""
         self.tell_sizes(sizes)
-        for part in self.parts:
-            part.rebind_weights()
-        pending = [part for part in self.parts if not part.compiled]
-        for part in pending:
-            part.unseal()
+        for module in self.modules:
+            module.rebind_weights()
+        pending = [module for module in self.modules if not module.compiled]
+        for module in pending:
+            module.unseal()
         return pending
 
     def tell_sizes(self, sizes: Collection[int]) -> None:
         """Say which numbers of tokens batches are padded to."""
-        for part in self.parts:
-            part.use_capture_sizes(sizes)
+        for module in self.modules:
+            module.use_capture_sizes(sizes)
 
     def tell_options(self, options: GraphOptions, hooks: SegmentHooks | None) -> None:
         """Say how pieces are captured."""
-        for part in self.parts:
-            part.use_wrapper_options(options, hooks)
+        for module in self.modules:
+            module.use_wrapper_options(options, hooks)
 
 
 def with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:
-    """The announced parts, and those that the forward is or, as a module, has; each once."""
-    found = {id(part): part for part in (*compiled_in(forward), *announced)}
-    real = [part for part in found.values() if not isinstance(part, SavedFacts)]
-    # What a saved plan knows only stands in for parts that nobody named.
+    """The announced modules, and those that the forward is or, as a module, has; each once."""
+    found = {id(module): module for module in (*compiled_in(forward), *announced)}
+    real = [module for module in found.values() if not isinstance(module, SavedFacts)]
+    # What a saved plan knows only stands in for modules that nobody named.
     return real or list(found.values())
 
 
-def pool_of(parts: Iterable[Any], pool: GraphPool | None) -> GraphPool | None:
-    """The pool of a runner with these parts: `pool`, or theirs if none was given.
+def pool_of(modules: Iterable[Any], pool: GraphPool | None) -> GraphPool | None:
+    """The pool of a runner with these modules: `pool`, or theirs if none was given.
 
-    Raises `InvalidOptionError` for parts that capture somewhere else: nothing would know which of
+    Raises `InvalidOptionError` for modules that capture somewhere else: nothing would know which of
     their results the next step overwrites.
     """
-    for part in parts:
-        own = getattr(part, "pool", None)
+    for module in modules:
+        own = getattr(module, "pool", None)
         if own is not None and own is not pool:
             if pool is not None:
                 raise InvalidOptionError(
-                    "a compiled part of the forward captures its pieces in another pool",
+                    "a compiled module of the forward captures its pieces in another pool",
                     got=f"pool={pool!r}",
                     expected=f"{own!r}, which it was compiled with",
                     advice="pass the same pool= to graphrt.compile and to GraphRunner",

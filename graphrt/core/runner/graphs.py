@@ -18,13 +18,13 @@ from graphrt.core.capture import (
     GraphWrapper,
     SavedState,
     Sealing,
+    wrapper_class,
 )
-from graphrt.core.device import wrapper_class
 from graphrt.core.dispatch import Dispatch, GraphDispatcher
 from graphrt.core.inputs import OutputAxes, StaticInputs, cutting
 from graphrt.core.plan import CaptureKey, Plan
 from graphrt.core.replay import WORST_CASE, GraphPool
-from graphrt.core.runner.compiled import CompiledParts
+from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.session import (
     DroppedGraph,
@@ -71,8 +71,8 @@ class GraphSet:
         self._pool = pool
         self._inputs = inputs
         self._cut = cutting(outputs)
-        self._parts = CompiledParts(plan.compiled)
-        self._parts.tell_sizes(self._sizes)
+        self._compiled = CompiledModules(plan.compiled)
+        self._compiled.tell_sizes(self._sizes)
         self.run_forward = _without_gradients(forward)
         self._wrappers = self._wrap(forward)
         self._captured: list[Captured] = []
@@ -118,7 +118,7 @@ class GraphSet:
                     alike=self._host.bind is None,
                 ),
                 bind=self._prepare,
-                enlist=self._parts.enlist,
+                enlist=self._compiled.enlist,
                 state=saved,
                 around_capture=self._host.around_capture,
                 publish=self._publish,
@@ -155,14 +155,14 @@ class GraphSet:
         """Raise `StaleInputError` if weights are no longer where the graphs read them."""
         self.weights.check()
         if self.records:
-            self._parts.check_weights()
+            self._compiled.check_weights()
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
         self.sealing.close()
         for owner in self.owners():
             owner.seal()
-        self._parts.seal()
+        self._compiled.seal()
 
     def release(self) -> None:
         """Destroy all graphs of this set; every key stays reserved."""
@@ -173,7 +173,7 @@ class GraphSet:
         self.steps.clear()
         self._failed.clear()
         self.sealing.open()
-        self._parts.unseal()
+        self._compiled.unseal()
         captured, self._captured = self._captured, []
         for each in reversed(captured):
             each.undo()
@@ -189,11 +189,11 @@ class GraphSet:
         return {descriptor.num_tokens for _, descriptor in self._plan.keys}
 
     def _compile(self, step: PaddedStep | None, saved: SavedState) -> None:
-        """Run one eager step if a part of the forward has yet to be compiled.
+        """Run one eager step if a module of the forward has yet to be compiled.
 
         Without a `step`, as where no graph is planned, it is one of all rows.
         """
-        if not self._parts.prepare(self._sizes):
+        if not self._compiled.prepare(self._sizes):
             return
         if step is None:
             rows = BatchDescriptor(self._inputs.tokens, self._inputs.reqs)
@@ -201,7 +201,7 @@ class GraphSet:
         context = ForwardContext(
             GraphMode.NONE, step.descriptor, updates=WORST_CASE, num_reqs=step.reqs
         )
-        context.enlist = self._parts.enlist
+        context.enlist = self._compiled.enlist
         try:
             with self._host.around_capture(), self._pool.owned_by(context), context:
                 self._prepare(step, "warmup")
@@ -223,7 +223,7 @@ class GraphSet:
         # The runner itself clones what comes out of several graphs.
         outputs = "static" if options.outputs == "static" else "pool"
         for_pieces = options.merged({"lazy": False, "outputs": outputs, "breaks": ()})
-        self._parts.tell_options(for_pieces, self._host.around_graph)
+        self._compiled.tell_options(for_pieces, self._host.around_graph)
         wrappers: dict[GraphMode, GraphWrapper] = {}
         inner = forward
         if mode.has_piecewise and self._plan.pieces is PieceProvider.BREAKABLE:

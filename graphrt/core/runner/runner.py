@@ -64,7 +64,7 @@ class GraphRunner:
         how graphs are captured and replayed. `pool` shares memory with what never runs at the same
         time as this runner. `device` is where the inputs' buffers are, by default the platform's.
 
-        A plan of another platform, or without the compiled parts that the forward is or has as a
+        A plan of another platform, or without the compiled modules that the forward is or has as a
         module, is resolved again, and a `PlanChangedWarning` says what came out differently. Raises
         the named errors of bad plans, inputs and platforms.
         """

@@ -69,7 +69,7 @@ def capture_graphs(
 
     A graph that fails is rolled back and the error raised; those before it stay published. One
     that the device has no room for is rolled back and dropped: smaller ones after it may fit.
-    `enlist` is asked about every compiled part that takes part. `state` is restored after every
+    `enlist` is asked about every compiled module that takes part. `state` is restored after every
     forward, so that each starts from it. The pool is held all the
     time: a step of another thread would read buffers that a capture fills.
     """

@@ -9,7 +9,7 @@ from graphrt.core.base import check_keys, read_settings
 from graphrt.core.capture import GraphOptions
 from graphrt.core.plan import PlanArguments
 
-# Compiled parts and budgets cannot be written in one value.
+# Compiled modules and budgets cannot be written in one value.
 WRITTEN = tuple(
     name for name in PlanArguments.__annotations__ if name not in ("compiled", "budget", "traffic")
 )

@@ -28,7 +28,7 @@ class AddressBook:
     def check(self) -> None:
         """Raise `StaleInputError` if something that graphs read has moved."""
         now = self._now()
-        moved = [name for name, layout in self._captured.items() if now.get(name) != layout]
+        moved = [name for name, where in self._captured.items() if now.get(name) != where]
         if moved:
             raise StaleInputError(
                 "parameters are not where the captured graphs read them",
@@ -46,5 +46,5 @@ class AddressBook:
         elif isinstance(source, Mapping):
             named = list(source.items())
         else:
-            named = [(str(place), tensor) for place, tensor in enumerate(source)]
+            named = [(str(index), tensor) for index, tensor in enumerate(source)]
         return {name: tree.identity(tensor) for name, tensor in named}

@@ -240,15 +240,15 @@ def _equal_all(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _computes(call: Call, results: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
-    layout = [_layout(t) for t in outs]
+    before = [_identity(t) for t in outs]
     try:
         call()
     except _REFUSALS:
         return False  # not every out variant takes every argument; the operator is run again
-    return [_layout(t) for t in outs] == layout and all(map(same_bits, results, outs))
+    return [_identity(t) for t in outs] == before and all(map(same_bits, results, outs))
 
 
-def _layout(t: torch.Tensor) -> tuple[object, ...]:
+def _identity(t: torch.Tensor) -> tuple[object, ...]:
     return t.data_ptr(), t.dtype, t.size(), t.stride()
 
 

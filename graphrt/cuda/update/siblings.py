@@ -31,10 +31,10 @@ def own_words(bases: Sequence[Image]) -> frozenset[int]:
     """The words in which images of equal sizes differ."""
     first = words(bases[0])
     return frozenset(
-        place
+        index
         for other in bases[1:]
         if other.data != bases[0].data
-        for place, (a, b) in enumerate(zip(first, words(other), strict=True))
+        for index, (a, b) in enumerate(zip(first, words(other), strict=True))
         if a != b
     )
 
@@ -64,14 +64,14 @@ class Known:
 class Family:
     """Tasks of one graph that are alike: issued alike, and captured as the same launches.
 
-    `layers` are the nodes of each, `places` where they are among the tasks of the graph. `alike` is
-    None until enough sets were compared.
+    `layers` are the nodes of each, `indices` where they are among the tasks of the graph. `alike`
+    is None until enough sets were compared.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[TaskNode]], places: Sequence[int], counts: UpdateCounts
+        self, layers: Sequence[Sequence[TaskNode]], indices: Sequence[int], counts: UpdateCounts
     ) -> None:
-        self.places = list(places)
+        self.indices = list(indices)
         self.alike: bool | None = None if len(layers) > 1 else False
         self._layers = layers
         self._counts = counts
@@ -85,9 +85,9 @@ class Family:
 
     def prepare(self, updates: Sequence[TaskUpdate], issue: Issue) -> list[tuple[Known, list[int]]]:
         """What each layer is to be given, by number; layers are issued where that is not known."""
-        first = updates[self.places[0]].values
-        for place in self.places:
-            if updates[place].values is not first:
+        first = updates[self.indices[0]].values
+        for index in self.indices:
+            if updates[index].values is not first:
                 return [
                     (self._find(values, numbers, updates, issue), numbers)
                     for values, numbers in self._by_values(updates)
@@ -117,8 +117,8 @@ class Family:
         self, updates: Sequence[TaskUpdate]
     ) -> list[tuple[Mapping[str, Any], list[int]]]:
         found: dict[Hashable, tuple[Mapping[str, Any], list[int]]] = {}
-        for number, place in enumerate(self.places):
-            values = updates[place].values
+        for number, index in enumerate(self.indices):
+            values = updates[index].values
             key = key_of(values)
             # An id is no key of values: those are tuples.
             found.setdefault(id(values) if key is None else key, (values, []))[1].append(number)
@@ -149,7 +149,7 @@ class Family:
     ) -> None:
         if self.alike and not known.whole:
             issuer, missing = missing[0], missing[1:]
-            images = issue(updates[self.places[issuer]])
+            images = issue(updates[self.indices[issuer]])
             if self._keeps_own_words(issuer, images):
                 self._latest = known.patched = tuple(map(_same_if_equal, self._latest, images))
                 known.issuer = issuer
@@ -157,7 +157,7 @@ class Family:
             self._counts.self_check_failures += 1
             known.whole[issuer] = images
         for number in missing:
-            images = issue(updates[self.places[number]])
+            images = issue(updates[self.indices[number]])
             known.whole[number] = tuple(map(_same_if_equal, self._bases[number], images))
         if self.alike is None and len(known.whole) == len(self._layers):
             self._check(known)
@@ -190,10 +190,10 @@ class Family:
         self.alike = True
         for bases, own in zip(zip(*self._bases, strict=True), self._own, strict=True):
             shared = SharedSetting(bases[0], own)
-            place = len(self._columns)
+            index = len(self._columns)
             self._columns.append(
                 [
-                    (nodes[place], PatchedSetting(base, shared))
+                    (nodes[index], PatchedSetting(base, shared))
                     for nodes, base in zip(self._layers, bases, strict=True)
                 ]
             )

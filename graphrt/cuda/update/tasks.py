@@ -206,8 +206,8 @@ class GraphTasks:
 
     def _give(self, graph: Any, updates: Sequence[TaskUpdate], prepared: Any) -> None:
         try:
-            for place in self._unreadable:
-                self._recorder.give_directly(updates[place], self.ladder)
+            for index in self._unreadable:
+                self._recorder.give_directly(updates[index], self.ladder)
             for family, of_layers in prepared:
                 family.give(of_layers, self.ladder)
             self.ladder.settle(graph)
@@ -218,18 +218,18 @@ class GraphTasks:
     def _sorted(self, updates: Sequence[TaskUpdate]) -> list[Family]:
         groups: dict[Hashable, list[int]] = {}
         self._unreadable = []
-        for place, update in enumerate(updates):
+        for index, update in enumerate(updates):
             handle: TaskHandle = update.handle
             self._recorder.read(handle)
             if handle.bases is None:
-                self._unreadable.append(place)
+                self._unreadable.append(index)
                 continue
             launches = tuple((image.launch, image.sizes) for image in handle.bases)
             alike = update.likeness(), tuple(handle.kinds), tuple(handle.fixed), launches
-            groups.setdefault(alike, []).append(place)
+            groups.setdefault(alike, []).append(index)
         return [
-            Family([updates[place].handle.nodes for place in places], places, self._counts)
-            for places in groups.values()
+            Family([updates[index].handle.nodes for index in indices], indices, self._counts)
+            for indices in groups.values()
         ]
 
 

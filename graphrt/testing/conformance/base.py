@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, GraphOptions, GraphWrapper
-from graphrt.core.device import Capability, Platform, wrapper_class
+from graphrt.core.capture import CaptureTransaction, GraphOptions, GraphWrapper, wrapper_class
+from graphrt.core.device import Capability, Platform
 from graphrt.core.replay import GraphPool, SegmentHooks
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
@@ -62,7 +62,7 @@ class ConformanceBase:
         hooks: SegmentHooks | None = None,
         **options: Any,
     ) -> GraphWrapper:
-        wrapper: GraphWrapper = wrapper_class(self.platform)(
+        return wrapper_class(self.platform)(
             function,
             mode,
             pool=pool,
@@ -70,7 +70,6 @@ class ConformanceBase:
             breakable=breakable,
             hooks=hooks,
         )
-        return wrapper
 
     def capture(
         self,

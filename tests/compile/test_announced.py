@@ -1,4 +1,4 @@
-"""Compiled parts of a forward: announced, or refused where they take part in a capture."""
+"""Compiled modules of a forward: announced, or refused where they take part in a capture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphrt.core.base import (
     InvalidOptionError,
     ModeNotSupportedError,
     StaleInputError,
-    UnannouncedPartError,
+    UnannouncedModuleError,
 )
 from graphrt.core.capture import GraphOptions
 
@@ -119,7 +119,7 @@ MODULES = ("module", "larger module")
 def test_a_part_that_nobody_announced_is_refused_however_it_is_reached(module, way, mode):
     compiled = compile_module(module, ["x"])
     with runner(WAYS[way](module), mode=mode) as run:
-        with pytest.raises(UnannouncedPartError, match=r"compiled=\["):
+        with pytest.raises(UnannouncedModuleError, match=r"compiled=\["):
             run.capture()
         assert run.dispatcher.published == ()
         x = torch.randn(4, 4)
@@ -153,7 +153,7 @@ def test_a_saved_plan_knows_what_its_parts_meant(module, tmp_path):
     assert loaded.pieces is planned.pieces is PieceProvider.FX
     assert loaded.fingerprint == planned.fingerprint
     run = GraphRunner(lambda x: module(x), loaded, inputs=X, outputs=("tokens", 4))
-    with run, pytest.raises(UnannouncedPartError):
+    with run, pytest.raises(UnannouncedModuleError):
         run.capture()
     loaded = Plan.load(tmp_path / "plan.json", platform="cpu", compiled=[compiled])
     with GraphRunner(lambda x: module(x), loaded, inputs=X, outputs=("tokens", 4)) as run:
@@ -188,7 +188,7 @@ def test_objects_that_only_look_like_parts_are_none():
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("asked for an attribute")
 
-    with pytest.raises(InvalidOptionError, match="no compiled part"):
+    with pytest.raises(InvalidOptionError, match="no compiled module"):
         runner(lambda x: x, compiled=[Answering()])
 
 
