@@ -1,14 +1,16 @@
-"""docs/architecture.md: its map is the tree, its walks name what is there."""
+"""docs/architecture.md: its map and walks are what is there; the site has all of the surface."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.test_layout import LAYERS, MOST_LINES, UPPER
+from tests.test_surface import PUBLIC, SURFACE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -59,3 +61,33 @@ def test_what_the_walks_call_is_there(file, name):
 
 def test_there_are_walks():
     assert len(WALKED) > 25
+
+
+@pytest.fixture(scope="module")
+def site():
+    """docs/site_pages.py, which is no module of a package."""
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs" / "site_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_has_a_page_for_every_public_module(site):
+    assert site.PUBLIC == PUBLIC
+
+
+def test_the_reference_describes_every_public_name_once(site):
+    homes = site.homes()
+    assert {(module, name) for module in homes for name in homes[module]} == set(SURFACE)
+    for module, names in homes.items():
+        page = site.reference(module, names)
+        for name, home in names.items():
+            described = f"::: {module}.{name}" in page.splitlines()
+            assert described == (home == module and f"{module}.{name}" not in PUBLIC)
+
+
+def test_the_site_has_every_document(site):
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = set(re.findall(r": ([\w.]+\.md)$", settings, re.MULTILINE))
+    assert pages == {"index.md"} | {path.name for path in (ROOT / "docs").glob("*.md")}

@@ -139,7 +139,8 @@ def forward_context(
 def carry_context(function: Callable[P, R]) -> Callable[P, R]:
     """`function` bound to the context of this thread, for running it in another one.
 
-    New threads start without context variables, so wrappers called there would run eagerly.
+    New threads start without context variables, so wrappers called there would run eagerly. The
+    result may be called any number of times, in several threads at once.
     """
     context = copy_context()
 

@@ -14,11 +14,14 @@ from graphrt.core.batch.modes import GraphMode
 class BatchDescriptor:
     """The shape that one graph was captured for.
 
-    `num_reqs` None means any number of requests. `uniform` graphs serve batches whose requests all
-    have `query_len` tokens. `num_active_loras` is the most LoRA adapters the graph can serve;
-    `has_lora` without a count means any number. `bounds` are integers baked into kernels, such as
-    the longest context: the graph serves batches whose bounds are not larger; () means unbounded.
-    `variant` is anything hashable that the host needs to tell two graphs apart.
+    `num_tokens` and `num_reqs` are padded; `num_reqs` None means any number of requests. `uniform`
+    graphs serve batches whose requests all have `query_len` tokens. `num_active_loras` is the most
+    LoRA adapters the graph can serve; `has_lora` without a count means any number. `bounds` are
+    integers baked into kernels, such as the longest context: the graph serves batches whose bounds
+    are not larger; () means unbounded. `variant` is anything hashable that the host needs to tell
+    two graphs apart.
+
+    Raises `InvalidBatchError` for numbers that no batch can have.
     """
 
     num_tokens: int
@@ -85,7 +88,9 @@ class BatchDescriptor:
 class Batch(NamedTuple):
     """What the host knows about this step; a tuple, because one is built for every step.
 
-    `query_len` is the tokens of each request when all have equally many, else None.
+    `num_tokens` (at least 1) and `num_reqs` (None: unknown) count what is live. `query_len` is the
+    tokens of each request when all have equally many, else None. `bounds` are what this step needs
+    of a graph's bounds, in their order. `num_active_loras` and `variant` are as in the descriptor.
     `exclude` holds runtime modes that must not serve this batch (cascade attention: FULL).
     """
 

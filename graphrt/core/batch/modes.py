@@ -12,7 +12,11 @@ MODE_VARIABLE = "GRAPHRT_MODE"
 
 
 class GraphMode(enum.Enum):
-    """What is captured for uniform decode batches and for mixed ones."""
+    """What is captured for uniform decode batches and for mixed ones.
+
+    FULL is one graph for either, PIECEWISE pieces for either; FULL_DECODE_ONLY is one graph for
+    decode and nothing else, FULL_AND_PIECEWISE one graph for decode and pieces for the rest.
+    """
 
     NONE = "NONE"
     PIECEWISE = "PIECEWISE"
@@ -55,10 +59,12 @@ class GraphMode(enum.Enum):
 
     @property
     def has_full(self) -> bool:
+        """Whether decode batches are one graph."""
         return self.decode_mode is GraphMode.FULL
 
     @property
     def has_piecewise(self) -> bool:
+        """Whether mixed batches are pieces."""
         return self.mixed_mode is GraphMode.PIECEWISE
 
     @property
@@ -86,7 +92,8 @@ _DECODE_AND_MIXED = {
 
 
 class AttentionSupport(enum.IntEnum):
-    """The widest kind of batch whose attention may be captured in a FULL graph."""
+    """The widest kind of batch whose attention may be captured in a FULL graph: none, one token a
+    request, equally many tokens a request, any."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -95,7 +102,7 @@ class AttentionSupport(enum.IntEnum):
 
 
 class PieceProvider(enum.Enum):
-    """What cuts a forward into pieces."""
+    """What cuts a forward into pieces: eager breaks, a split of the traced graph, or Inductor."""
 
     BREAKABLE = "breakable"
     FX = "fx"

@@ -14,7 +14,8 @@ class State:
     """One piece of state: a tensor, some rows of it, or the host's own way to save it.
 
     `State(tensor, rows=slice(0, 4))` or `State(save=..., restore=...)`, where `restore` is called
-    with what `save` returned, as often as needed.
+    with what `save` returned, as often as needed. `rows` is an index of the tensor's first
+    dimension, by default all of it. Raises `InvalidOptionError` for neither or both.
     """
 
     def __init__(

@@ -120,6 +120,11 @@ class GraphWrapper:
         self._off = graphs_off()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, capture or replay the runnable, as the context says; returns what it returns.
+
+        Tensor arguments must be where the capture found them. Raises `PoolBusyError`,
+        `CaptureError`, `CaptureSealedError`, `StaleInputError` and what updates of tasks raise.
+        """
         hot = self._hot
         context = hot.read_context()
         if context is None:
@@ -189,6 +194,7 @@ class GraphWrapper:
 
     @property
     def sealed(self) -> bool:
+        """Whether nothing is captured any more."""
         return self._sealing.closed
 
     @property

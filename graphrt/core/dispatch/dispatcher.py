@@ -39,7 +39,8 @@ class GraphDispatcher:
     def __init__(self, mode: GraphMode | str, *, max_padding: float | None = None) -> None:
         """`max_padding` is the largest allowed ratio of a graph's tokens to the batch's.
 
-        With `GRAPHRT_MODE=NONE` in the environment no graph serves a batch.
+        With `GRAPHRT_MODE=NONE` in the environment no graph serves a batch. Raises
+        `InvalidModeError`.
         """
         self.mode = GraphMode.parse(mode)
         self._off = graphs_off()
@@ -67,7 +68,7 @@ class GraphDispatcher:
         return slot
 
     def publish(self, mode: GraphMode, descriptor: BatchDescriptor) -> Dispatch:
-        """Serve batches with this graph from now on."""
+        """Serve batches with this graph from now on; returns what they are told."""
         slot = self.reserve(mode, descriptor)
         if not self._off:
             self._published.add(slot)

@@ -14,6 +14,8 @@ from graphrt.core.batch import Axis
 class InputSpec:
     """One input of a forward: its dtype, its shape with named batch axes, and its padding.
 
+    A dimension of `shape` is an int or, for at most one of them, a batch axis: "tokens", "reqs", or
+    either with a constant added ("reqs+1"). A step brings the live rows, a graph reads padded ones.
     `pad` is the value of padding rows, or "repeat" (the last live row) or "keep" (whatever was
     there). `index=True` marks what kernels use as an address (slot mappings, block tables): its
     padding must point where nothing live is, so "keep" is refused.
@@ -21,6 +23,8 @@ class InputSpec:
     Inputs are packed anew for every size, so that one copy brings all that come from the host.
     `fixed=True` keeps one address at every size instead, for work of the host's own on the device
     that writes into the buffer; so does "keep".
+
+    Raises `InvalidInputError` for an axis or a padding that does not exist.
     """
 
     dtype: torch.dtype

@@ -18,7 +18,10 @@ RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
 @dataclass(frozen=True)
 class GraphCost:
-    """What the graph of one descriptor takes; for PIECEWISE all its pieces together."""
+    """What the graph of one descriptor takes; for PIECEWISE all its pieces together.
+
+    `streams` of the device, `device_bytes` of its memory, `capture_s` seconds.
+    """
 
     streams: int = 0
     graphs: int = 1
@@ -36,7 +39,7 @@ CostModel = Callable[[GraphMode, BatchDescriptor], GraphCost]
 
 @dataclass(frozen=True)
 class Budget:
-    """What the graphs of one plan may take together; None is no limit.
+    """What the graphs of one plan may take together, in the units of `GraphCost`; None is no limit.
 
     `cost` says what each graph takes: one cost for each runtime mode, or a function of mode and
     descriptor; what it leaves out takes one graph and nothing else. With fewer than `min_piecewise`

@@ -44,6 +44,8 @@ class HostArg:
     `pad` "zero", with "repeat" of its last value, or as "cumulative" query lengths, whose padding
     ends at the graph's number of tokens. "reqs+1" has room for one request more, to which padding
     tokens can belong when all requests are live. An `optional` one may be left out of updates.
+
+    Raises `InvalidInputError` for an axis that does not exist.
     """
 
     axis: str | None = "reqs"

@@ -44,6 +44,7 @@ class GraphPool:
     """
 
     def __init__(self, platform: Platform | str | None = None) -> None:
+        """On a platform, by default the current one; raises the named errors of platforms."""
         self.platform = resolve_platform(platform)
         self.memory: Any = self.platform.new_memory()
         self.stream: Any = self.platform.new_stream()
@@ -146,7 +147,10 @@ class GraphPool:
         return None if self.closed else self.platform.update_figures(self.memory)
 
     def close(self) -> None:
-        """Destroy all graphs of the pool and give its memory back."""
+        """Destroy all graphs of the pool and give its memory back.
+
+        Raises `PoolBusyError` while a step is under way.
+        """
         if not self.closed:
             self.check_idle()
             for holder in list(self._holders):

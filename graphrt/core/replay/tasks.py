@@ -35,13 +35,18 @@ class UpdatableTask:
         *,
         at_capture: Callable[[BatchDescriptor], HostValues] | None = None,
     ) -> None:
+        """`group` is the name of a task that is given none; updates of the group reach all of its
+        tasks. `host_args` are the keywords of `issue` that a step's updates give, by name."""
         self.group = group
         self.issue = issue
         self.host_args = dict(host_args)
         self.at_capture = at_capture
 
     def __call__(self, *args: Any, task: str | None = None, **kwargs: Any) -> None:
-        """Issue, or capture, the task `task` of this group with this step's host values."""
+        """Issue, or capture, the task `task` of this group with this step's host values.
+
+        Raises `MissingUpdateError` if the step has none, `InvalidUpdateError` if they do not fit.
+        """
         name = self.group if task is None else task
         context = current_context()
         capture = current_capture()

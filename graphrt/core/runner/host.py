@@ -29,10 +29,11 @@ class Host:
     """What a host hooks into a runner; everything has a default.
 
     `bind(buffers, descriptor, phase)` is called before every warm-up, capture, replay and eager
-    step. At warm-up and capture all rows of the inputs are padding: what decides which kernels run
-    (query lengths, the longest context) must be written there at its worst case. `state` is what
-    the forward advances: it is saved once for each capture and restored. `parameters` are tensors
-    whose addresses `weights_changed()` compares, or their module. `around_capture` makes a context
+    step; the buffers have the padded shapes of the descriptor, in an eager step the live ones. At
+    warm-up and capture all rows of the inputs are padding: what decides which kernels run (query
+    lengths, the longest context) must be written there at its worst case. `state` is what the
+    forward advances: it is saved once for each capture and restored. `parameters` are tensors whose
+    addresses `weights_changed()` compares, or their module. `around_capture` makes a context
     manager for each capture as a whole (registration with communicators), `around_graph` is called
     around each graph (weight offloaders).
     """

@@ -132,8 +132,10 @@ class GraphRunner:
     ) -> Any:
         """Run one step on its live rows; returns the live rows of the outputs.
 
-        `batch` may be left out where the shapes of the inputs say everything. `updates` are the
-        host arguments of updatable tasks, `metadata` is what eager parts read from the context.
+        `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
+        where their shapes say everything. `updates` are the host arguments of updatable tasks,
+        `metadata` is what eager parts read from the context. Raises `InvalidInputError`,
+        `InvalidBatchError`, `PoolBusyError`, what updates raise, and what `strict` says.
         """
         return self.step(batch, values, updates=updates, metadata=metadata)
 
@@ -147,10 +149,8 @@ class GraphRunner:
         at_least: int = 0,
         at_most_mode: GraphMode | None = None,
     ) -> Any:
-        """Run one step like a call, with its inputs as a mapping.
-
-        `at_least` tokens and `at_most_mode` are what ranks have agreed on.
-        """
+        """Run one step like a call, with its inputs as a mapping; `at_least` tokens and
+        `at_most_mode` are what ranks have agreed on."""
         if batch is None:
             batch = batch_of(self.inputs, values)
         found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
