@@ -46,7 +46,8 @@ class Arena:
     def __init__(self, *, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
         self._chunks: list[_Chunk] = []
-        self._bases: list[int] = []
+        self._edges: list[int] = []
+        """Where each chunk begins and where it ends, ordered: after every other one is a chunk."""
         self._by_base: dict[int, _Chunk] = {}
         self._free: list[tuple[int, int, int]] = []
         """Free ranges as (bytes, chunk base, start), ordered, for best fit."""
@@ -123,7 +124,7 @@ class Arena:
         """Whether `tensor` lives in this arena."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return False
-        return self._chunk_of(tensor.data_ptr()) is not None
+        return bisect_right(self._edges, tensor.data_ptr()) % 2 == 1
 
     def token_of(self, tensor: torch.Tensor) -> int:
         """The number of the block whose storage `tensor` shares, or 0."""
@@ -140,21 +141,20 @@ class Arena:
             self._closed = True
             for table in (self._refs, self._spans, self._token_at, self._by_base):
                 table.clear()
-            for entries in (self._chunks, self._bases, self._free, self._dropped):
+            for entries in (self._chunks, self._edges, self._free, self._dropped):
                 entries.clear()
             self._live = self._reserved = 0
 
     def _chunk_of(self, address: int) -> _Chunk | None:
-        at = bisect_right(self._bases, address) - 1
-        if at < 0:
-            return None
-        chunk = self._by_base.get(self._bases[at])
-        return chunk if chunk and address < chunk.base + chunk.nbytes else None
+        edges = self._edges
+        at = bisect_right(edges, address)
+        return self._by_base[edges[at - 1]] if at % 2 else None
 
     def _allocate(self, nbytes: int) -> memoryview:
         with self._lock:
             self._check_open()
-            self._take_back()
+            if self._dropped:
+                self._take_back()
             self.requested_bytes_total += nbytes
             need = _aligned(nbytes)
             chunk, start = self._find(need)
@@ -200,8 +200,9 @@ class Arena:
             step -= step % _ALIGN
         chunk = _Chunk(step)
         self._chunks.append(chunk)
-        insort(self._bases, chunk.base)
         self._by_base[chunk.base] = chunk
+        # In one go, for a thread that looks for an address meanwhile.
+        self._edges = sorted([*self._edges, chunk.base, chunk.base + chunk.nbytes])
         self._reserved += step
         self._add_free(chunk, 0, step)
 
@@ -250,5 +251,7 @@ def _aligned(nbytes: int) -> int:
 def _extent_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
     if 0 in size:
         return 0
-    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    last = 0
+    for n, step in zip(size, stride, strict=True):
+        last += (n - 1) * step
     return (last + 1) * dtype.itemsize

@@ -18,7 +18,7 @@ from graphrt.cpu.private_torch import (
     hook_compiled_calls,
     set_grad_enabled,
 )
-from graphrt.cpu.tape import Call, HostReads, Lowered, Step, Tape, storages_of
+from graphrt.cpu.tape import Call, HostReads, Lowered, Step, Tape
 
 # How this hooks in: the function that torch.compile returns is `compile_wrapper` of
 # torch/_dynamo/eval_frame.py. It calls that module's `_callback_from_stance` right before the
@@ -111,9 +111,9 @@ class CompiledCalls:
         call = _Reissue(frame, values)
         weak_args, weak_kwargs = tape.aliases.weak_in_place((args, kwargs))
         # The forward keeps the tensors it was given, so those become the recorded outputs.
-        _, copies, tokens = tape.keep_fresh(result, storages_of((args, kwargs)))
+        _, copies, tokens = tape.keep_fresh(result, (args, kwargs))
         lowered = Lowered("opaque", Call(call, (weak_args, weak_kwargs)), copies, checked=True)
-        tape.record(Step(None, weak_args, weak_kwargs, lowered, user_source(), tokens))
+        tape.steps.append(Step(None, weak_args, weak_kwargs, lowered, user_source(), tokens))
 
 
 class _Reissue:

@@ -83,8 +83,9 @@ class TapeGraph:
         _thread.graph = None
         self._capture = None
         self._steps = capture.tape.finish()
-        bracketed = [i for t in capture.tasks for i in range(t.start, t.stop)]
-        self._task_calls = {i: TaskCall(self._steps[i].lowered.call) for i in bracketed}
+        for task in capture.tasks:
+            for i in range(task.start, task.stop):
+                self._task_calls[i] = TaskCall(self._steps[i].lowered.call)
         self._run = assemble(self._steps, self._task_calls)
 
     def capture_abort(self) -> None:

@@ -7,7 +7,7 @@ What a replay calls is bound here once, so that it costs what the bare call does
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
@@ -136,9 +136,14 @@ negated: Callable[[torch.Tensor], torch.Tensor] = NAMES.take(
 NAMES.declare("torch.UntypedStorage._cdata", without=_NO_CAPTURES)
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share their memory, also where that is empty."""
-    return int(tensor.untyped_storage()._cdata)
+def storage_ids(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A number for the memory of each: equal where tensors share theirs, also where that is empty.
+    One that is not strided shares with nothing but itself."""
+    found = []
+    for tensor in tensors:
+        strided = tensor.layout is torch.strided
+        found.append(int(tensor.untyped_storage()._cdata) if strided else -id(tensor))
+    return found
 
 
 def replace_reads(
@@ -148,11 +153,11 @@ def replace_reads(
     `torch.tensor_split`, stand for it until the returned function is called."""
     # What torch.Tensor inherits is restored by deleting what hides it. A method that a torch has
     # not reads nothing.
-    originals = {
-        name: torch.Tensor.__dict__.get(name) for name in methods if hasattr(torch.Tensor, name)
-    }
-    for name in originals:
-        setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
+    originals = {}
+    for name in methods:
+        if hasattr(torch.Tensor, name):
+            originals[name] = torch.Tensor.__dict__.get(name)
+            setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
     tensor_split = torch.tensor_split
     torch.tensor_split = guarded("tensor_split", tensor_split)
 

@@ -72,7 +72,7 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 def remove_dispatch_mode(mode: ThreadMode) -> None:
     """Leave `mode`; modes that were entered after it stay as they are."""
-    stack = dispatch_modes()
+    stack = dispatch_mode_stack()
     if mode not in stack:
         return
     above = stack[stack.index(mode) + 1 :]

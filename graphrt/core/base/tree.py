@@ -4,77 +4,92 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+_DEEPEST = 1000
+_HOLDS_ITSELF = f"containers in one another, more than {_DEEPEST}: one of them holds itself"
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree of the same structure with `function` applied to everything that is no container."""
+
+def map_leaves(function: Callable[[Any], Any], tree: Any, of: type = object) -> Any:
+    """A tree of the same structure with `function` applied to everything that is no container, and
+    is an `of`."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
         # copy() keeps the type and what it carries besides its items (HF's ModelOutput does).
         mapped = copy.copy(tree)
         for key, value in tree.items():
-            mapped[key] = map_leaves(function, value)
+            mapped[key] = map_leaves(function, value, of)
         return mapped
     if isinstance(tree, tuple):
-        values = [map_leaves(function, value) for value in tree]
+        values = [map_leaves(function, value, of) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if isinstance(tree, list):
-        return [map_leaves(function, value) for value in tree]
+        return [map_leaves(function, value, of) for value in tree]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         changed: Any = copy.copy(tree)
         for field in dataclasses.fields(tree):
-            value = map_leaves(function, getattr(tree, field.name))
+            value = map_leaves(function, getattr(tree, field.name), of)
             object.__setattr__(changed, field.name, value)
         return changed
-    return function(tree)
+    return function(tree) if isinstance(tree, of) else tree
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """A tree of the same structure with `function` applied to every tensor."""
-    return map_leaves(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
+    return map_leaves(function, tree, torch.Tensor)
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     """Every leaf with its path, such as `["hidden"][0]` or `.logits`, in a fixed order."""
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, f"{path}[{key!r}]")
-    elif isinstance(tree, tuple | list):
-        for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from leaves(getattr(tree, field.name), f"{path}.{field.name}")
-    else:
-        yield path, tree
+    found: list[tuple[str, Any]] = []
+    left = [(0, path, tree)]
+    while left:
+        depth, path, node = left.pop()
+        if depth > _DEEPEST:
+            raise RecursionError(_HOLDS_ITSELF)
+        depth += 1
+        below = []
+        if isinstance(node, torch.Tensor):
+            found.append((path, node))
+        elif isinstance(node, dict):
+            for key, value in node.items():
+                below.append((depth, f"{path}[{key!r}]", value))
+        elif isinstance(node, tuple | list):
+            for place, value in enumerate(node):
+                below.append((depth, f"{path}[{place}]", value))
+        elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+            for field in dataclasses.fields(node):
+                below.append((depth, f"{path}.{field.name}", getattr(node, field.name)))
+        else:
+            found.append((path, node))
+        left.extend(reversed(below))
+    return found
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor of the tree in the order of `leaves`."""
     found: list[torch.Tensor] = []
-    _collect(tree, found)
+    left = [(0, tree)]
+    while left:
+        depth, node = left.pop()
+        if depth > _DEEPEST:
+            raise RecursionError(_HOLDS_ITSELF)
+        below: Iterable[Any] = ()
+        if isinstance(node, torch.Tensor):
+            found.append(node)
+        elif isinstance(node, dict):
+            below = node.values()
+        elif isinstance(node, tuple | list):
+            below = node
+        elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+            below = [getattr(node, field.name) for field in dataclasses.fields(node)]
+        for value in reversed([*below]):
+            left.append((depth + 1, value))
     return found
-
-
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            _collect(value, found)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
-            _collect(value, found)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            _collect(getattr(tree, field.name), found)
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:

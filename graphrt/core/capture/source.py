@@ -6,19 +6,21 @@ import contextlib
 import linecache
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 _GRAPHRT = Path(os.path.abspath(__file__)).parents[2]
-_LIBRARIES = (
+_NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     # Not all of graphrt: the demo and the conformance suite are users of it.
     *(
         str(_GRAPHRT / part) + os.sep
         for part in ("core", "cpu", "cuda", "ascend", "accelerator", "compile")
     ),
+    "<",
 )
 
 
@@ -59,6 +61,7 @@ def source_of(error: BaseException) -> Source | None:
     return found
 
 
+@cache
 def _is_users(filename: str) -> bool:
     # contextlib is between a capture and its body.
-    return not filename.startswith((*_LIBRARIES, "<")) and filename != contextlib.__file__
+    return not filename.startswith(_NOT_THE_USERS) and filename != contextlib.__file__

@@ -5,7 +5,7 @@ from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.program import TaskCall, assemble
 from graphrt.cpu.tape.recorder import Step, Tape
 from graphrt.cpu.tape.refusals import HostReads
-from graphrt.cpu.tape.tensors import storages_of, tensors_in
+from graphrt.cpu.tape.tensors import tensors_in
 
 __all__ = [
     "Call",
@@ -18,6 +18,5 @@ __all__ = [
     "assemble",
     "operator_of",
     "replay_guard",
-    "storages_of",
     "tensors_in",
 ]

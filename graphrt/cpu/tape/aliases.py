@@ -8,8 +8,10 @@ import torch
 
 from graphrt.cpu.arena import Arena
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types whose operators are recorded as they are."""
+
+_CONTAINERS = frozenset({list, tuple, dict})
 
 
 class Aliases:
@@ -29,16 +31,17 @@ class Aliases:
         self._aliases.clear()
 
     def weak(self, value: Any) -> Any:
-        """`value` with its tensors as the tape keeps them."""
-        if isinstance(value, torch.Tensor):
-            return self._weak_tensor(value)
-        if type(value) is list:
-            return [self.weak(v) for v in value]
-        if type(value) is tuple:
-            return tuple(self.weak(v) for v in value)
-        if type(value) is dict:
-            return {k: self.weak(v) for k, v in value.items()}
-        return value
+        """A list, tuple or dict with its tensors as the tape keeps them."""
+        named = type(value) is dict
+        kept = []
+        for item in value.values() if named else value:
+            if isinstance(item, torch.Tensor):
+                kept.append(self._weak_tensor(item))
+            elif type(item) in _CONTAINERS:
+                kept.append(self.weak(item))
+            else:
+                kept.append(item)
+        return dict(zip(value, kept, strict=True)) if named else type(value)(kept)
 
     def weak_in_place(self, value: Any) -> Any:
         """`value` for a compiled function: only arena memory is aliased, so its guards still hold.
@@ -67,11 +70,12 @@ class Aliases:
         if type(tensor) not in PLAIN:
             return tensor
         if tensor.layout is torch.strided and tensor.device.type == "cpu":
-            token = self.arena.token_of(tensor)
-            if token and not tensor.numel():
-                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-            if token or self.arena.owns(tensor):
-                self._read.add(token)
+            if not tensor.numel():
+                # It has no address; where its storage is a block, it must not keep that in use.
+                if self.arena.token_of(tensor):
+                    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            elif self.arena.owns(tensor):
+                self._read.add(self.arena.token_of(tensor))
                 return self._alias(tensor)
         # A detached alias is a plain tensor whatever the caller's grad mode is at replay, and like
         # a device graph it stays at the address that was captured.

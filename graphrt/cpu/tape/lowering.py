@@ -105,11 +105,7 @@ def lower_functional(
 
     Executes the candidates: only for operators that are deterministic and mutate nothing.
     """
-    if (
-        len(outs) == 1
-        and outs[0].nbytes <= _BAKED_BYTES
-        and next(tensors_in((args, kwargs)), None) is None
-    ):
+    if len(outs) == 1 and outs[0].nbytes <= _BAKED_BYTES and not tensors_in((args, kwargs)):
         # Nothing it depends on can change.
         call = Call(_COPY, (outs[0], results[0]))
         if _computes(call, results, outs):
@@ -122,7 +118,8 @@ def lower_functional(
     if variant is None:
         return None
     out_op, names, dropped = variant
-    kwargs = {k: v for k, v in kwargs.items() if k not in dropped}
+    if dropped:
+        kwargs = {k: v for k, v in kwargs.items() if k not in dropped}
     reference = Call(out_op.raw, args, kwargs | dict(zip(names, outs, strict=True)))
     out = outs[0] if len(outs) == 1 else tuple(outs)
     scalars = _scalar_tensors(op, args, kwargs, results)
@@ -208,44 +205,48 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, IndexError)
 
 
 def _same_call(reference: Call, call: Call, answer: Any) -> bool:
-    wanted, got = _issued(reference, answer), _issued(call, answer)
-    return wanted is not None and got is not None and _equal(wanted, got)
-
-
-def _issued(call: Call, answer: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """Whether each of them issues one operator, both the same one with the same arguments."""
     try:
         with _Probe(answer) as probe:
+            reference()
+            issued = len(probe.seen)
             call()
     except _REFUSALS:
-        return None  # this spelling does not exist; the caller tries the next
-    return probe.seen[0] if len(probe.seen) == 1 else None
+        return False  # this spelling does not exist; the caller tries the next
+    return issued == 1 and len(probe.seen) == 2 and _equal(*probe.seen)
 
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return a is b
-    if type(a) is not type(b):
-        return isinstance(a, list | tuple) and isinstance(b, list | tuple) and _equal_all(a, b)
-    if isinstance(a, list | tuple):
-        return _equal_all(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
-    if isinstance(a, float):
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        if len(a) != len(b):
+            return False
+        pairs = zip(a, b, strict=True)
+    elif type(a) is not type(b):
+        return False
+    elif isinstance(a, dict):
+        if a.keys() != b.keys():
+            return False
+        pairs = zip(a.values(), map(b.get, a), strict=True)
+    elif isinstance(a, float):
         return bool(a.hex() == b.hex())
-    return bool(a is b or a == b)
-
-
-def _equal_all(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    else:
+        return bool(a is b or a == b)
+    # Most are the same objects: a tensor, and what the parser hands on as it is.
+    for x, y in pairs:  # noqa: SIM110
+        if x is not y and not _equal(x, y):
+            return False
+    return True
 
 
 def _computes(call: Call, results: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
-    before = [_identity(t) for t in outs]
+    before = list(map(_identity, outs))
     try:
         call()
     except _REFUSALS:
         return False  # not every out variant takes every argument; the operator is run again
-    return [_identity(t) for t in outs] == before and all(map(same_bits, results, outs))
+    return list(map(_identity, outs)) == before and all(map(same_bits, results, outs))
 
 
 def _identity(t: torch.Tensor) -> tuple[object, ...]:

@@ -29,14 +29,18 @@ class _Names:
         self.namespace: dict[str, Any] = {"copy": torch.Tensor.copy_, "checked": _checked_copies}
         self._by_id: dict[int, str] = {}
 
-    def of(self, value: object) -> str:
-        if value is None or value is True or value is False:
-            return repr(value)
-        name = self._by_id.get(id(value))
-        if name is None:
-            name = self._by_id[id(value)] = f"v{len(self._by_id)}"
-            self.namespace[name] = value
-        return name
+    def of(self, *values: object) -> list[str]:
+        found = []
+        for value in values:
+            if value is None or value is True or value is False:
+                found.append(repr(value))
+                continue
+            name = self._by_id.get(id(value))
+            if name is None:
+                name = self._by_id[id(value)] = f"v{len(self._by_id)}"
+                self.namespace[name] = value
+            found.append(name)
+        return found
 
 
 def assemble(steps: Sequence[Step], tasks: dict[int, TaskCall]) -> Callable[[], None]:
@@ -46,20 +50,24 @@ def assemble(steps: Sequence[Step], tasks: dict[int, TaskCall]) -> Callable[[], 
     for index, step in enumerate(steps):
         task = tasks.get(index)
         if task is not None:
-            lines.append(f"    {names.of(task)}.issue()")
+            (name,) = names.of(task)
+            lines.append(f"    {name}.issue()")
             continue
         lowered = step.lowered
         call = _spell(lowered.call, names)
         if not lowered.copies:
             lines.append(f"    {call}")
         elif lowered.checked:
-            lines.append(f"    checked({call}, {names.of(lowered.copies)}, {names.of(step)})")
+            copies, described = names.of(lowered.copies, step)
+            lines.append(f"    checked({call}, {copies}, {described})")
         elif not lowered.flat:
-            lines.append(f"    copy({names.of(lowered.copies[0][1])}, {call})")
+            (out,) = names.of(lowered.copies[0][1])
+            lines.append(f"    copy({out}, {call})")
         else:
             lines.append(f"    r = {call}")
-            for position, out in lowered.copies:
-                lines.append(f"    copy({names.of(out)}, r[{position}])")
+            outs = names.of(*(out for _, out in lowered.copies))
+            for (position, _), out in zip(lowered.copies, outs, strict=True):
+                lines.append(f"    copy({out}, r[{position}])")
             lines.append("    r = None")
     lines.append("    return None")
     exec(compile("\n".join(lines), "<graphrt replay>", "exec"), names.namespace)
@@ -68,13 +76,14 @@ def assemble(steps: Sequence[Step], tasks: dict[int, TaskCall]) -> Callable[[], 
 
 
 def _spell(call: Call, names: _Names) -> str:
-    parts = [names.of(a) for a in call.args]
-    parts += [f"{k}={names.of(v)}" for k, v in call.kwargs.items()]
-    return f"{names.of(call.fn)}({', '.join(parts)})"
+    fn, *values = names.of(call.fn, *call.args, *call.kwargs.values())
+    for place, keyword in enumerate(call.kwargs, len(call.args)):
+        values[place] = f"{keyword}={values[place]}"
+    return f"{fn}({', '.join(values)})"
 
 
 def _checked_copies(result: Any, copies: tuple[tuple[int, torch.Tensor], ...], step: Step) -> None:
-    fresh = list(tensors_in(result))
+    fresh = tensors_in(result)
     for position, out in copies:
         new = fresh[position]
         if new.size() != out.size() or new.dtype != out.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,8 +22,8 @@ from graphrt.cpu.tape.lowering import (
     replay_guard,
 )
 from graphrt.cpu.tape.operators import Operator, operator_of
-from graphrt.cpu.tape.refusals import check_recordable
-from graphrt.cpu.tape.tensors import core, replace_tensors, storage_of, storages_of, tensors_in
+from graphrt.cpu.tape.refusals import refusal_of
+from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
 
 
 @dataclass
@@ -74,12 +74,14 @@ class Tape(ThreadMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        if any(t not in PLAIN and _has_own_dispatch(t) for t in types):
+        if not PLAIN.issuperset(types) and any(map(_has_own_dispatch, types)):
             return NotImplemented
         if self.failure is not None:
             raise self.failure
         op = operator_of(func)
-        check_recordable(op, args, kwargs)
+        refuse = refusal_of(op)
+        if refuse is not None:
+            refuse(op, args, kwargs)
         if op.composite:
             with self:
                 whole = func.decompose(*args, **kwargs)
@@ -95,6 +97,8 @@ class Tape(ThreadMode):
         """The steps, without copies of outputs that nothing ever read."""
         for step in self.steps:
             copies = step.lowered.copies
+            if not copies:
+                continue
             wanted = tuple(
                 copy
                 for copy, token in zip(copies, step.tokens, strict=True)
@@ -105,9 +109,6 @@ class Tape(ThreadMode):
                 step.lowered = Lowered(low.kind, low.call, wanted, low.flat, low.checked)
         self.aliases.clear()
         return self.steps
-
-    def record(self, step: Step) -> None:
-        self.steps.append(step)
 
     # The kinds of operators -------------------------------------------------------------------
 
@@ -127,11 +128,11 @@ class Tape(ThreadMode):
 
     def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = op.func(*args, **kwargs)
-        held = storages_of((args, kwargs))
-        fresh = [t for t in tensors_in(result) if storage_of(t) not in held]
+        fresh = fresh_among(tensors_in(result), (args, kwargs))
         if fresh:
-            self._check_task(op)
-            return self._record_again(op, args, kwargs, result, {})
+            if self.in_task:
+                _refuse_allocation(op)
+            return self._record_again(op, args, kwargs, result, fresh, {})
         weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
         with replay_guard(inference=self._inference):
             call = _with_autocast(op, lower_in_place(op, weak_args, weak_kwargs))
@@ -140,14 +141,16 @@ class Tape(ThreadMode):
 
     def _compute(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = op.func(*args, **kwargs)
-        tensors = list(tensors_in(result))
+        tensors = tensors_in(result)
         if not tensors and op.schema.returns:
             return result
-        held = storages_of((args, kwargs))
-        fresh = [t for t in tensors if storage_of(t) not in held and t.device.type != "meta"]
+        fresh = fresh_among(tensors, (args, kwargs))
+        if fresh:
+            fresh = [t for t in fresh if t.device.type != "meta"]
         if tensors and not fresh:
             return result
-        self._check_task(op)
+        if self.in_task:
+            _refuse_allocation(op)
         if op.allocates:
             return replace_tensors(result, {id(t): self.place(t, op) for t in fresh})
         placed: dict[int, torch.Tensor] = {}
@@ -162,16 +165,7 @@ class Tape(ThreadMode):
             if lowered is not None:
                 self._add(op, weak_args, weak_kwargs, lowered)
                 return replace_tensors(result, placed)
-        return self._record_again(op, args, kwargs, result, placed)
-
-    def _check_task(self, op: Operator) -> None:
-        if self.in_task:
-            raise TaskContractError(
-                "a task may not allocate",
-                got=f"{op.label} with a new output, at {_text(user_source())}",
-                expected="operators that write into given outputs and workspace",
-                advice="allocate outputs and workspace before the task begins",
-            )
+        return self._record_again(op, args, kwargs, result, fresh, placed)
 
     def _record_again(
         self,
@@ -179,14 +173,14 @@ class Tape(ThreadMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: Any,
+        fresh: list[torch.Tensor],
         placed: dict[int, torch.Tensor],
     ) -> Any:
-        """Replay by running the operator again and copying what it returns."""
-        held = storages_of((args, kwargs))
+        """Replay by running the operator again and copying what is fresh in its result."""
         weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
         with replay_guard(inference=self._inference):
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
-        replaced, copies, tokens = self.copy_fresh(result, held, op, placed)
+        replaced, copies, tokens = self.copy_fresh(result, fresh, op, placed)
         flat = isinstance(result, list | tuple) and all(isinstance(t, torch.Tensor) for t in result)
         simple = op.built_in and (flat or isinstance(result, torch.Tensor))
         simple = simple and not any(0 in out.stride() for _, out in copies)
@@ -202,23 +196,24 @@ class Tape(ThreadMode):
         lowered: Lowered,
         tokens: tuple[int, ...] = (),
     ) -> None:
-        self.record(Step(op, args, kwargs, lowered, user_source(), tokens))
+        self.steps.append(Step(op, args, kwargs, lowered, user_source(), tokens))
 
     # Memory -----------------------------------------------------------------------------------
 
     def copy_fresh(
         self,
         result: Any,
-        held: set[int],
-        op: Operator | None,
+        fresh: list[torch.Tensor],
+        op: Operator,
         placed: dict[int, torch.Tensor],
     ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
-        """Move the new tensors of `result` into the arena; which positions to copy at replay."""
+        """Move the fresh tensors of `result` into the arena; which positions to copy at replay."""
+        wanted = {id(t) for t in fresh if t.device.type != "meta"}
         replaced: dict[int, torch.Tensor] = {}
         copies: list[tuple[int, torch.Tensor]] = []
         tokens: list[int] = []
         for position, tensor in enumerate(tensors_in(result)):
-            if storage_of(tensor) in held or id(tensor) in replaced or tensor.device.type == "meta":
+            if id(tensor) not in wanted or id(tensor) in replaced:
                 continue
             out = placed.get(id(tensor))
             if out is None:
@@ -229,12 +224,12 @@ class Tape(ThreadMode):
             tokens.append(self.arena.token_of(out) if out.numel() else 0)
         return replace_tensors(result, replaced), tuple(copies), tuple(tokens)
 
-    def place(self, like: torch.Tensor, op: Operator | None) -> torch.Tensor:
+    def place(self, like: torch.Tensor, op: Operator) -> torch.Tensor:
         """Arena memory for an output with the sizes and strides of `like`."""
         if like.layout is not torch.strided or like.device.type != "cpu" or like.is_quantized:
             raise RefusedOpError(
                 "only dense tensors on the CPU can be outputs of a captured operator",
-                op="compiled callable" if op is None else op.label,
+                op=op.label,
                 source=_text(user_source()),
                 got=f"layout {like.layout}, device {like.device}",
                 advice="do this part in an eager break",
@@ -242,18 +237,19 @@ class Tape(ThreadMode):
         return self.arena.empty_strided(like.size(), like.stride(), like.dtype)
 
     def keep_fresh(
-        self, result: Any, held: set[int]
+        self, result: Any, given: Any
     ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
-        """Like `copy_fresh`, with the tensors themselves as recorded outputs, kept alive."""
-        copies = tuple(
-            (position, tensor)
-            for position, tensor in enumerate(tensors_in(result))
-            if storage_of(tensor) not in held
-        )
+        """What is fresh in `result`, next to the tensors in `given`, as `copy_fresh` says it; the
+        tensors themselves become the recorded outputs, kept alive."""
+        tensors = tensors_in(result)
+        fresh = {id(t) for t in fresh_among(tensors, given)}
+        copies = tuple((place, t) for place, t in enumerate(tensors) if id(t) in fresh)
         return result, copies, (0,) * len(copies)
 
 
 def _has_own_dispatch(kind: type) -> bool:
+    if kind in PLAIN:
+        return False
     own = getattr(kind, "__torch_dispatch__", None)
     return own is not None and own is not disabled_dispatch
 
@@ -268,6 +264,15 @@ def _with_autocast(op: Operator, call: Call) -> Call:
 def _under_autocast(dtype: torch.dtype, call: Callable[[], Any]) -> Any:
     with torch.autocast("cpu", dtype=dtype):
         return call()
+
+
+def _refuse_allocation(op: Operator) -> NoReturn:
+    raise TaskContractError(
+        "a task may not allocate",
+        got=f"{op.label} with a new output, at {_text(user_source())}",
+        expected="operators that write into given outputs and workspace",
+        advice="allocate outputs and workspace before the task begins",
+    )
 
 
 def _text(source: Source | None) -> str | None:

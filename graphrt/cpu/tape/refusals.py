@@ -44,31 +44,53 @@ _SHAPE_ADVICE = {
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
 _STATIC_SHAPE_ADVICE = "compute it outside the graph, in an eager break, or pad it to a fixed size"
 
+_Refusal = Callable[[Operator, tuple[Any, ...], dict[str, Any]], None]
 
-def check_recordable(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if this call reads data on the host, its output shape depends on data, or it goes on
-    behind the call."""
+
+@functools.cache
+def refusal_of(op: Operator) -> _Refusal | None:
+    """What raises if a call reads data on the host, its output shape depends on data, or it goes on
+    behind the call; None for an operator of which no call does. Read once per overload."""
     if op.name.startswith(_COLLECTIVES):
-        raise RefusedOpError(
-            "a collective goes on behind the call, and a replay would not wait for it",
-            op=op.label,
-            source=_where(),
-            advice="mark the function around it and its wait @eager_break",
-        )
+        return _refuse_collective
     if op.name in _SYNC_OPS or torch.Tag.data_dependent_output in op.tags:
-        _refuse_read(op.label)
+        return _refuse_operator
     if op.name in ("aten::index", "aten::index_put", "aten::index_put_"):
-        if _masks(op, args, kwargs):
-            _refuse_shape(op, "a boolean mask as an index gives a shape that depends on data")
-        return
+        return _refuse_masks
     if op.name == "aten::repeat_interleave":
-        if op.label.endswith("self_int") or kwargs.get("output_size") is not None:
-            return
-        _refuse_shape(op, "repeats in a tensor give a shape that depends on data")
+        return None if op.label.endswith("self_int") else _refuse_repeats
     if torch.Tag.dynamic_output_shape in op.tags:
-        _refuse_shape(op, "the shape of the output depends on data")
+        return _refuse_dynamic_shape
     if not op.built_in and _returns_host_values(op):
-        _refuse_read(op.label)
+        return _refuse_operator
+    return None
+
+
+def _refuse_collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    raise RefusedOpError(
+        "a collective goes on behind the call, and a replay would not wait for it",
+        op=op.label,
+        source=_where(),
+        advice="mark the function around it and its wait @eager_break",
+    )
+
+
+def _refuse_operator(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    _refuse_read(op.label)
+
+
+def _refuse_masks(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _masks(op, args, kwargs):
+        _refuse_shape(op, "a boolean mask as an index gives a shape that depends on data")
+
+
+def _refuse_repeats(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("output_size") is None:
+        _refuse_shape(op, "repeats in a tensor give a shape that depends on data")
+
+
+def _refuse_dynamic_shape(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    _refuse_shape(op, "the shape of the output depends on data")
 
 
 def _masks(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -158,6 +180,8 @@ class HostReads:
         _thread.refusing = True
 
 
+# Made once: every segment puts the same guards in place of the same methods.
+@functools.lru_cache(maxsize=4 * len(_HOST_READS))
 def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from graphrt.cpu.private_torch import storage_id
+from graphrt.cpu.private_torch import storage_ids
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+    found: list[torch.Tensor] = []
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            left.extend(item[::-1])
+        elif isinstance(item, dict):
+            left.extend([*item.values()][::-1])
+    return found
 
 
 def replace_tensors(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
@@ -35,16 +37,11 @@ def replace_tensors(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Equal for two tensors that share memory."""
-    if tensor.layout is not torch.strided:
-        return -id(tensor)
-    return storage_id(tensor)
-
-
-def storages_of(value: Any) -> set[int]:
-    """Those of all tensors in nested containers."""
-    return {storage_of(t) for t in tensors_in(value)}
+def fresh_among(tensors: list[torch.Tensor], given: Any) -> list[torch.Tensor]:
+    """Those of `tensors` that share no memory with the tensors in `given`."""
+    held = set(storage_ids(tensors_in(given)))
+    storages = storage_ids(tensors)
+    return [t for t, storage in zip(tensors, storages, strict=True) if storage not in held]
 
 
 def core(tensor: torch.Tensor) -> torch.Tensor:

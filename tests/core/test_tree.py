@@ -1,0 +1,51 @@
+"""Nested containers of tensors: which leaves they have, in which order, and what has no end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from graphrt.core.base import tree
+
+
+@dataclass
+class Hidden:
+    states: list[Any]
+    length: int
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_order_and_paths_are_those_of_reading() -> None:
+    a, b, c = (torch.full((1,), float(i)) for i in range(3))
+    nested = {"x": Pair(a, [3, ()]), "y": Hidden([b, {"z": c}], 2), "t": Hidden}
+    assert [path for path, _ in tree.leaves(nested)] == [
+        "['x'][0]",
+        "['x'][1][0]",
+        "['y'].states[0]",
+        "['y'].states[1]['z']",
+        "['y'].length",
+        "['t']",
+    ]
+    assert [t.item() for t in tree.tensors(nested)] == [0, 1, 2]
+    assert tree.leaves(a, "arg") == [("arg", a)]
+
+
+def test_only_tensors_are_mapped_where_that_is_asked_for() -> None:
+    nested = Pair(torch.ones(1), Hidden(["text"], 2))
+    assert tree.map_tensors(id, nested) == Pair(id(nested.first), nested.second)
+    assert tree.map_leaves(type, nested) == Pair(torch.Tensor, Hidden([str], int))
+
+
+@pytest.mark.parametrize("walk", [tree.leaves, tree.tensors, lambda x: tree.map_leaves(id, x)])
+def test_what_holds_itself_ends_in_an_error(walk: Any) -> None:
+    itself: list[Any] = [1]
+    itself += [itself, itself]
+    with pytest.raises(RecursionError):
+        walk(Hidden(itself, 1))
