@@ -28,10 +28,7 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
 
 
 def wrapper_class(platform: Platform) -> Any:
-    """The `GraphWrapper` subclass that `platform.get_static_graph_wrapper_cls()` names.
-
-    Raises `PlatformError` if it cannot be imported.
-    """
+    """The class behind `get_static_graph_wrapper_cls()`."""
     path = platform.get_static_graph_wrapper_cls()
     module, _, name = path.rpartition(".")
     try:
