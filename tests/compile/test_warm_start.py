@@ -23,7 +23,7 @@ import torch
 from graphrt.compile import CompileOptions, compile_module
 from graphrt.compile.backend import process
 from graphrt.compile.cache import CompileCacheWarning
-from graphrt.compile.pieces.kept import KeptPieces
+from graphrt.compile.pieces.cached import KeptPieces
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor on the CPU needs g++"

@@ -12,7 +12,7 @@ from graphrt.core.base import TaskContractError, UpdateRefusedError
 from graphrt.cuda.update.addresses import Homes, strange_address
 from graphrt.cuda.update.images import KERNEL, NOTHING, image_of, key_of, offsets
 from graphrt.cuda.update.ladder import UpdateCounts
-from graphrt.cuda.update.settings import PatchedSetting, SharedSetting
+from graphrt.cuda.update.node_parameters import PatchedSetting, SharedSetting
 from graphrt.cuda.update.siblings import REMEMBERED, own_words, patched
 
 ADDRESS = 0x7F10_0000_0000

@@ -14,9 +14,9 @@ from torch import fx
 from graphrt.compile.backend import backend_for
 from graphrt.compile.errors import ReassignedStateError
 from graphrt.compile.options import CompileOptions
+from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.compiler import Compiler
 from graphrt.compile.pieces.figures import Figures
-from graphrt.compile.pieces.kept import KeptPieces
 from graphrt.compile.pieces.partition import partitions
 from graphrt.compile.pieces.readable import compiled_line, readable, traced_line
 from graphrt.compile.pieces.stitch import Stitched, stitch

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from graphrt.compile.backend import AsOperator, Backend, backend_for
+from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
-from graphrt.compile.pieces.kept import KeptPieces
 from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
 from graphrt.compile.split import Piece, fingerprint, returned_count

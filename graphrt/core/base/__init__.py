@@ -3,20 +3,6 @@
 # First: it imports torch, and explains what makes that fail.
 from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt.core.base import torch_import, tree
-from graphrt.core.base.checks import (
-    Check,
-    check_fields,
-    check_keys,
-    choice,
-    flag,
-    operators,
-    optional,
-    ratio,
-    sequence,
-    text,
-    whole,
-    wrong_type,
-)
 from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
@@ -69,6 +55,20 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.garbage import frozen_gc
 from graphrt.core.base.log import logger, set_up_logging
+from graphrt.core.base.option_values import (
+    Check,
+    check_fields,
+    check_keys,
+    choice,
+    flag,
+    operators,
+    optional,
+    ratio,
+    sequence,
+    text,
+    whole,
+    wrong_type,
+)
 from graphrt.core.base.private_torch import (
     PrivateName,
     PrivateNames,

@@ -1,8 +1,8 @@
 """How a step is captured: segments, eager breaks, state, the wrapper."""
 
-from graphrt.core.capture._wrapper_class import wrapper_class
 from graphrt.core.capture.breaks import eager_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
+from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.capture.source import Source, user_source

@@ -17,14 +17,20 @@ from graphrt.core.batch import (
     current_context,
     graphs_off,
 )
-from graphrt.core.capture.arguments import arguments_of, check_arguments
 from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Capture
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.device import Capability
 from graphrt.core.dispatch import Reason
-from graphrt.core.replay import Entry, GraphPool, SegmentHooks, graphs_of
+from graphrt.core.replay import (
+    Entry,
+    GraphPool,
+    SegmentHooks,
+    arguments_of,
+    check_arguments,
+    graphs_of,
+)
 
 
 class _Hot:

@@ -7,7 +7,7 @@ from typing import Any
 
 from graphrt.core.base import InvalidBatchError
 from graphrt.core.batch import Batch
-from graphrt.core.inputs.static import StaticInputs
+from graphrt.core.inputs.buffers import StaticInputs
 
 
 def batch_of(inputs: StaticInputs, values: Mapping[str, Any]) -> Batch:

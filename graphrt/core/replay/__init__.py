@@ -1,5 +1,6 @@
 """What one captured step is, and how it is replayed in its pool."""
 
+from graphrt.core.replay.arguments import arguments_of, check_arguments
 from graphrt.core.replay.eager_part import EagerPart, deliver, name_of
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
@@ -27,6 +28,8 @@ __all__ = [
     "UpdatableTask",
     "Updates",
     "active",
+    "arguments_of",
+    "check_arguments",
     "check_names",
     "current_capture",
     "deliver",

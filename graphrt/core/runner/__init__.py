@@ -1,10 +1,10 @@
 """`GraphRunner`: all of it for one forward."""
 
+from graphrt.core.runner.command_line import runner_settings
 from graphrt.core.runner.host import AroundCapture, Bind, Host, Phase
 from graphrt.core.runner.report import RunnerReport
 from graphrt.core.runner.runner import GraphRunner
 from graphrt.core.runner.session import DroppedGraph, GraphRecord, Progress
-from graphrt.core.runner.settings import runner_settings
 
 __all__ = [
     "AroundCapture",

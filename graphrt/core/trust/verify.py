@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphrt.core.base import VerificationError, tree
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_equal(replayed: Any, eager: Any, what: str) -> None:

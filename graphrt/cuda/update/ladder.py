@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from graphrt.core.base import UpdateRefusedError
 from graphrt.core.device import UpdateFigures
 from graphrt.cuda.update.images import EMPTY, KERNEL, SKIPPED, Image
-from graphrt.cuda.update.settings import Setting, WholeSetting
+from graphrt.cuda.update.node_parameters import Setting, WholeSetting
 
 
 @dataclass(slots=True)

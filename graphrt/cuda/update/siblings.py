@@ -16,7 +16,7 @@ from typing import Any
 from graphrt.core.device import TaskUpdate
 from graphrt.cuda.update.images import WORD, Image, Images, key_of, words
 from graphrt.cuda.update.ladder import Ladder, TaskNode, UpdateCounts
-from graphrt.cuda.update.settings import PatchedSetting, Setting, SharedSetting
+from graphrt.cuda.update.node_parameters import PatchedSetting, Setting, SharedSetting
 
 CHECKS = 2
 """Sets of host arguments, besides those of the capture, whose layers are all compared."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import StaleInputError, tree
-from graphrt.core.replay import Entry
+from graphrt.core.replay.entry import Entry
 
 
 def arguments_of(

@@ -10,8 +10,8 @@ import torch
 
 from graphrt.core.base import InvalidInputError, copy_all
 from graphrt.core.device import Platform
-from graphrt.core.inputs.fixed import FixedInput
 from graphrt.core.inputs.layout import FieldMove, InputLayout
+from graphrt.core.inputs.single_address import FixedInput
 from graphrt.core.inputs.spec import InputSpec, check_value
 from graphrt.core.inputs.staging import Staging, Window
 
