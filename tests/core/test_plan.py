@@ -124,6 +124,51 @@ def test_strict_refuses_a_mode_that_steps_down() -> None:
         )
 
 
+def test_a_plan_does_not_change_with_what_it_was_made_from() -> None:
+    attention, lens = {"flash": AttentionSupport.ALWAYS}, [1]
+    planned = Plan("FULL", sizes=[1, 4], attention=attention, query_lens=lens, platform="cpu")
+    before = planned.fingerprint
+    attention["flash"] = AttentionSupport.NEVER
+    lens.append(4)
+    assert planned.fingerprint == before
+    assert planned.replace(max_size=4).keys == planned.keys
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("loras", (0, 1)), ("variants", ("a", "b")), ("query_lens", (1, 4))]
+)
+def test_what_can_be_read_only_once_is_read_once(name: str, values: Any) -> None:
+    once = Plan("FULL", sizes=[4, 8], platform="cpu", **{name: iter(values)})
+    again = Plan("FULL", sizes=[4, 8], platform="cpu", **{name: values})
+    assert once.keys == again.keys and once.replace().keys == again.keys
+
+
+@pytest.mark.parametrize("name", ["loras", "variants", "bounds"])
+def test_no_cases_at_all_are_refused(name: str) -> None:
+    with pytest.raises(InvalidOptionError, match=name):
+        Plan(sizes=[1], platform="cpu", **{name: []})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"plan": "FULL"}, {"options": {"outputs": "clone"}}, {"host": {"bind": print}}]
+)
+def test_objects_of_another_type_are_named(wrong: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="wrong type"):
+        runner(**wrong)
+
+
+def test_a_loaded_budget_knows_what_other_sizes_take(tmp_path: Path) -> None:
+    cost = {GraphMode.FULL: GraphCost(device_bytes=10), GraphMode.PIECEWISE: GraphCost(3, 3, 30)}
+    functions = (cost, lambda mode, _: cost[mode])
+    for function in functions:
+        budget = Budget(device_bytes=60, cost=function)
+        saved = Plan(sizes=[1, 2, 4, 8], budget=budget, platform="cpu")
+        saved.save(tmp_path / "plan.json")
+        loaded = Plan.load(tmp_path / "plan.json", platform="cpu")
+        more = [1, 2, 4, 8, 16, 32]
+        assert loaded.replace(sizes=more).total == saved.replace(sizes=more).total
+
+
 # Off ---------------------------------------------------------------------------------------------
 
 
@@ -134,6 +179,16 @@ def test_graphs_can_be_turned_off_for_the_process(monkeypatch: pytest.MonkeyPatc
         assert off.mode is GraphMode.NONE and off.report().graphs == ()
         assert off.plan.resolution.steps[-1].rule == "environment"
         assert torch.equal(off(x=torch.ones(3, 4)), torch.full((3, 4), 2.0))
+
+
+def test_a_plan_that_is_older_than_the_switch_is_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = Plan("FULL", sizes=[4], platform="cpu")
+    monkeypatch.setenv("GRAPHRT_MODE", "NONE")
+    with pytest.warns(PlanChangedWarning, match="NONE"):
+        off = runner(planned)
+    off.capture()
+    assert off.mode is GraphMode.NONE
+    off.close()
 
 
 def test_hosts_with_wrappers_of_their_own_are_switched_off_too(

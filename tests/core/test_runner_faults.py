@@ -485,6 +485,16 @@ def test_an_eager_step_without_updates_raises_and_unchanged_repeats_the_last():
     assert torch.equal(tasked(x=rows(2), updates=UNCHANGED), rows(2, 7.0))
 
 
+def test_unchanged_after_a_recapture_is_the_step_before_and_never_the_capture() -> None:
+    tasked = runner(lambda x: apply(scaling("attention"), x, "layer.0"), sizes=[2])
+    tasked.capture()
+    with pytest.raises(MissingUpdateError):
+        tasked(x=rows(2), updates=UNCHANGED)
+    tasked(x=rows(2), updates={"attention": {"lengths": [4]}})
+    tasked.recapture()
+    assert torch.equal(tasked(x=rows(2), updates=UNCHANGED), rows(2, 5.0))
+
+
 def test_after_a_failed_update_the_old_arguments_cannot_be_repeated():
     task = scaling("attention")
     tasked = runner(lambda x: apply(task, apply(task, x, "a"), "b"), sizes=[2])

@@ -55,6 +55,17 @@ def wrong_type(key: str, value: object, expected: str, example: str) -> InvalidO
     )
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise `InvalidOptionError` for an argument of another type than `kind` or None."""
+    if value is not None and not isinstance(value, kind):
+        raise InvalidOptionError(
+            f"the argument {name!r} has a wrong type",
+            got=repr(value)[:200],
+            expected=kind.__name__,
+            advice=f"{name}={kind.__name__}(...)",
+        )
+
+
 def flag(key: str, value: object) -> object:
     if not isinstance(value, bool):
         raise wrong_type(key, value, "true or false", f"{key}=true")

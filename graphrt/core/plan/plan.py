@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from graphrt.core.base import InvalidOptionError
@@ -86,6 +86,19 @@ class Plan:
         `GRAPHRT_MODE=NONE` in the environment makes every plan one without graphs. Raises the named
         errors of bad modes, sizes, options and platforms.
         """
+        # Copies: what the caller changes later, or can be read only once, is not this plan's.
+        query_lens, loras, variants = tuple(query_lens), tuple(loras), tuple(variants)
+        bounds = tuple(map(tuple, bounds))
+        attention = dict(attention) if isinstance(attention, Mapping) else attention
+        traffic = None if traffic is None else dict(traffic)
+        for name, cases in (("loras", loras), ("bounds", bounds), ("variants", variants)):
+            if not cases:
+                raise InvalidOptionError(
+                    f"{name} of a plan is empty, so there would be no graphs",
+                    got=f"{name}=()",
+                    expected="at least one",
+                    advice=f"leave {name} out",
+                )
         self.arguments: PlanArguments = {
             "mode": mode,
             "sizes": None if sizes is None else check_sizes(sizes),
@@ -169,7 +182,10 @@ class Plan:
         What comes out differently is printed as a `PlanChangedWarning`.
         """
         same_modules = list(map(id, self.compiled)) == list(map(id, compiled))
-        if platform.name == self.platform.name and same_modules:
+        off = any(step.rule == SWITCHED_OFF for step in self.resolution.steps)
+        # Of a plan that has no graphs anyway there is no step that says so.
+        same_switch = off == graphs_off() or self.mode is GraphMode.NONE
+        if platform.name == self.platform.name and same_modules and same_switch:
             return self
         plan = self.replace(platform=platform, compiled=compiled)
         changed = self.differences(plan)
@@ -248,8 +264,15 @@ class Plan:
         return plan
 
 
-def check_plan_arguments(given: Iterable[str]) -> None:
-    """Raise `InvalidOptionError` for names that are no arguments of a plan."""
+def check_plan_arguments(given: Collection[str], beside: Plan | None = None) -> None:
+    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan."""
+    if beside is not None and given:
+        raise InvalidOptionError(
+            "arguments of a plan were given beside a plan",
+            got=", ".join(given),
+            expected="either",
+            advice="plan.replace(...), or leave plan out",
+        )
     unknown = sorted(set(given) - PlanArguments.__annotations__.keys())
     if unknown:
         raise InvalidOptionError(

@@ -223,6 +223,9 @@ def _plain_budget(budget: Budget, fitted: Fitted) -> dict[str, Any]:
         **{name: getattr(budget, name) for name in RESOURCES},
         "min_piecewise": budget.min_piecewise,
         "notes": list(budget.notes),
+        "by_mode": None
+        if budget.cost is None or callable(budget.cost)
+        else {mode.name: asdict(cost) for mode, cost in budget.cost.items()},
         # A function cannot be saved, but what it said can.
         "costs": [{**_plain_key(mode, own), **asdict(cost)} for mode, own, cost in costs],
     }
@@ -230,9 +233,24 @@ def _plain_budget(budget: Budget, fitted: Fitted) -> dict[str, Any]:
 
 def _given_budget(plain: Mapping[str, Any]) -> Budget:
     costs = {_given_key(each): _given_cost(each) for each in plain["costs"]}
+    by_mode = plain["by_mode"]
+
+    def cost(mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
+        known = costs.get((mode, descriptor))
+        if known is not None:
+            return known
+        # The function that knew is gone: a graph that it was not asked about takes no less than
+        # any of its mode did.
+        alike = [each for key, each in costs.items() if key[0] is mode]
+        if not alike:
+            return GraphCost()
+        return GraphCost(*(max(getattr(each, name) for each in alike) for name in RESOURCES))
+
     return Budget(
         **{name: plain[name] for name in RESOURCES},
-        cost=lambda mode, descriptor: costs.get((mode, descriptor), GraphCost()),
+        cost=cost
+        if by_mode is None
+        else {GraphMode[name]: _given_cost(each) for name, each in by_mode.items()},
         min_piecewise=plain["min_piecewise"],
         notes=tuple(plain["notes"]),
     )

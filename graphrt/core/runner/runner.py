@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import InvalidBatchError, InvalidOptionError, PoolClosedError, tree
+from graphrt.core.base import (
+    InvalidBatchError,
+    PoolClosedError,
+    check_kind,
+    tree,
+)
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions, SavedState
 from graphrt.core.device import Platform
@@ -32,8 +37,7 @@ from graphrt.core.runner.updates import LastUpdates
 from graphrt.core.trust import check_equal
 
 if TYPE_CHECKING:
-    # In typing from Python 3.11 on.
-    from typing_extensions import Unpack
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 class GraphRunner:
@@ -64,18 +68,14 @@ class GraphRunner:
         how graphs are captured and replayed. `pool` shares memory with what never runs at the same
         time as this runner. `device` is where the inputs' buffers are, by default the platform's.
 
-        A plan of another platform, or without the compiled modules that the forward is or has as a
-        module, is resolved again, and a `PlanChangedWarning` says what came out differently. Raises
-        the named errors of bad plans, inputs and platforms.
+        A plan of another platform, or without the compiled modules that the forward is or has, is
+        resolved again; a `PlanChangedWarning` says what changed. Raises the named errors of bad
+        plans, inputs and platforms.
         """
-        if plan is not None and arguments:
-            raise InvalidOptionError(
-                "arguments of a plan were given beside a plan",
-                got=", ".join(arguments),
-                expected="either",
-                advice="plan.replace(...), or leave plan out",
-            )
-        check_plan_arguments(arguments)
+        check_kind("plan", plan, Plan)
+        check_kind("host", host, Host)
+        check_kind("options", options, GraphOptions)
+        check_plan_arguments(arguments, beside=plan)
         self.options = options or GraphOptions()
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         compiled = with_forward(forward, all_compiled(announced))
@@ -242,10 +242,11 @@ class GraphRunner:
     def release(self) -> None:
         """Destroy all graphs, keeping the plan; batches run eagerly until `recapture()`."""
         self.graphs.release()
+        self._updates.forget_graphs()
 
     def recapture(self, progress: Progress | None = None) -> None:
         """Destroy all graphs and capture them again, for weights that have moved."""
-        self.graphs.release()
+        self.release()
         self.capture(progress)
 
     def weights_changed(self) -> None:

@@ -15,7 +15,11 @@ class LastUpdates:
     __slots__ = ("_given", "_slot")
 
     def __init__(self) -> None:
-        self._given: Any = UNCHANGED
+        self._given: Any = None
+        self._slot = -1
+
+    def forget_graphs(self) -> None:
+        """Forget what graphs were given: they are destroyed, and others may take their slots."""
         self._slot = -1
 
     def resolve(
@@ -36,14 +40,16 @@ class LastUpdates:
             if 0 <= slot == self._slot:
                 return updates
             updates = self._given
+            given = self._given
         else:
-            self._given = updates
-            self._slot = -1
+            given = updates
         if step is not None and (type(updates) is dict or isinstance(updates, Mapping)):
             if not updates.keys() <= step.task_names:
                 # The host need not know which of its batches run by pieces, without tasks.
                 others = [each.task_names for each in steps if each is not None]
                 check_names(updates, frozenset().union(*others))
                 updates = {name: updates[name] for name in step.task_names & updates.keys()}
-            self._slot = slot
+        else:
+            slot = -1
+        self._given, self._slot = given, slot
         return updates
