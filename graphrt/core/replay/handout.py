@@ -11,6 +11,9 @@ from graphrt.core.base import can_mark_unreadable, mark_unreadable, storage_at
 HandedOut = list[tuple[torch.UntypedStorage, object]]
 """The storages behind what the last step handed out, with what keeps their memory till the next."""
 
+_CACHED_VIEWS = 256
+"""Per output; beyond so many shapes of live rows views are made anew."""
+
 _OVERWRITTEN = (
     "graphrt.errors.OverwrittenOutputError: this tensor is an output of an earlier step, and its "
     "memory was given to the step after it (or to a capture, or its graph was destroyed).\n"
@@ -28,7 +31,7 @@ def expire(handed_out: HandedOut) -> None:
     handed_out.clear()
 
 
-Handout = Callable[[torch.Size | tuple[int, ...], HandedOut], torch.Tensor]
+Handout = Callable[[tuple[int, ...], HandedOut], torch.Tensor]
 """Makes a fresh tensor of some shape (the live rows) over the memory of one output."""
 
 
@@ -46,13 +49,17 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool, keep: object = None)
     if raw_storages and can_mark_unreadable and not lazy:
         return _Shell(tensor, keep)
     copied = lazy or tensor.device.type == "cpu"
+    views: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def alias(shape: torch.Size | tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
-        live = tensor.detach()
-        for dim, size in enumerate(shape):
-            if size != live.shape[dim]:
+    def alias(shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+        live = views.get(shape)
+        if live is None:
+            live = tensor.detach()
+            for dim, size in enumerate(shape):
                 live = live.narrow(dim, 0, size)
-        return live.clone() if copied else live
+            if len(views) < _CACHED_VIEWS:
+                views[shape] = live
+        return live.clone() if copied else live.detach()
 
     return alias
 
@@ -72,7 +79,7 @@ class _Shell:
         self._empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._keep = keep
 
-    def __call__(self, shape: torch.Size | tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+    def __call__(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
         storage = storage_at(self._address, self._device, self._nbytes)
         handed_out.append((storage, self._keep))
         fresh: torch.Tensor = self._empty.new()
