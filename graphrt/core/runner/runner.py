@@ -63,10 +63,11 @@ class GraphRunner:
     ) -> None:
         """`plan` says which graphs there are; in its place its own arguments may be given here
         (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`; `outputs` gives the
-        axes of what it returns (without them, tensors are cut whose first dimension has the padded
-        size, so name them where that could be chance). `host` is what the host hooks in, `options`
-        how graphs are captured and replayed. `pool` shares memory with what never runs at the same
-        time as this runner. `device` is where the inputs' buffers are, by default the platform's.
+        axes of what it returns, such as ("tokens", 64) or {"logits": ("reqs", None)}; None is any
+        size. What it does not name is found by comparing shapes at two sizes, if need be with an
+        eager step more in `capture()`. `host` is what the host hooks in, `options` how graphs are
+        captured and replayed. `pool` shares memory with what never runs at the same time as this
+        runner. `device` is where the inputs' buffers are, by default the platform's.
 
         A plan of another platform, or without the compiled modules that the forward is or has, is
         resolved again; a `PlanChangedWarning` says what changed. Raises the named errors of bad
@@ -136,7 +137,8 @@ class GraphRunner:
         """Run one step on its live rows; returns the live rows of the outputs.
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
-        where their shapes say everything. `updates` are the host arguments of updatable tasks,
+        where their shapes say everything. Outputs are fresh tensors, readable until the next step
+        of the pool begins: touched later they raise (`OverwrittenOutputError`). `updates` are the host arguments of updatable tasks,
         `metadata` is what eager parts read from the context. Raises `InvalidInputError`,
         `InvalidBatchError`, `PoolBusyError`, what updates raise, and what `strict` says.
         """
