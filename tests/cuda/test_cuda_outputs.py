@@ -44,7 +44,7 @@ def test_an_output_is_right_until_the_next_step_and_raises_after_it(mode, output
 def test_an_output_of_the_step_before_can_be_the_next_input():
     run = runner()
     value = rows(3)
-    for step in range(5):
+    for _ in range(5):
         value = run(x=value)
     assert torch.equal(value.cpu(), rows(3, 32.0))
     run(x=rows(3))

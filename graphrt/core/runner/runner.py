@@ -137,10 +137,12 @@ class GraphRunner:
         """Run one step on its live rows; returns the live rows of the outputs.
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
-        where their shapes say everything. Outputs are fresh tensors, readable until the next step
-        of the pool begins: touched later they raise (`OverwrittenOutputError`). `updates` are the host arguments of updatable tasks,
-        `metadata` is what eager parts read from the context. Raises `InvalidInputError`,
-        `InvalidBatchError`, `PoolBusyError`, what updates raise, and what `strict` says.
+        where their shapes say everything. `updates` are the host arguments of updatable tasks,
+        `metadata` is what eager parts read from the context. Outputs are fresh tensors, readable
+        until the next step of the pool begins: touched later they raise (`OverwrittenOutputError`).
+
+        Raises `InvalidInputError`, `InvalidBatchError`, `PoolBusyError`, what updates raise, and
+        what `strict` says.
         """
         return self.step(batch, values, updates=updates, metadata=metadata)
 
