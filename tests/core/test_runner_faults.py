@@ -496,6 +496,22 @@ def test_unchanged_after_a_recapture_is_the_step_before_and_never_the_capture() 
     assert torch.equal(tasked(x=rows(2), updates=UNCHANGED), rows(2, 5.0))
 
 
+@pytest.mark.parametrize("edit", ["list", "values", "updates"])
+@pytest.mark.parametrize("count", [2, 4, 9])
+def test_unchanged_is_what_the_step_was_given_whatever_the_host_changes_in_place(edit, count):
+    tasked = runner(lambda x: apply(scaling("attention"), x, "layer.0"), sizes=[2, 4])
+    tasked.capture()
+    updates = {"attention": {"lengths": [4]}}
+    tasked(x=rows(2), updates=updates)
+    if edit == "list":
+        updates["attention"]["lengths"][0] = 9
+    elif edit == "values":
+        updates["attention"]["lengths"] = [9]
+    else:
+        updates["attention"] = {"lengths": [9]}
+    assert torch.equal(tasked(x=rows(count), updates=UNCHANGED), rows(count, 5.0))
+
+
 def test_after_a_failed_update_the_old_arguments_cannot_be_repeated():
     task = scaling("attention")
     tasked = runner(lambda x: apply(task, apply(task, x, "a"), "b"), sizes=[2])
