@@ -25,6 +25,7 @@ class PaddedStep:
         "_axes",
         "_handouts",
         "_held",
+        "_last",
         "_nested",
         "_owned",
         "_shapes",
@@ -62,6 +63,8 @@ class PaddedStep:
         self._held: Any = None
         self._handouts: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
         self._shapes: dict[tuple[int, int], list[Shape]] = {}
+        # What pieces returned last: often the same tensor again.
+        self._last: tuple[Any, list[tuple[Handout, Shape, BatchDims]]] = None, []
 
     def arguments(self) -> dict[str, Any]:
         """What the forward is called with; nested inputs anew each time, as it may change them."""
@@ -102,10 +105,15 @@ class PaddedStep:
         if self._owned:
             padded = tokens != self.tokens or reqs != self.reqs
             return self._narrowed(outputs, tokens, reqs) if padded else outputs
+        if outputs is self._last[0] and type(outputs) is torch.Tensor:
+            prepared = self._last[1]
+        else:
+            prepared = self._prepared(outputs, pool, keep=True)
+            self._last = outputs, prepared
         fresh = iter(
             [
                 hand_out(_live_shape(shape, dims, tokens, reqs), pool.handed_out)
-                for hand_out, shape, dims in self._prepared(outputs, pool, keep=True)
+                for hand_out, shape, dims in prepared
             ]
         )
         return tree.map_tensors(lambda _: next(fresh), outputs)
