@@ -28,6 +28,7 @@ class CpuPlatform(Platform):
         }
     )
     capture_executes = True
+    raw_storages = True
 
     def __init__(self, *, max_pool_bytes: int | None = None) -> None:
         """`max_pool_bytes` limits each pool: captured addresses never move, so a capture that does

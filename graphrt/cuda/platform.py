@@ -35,6 +35,7 @@ class CudaPlatform(Platform):
 
     name = "cuda"
     device_type = "cuda"
+    raw_storages = True
     # HIP has graphs and streams like CUDA; its driver is not asked for more.
     capabilities = frozenset(
         {

@@ -17,7 +17,12 @@ from graphrt.compile import (
     compile_module,
     opaque,
 )
-from graphrt.core.base import BreakShapeError, InvalidOptionError
+from graphrt.core.base import (
+    BreakShapeError,
+    InvalidOptionError,
+    OverwrittenOutputError,
+    can_mark_unreadable,
+)
 from graphrt.core.batch import AttentionSupport, PieceProvider
 from tests.models.llama import Llama, check_both_modes, llama_runner, step_inputs
 
@@ -191,8 +196,15 @@ def test_results_are_kept_as_the_options_say(outputs):
         first = runner(x=torch.ones(4, 4))
         kept = first.clone()
         second = runner(x=-torch.ones(4, 4))
-        assert (first.data_ptr() == second.data_ptr()) is (outputs != "clone")
-        assert torch.equal(first, kept) is (outputs == "clone")
+        assert not torch.equal(second, kept)
+        held = [entry.outputs for entry in compiled.wrappers[-1].entries.values()]
+        in_place = second.data_ptr() in {tensor.data_ptr() for tensor in held}
+        assert in_place is (outputs != "clone" and can_mark_unreadable)
+        if in_place:
+            with pytest.raises(RuntimeError, match=OverwrittenOutputError.__name__):
+                first.sum()
+        else:
+            assert torch.equal(first, kept)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ from graphrt.core.base.errors import (
     MissingUpdateError,
     ModeNotSupportedError,
     NestedCaptureError,
+    OutputError,
+    OverwrittenOutputError,
     PlanChangedWarning,
     PlanFileError,
     PlatformConflictError,
@@ -78,7 +80,14 @@ from graphrt.core.base.private_torch import (
 )
 from graphrt.core.base.settings import read_json, read_settings
 from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode, unseen
-from graphrt.core.base.torch_names import copy_all, has_kernel, schemas_of_operator, storage_at
+from graphrt.core.base.torch_names import (
+    can_mark_unreadable,
+    copy_all,
+    has_kernel,
+    mark_unreadable,
+    schemas_of_operator,
+    storage_at,
+)
 
 __all__ = [
     "BakedScalarError",
@@ -108,6 +117,8 @@ __all__ = [
     "MissingUpdateError",
     "ModeNotSupportedError",
     "NestedCaptureError",
+    "OutputError",
+    "OverwrittenOutputError",
     "PlanChangedWarning",
     "PlanFileError",
     "PlatformConflictError",
@@ -134,6 +145,7 @@ __all__ = [
     "UntestedTorchWarning",
     "UpdateRefusedError",
     "VerificationError",
+    "can_mark_unreadable",
     "check_fields",
     "check_keys",
     "check_kind",
@@ -144,6 +156,7 @@ __all__ = [
     "frozen_gc",
     "has_kernel",
     "logger",
+    "mark_unreadable",
     "operators",
     "optional",
     "ratio",

@@ -68,6 +68,14 @@ class StaleInputError(GraphRTError):
     """A graph would read an address that no longer holds what it was captured with."""
 
 
+class OverwrittenOutputError(GraphRTError, RuntimeError):
+    """The memory of an earlier step's output was given to the step after it.
+
+    Where torch itself finds out, as something touches the tensor, it raises a `RuntimeError` whose
+    text begins with the name of this class.
+    """
+
+
 class StateTooLargeError(GraphRTError):
     """Saving the declared state around warm-up would exceed the byte limit."""
 
@@ -190,6 +198,10 @@ class NestedCaptureError(CaptureError):
 
 class CaptureSealedError(CaptureError):
     """A graph would have had to be captured after `seal()`."""
+
+
+class OutputError(CaptureError):
+    """What a forward returns cannot be handed out, or not be cut to the live rows."""
 
 
 class UnannouncedModuleError(CaptureError):

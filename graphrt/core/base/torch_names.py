@@ -71,3 +71,10 @@ storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = NAMES.tak
     "torch._C._construct_storage_from_data_pointer",
     without="CUDA graphs cannot be captured, and other accelerators keep strong references",
 )
+mark_unreadable: Callable[[int, str], object] = NAMES.take(
+    "torch._C._set_storage_data_ptr_access_error_msg",
+    without="outputs of a runner are copies on the CPU, and on a device stay readable after the "
+    "next step has overwritten them",
+    build="cuda",
+)
+can_mark_unreadable = bool(mark_unreadable)  # a torch that was built without CUDA has it not

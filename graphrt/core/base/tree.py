@@ -43,6 +43,11 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return map_leaves(function, tree, torch.Tensor)
 
 
+def copied(tree: Any) -> Any:
+    """A tree of the same structure with the same leaves."""
+    return map_leaves(lambda leaf: leaf, tree)
+
+
 def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     """Every leaf with its path, such as `["hidden"][0]` or `.logits`, in a fixed order."""
     found: list[tuple[str, Any]] = []

@@ -153,7 +153,8 @@ class Capture:
         known = self._aliases.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        if not self.owns(tensor):
+        # An alias of memory would lose a conjugation that torch has put off.
+        if not self.owns(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
         # The alias itself must not be recorded, and replays outside of inference mode write it too.
         with unseen():

@@ -43,6 +43,7 @@ class _Hot:
         "by_slot",
         "checked",
         "clones",
+        "fresh_containers",
         "mode",
         "one_call_a_step",
         "pool",
@@ -57,10 +58,10 @@ class _Hot:
         options: GraphOptions,
         read_context: Callable[[], ForwardContext | None],
     ) -> None:
-        # Its last element is always None: that is what the slot -1 finds.
-        self.by_slot: list[Entry | None] = [None]
+        self.by_slot: list[Entry | None] = [None]  # the slot -1 finds the last, which is None
         self.checked = options.check_addresses
         self.clones = options.outputs == "clone"
+        self.fresh_containers = True
         self.mode = mode
         self.one_call_a_step = mode is GraphMode.FULL
         self.pool = pool
@@ -158,6 +159,8 @@ class GraphWrapper:
                 if pool.step is not None:
                     pool.leave_step(context)
                 pool.generation += 1
+                if pool.handed_out:
+                    pool.expire_outputs()
             elif pool.step is not context.token or context.token is None:
                 pool.enter_step(context)
             if hot.read_stream_id is not None:
@@ -181,8 +184,8 @@ class GraphWrapper:
                 return tree.map_tensors(torch.Tensor.clone, entry.outputs)
         finally:
             pool.owner = owner
-        if entry.container:
-            return tree.map_leaves(_itself, entry.outputs)
+        if entry.container and hot.fresh_containers:
+            return tree.copied(entry.outputs)
         return entry.outputs
 
     def __getattr__(self, name: str) -> Any:
@@ -216,6 +219,10 @@ class GraphWrapper:
         """The callable inside all wrappers."""
         inner = self.runnable
         return inner.unwrap() if isinstance(inner, GraphWrapper) else inner
+
+    def return_what_is_held(self) -> None:
+        """Let replays return the entry's outputs themselves, for a caller that keeps them in."""
+        self._hot.fresh_containers = False
 
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
@@ -351,7 +358,3 @@ class GraphWrapper:
     def _to_static(self, result: Any) -> Any:
         fixed, _ = self._statics.fix(0, result, stays=lambda path, tensor: False)
         return fixed
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf

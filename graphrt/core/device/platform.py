@@ -55,6 +55,9 @@ class Platform(ABC):
     capture_executes: bool = False
     """Whether the operators run while they are captured. Where they do not, core replays each
     segment right after its capture, so that a capturing call has the effect of one eager call."""
+    raw_storages: bool = False
+    """Whether torch's own storages can be made over memory of this device at any address. What a
+    runner hands out is then unreadable as soon as the next step overwrites it."""
     by_name_only: bool = False
     """Never the default: only `GRAPHRT_PLATFORM` and `platform=` choose it."""
 

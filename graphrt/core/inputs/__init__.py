@@ -1,18 +1,18 @@
 """Static inputs, filled and padded at every step, and the live rows of outputs."""
 
 from graphrt.core.inputs.buffers import StaticInputs, nest
-from graphrt.core.inputs.outputs import Cut, OutputAxes, Rows, cutting
+from graphrt.core.inputs.output_axes import OutputAxes
+from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.spec import InputSpec
 
 __all__ = [
-    "Cut",
+    "BatchDims",
     "InputSpec",
     "OutputAxes",
-    "Rows",
+    "OutputLayout",
     "StaticInputs",
     "batch_of",
-    "cutting",
     "nest",
     "reqs_of",
     "wrong_requests",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidInputError, copy_all
+from graphrt.core.base import InvalidInputError, OverwrittenOutputError, copy_all
 from graphrt.core.device import Platform
 from graphrt.core.inputs.layout import FieldMove, InputLayout
 from graphrt.core.inputs.single_address import FixedInput
@@ -48,6 +48,8 @@ class StaticInputs:
             self._slab = Window(torch.zeros(nbytes, dtype=torch.uint8, device=device))
         self._low = self._slab.buffer.data_ptr()
         self._high = self._low + nbytes
+        self._slab_start = self._slab.buffer.untyped_storage().data_ptr()
+        self._fixed_starts = {own.buffer.untyped_storage().data_ptr() for own in self._fixed}
         on_host = self._slab.buffer.device.type == "cpu"
         self._staging = None if on_host else Staging(platform, nbytes)
         self.reset()
@@ -107,7 +109,10 @@ class StaticInputs:
                 or value.shape != move.shape
             ):
                 raise _wrong_value(move, value)
-            address = value.data_ptr()
+            try:
+                address = value.data_ptr()
+            except RuntimeError as error:
+                raise _unreadable(move.name, error) from error
             if self._low <= address < self._high:
                 if address == self._low + move.offset and move.lies_in(value):
                     sources.append(None)
@@ -138,11 +143,25 @@ class StaticInputs:
         for own in self._fixed:
             own.fill(values[own.name], tokens, reqs, layout.tokens, layout.reqs)
 
-    def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """A step's inputs by (dotted) name; raises `InvalidInputError` for wrong names."""
-        found = dict(_flat(values))
-        self.check_names(found)
-        return found
+    def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
+        """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that has
+        more rows than they. Raises `InvalidInputError`."""
+        flat = dict(_flat(values))
+        self.check_names(flat)
+        for name, spec in self._specs.items():
+            wrong = check_value(name, spec, flat[name], spec.sizes(tokens, reqs))
+            if wrong is not None:
+                raise wrong
+        device = self._slab.buffer.device
+        return {
+            name: value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+            for name, value in flat.items()
+        }
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the buffers, which the next step writes again."""
+        start = tensor.untyped_storage().data_ptr()
+        return start == self._slab_start or start in self._fixed_starts
 
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row."""
@@ -270,6 +289,20 @@ def _wrong_value(move: FieldMove, value: object) -> InvalidInputError:
     wrong = check_value(move.name, move.field.spec, value, tuple(move.shape))
     assert wrong is not None
     return wrong
+
+
+def _unreadable(name: str, error: RuntimeError) -> Exception:
+    if OverwrittenOutputError.__name__ not in str(error):
+        return InvalidInputError(
+            f"input {name!r} has no memory that can be read",
+            got=error,
+            expected="a tensor with its values",
+        )
+    return OverwrittenOutputError(
+        f"input {name!r} is an output of an earlier step, and its memory was overwritten since",
+        expected="an output of the step before, or a copy",
+        advice='clone() what is needed longer, or GraphOptions(outputs="clone")',
+    )
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,110 +1,288 @@
-"""The live rows of what a forward returns, by the batch axes that its outputs have."""
+"""Which dimensions of what a forward returns are batch axes: declared, or seen at two sizes."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+import enum
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, tree
+from graphrt.core.base import (
+    GraphRTError,
+    OutputError,
+    tree,
+)
 from graphrt.core.batch import Axis
+from graphrt.core.inputs.output_axes import (
+    DeclaredAxes,
+    OutputAxes,
+    at_path,
+    check_tensor,
+    name_of_axis,
+)
 
-OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
-"""Axes of an output, or of several by name or position: see `cutting`."""
+BatchDims = tuple[tuple[int, Axis], ...]
+"""The dimensions of one tensor that are cut to the live rows."""
+
+_FOUND = (Axis("tokens"), Axis("reqs"))
+_VALUES = (numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
 
-class Rows(NamedTuple):
-    """How many rows of a step are live, of how many that its graph has."""
+class Seen(NamedTuple):
+    """The shapes that a forward returned in a batch of so many tokens and requests, by path."""
 
     tokens: int
     reqs: int
-    padded_tokens: int
-    padded_reqs: int
+    shapes: dict[str, tuple[int, ...]]
 
 
-Cut = Callable[[Any, Rows], Any]
-"""Outputs with every named batch axis cut to its live rows."""
+class OutputLayout:
+    """The batch axes of every tensor that a forward returns, by its path (`['logits']`, `[0]`)."""
+
+    def __init__(self, declared: OutputAxes = None) -> None:
+        """`declared` are the axes of a tensor, or a mapping of names (keys, or fields of a
+        dataclass) to axes, or a tuple with the axes of each element. An axis is "tokens", "reqs",
+        either with a constant added, a constant size, or None for any size.
+
+        What is not declared is found by comparing shapes at two sizes. Raises `InvalidInputError`
+        for an axis that there is not, `InvalidOptionError` for anything else.
+        """
+        self._axes = DeclaredAxes(declared)
+        self._batch_dims: dict[str, BatchDims] = {}
+        self._seen: list[Seen] = []
+        self._resolved: set[tuple[int, int]] = set()
+
+    def see(self, tokens: int, reqs: int, outputs: Any) -> None:
+        """Note what a forward returned; raises `OutputError` for what cannot be handed out."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path, leaf in tree.leaves(outputs):
+            if isinstance(leaf, torch.Tensor):
+                check_tensor(path, leaf)
+                shapes[path] = tuple(leaf.shape)
+            elif leaf is not None and not isinstance(leaf, _VALUES):
+                raise OutputError(
+                    f"the forward returns an object that graphrt cannot look into{at_path(path)}",
+                    got=type(leaf).__qualname__,
+                    expected="tensors, numbers and strings in tuples, lists, dicts and dataclasses",
+                    advice="return the tensors in it, or what it stands for by another way",
+                )
+        seen = Seen(tokens, reqs, shapes)
+        self._check_declared(seen, outputs)
+        self._check_resolved(seen)
+        if (tokens, reqs) not in self._resolved and seen not in self._seen:
+            self._seen.append(seen)
+
+    def forget(self) -> None:
+        """Forget what was seen."""
+        self._batch_dims = {}
+        self._seen = []
+        self._resolved = set()
+
+    def batch_dims(self, path: str) -> BatchDims:
+        """The dimensions to cut of the tensor at `path`; raises `OutputError` for one that was not
+        there when axes were resolved."""
+        try:
+            return self._batch_dims[path]
+        except KeyError:
+            raise OutputError(
+                f"the forward returns a tensor that it did not return before{at_path(path)}",
+                expected=", ".join(self._batch_dims) or "no tensors",
+                advice="return the same structure at every size and in every mode",
+            ) from None
+
+    def resolve(self, probe: Callable[[int, int], object] | None, *, query_len: int | None) -> None:
+        """Find the batch axes of all tensors that were seen.
+
+        Where one size was seen, or sizes that could be chance, `probe(tokens, reqs)` runs the
+        forward at another one and lets this object see it; without it that is an error.
+        `query_len` is the number of tokens of
+        every request, where no graph is for other batches. Raises `OutputError` where it cannot be
+        told.
+        """
+        if not self._seen or {(each.tokens, each.reqs) for each in self._seen} <= self._resolved:
+            return
+        for tokens, reqs in self._other_sizes(query_len):
+            unclear = self._unclear()
+            if not unclear:
+                break
+            if probe is None:
+                raise OutputError(
+                    "it cannot be told which dimensions of the outputs are batch axes"
+                    f"{at_path(unclear[0])}",
+                    expected="outputs of two sizes, or declared axes",
+                )
+            try:
+                probe(tokens, reqs)
+            except OutputError:
+                raise
+            except Exception as error:
+                raise OutputError(
+                    "it cannot be told which dimensions of the outputs are batch axes"
+                    f"{at_path(unclear[0])}: an eager step of another size, to compare, failed",
+                    got=f"{type(error).__name__}: {error}",
+                    expected="outputs= with the axes of every tensor that the forward returns",
+                    advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
+                ) from error
+        first = self._seen[0]
+        self._batch_dims = {path: self._dims_of(path) for path in first.shapes}
+        self._resolved = {(each.tokens, each.reqs) for each in self._seen}
+
+    def _unclear(self) -> list[str]:
+        return [path for path in self._seen[0].shapes if self._is_unclear(path)]
+
+    def _is_unclear(self, path: str) -> bool:
+        declared = self._axes.get(path)
+        columns = list(_columns(self._seen, path))
+        for dim, column in enumerate(columns):
+            fits = self._fits(column)
+            if len(fits) < 2:
+                continue
+            if declared is None or dim >= len(declared):
+                if declared is None or not any(isinstance(axis, Axis) for axis in declared):
+                    return True
+                # Beside a declared axis: only a size that could be the same one, transposed.
+                if any(columns[at] == column for at, axis in enumerate(declared) if axis in fits):
+                    return True
+            elif isinstance(declared[dim], Axis) and any(
+                other == column for at, other in enumerate(columns) if at != dim
+            ):
+                return True
+        return False
+
+    def _dims_of(self, path: str) -> BatchDims:
+        declared = self._axes.get(path)
+        found: list[tuple[int, Axis]] = []
+        for dim, column in enumerate(_columns(self._seen, path)):
+            if declared is not None and dim < len(declared):
+                axis = declared[dim]
+                if isinstance(axis, Axis):
+                    found.append((dim, axis))
+                continue
+            fits = self._fits(column)
+            if not fits:
+                raise OutputError(
+                    f"a dimension of an output grows with the batch, but not as its tokens or "
+                    f"requests do{at_path(path)}",
+                    got=", ".join(
+                        f"dimension {dim} is {size} with {seen.tokens} tokens of {seen.reqs} "
+                        "requests"
+                        for size, seen in zip(column, self._seen, strict=True)
+                    ),
+                    expected="a dimension for tokens or for requests",
+                    advice='split it ([tokens * 2] as ["tokens", 2]), or declare it: None in '
+                    "outputs= leaves it as it is, padding included",
+                )
+            axis = fits[0]
+            if axis is not None:
+                if declared is not None and any(isinstance(axis, Axis) for axis in declared):
+                    raise _undeclared_axis(path, dim, axis)
+                found.append((dim, axis))
+        return tuple(found)
+
+    def _fits(self, column: Sequence[int]) -> list[Axis | None]:
+        """What a dimension of these sizes can be, None being a constant."""
+        fits: list[Axis | None] = [None] if len(set(column)) == 1 else []
+        for axis in _FOUND:
+            if all(
+                axis.size(seen.tokens, seen.reqs) == size
+                for seen, size in zip(self._seen, column, strict=True)
+            ):
+                fits.append(axis)
+        return fits
+
+    def _other_sizes(self, query_len: int | None) -> Iterable[tuple[int, int]]:
+        """Sizes of steps that tell tokens, requests and constants apart."""
+        largest = max(self._seen, key=lambda seen: (seen.tokens, seen.reqs))
+        tokens, reqs = largest.tokens, largest.reqs
+        if query_len is not None:
+            if reqs > 1:
+                yield (reqs - 1) * query_len, reqs - 1
+            return
+        if tokens > 1:
+            yield tokens - 1, 1
+        if reqs > 1:
+            yield tokens, reqs - 1
+
+    def _check_declared(self, seen: Seen, outputs: Any) -> None:
+        for path in self._axes.missing(seen.shapes):
+            keys = list(outputs) if isinstance(outputs, dict) else type(outputs).__name__
+            raise OutputError(
+                "the forward returns other outputs than outputs= names",
+                got=keys,
+                expected=f"an output {path}",
+                advice="name the axes of what the forward returns",
+            )
+        for path, shape in seen.shapes.items():
+            declared = self._axes.get(path)
+            if declared is None:
+                continue
+            sizes = [
+                axis.size(seen.tokens, seen.reqs) if isinstance(axis, Axis) else axis
+                for axis in declared
+            ]
+            if len(sizes) > len(shape) or any(
+                size is not None and size != actual
+                for size, actual in zip(sizes, shape, strict=False)
+            ):
+                raise OutputError(
+                    f"an output does not have the axes that outputs= gives it{at_path(path)}",
+                    got=f"shape {shape} with {seen.tokens} tokens of {seen.reqs} requests",
+                    expected=f"({', '.join(map(name_of_axis, declared))})",
+                    advice="name every dimension in its order; None is one of any size",
+                )
+
+    def _check_resolved(self, seen: Seen) -> None:
+        """Raise unless what was seen has the axes that were found."""
+        others = self._seen[:1]
+        for other in others:
+            if seen.shapes.keys() != other.shapes.keys() or any(
+                len(shape) != len(other.shapes[path]) for path, shape in seen.shapes.items()
+            ):
+                raise OutputError(
+                    "the forward returns other outputs at another size",
+                    got=f"{_shown(seen.shapes)} with {seen.tokens} tokens of {seen.reqs} requests",
+                    expected=f"{_shown(other.shapes)} as with {other.tokens} of {other.reqs}",
+                    advice="return as many tensors, of as many dimensions, at every size: "
+                    "squeeze() without a dimension drops one at size 1",
+                )
+            for path, found in self._batch_dims.items():
+                batch = dict(found)
+                declared = self._axes.get(path) or ()
+                for dim, size in enumerate(seen.shapes[path]):
+                    axis = batch.get(dim)
+                    if axis is None and dim < len(declared):
+                        continue  # compared with its declaration
+                    should = (
+                        other.shapes[path][dim]
+                        if axis is None
+                        else axis.size(seen.tokens, seen.reqs)
+                    )
+                    if size != should:
+                        raise OutputError(
+                            f"an output has another shape than at other sizes{at_path(path)}",
+                            got=f"{size} in dimension {dim} with {seen.tokens} tokens of "
+                            f"{seen.reqs} requests",
+                            expected=f"{should}, as it was found to be "
+                            f"{'constant' if axis is None else axis}",
+                            advice="declare the axes of what the forward returns: outputs=",
+                        )
 
 
-def cutting(axes: OutputAxes) -> Cut:
-    """What cuts outputs with these axes.
-
-    `axes` are the axes of a tensor, or a mapping of names (keys, or fields of a dataclass) to
-    axes, or a tuple with the axes of each element. What it does not name is left as it is. Without
-    `axes`, tensors whose first dimension is the padded number of tokens (or else that of requests)
-    are cut there. Raises `InvalidInputError` for an axis that there is not.
-    """
-    if axes is None:
-        return _cut_by_size
-    if isinstance(axes, Mapping):
-        return _cutting_named({name: cutting(its_axes) for name, its_axes in axes.items()})
-    if any(isinstance(axis, tuple | Mapping) for axis in axes):
-        return _cutting_each([cutting(its_axes) for its_axes in axes])
-    named = [(dim, Axis.parse(size)) for dim, size in enumerate(axes) if isinstance(size, str)]
-
-    def cut(outputs: Any, rows: Rows) -> Any:
-        def narrowed(tensor: torch.Tensor) -> torch.Tensor:
-            for dim, axis in named:
-                tensor = tensor.narrow(dim, 0, axis.size(rows.tokens, rows.reqs))
-            return tensor
-
-        return tree.map_tensors(narrowed, outputs)
-
-    return cut
+def _columns(seen: Sequence[Seen], path: str) -> Iterable[tuple[int, ...]]:
+    """The sizes of each dimension, over what was seen."""
+    return zip(*(each.shapes[path] for each in seen), strict=True)
 
 
-def _cut_by_size(outputs: Any, rows: Rows) -> Any:
-    def narrowed(tensor: torch.Tensor) -> torch.Tensor:
-        first = tensor.shape[0] if tensor.dim() else -1
-        if first == rows.padded_tokens:
-            return tensor[: rows.tokens]
-        return tensor[: rows.reqs] if first == rows.padded_reqs else tensor
-
-    return tree.map_tensors(narrowed, outputs)
-
-
-def _cutting_named(cuts: Mapping[str, Cut]) -> Cut:
-    def cut(outputs: Any, rows: Rows) -> Any:
-        whole = copy.copy(outputs)
-        for name, of_name in cuts.items():
-            _set(whole, name, of_name(_get(outputs, name), rows))
-        return whole
-
-    return cut
-
-
-def _cutting_each(cuts: list[Cut]) -> Cut:
-    def cut(outputs: Any, rows: Rows) -> Any:
-        if not isinstance(outputs, tuple | list) or len(outputs) != len(cuts):
-            raise _other_outputs(outputs, f"{len(cuts)} outputs")
-        return type(outputs)(
-            of_one(output, rows) for of_one, output in zip(cuts, outputs, strict=True)
-        )
-
-    return cut
-
-
-def _get(outputs: Any, name: str) -> Any:
-    try:
-        return outputs[name] if isinstance(outputs, dict) else getattr(outputs, name)
-    except (KeyError, AttributeError):
-        raise _other_outputs(outputs, f"an output {name!r}") from None
-
-
-def _set(outputs: Any, name: str, value: Any) -> None:
-    if isinstance(outputs, dict):
-        outputs[name] = value
-    else:
-        object.__setattr__(outputs, name, value)
-
-
-def _other_outputs(outputs: Any, expected: str) -> InvalidOptionError:
-    keys = list(outputs) if isinstance(outputs, dict) else type(outputs).__name__
-    return InvalidOptionError(
-        "the forward returns other outputs than outputs= names",
-        got=keys,
-        expected=expected,
-        advice="name the axes of what the forward returns",
+def _undeclared_axis(path: str, dim: int, axis: Axis) -> GraphRTError:
+    return OutputError(
+        f"an output has a batch axis that outputs= leaves out{at_path(path)}",
+        got=f"dimension {dim} is as long as the {axis}",
+        expected="every batch axis declared",
+        advice="name every dimension in its order; None is one of any size",
     )
+
+
+def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{path} {shape}".strip() for path, shape in shapes.items()) or "no tensors"

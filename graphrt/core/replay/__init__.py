@@ -3,6 +3,7 @@
 from graphrt.core.replay.arguments import arguments_of, check_arguments
 from graphrt.core.replay.eager_part import EagerPart, deliver, name_of
 from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.handout import HandedOut, Handout, handout_of
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
 from graphrt.core.replay.pool import GraphPool, HoldsGraphs
 from graphrt.core.replay.recording import Recording, active, current_capture
@@ -17,6 +18,8 @@ __all__ = [
     "EagerPart",
     "Entry",
     "GraphPool",
+    "HandedOut",
+    "Handout",
     "HoldsGraphs",
     "HookedSegment",
     "HostArg",
@@ -34,5 +37,6 @@ __all__ = [
     "current_capture",
     "deliver",
     "graphs_of",
+    "handout_of",
     "name_of",
 ]

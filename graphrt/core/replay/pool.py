@@ -21,6 +21,7 @@ from graphrt.core.device import (
     UpdateFigures,
     resolve_platform,
 )
+from graphrt.core.replay.handout import HandedOut, expire
 
 # The one thing that is process-wide, because the device is: two captures on one device at the
 # same time see each other's work, whoever they belong to.
@@ -50,6 +51,10 @@ class GraphPool:
         self.stream: Any = self.platform.new_stream()
         self.generation = 0
         self.closed = False
+        # What steps of runners have handed out and no step has overwritten yet.
+        self.handed_out: HandedOut = []
+        # It would outlive the memory.
+        weakref.finalize(self, expire, self.handed_out).atexit = False
         # The wrapper's replay path reads and writes the following directly. The owner is the
         # context of the step, or the capture, that is under way.
         self.owner: object | None = None
@@ -84,6 +89,7 @@ class GraphPool:
         self.step = context.token
         self._step_context = context
         self.generation += 1
+        self.expire_outputs()
 
     def leave_step(self, context: ForwardContext) -> None:
         """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
@@ -92,6 +98,11 @@ class GraphPool:
             raise self.busy_error(context)
         self.step = None
         self._step_context = None
+
+    def expire_outputs(self) -> None:
+        """Make what runners have handed out unreadable: its memory is about to be written."""
+        if self.handed_out:
+            expire(self.handed_out)
 
     def add_holder(self, holder: HoldsGraphs) -> None:
         """Note what has graphs that `close` must destroy; it is not kept alive."""
@@ -121,11 +132,13 @@ class GraphPool:
             self.owned_by(context),
             self.platform.on_stream(self.stream),
         ):
+            self.expire_outputs()
             yield
 
     def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs of this pool; waits for captures of other threads on the device."""
         if graphs:
+            self.expire_outputs()
             # It may synchronise the device, which would break a capture that is open.
             with _capture_locks[self.platform.device_type]:
                 self.platform.reset_graphs(graphs)

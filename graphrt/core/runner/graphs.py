@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, GraphsDroppedWarning, ResourceExhaustedError, logger
+from graphrt.core.base import (
+    CaptureError,
+    GraphsDroppedWarning,
+    OutputError,
+    ResourceExhaustedError,
+    logger,
+)
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, PieceProvider
 from graphrt.core.capture import (
     Captured,
@@ -21,7 +27,7 @@ from graphrt.core.capture import (
     wrapper_class,
 )
 from graphrt.core.dispatch import Dispatch, GraphDispatcher
-from graphrt.core.inputs import OutputAxes, StaticInputs, cutting
+from graphrt.core.inputs import OutputAxes, OutputLayout, StaticInputs
 from graphrt.core.plan import CaptureKey, Plan
 from graphrt.core.replay import WORST_CASE, GraphPool
 from graphrt.core.runner.compiled import CompiledModules
@@ -70,7 +76,7 @@ class GraphSet:
         self._options = options
         self._pool = pool
         self._inputs = inputs
-        self._cut = cutting(outputs)
+        self._outputs = OutputLayout(outputs)
         self._compiled = CompiledModules(plan.compiled)
         self._compiled.tell_sizes(self._sizes)
         self.run_forward = _without_gradients(forward)
@@ -105,7 +111,9 @@ class GraphSet:
         self._compile(planned[0].step if planned else None, saved)
         if self.eager_launch:
             for graph in planned:
+                self._see(graph.step, saved)
                 self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
+            self._settle(saved)
             return
         try:
             capture_graphs(
@@ -123,8 +131,12 @@ class GraphSet:
                 around_capture=self._host.around_capture,
                 publish=self._publish,
                 drop=self._drop,
+                settle=lambda: self._settle(saved),
                 progress=progress,
             )
+        except BaseException as error:
+            self._settle_or_release(saved if isinstance(error, Exception) else None)
+            raise
         finally:
             if planned:
                 self._inputs.reset()
@@ -173,6 +185,7 @@ class GraphSet:
         self.steps.clear()
         self._failed.clear()
         self.sealing.open()
+        self._outputs.forget()
         self._compiled.unseal()
         captured, self._captured = self._captured, []
         for each in reversed(captured):
@@ -198,17 +211,55 @@ class GraphSet:
         if step is None:
             rows = BatchDescriptor(self._inputs.tokens, self._inputs.reqs)
             step = self._step(GraphMode.NONE, rows)
+        with self._host.around_capture():
+            self._see(step, saved)
+
+    def _see(self, step: PaddedStep, saved: SavedState) -> None:
+        """Run one eager step, as a warm-up, and note what it returns."""
         context = ForwardContext(
             GraphMode.NONE, step.descriptor, updates=WORST_CASE, num_reqs=step.reqs
         )
         context.enlist = self._compiled.enlist
+        owner = self._pool.owner
+        with self._pool.owned_by(owner or context):
+            self._pool.hand_over(context)
+            try:
+                with context:
+                    self._prepare(step, "warmup")
+                    step.see(self.run_forward(**step.arguments()))
+            finally:
+                self._pool.hand_over(owner or context)
+                saved.restore()
+                self._inputs.reset()
+
+    def _settle(self, saved: SavedState | None) -> None:
+        """Find the batch axes of the outputs, if need be (and `saved` is there) with eager steps of
+        other sizes, and prepare what hands them out."""
+
+        def probe(tokens: int, reqs: int) -> None:
+            assert saved is not None
+            uniform = query_len is not None
+            rows = BatchDescriptor(tokens, reqs, uniform=uniform, query_len=query_len)
+            self._see(self._step(GraphMode.NONE, rows), saved)
+
+        lengths = {descriptor.query_len for _, descriptor in self._plan.keys}
+        query_len = lengths.pop() if len(lengths) == 1 else None
+        self._outputs.resolve(None if saved is None else probe, query_len=query_len)
+        if self.eager_launch or self._options.outputs == "clone":
+            return
+        for record in self.records:
+            wrapper = self._wrappers.get(record.mode)
+            step = self.steps[self.dispatcher.reserve(record.mode, record.descriptor)]
+            if wrapper is not None and step is not None:
+                step.hold(wrapper.entries[record.descriptor].outputs, self._pool)
+
+    def _settle_or_release(self, saved: SavedState | None) -> None:
+        """After a capture that failed, serve the graphs before it if it is known how."""
         try:
-            with self._host.around_capture(), self._pool.owned_by(context), context:
-                self._prepare(step, "warmup")
-                self.run_forward(**step.arguments())
-        finally:
-            saved.restore()
-            self._inputs.reset()
+            with self._host.around_capture():
+                self._settle(saved)
+        except OutputError:
+            self.release()
 
     def _wrap(self, forward: Callable[..., Any]) -> dict[GraphMode, GraphWrapper]:
         """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them."""
@@ -220,7 +271,6 @@ class GraphSet:
             "options": options.merged({"lazy": False}),
             "hooks": self._host.around_graph,
         }
-        # The runner itself clones what comes out of several graphs.
         outputs = "static" if options.outputs == "static" else "pool"
         for_pieces = options.merged({"lazy": False, "outputs": outputs, "breaks": ()})
         self._compiled.tell_options(for_pieces, self._host.around_graph)
@@ -232,6 +282,8 @@ class GraphSet:
             )
         if mode.has_full:
             wrappers[GraphMode.FULL] = wrap(inner, GraphMode.FULL, **common)
+        for wrapper in wrappers.values():
+            wrapper.return_what_is_held()
         return wrappers
 
     def _step(self, mode: GraphMode, descriptor: BatchDescriptor) -> PaddedStep:
@@ -242,8 +294,8 @@ class GraphSet:
             descriptor,
             self._inputs,
             call,
-            self._cut,
-            same_outputs=wrapper is not None and self._options.outputs != "clone",
+            self._outputs,
+            owned=self._options.outputs == "clone",
         )
 
     def _prepare(self, step: PaddedStep, phase: Phase) -> None:

@@ -16,13 +16,12 @@ from graphrt.core.base import (
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions, SavedState
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Dispatch, Reason, live_query_len
+from graphrt.core.dispatch import Dispatch, live_query_len
 from graphrt.core.inputs import (
     InputSpec,
     OutputAxes,
     StaticInputs,
     batch_of,
-    nest,
     reqs_of,
     wrong_requests,
 )
@@ -33,6 +32,7 @@ from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.session import Progress
+from graphrt.core.runner.unpadded import UnpaddedSteps
 from graphrt.core.runner.updates import LastUpdates
 from graphrt.core.trust import check_equal
 
@@ -63,10 +63,11 @@ class GraphRunner:
     ) -> None:
         """`plan` says which graphs there are; in its place its own arguments may be given here
         (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`; `outputs` gives the
-        axes of what it returns (without them, tensors are cut whose first dimension has the padded
-        size, so name them where that could be chance). `host` is what the host hooks in, `options`
-        how graphs are captured and replayed. `pool` shares memory with what never runs at the same
-        time as this runner. `device` is where the inputs' buffers are, by default the platform's.
+        axes of what it returns, such as ("tokens", 64) or {"logits": ("reqs", None)}; None is any
+        size. What it does not name is found by comparing shapes at two sizes, if need be with an
+        eager step more in `capture()`. `host` is what the host hooks in, `options` how graphs are
+        captured and replayed. `pool` shares memory with what never runs at the same time as this
+        runner. `device` is where the inputs' buffers are, by default the platform's.
 
         A plan of another platform, or without the compiled modules that the forward is or has, is
         resolved again; a `PlanChangedWarning` says what changed. Raises the named errors of bad
@@ -115,8 +116,11 @@ class GraphRunner:
         self.last_dispatch: Dispatch | None = None
         self._bind = host.bind
         self._steps = self.graphs.steps
-        self._eager_launch = self.graphs.eager_launch
         self._clones = self.options.outputs == "clone"
+        self._unpadded = UnpaddedSteps(
+            self.graphs, self.plan, host.bind, self.inputs, self.pool, clones=self._clones
+        )
+        self._eager_launch = self.graphs.eager_launch
         self._updates = LastUpdates()
         self._live_tokens = 0
         self._closed = False
@@ -134,8 +138,11 @@ class GraphRunner:
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
         where their shapes say everything. `updates` are the host arguments of updatable tasks,
-        `metadata` is what eager parts read from the context. Raises `InvalidInputError`,
-        `InvalidBatchError`, `PoolBusyError`, what updates raise, and what `strict` says.
+        `metadata` is what eager parts read from the context. Outputs are fresh tensors, readable
+        until the next step of the pool begins: touched later they raise (`OverwrittenOutputError`).
+
+        Raises `InvalidInputError`, `InvalidBatchError`, `PoolBusyError`, what updates raise, and
+        what `strict` says.
         """
         return self.step(batch, values, updates=updates, metadata=metadata)
 
@@ -169,7 +176,8 @@ class GraphRunner:
             step = None if slot < 0 else self._steps[slot]
             updates = self._updates.resolve(updates, step, slot, self._steps)
         if found.slot < 0:
-            return self._run_unpadded(batch, found, values, updates, metadata)
+            self._check_open()
+            return self._unpadded.run(batch, found, values, updates, metadata)
         mode = GraphMode.NONE if self._eager_launch else found.mode
         context = ForwardContext(mode, found.descriptor, found.slot, updates, metadata)
         outputs = self._run_padded(batch, found, values, context, eager=False)
@@ -301,6 +309,9 @@ class GraphRunner:
         with self.pool.owned_by(context):
             stream = self.pool.follow_stream()
             self.inputs.fill(values, step.layout, tokens, reqs, stream)
+            if self.pool.handed_out:
+                # Not before: they may have been among the inputs.
+                self.pool.expire_outputs()
             if self._bind is not None:
                 self._bind(
                     step.views,
@@ -312,48 +323,7 @@ class GraphRunner:
                 outputs = call(**step.arguments())
             if self._clones and call is self.graphs.run_forward:
                 outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-        return step.live(outputs, tokens, reqs)
-
-    def _run_unpadded(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
-    ) -> Any:
-        self._check_open()
-        if self.graphs.sealing.refuses and self._should_have_a_graph(batch, found):
-            self.graphs.sealing.refuse(
-                f"no graph serves the batch: {found.reason.value}",
-                got=batch,
-                expected=f"a batch that one of {len(self.plan.keys)} graphs serves",
-            )
-        tokens, reqs = batch.num_tokens, reqs_of(self.inputs, batch, values)
-        context = ForwardContext(
-            GraphMode.NONE, found.descriptor, -1, updates, metadata, num_reqs=reqs
-        )
-        with self.pool.owned_by(context):
-            stream = self.pool.follow_stream()
-            if tokens <= self.inputs.tokens and reqs <= self.inputs.reqs:
-                layout = self.inputs.layout(tokens, reqs)
-                self.inputs.fill(values, layout, tokens, reqs, stream)
-                views = layout.views
-            else:
-                # Larger than the buffers: the forward reads the host's own tensors.
-                views = self.inputs.flat(values)
-            if self._bind is not None:
-                self._bind(views, found.descriptor, "eager")
-            with context:
-                outputs = self.graphs.run_forward(**(nest(views) if self.inputs.nested else views))
-            return tree.map_tensors(torch.Tensor.clone, outputs) if self._clones else outputs
-
-    def _should_have_a_graph(self, batch: Batch, found: Dispatch) -> bool:
-        """Whether the plan has graphs for batches of this kind, so that a miss is a mistake."""
-        decode = batch.query_len in self.plan.sizes.decode
-        wanted = self.mode.decode_mode if decode else self.mode.mixed_mode
-        missing = found.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
-        return missing and wanted is not GraphMode.NONE
+            return step.live(outputs, tokens, reqs, self.pool)
 
     def _check_open(self) -> None:
         if self._closed:

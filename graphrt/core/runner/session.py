@@ -63,6 +63,7 @@ def capture_graphs(
     around_capture: AroundCapture,
     publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
     drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
+    settle: Callable[[], None],
     progress: Progress | None = None,
 ) -> None:
     """Capture `planned` in its order and publish each graph once all its wrappers have it.
@@ -70,8 +71,8 @@ def capture_graphs(
     A graph that fails is rolled back and the error raised; those before it stay published. One
     that the device has no room for is rolled back and dropped: smaller ones after it may fit.
     `enlist` is asked about every compiled module that takes part. `state` is restored after every
-    forward, so that each starts from it. The pool is held all the
-    time: a step of another thread would read buffers that a capture fills.
+    forward, so that each starts from it. `settle` is called when all are captured. The pool is held
+    all the time: a step of another thread would read buffers that a capture fills.
     """
     graphs = list(planned)
     if not graphs:
@@ -89,6 +90,7 @@ def capture_graphs(
                 if hasattr(error, "add_note"):
                     error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
                 raise
+        settle()
         if progress is not None:
             progress(len(graphs), len(graphs), graphs[-1].descriptor)
 
@@ -208,7 +210,7 @@ class _Session:
         self._pool.hand_over(context)
         try:
             with torch.no_grad(), context:
-                graph.step.call(**graph.step.arguments())
+                graph.step.see(graph.step.call(**graph.step.arguments()))
         finally:
             self._pool.hand_over(self)
             self._state.restore()

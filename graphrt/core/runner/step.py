@@ -7,21 +7,28 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.batch import BatchDescriptor
-from graphrt.core.inputs import Cut, Rows, StaticInputs, nest
+from graphrt.core.inputs import BatchDims, OutputLayout, StaticInputs, nest
+from graphrt.core.replay import GraphPool, Handout, handout_of
 
-_CACHED_SLICES = 256
-"""Per graph; beyond so many pairs of live tokens and requests outputs are sliced anew."""
+_CACHED_SHAPES = 256
+"""Per graph; beyond so many pairs of live tokens and requests shapes are found anew."""
+
+Shape = tuple[int, ...]
 
 
 class PaddedStep:
-    """The padded views that a graph reads, the callable of its mode, and how to slice outputs."""
+    """The padded views that a graph reads, the callable of its mode, and its outputs' live rows."""
 
     __slots__ = (
-        "_cut",
+        "_axes",
+        "_handouts",
+        "_held",
+        "_last",
         "_nested",
-        "_sliced_from",
-        "_slices",
+        "_owned",
+        "_shapes",
         "call",
         "descriptor",
         "layout",
@@ -36,11 +43,11 @@ class PaddedStep:
         descriptor: BatchDescriptor,
         inputs: StaticInputs,
         call: Callable[..., Any],
-        cut: Cut,
+        axes: OutputLayout,
         *,
-        same_outputs: bool,
+        owned: bool,
     ) -> None:
-        """`same_outputs` says that `call` returns the same tensors at every step."""
+        """`owned` says that what `call` returns is the caller's, memory and all."""
         self.descriptor = descriptor
         self.tokens = descriptor.num_tokens
         # Every request has a token, so a graph for any number of requests needs no more rows.
@@ -50,27 +57,104 @@ class PaddedStep:
         self.call = call
         self.task_names: frozenset[str] = frozenset()
         self._nested = inputs.nested
-        self._cut = cut
-        self._slices: dict[tuple[int, int], Any] | None = {} if same_outputs else None
-        self._sliced_from: Any = None
+        self._axes = axes
+        self._owned = owned
+        # The outputs that the graph returns at every step, and what hands out each tensor of them.
+        self._held: Any = None
+        self._handouts: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
+        self._shapes: dict[tuple[int, int], list[Shape]] = {}
+        # What pieces returned last: often the same tensor again.
+        self._last: tuple[Any, list[tuple[Handout, Shape, BatchDims]]] = None, []
 
     def arguments(self) -> dict[str, Any]:
         """What the forward is called with; nested inputs anew each time, as it may change them."""
         return nest(self.views) if self._nested else self.views
 
-    def live(self, outputs: Any, tokens: int, reqs: int) -> Any:
-        """The live rows of the outputs of this graph."""
-        if tokens == self.tokens and reqs == self.reqs:
-            return outputs
-        slices = self._slices
-        if slices is None or not isinstance(outputs, torch.Tensor):
-            return self._cut(outputs, Rows(tokens, reqs, self.tokens, self.reqs))
-        if outputs is not self._sliced_from:
-            slices.clear()
-            self._sliced_from = outputs
-        found = slices.get((tokens, reqs))
-        if found is None:
-            found = self._cut(outputs, Rows(tokens, reqs, self.tokens, self.reqs))
-            if len(slices) < _CACHED_SLICES:
-                slices[tokens, reqs] = found
-        return found
+    def see(self, outputs: Any) -> None:
+        """Note what the forward returned at this size; raises `OutputError`."""
+        self._axes.see(self.tokens, self.reqs, outputs)
+
+    def live(self, outputs: Any, tokens: int, reqs: int, pool: GraphPool) -> Any:
+        """The live rows of this step's outputs, as the caller gets them."""
+        if outputs is not self._held or outputs is None:
+            return self._live_anew(outputs, tokens, reqs, pool)
+        shapes = self._shapes.get((tokens, reqs))
+        if shapes is None:
+            shapes = self._find_shapes(tokens, reqs)
+        handed_out = pool.handed_out
+        if type(outputs) is torch.Tensor:
+            return self._handouts[0][0](shapes[0], handed_out)
+        fresh = iter(
+            [
+                hand_out(shape, handed_out)
+                for (hand_out, _, _), shape in zip(self._handouts, shapes, strict=True)
+            ]
+        )
+        return tree.map_tensors(lambda _: next(fresh), outputs)
+
+    def hold(self, outputs: Any, pool: GraphPool) -> None:
+        """Prepare for steps that return exactly these outputs."""
+        if outputs is self._held:
+            return
+        self._handouts = tuple(self._prepared(outputs, pool, keep=False))
+        self._shapes = {}
+        self._held = outputs
+
+    def _live_anew(self, outputs: Any, tokens: int, reqs: int, pool: GraphPool) -> Any:
+        """Of outputs that no graph returns, as eager parts and pieces in between make them."""
+        if self._owned:
+            padded = tokens != self.tokens or reqs != self.reqs
+            return self._narrowed(outputs, tokens, reqs) if padded else outputs
+        if outputs is self._last[0] and type(outputs) is torch.Tensor:
+            prepared = self._last[1]
+        else:
+            prepared = self._prepared(outputs, pool, keep=True)
+            self._last = outputs, prepared
+        fresh = iter(
+            [
+                hand_out(_live_shape(shape, dims, tokens, reqs), pool.handed_out)
+                for hand_out, shape, dims in prepared
+            ]
+        )
+        return tree.map_tensors(lambda _: next(fresh), outputs)
+
+    def _narrowed(self, outputs: Any, tokens: int, reqs: int) -> Any:
+        paths = iter([path for path, leaf in tree.leaves(outputs) if _is_tensor(leaf)])
+
+        def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+            for dim, axis in self._axes.batch_dims(next(paths)):
+                tensor = tensor.narrow(dim, 0, axis.size(tokens, reqs))
+            return tensor
+
+        return tree.map_tensors(narrowed, outputs)
+
+    def _prepared(
+        self, outputs: Any, pool: GraphPool, *, keep: bool
+    ) -> list[tuple[Handout, Shape, BatchDims]]:
+        raw_storages = pool.platform.raw_storages
+        return [
+            (
+                handout_of(leaf, raw_storages=raw_storages, keep=leaf if keep else None),
+                tuple(leaf.shape),
+                self._axes.batch_dims(path),
+            )
+            for path, leaf in tree.leaves(outputs)
+            if _is_tensor(leaf)
+        ]
+
+    def _find_shapes(self, tokens: int, reqs: int) -> list[Shape]:
+        shapes = [_live_shape(shape, dims, tokens, reqs) for _, shape, dims in self._handouts]
+        if len(self._shapes) < _CACHED_SHAPES:
+            self._shapes[tokens, reqs] = shapes
+        return shapes
+
+
+def _live_shape(shape: Shape, dims: BatchDims, tokens: int, reqs: int) -> Shape:
+    live = list(shape)
+    for dim, axis in dims:
+        live[dim] = axis.size(tokens, reqs)
+    return tuple(live)
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 from graphrt.core.replay import UNCHANGED, check_names
 from graphrt.core.runner.step import PaddedStep
@@ -42,7 +45,8 @@ class LastUpdates:
             updates = self._given
             given = self._given
         else:
-            given = updates
+            # The host may change its own lists in place before it says UNCHANGED.
+            given = _copied(updates)
         if step is not None and (type(updates) is dict or isinstance(updates, Mapping)):
             if not updates.keys() <= step.task_names:
                 # The host need not know which of its batches run by pieces, without tasks.
@@ -53,3 +57,22 @@ class LastUpdates:
             slot = -1
         self._given, self._slot = given, slot
         return updates
+
+
+def _copied(updates: Any) -> Any:
+    if type(updates) is not dict and not isinstance(updates, Mapping):
+        return updates
+    return {
+        name: (
+            {key: _copied_value(value) for key, value in values.items()}
+            if isinstance(values, Mapping)
+            else values
+        )
+        for name, values in updates.items()
+    }
+
+
+def _copied_value(value: Any) -> Any:
+    if type(value) is int:
+        return value
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import CaptureError, PoolClosedError
+from graphrt.core.base import (
+    CaptureError,
+    OverwrittenOutputError,
+    PoolClosedError,
+    can_mark_unreadable,
+)
 from graphrt.core.batch import Batch, GraphMode
 from graphrt.core.capture import eager_break
 from graphrt.core.dispatch import Reason
@@ -54,6 +59,34 @@ class RunnerConformance(ConformanceBase):
 
     def values(self, *rows: float) -> dict[str, torch.Tensor]:
         return {"x": self.tensor(*rows), "y": self.tensor(*[10.0] * len(rows))}
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_what_a_host_does_to_an_output_never_reaches_the_next_step(self, mode: str) -> None:
+        with self.runner(mode=mode, host=None) as runner:
+            runner.capture()
+            for rows in ([1.0], [1.0, 2.0], [1.0] * 5):
+                for edit in (torch.Tensor.unsqueeze_, torch.Tensor.zero_, torch.Tensor.t_):
+                    self.counter.zero_()
+                    out = runner(Batch(len(rows), len(rows), 1), **self.values(*rows))
+                    assert self.host(out).tolist() == [[10 * (row + 1) * 2 + 1] * 8 for row in rows]
+                    edit(*(out, 0) if edit is torch.Tensor.unsqueeze_ else (out,))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_an_output_of_an_earlier_step_is_never_read_as_the_later_ones(self, mode: str) -> None:
+        with self.runner(mode=mode, host=None) as runner:
+            runner.capture()
+            self.counter.zero_()
+            first = runner(Batch(2, 2, 1), **self.values(1.0, 2.0))
+            expected = self.host(first).clone()
+            runner(Batch(2, 2, 1), **self.values(7.0, 8.0))
+            marked = self.platform.raw_storages and can_mark_unreadable
+            if not marked and self.platform.device_type != "cpu":
+                pytest.skip("outputs of this platform stay readable: its torch marks no storage")
+            if mode == "NONE" or not marked:
+                assert torch.equal(self.host(first), expected)
+            else:
+                with pytest.raises(RuntimeError, match=OverwrittenOutputError.__name__):
+                    self.host(first)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_every_mode_gives_what_the_padded_eager_run_gives(self, mode: str) -> None:

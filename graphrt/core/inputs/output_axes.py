@@ -1,0 +1,114 @@
+"""The axes that a host declares for what its forward returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from graphrt.core.base import InvalidInputError, InvalidOptionError, OutputError
+from graphrt.core.batch import Axis
+
+OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
+"""Axes of an output, or of several by name or position: see `OutputLayout`."""
+
+Declared = tuple[int | Axis | None, ...]
+"""The axes of one tensor: a constant size, a batch axis, or None for a size that is not looked at.
+Dimensions behind the last one are not looked at either."""
+
+
+class DeclaredAxes:
+    """The declared axes of every tensor that a forward returns, whatever contains it."""
+
+    def __init__(self, declared: Any) -> None:
+        """Raises `InvalidInputError` for an axis that there is not, `InvalidOptionError` for
+        anything else."""
+        self._by_prefix: dict[str, Declared] = {}
+        self._read(declared, "")
+
+    def get(self, path: str) -> Declared | None:
+        """The axes of the tensor at `path`, None if there are none."""
+        for prefix, axes in self._by_prefix.items():
+            if any(_starts(path, form) for form in _forms(prefix)):
+                return axes
+        return None
+
+    def missing(self, shapes: Iterable[str]) -> list[str]:
+        """What is declared but not among these paths."""
+        paths = list(shapes)
+        return [
+            prefix
+            for prefix in self._by_prefix
+            if not any(_starts(path, form) for path in paths for form in _forms(prefix))
+        ]
+
+    def _read(self, axes: Any, prefix: str) -> None:
+        if axes is None:
+            return
+        if isinstance(axes, Mapping):
+            for name, its_axes in axes.items():
+                self._read(its_axes, f"{prefix}[{name!r}]")
+        elif not isinstance(axes, tuple | list):
+            raise InvalidOptionError(
+                f"outputs= has axes that are none{at_path(prefix)}",
+                got=repr(axes),
+                expected='a tuple of axes such as ("tokens", 64), or a mapping or tuple of such',
+            )
+        elif any(isinstance(axis, tuple | list | Mapping) for axis in axes):
+            for place, its_axes in enumerate(axes):
+                self._read(its_axes, f"{prefix}[{place}]")
+        else:
+            self._by_prefix[prefix] = tuple(_axis(axis) for axis in axes)
+
+
+def _axis(axis: Any) -> int | Axis | None:
+    if axis is None or (isinstance(axis, int) and not isinstance(axis, bool) and axis >= 0):
+        return axis
+    if isinstance(axis, str):
+        return Axis.parse(axis)
+    raise InvalidInputError(
+        "unknown axis of an output",
+        got=repr(axis),
+        expected='"tokens", "reqs", "reqs+1", a size, or None for any size',
+    )
+
+
+def _forms(prefix: str) -> Iterable[str]:
+    """A declared name as a key, and as a field."""
+    yield prefix
+    if "['" in prefix:
+        yield prefix.replace("['", ".").replace("']", "")
+
+
+def _starts(path: str, prefix: str) -> bool:
+    return path == prefix or (path.startswith(prefix) and path[len(prefix)] in ".[")
+
+
+def check_tensor(path: str, tensor: torch.Tensor) -> None:
+    """Raise `OutputError` for a tensor that cannot be handed out."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
+        raise OutputError(
+            f"the forward returns a tensor that has no strided memory of its own{at_path(path)}",
+            got=kind,
+            expected="a strided tensor",
+            advice="return to_dense(), or the parts of it",
+        )
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise OutputError(
+            f"the forward returns a tensor subclass that holds other tensors{at_path(path)}",
+            got=type(tensor).__qualname__,
+            expected="a plain tensor",
+            advice="return the tensors in it, as to_local() does of a DTensor",
+        )
+
+
+def name_of_axis(axis: int | Axis | None) -> str:
+    """As in `outputs=`."""
+    return f'"{axis}"' if isinstance(axis, Axis) else str(axis)
+
+
+def at_path(path: str) -> str:
+    """Where in the outputs, for a message."""
+    return f", at {path}" if path else ""

@@ -1,0 +1,411 @@
+"""What a runner hands out: the live rows, fresh, and never the next step's values."""
+
+import collections
+import gc
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec
+from graphrt.core.base import can_mark_unreadable
+from graphrt.errors import OutputError, OverwrittenOutputError
+
+WIDTH = 6
+X = {"x": InputSpec(torch.float32, ("tokens", WIDTH))}
+XS = {**X, "last": InputSpec(torch.int64, ("reqs",), pad=0)}
+MODES = ["FULL", "PIECEWISE"]
+OUTPUTS = ["pool", "static", "clone"]
+
+marks = pytest.mark.skipif(
+    not can_mark_unreadable, reason="this torch was built without CUDA, and cannot mark a storage"
+)
+copies = pytest.mark.skipif(can_mark_unreadable, reason="this torch can mark a storage")
+
+
+def runner(forward, **given):
+    defaults = {"mode": "FULL", "sizes": [2, 4, 8], "inputs": X}
+    made = GraphRunner(forward, **{**defaults, **given})
+    made.capture()
+    return made
+
+
+def rows(count, value=1.0):
+    return torch.full((count, WIDTH), float(value))
+
+
+# What is handed out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda out: out.unsqueeze_(0),
+        lambda out: out.t_(),
+        lambda out: setattr(out, "data", torch.zeros(1)),
+        lambda out: out.resize_(1),
+        lambda out: out.requires_grad_(),
+        lambda out: out.set_(torch.zeros(3)),
+        lambda out: out.add_(100),
+    ],
+    ids=["unsqueeze_", "t_", "data", "resize_", "requires_grad_", "set_", "add_"],
+)
+def test_what_a_host_does_to_an_output_never_reaches_the_next_step(mode, outputs, edit):
+    run = runner(lambda x: x * 2, mode=mode, options=GraphOptions(outputs=outputs))
+    for count in (2, 3, 9):
+        for _ in range(2):
+            out = run(x=rows(count))
+            assert torch.equal(out, rows(count, 2)) and not out.requires_grad
+            edit(out)
+
+
+@pytest.mark.parametrize("count", [2, 9])
+def test_a_tensor_that_the_forward_owns_keeps_its_shape_whatever_is_done_to_the_output(count):
+    held = torch.arange(3.0)
+    run = runner(lambda x: (x + 1, held), outputs=(("tokens", WIDTH), (3,)))
+    run(x=rows(count))[1].unsqueeze_(0)
+    assert held.shape == (3,) and torch.equal(run(x=rows(count))[1], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_an_output_that_is_an_input_is_not_the_callers_own(count, outputs):
+    run = runner(lambda x: x, options=GraphOptions(outputs=outputs))
+    given = rows(count)
+    run(x=given).add_(1)
+    assert torch.equal(given, rows(count))
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_an_input_that_the_forward_edits_stays_as_the_caller_has_it(count):
+    run = runner(lambda x: x.add_(1))
+    given = rows(count)
+    assert torch.equal(run(x=given), rows(count, 2))
+    assert torch.equal(given, rows(count))
+
+
+def test_an_eager_step_of_more_rows_than_the_buffers_checks_its_inputs():
+    run = runner(lambda x: x + 1)
+    with pytest.raises(ValueError, match="dtype"):
+        run(x=torch.ones(9, WIDTH, dtype=torch.float64))
+
+
+def test_an_output_of_the_step_before_can_be_the_next_input():
+    run = runner(lambda x: x * 2)
+    value = rows(3)
+    for step in range(4):
+        value = run(x=value)
+        assert torch.equal(value, rows(3, 2.0 ** (step + 1)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_conjugate_is_handed_out_as_one(mode):
+    spec = {"x": InputSpec(torch.complex64, ("tokens",))}
+    run = runner(lambda x: {"c": x.mul(2).conj(), "i": x.conj().imag}, mode=mode, inputs=spec)
+    given = torch.tensor([1 + 2j, 3 - 1j, 2j], dtype=torch.complex64)
+    for count in (3, 2):
+        out = run(x=given[:count])
+        assert torch.equal(out["c"].resolve_conj(), (given[:count] * 2).conj().resolve_conj())
+        assert torch.equal(out["i"].resolve_neg(), given[:count].conj().imag.resolve_neg())
+
+
+# Stale outputs -----------------------------------------------------------------------------------
+
+
+def stale(outputs="pool", **given):
+    run = runner(lambda x: {"y": x * 2}, options=GraphOptions(outputs=outputs), **given)
+    return run, run(x=rows(3))["y"]
+
+
+TOUCHES = {
+    "add": lambda out: out + 1,
+    "view": lambda out: out.view(-1)[0].item(),
+    "tolist": lambda out: out.tolist(),
+    "detach": lambda out: out.detach().sum(),
+    "cat": lambda out: torch.cat([out, out]),
+    "write": lambda out: out.add_(1),
+    "copy": lambda out: torch.empty_like(out).copy_(out),
+    "data_ptr": lambda out: out.data_ptr(),
+    "numpy": lambda out: out.numpy(),
+    "repr": lambda out: repr(out),
+}
+
+
+@marks
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("outputs", ["pool", "static"])
+@pytest.mark.parametrize("touch", list(TOUCHES.values()), ids=list(TOUCHES))
+def test_an_output_of_an_earlier_step_raises_when_it_is_touched(mode, outputs, touch):
+    run, old = stale(outputs, mode=mode)
+    early_view = old[:1]
+    new = run(x=rows(3, 5))["y"]
+    for tensor in (old, early_view):
+        with pytest.raises(RuntimeError, match=OverwrittenOutputError.__name__):
+            touch(tensor)
+    assert torch.equal(new, rows(3, 10))
+
+
+@marks
+@pytest.mark.parametrize("count", [1, 3, 8, 9])
+def test_every_kind_of_step_takes_the_memory_of_the_one_before(count):
+    run, old = stale()
+    run(x=rows(count))
+    with pytest.raises(RuntimeError, match=OverwrittenOutputError.__name__):
+        old.sum()
+
+
+@marks
+def test_a_stale_output_as_an_input_is_a_named_error():
+    run, old = stale()
+    run(x=rows(3))
+    with pytest.raises(OverwrittenOutputError, match="'x'"):
+        run(x=old)
+    assert torch.equal(run(x=rows(3))["y"], rows(3, 2))
+
+
+@marks
+def test_another_runner_of_the_pool_takes_the_memory_too():
+    pool = GraphPool("cpu")
+    target = runner(lambda x: x * 2, pool=pool)
+    draft = runner(lambda x: x * 3, pool=pool)
+    old = target(x=rows(3))
+    draft(x=rows(3))
+    with pytest.raises(RuntimeError, match=OverwrittenOutputError.__name__):
+        old.sum()
+
+
+@marks
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda run: run.release(),
+        lambda run: run.close(),
+        lambda run: run.recapture(),
+    ],
+    ids=["release", "close", "recapture"],
+)
+def test_an_output_is_not_readable_when_its_graph_is_gone(end):
+    run, old = stale()
+    end(run)
+    with pytest.raises(RuntimeError, match=OverwrittenOutputError.__name__):
+        old.sum()
+
+
+@marks
+def test_an_output_does_not_outlive_a_runner_that_nobody_holds():
+    run, old = stale()
+    del run
+    gc.collect()
+    with pytest.raises(RuntimeError, match=OverwrittenOutputError.__name__):
+        old.sum()
+
+
+@copies
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_where_torch_cannot_mark_a_storage_outputs_are_copies(mode, outputs):
+    run, old = stale(outputs, mode=mode)
+    for count in (1, 3, 8, 9):
+        run(x=rows(count, 7))
+        assert torch.equal(old, rows(3, 2))
+    run.close()
+    assert torch.equal(old, rows(3, 2))
+
+
+def test_clones_stay_readable():
+    run, old = stale("clone")
+    run(x=rows(3, 5))
+    assert torch.equal(old, rows(3, 2))
+
+
+def test_nothing_is_kept_of_steps_that_are_over():
+    run = runner(lambda x: {"y": x * 2, "z": [x + 1]})
+    for _ in range(100):
+        run(x=rows(3))
+    assert len(run.pool.handed_out) <= 2
+
+
+# Batch axes --------------------------------------------------------------------------------------
+
+
+def last_rows(x, last):
+    return x[last] * 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "live"),
+    [
+        (lambda x, last: x.t() * 2, (WIDTH, 3)),
+        (lambda x, last: torch.stack([x, x * 2]), (2, 3, WIDTH)),
+        (lambda x, last: x @ x.t(), (3, 3)),
+        (last_rows, (2, WIDTH)),
+        (lambda x, last: torch.ones(8, 2), (8, 2)),
+        (lambda x, last: torch.ones(4) * x.sum(), (4,)),
+        (lambda x, last: x.sum(), ()),
+        (lambda x, last: torch.cat([x, x], 1), (3, 2 * WIDTH)),
+        (lambda x, last: x.unsqueeze(0), (1, 3, WIDTH)),
+        (lambda x, last: last.float().unsqueeze(1) + x[:1, 0], (2, 1)),
+    ],
+    ids=[
+        "transposed", "stack of layers", "square", "requests", "constant of the largest size",
+        "constant of the size", "scalar", "wide", "front axis", "column",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sizes", [[4], [8], [4, 8], [2, 4, 8]])
+def test_undeclared_axes_are_found_by_comparing_sizes(forward, live, sizes):
+    run = runner(forward, inputs=XS, sizes=sizes, max_num_reqs=4)
+    x, last = torch.rand(3, WIDTH), torch.tensor([0, 2])
+    out = run(x=x, last=last)
+    assert run.last_dispatch.reason.name == "HIT"
+    assert tuple(out.shape) == live
+
+
+@pytest.mark.parametrize("sizes", [[8], [4, 8]])
+def test_a_forgotten_key_of_a_mapping_is_cut_too(sizes):
+    run = runner(
+        lambda x: {"y": x * 2, "hidden": x.t()}, outputs={"y": ("tokens", WIDTH)}, sizes=sizes
+    )
+    out = run(x=rows(3))
+    assert (out["y"].shape, out["hidden"].shape) == ((3, WIDTH), (WIDTH, 3))
+
+
+@pytest.mark.parametrize(
+    ("forward", "outputs"),
+    [
+        (lambda x: x.t(), ("tokens", WIDTH)),
+        (lambda x: torch.stack([x, x]), ("tokens", WIDTH)),
+        (lambda x: x, ("tokens", WIDTH + 1)),
+        (lambda x: x, ("tokens", WIDTH, 1)),
+        (lambda x: x, ("tokens+1", WIDTH)),
+        (lambda x: x @ x.t(), ("tokens",)),
+        (lambda x: {"y": x}, {"z": ("tokens", WIDTH)}),
+        (lambda x: (x, x), (("tokens",), ("tokens",), ("tokens",))),
+        (lambda x: x.repeat(2, 1), None),
+        (lambda x: x[0] if len(x) == 2 else x, None),
+        (lambda x: [x] * len(x), None),
+    ],
+    ids=[
+        "transposed", "stack", "width", "rank", "extra", "second batch axis", "other key",
+        "too few", "twice the tokens", "squeezed", "as many tensors as tokens",
+    ],
+)  # fmt: skip
+def test_outputs_without_the_axes_they_should_have_are_refused_at_capture(forward, outputs):
+    run = GraphRunner(forward, mode="FULL", sizes=[2, 4, 8], inputs=X, outputs=outputs)
+    with pytest.raises(OutputError):
+        run.capture()
+    run(x=rows(9))  # it serves eagerly, and what was captured before serves too
+
+
+def test_a_transposed_square_is_told_apart_by_another_size():
+    run = GraphRunner(
+        lambda x: x.t(), mode="FULL", sizes=[WIDTH], inputs=X, outputs=("tokens", WIDTH)
+    )
+    with pytest.raises(OutputError):
+        run.capture()
+
+
+def test_a_size_of_none_is_not_looked_at():
+    run = runner(lambda x: x.repeat(1, len(x)), outputs=("tokens", None))
+    assert run(x=rows(3)).shape == (3, 4 * WIDTH)
+
+
+def test_axes_that_cannot_be_compared_must_be_declared():
+    def forward(x):
+        if len(x) not in (4, 9):
+            raise RuntimeError("this forward has one size")
+        return x * 2
+
+    run = GraphRunner(forward, mode="FULL", sizes=[4], inputs=X)
+    with pytest.raises(OutputError, match="outputs="):
+        run.capture()
+    declared = runner(forward, sizes=[4], outputs=("tokens", WIDTH))
+    assert torch.equal(declared(x=rows(3)), rows(3, 2))
+
+
+@pytest.mark.parametrize("launch", ["graph", "eager"])
+def test_axes_are_found_for_eager_launches_too(launch):
+    run = runner(lambda x: x.t() * 2, options=GraphOptions(launch=launch))
+    assert run(x=rows(3)).shape == (WIDTH, 3)
+
+
+def test_lazy_captures_find_axes_when_they_capture():
+    run = GraphRunner(
+        lambda x: x.t() * 2, mode="FULL", sizes=[4, 8], inputs=X, options=GraphOptions(lazy=True)
+    )
+    for count in (3, 7, 3, 8):
+        assert run(x=rows(count)).shape == (WIDTH, count)
+        assert run.last_dispatch.reason.name == "HIT"
+
+
+def test_the_graphs_before_one_that_failed_serve():
+    def forward(x):
+        if len(x) == 4:
+            raise ValueError("no four")
+        return x.t() * 2
+
+    run = GraphRunner(forward, mode="FULL", sizes=[4, 8], inputs=X)
+    with pytest.raises(ValueError, match="no four"):
+        run.capture()
+    assert run(x=rows(3)).shape == (WIDTH, 3) and run.last_dispatch.descriptor.num_tokens == 8
+
+
+# Containers --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Both:
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Opaque:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: (x, x * 2),
+        lambda x: [x, {"y": x * 2}],
+        lambda x: {"a": x, "b": (x * 2,)},
+        lambda x: collections.OrderedDict(a=x),
+        lambda x: Both(x, x.t()),
+        lambda x: Pair(x, None),
+        lambda x: {"a": x, "n": 3},
+    ],
+)
+def test_known_containers_come_back_as_they_are(make):
+    run = runner(make)
+    for count in (2, 3, 9):
+        given = torch.rand(count, WIDTH)
+        out, expected = run(x=given), make(given)
+        assert type(out) is type(expected)
+        torch.testing.assert_close(_plain(out), _plain(expected), rtol=0, atol=0)
+
+
+def _plain(value):
+    return dict(vars(value)) if isinstance(value, Both) else value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Opaque(x),
+        lambda x: {"out": Opaque(x)},
+        lambda x: iter([x]),
+        lambda x: {x},
+        lambda x: x.to_sparse(),
+        lambda x: lambda: x,
+    ],
+    ids=["object", "in a dict", "iterator", "set", "sparse", "function"],
+)
+def test_containers_that_are_not_known_are_refused_by_name(make):
+    run = GraphRunner(make, mode="FULL", sizes=[2, 4], inputs=X)
+    with pytest.raises(OutputError):
+        run.capture()
