@@ -15,6 +15,7 @@ from graphrt.core.base import (
     CaptureSyncError,
     CaptureThreadError,
     CheckpointError,
+    CopyError,
     DeviceHangError,
     DriverTooOldError,
     ExecutableSwitchError,
@@ -54,6 +55,7 @@ from graphrt.core.base import (
     UnjoinedStreamError,
     UnknownPlatformError,
     UntestedTorchWarning,
+    UntrackedWeightsError,
     UpdateRefusedError,
     VerificationError,
 )
@@ -68,6 +70,7 @@ __all__ = [
     "CaptureSyncError",
     "CaptureThreadError",
     "CheckpointError",
+    "CopyError",
     "DeviceHangError",
     "DriverTooOldError",
     "ExecutableSwitchError",
@@ -108,6 +111,7 @@ __all__ = [
     "UnjoinedStreamError",
     "UnknownPlatformError",
     "UntestedTorchWarning",
+    "UntrackedWeightsError",
     "UpdateRefusedError",
     "VerificationError",
 ]

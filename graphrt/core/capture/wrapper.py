@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, InvalidModeError, tree
+from graphrt.core.base import CaptureError, InvalidModeError, Uncopied, check_callable, tree
 from graphrt.core.batch import (
     BatchDescriptor,
     ForwardContext,
@@ -68,7 +68,7 @@ class _Hot:
         self.read_stream_id = pool.read_stream_id
 
 
-class GraphWrapper:
+class GraphWrapper(Uncopied):
     """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
 
     Without a context, under mode NONE or under another mode than its own it calls the runnable:
@@ -98,6 +98,7 @@ class GraphWrapper:
 
         Raises `InvalidModeError` unless the mode is PIECEWISE or FULL.
         """
+        check_callable("runnable", runnable)
         self.runnable = runnable
         self.runtime_mode = GraphMode.parse(runtime_mode)
         if self.runtime_mode not in (GraphMode.FULL, GraphMode.PIECEWISE):

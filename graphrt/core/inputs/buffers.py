@@ -10,11 +10,13 @@ import torch
 
 from graphrt.core.base import InvalidInputError, copy_all
 from graphrt.core.device import Platform
+from graphrt.core.inputs.declared import declared_inputs
 from graphrt.core.inputs.layout import FieldMove, InputLayout
 from graphrt.core.inputs.single_address import FixedInput
-from graphrt.core.inputs.spec import InputSpec, check_value
+from graphrt.core.inputs.spec import InputSpec, check_memory, check_other, check_value
 from graphrt.core.inputs.staging import Staging, Window
 
+_Tensor = torch.Tensor
 _CACHED_LAYOUTS = 4096
 _CACHED_MOVES = 1024
 """Per layout: pairs of live tokens and requests."""
@@ -30,10 +32,10 @@ class StaticInputs:
     def __init__(
         self, specs: Mapping[str, Any], *, platform: Platform, tokens: int, reqs: int, device: Any
     ) -> None:
+        self._specs = declared_inputs(specs)
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
         self.tokens = tokens
         self.reqs = reqs
-        self._specs: dict[str, InputSpec] = dict(_flat(specs))
         self._packed = {name: spec for name, spec in self._specs.items() if spec.packed}
         self._fixed = [
             FixedInput(name, spec, tokens, reqs, device)
@@ -88,61 +90,56 @@ class StaticInputs:
 
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
-        if self.nested:
-            values = dict(_flat(values))
-        if len(values) != len(self._specs):
-            self.check_names(values)
-        moves = layout.moves(tokens, reqs, _CACHED_MOVES)
-        sources: list[torch.Tensor | None] = []
-        kinds = ""
-        for move in moves.fields:
-            try:
-                value = values[move.name]
-            except KeyError:
+        # Free where nothing goes wrong: what a tensor lacks shows when it is used.
+        try:
+            if self.nested:
+                values = dict(_flat(values))
+            if len(values) != len(self._specs):
                 self.check_names(values)
-                raise
-            if (
-                not isinstance(value, torch.Tensor)
-                or value.dtype is not move.dtype
-                or value.shape != move.shape
-            ):
-                raise _wrong_value(move, value)
-            address = value.data_ptr()
-            if self._low <= address < self._high:
-                if address == self._low + move.offset and move.lies_in(value):
-                    sources.append(None)
-                    kinds += "k"
+            moves = layout.moves(tokens, reqs, _CACHED_MOVES)
+            sources: list[torch.Tensor | None] = []
+            kinds = ""
+            for move in moves.fields:
+                value = values[move.name]
+                if (
+                    type(value) is not _Tensor
+                    or value.dtype is not move.dtype
+                    or value.shape != move.shape
+                ):
+                    check_other(move.name, move.field.spec, value, tuple(move.shape))
+                address = value.data_ptr()
+                if self._low <= address < self._high:
+                    if address == self._low + move.offset and move.lies_in(value):
+                        sources.append(None)
+                        kinds += "k"
+                        continue
+                    # What is written next may lie under it.
+                    value = value.detach().clone()
+                if not value.is_cpu:
+                    sources.append(value)
+                    kinds += "d"
                     continue
-                # What is written next may lie under it.
-                value = value.detach().clone()
-            if not value.is_cpu:
+                if not value.is_contiguous() or (move.may_negate and _has_lazy_bits(value)):
+                    value = value.detach().resolve_conj().resolve_neg().contiguous()
                 sources.append(value)
-                kinds += "d"
-                continue
-            if not value.is_contiguous() or (move.may_negate and _has_lazy_bits(value)):
-                value = value.detach().resolve_conj().resolve_neg().contiguous()
-            sources.append(value)
-            kinds += "h"
-        for own in self._fixed:
-            own.check(values.get(own.name), tokens, reqs)
-        if self._staging is None:
-            self._write(moves.fields, sources, kinds, self._low)
-        else:
-            spans = moves.whole if kinds.count("h") == len(kinds) else moves.spans(kinds)
-            if spans:
-                slot = self._staging.take()
-                self._write(moves.fields, sources, kinds, slot.address)
-                slot.copy_to(self._slab, spans, stream)
-        if "d" in kinds or (self._staging is not None and "k" in kinds):
-            self._write_on_device(moves.fields, sources, kinds)
-        for own in self._fixed:
-            own.fill(values[own.name], tokens, reqs, layout.tokens, layout.reqs)
-
-    def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """A step's inputs by (dotted) name; raises `InvalidInputError` for wrong names."""
-        found = dict(_flat(values))
-        self.check_names(found)
-        return found
+                kinds += "h"
+            for own in self._fixed:
+                own.check(values.get(own.name), tokens, reqs)
+            if self._staging is None:
+                self._write(moves.fields, sources, kinds, self._low)
+            else:
+                spans = moves.whole if kinds.count("h") == len(kinds) else moves.spans(kinds)
+                if spans:
+                    slot = self._staging.take()
+                    self._write(moves.fields, sources, kinds, slot.address)
+                    slot.copy_to(self._slab, spans, stream)
+            if "d" in kinds or (self._staging is not None and "k" in kinds):
+                self._write_on_device(moves.fields, sources, kinds)
+            for own in self._fixed:
+                own.fill(values[own.name], tokens, reqs, layout.tokens, layout.reqs)
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
+            self.check(values, tokens, reqs, error)
+            raise
 
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row."""
@@ -162,29 +159,62 @@ class StaticInputs:
                 advice="declare every input of the forward in inputs= and pass each of them",
             )
 
+    def check(
+        self,
+        values: object,
+        tokens: int | None,
+        reqs: int | None,
+        error: Exception | None = None,
+    ) -> dict[str, Any]:
+        """A step's inputs by (dotted) name; raises `InvalidInputError` for names, dtypes and shapes
+        that are not the declared ones, and for tensors that have no rows in memory.
+
+        `tokens` and `reqs` are the live ones, None if they are not known; `error` is what using the
+        inputs raised, if they were used.
+        """
+        found = self._named(values)
+        for name, spec in self._specs.items():
+            live = None if tokens is None or reqs is None else spec.sizes(tokens, reqs)
+            wrong = check_value(name, spec, found[name], live)
+            if wrong is None and error is not None:
+                wrong = check_memory(name, spec, found[name])
+            if wrong is not None:
+                raise wrong from error
+        return found
+
     def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:
         """Tokens and requests as the shapes of the inputs say; None where they say nothing."""
         found: dict[str, int] = {}
-        flat = dict(_flat(values)) if self.nested else values
-        self.check_names(flat)
-        for name, spec in self._specs.items():
-            value = flat[name]
-            axis, dim = self._axes[name]
-            if axis is None:
-                continue
-            if not isinstance(value, torch.Tensor) or value.dim() != len(spec.shape):
-                wrong = check_value(name, spec, value, spec.sizes(self.tokens, self.reqs))
-                assert wrong is not None
-                raise wrong
-            rows = value.shape[dim] - axis.extra
-            if found.setdefault(axis.name, rows) != rows:
-                raise InvalidInputError(
-                    f"the inputs disagree on the number of {axis.name}",
-                    got=f"{rows} by {name!r}",
-                    expected=found[axis.name],
-                )
+        try:
+            flat = dict(_flat(values)) if self.nested else values
+            self.check_names(flat)
+            for name, (axis, dim) in self._axes.items():
+                if axis is None:
+                    continue
+                rows = flat[name].shape[dim] - axis.extra
+                if found.setdefault(axis.name, rows) != rows:
+                    raise InvalidInputError(
+                        f"the inputs disagree on the number of {axis.name}",
+                        got=f"{rows} by {name!r}",
+                        expected=found[axis.name],
+                    )
+        except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+            self.check(values, None, None, error)
+            raise
         reqs = found.get("reqs")
         return found.get("tokens", reqs or 0), reqs
+
+    def _named(self, values: object) -> dict[str, Any]:
+        if not isinstance(values, Mapping):
+            raise InvalidInputError(
+                "a step's inputs are no mapping",
+                got=type(values).__name__,
+                expected=f"a mapping of {sorted(self._specs)} to tensors",
+                advice="pass each input by its name",
+            )
+        found = dict(_flat(values))
+        self.check_names(found)
+        return found
 
     def _write(
         self,
@@ -264,12 +294,6 @@ def _repeat(row: int, to: int, row_bytes: int, size: int) -> None:
 
 def _has_lazy_bits(value: torch.Tensor) -> bool:
     return value.is_neg() or value.is_conj()
-
-
-def _wrong_value(move: FieldMove, value: object) -> InvalidInputError:
-    wrong = check_value(move.name, move.field.spec, value, tuple(move.shape))
-    assert wrong is not None
-    return wrong
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

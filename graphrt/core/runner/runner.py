@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import (
-    InvalidBatchError,
-    PoolClosedError,
-    check_kind,
-    tree,
-)
+from graphrt.core.base import InvalidBatchError, PoolClosedError, Uncopied, check_kind, tree
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions, SavedState
 from graphrt.core.device import Platform
@@ -40,7 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
-class GraphRunner:
+class GraphRunner(Uncopied):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
     Before `capture()` every batch runs eagerly; after it, batches that no graph serves do, each
@@ -341,7 +336,7 @@ class GraphRunner:
                 views = layout.views
             else:
                 # Larger than the buffers: the forward reads the host's own tensors.
-                views = self.inputs.flat(values)
+                views = self.inputs.check(values, tokens, reqs)
             if self._bind is not None:
                 self._bind(views, found.descriptor, "eager")
             with context:
