@@ -17,6 +17,7 @@ from graphrt.core.base import (
     dispatch_modes,
     remove_dispatch_mode,
 )
+from graphrt.core.device import GraphRead
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
 from graphrt.cpu.private_torch import count_function_modes, no_torch_function, set_grad_enabled
@@ -177,6 +178,18 @@ class TapeGraph:
             self._task_calls[index].issue = Call(step.op.raw, new.args, new.kwargs).bound()
 
     # Reading ----------------------------------------------------------------------------------
+
+    def reads(self) -> list[GraphRead]:
+        """The tensors outside of the arena that replays read or write, each once."""
+        arena = self._arena
+        found: dict[tuple[int, int], GraphRead] = {}
+        for step in self._steps:
+            for tensor in tensors_in((step.args, step.kwargs)):
+                if tensor.numel() == 0 or arena is None or arena.owns(tensor):
+                    continue
+                source = None if step.source is None else str(step.source)
+                found.setdefault((tensor.data_ptr(), tensor.numel()), GraphRead(tensor, source))
+        return list(found.values())
 
     def debug_dump(self, path: str) -> None:
         """Write the replayed operators as JSON, one a line."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import DeviceHangError, MissingUpdateError
+from graphrt.core.base import DeviceHangError, MissingUpdateError, tree
 from graphrt.core.batch import BatchDescriptor, ForwardContext
+from graphrt.core.device import GraphRead, Platform
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import UNCHANGED, HostValues
-from graphrt.core.replay.segments import Part, TaskedSegment
+from graphrt.core.replay.segments import Part, TaskedSegment, graphs_of
 from graphrt.core.replay.task_table import TaskTable, resolve_updates
 
 
@@ -64,6 +65,23 @@ class Entry:
         # What most entries are: one graph and nothing else.
         alone = len(parts) == 1 and not self.tasks
         self.graph: Part | None = parts[0] if alone else None
+
+    def reads(self, platform: Platform) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
+        """The tensors outside of graph memory that its graphs read, None if the platform cannot
+        tell, and those in which eager parts and the entry itself leave results."""
+        results = tree.tensors(self.outputs)
+        found: list[GraphRead] = []
+        for part in self.parts:
+            if isinstance(part, EagerPart):
+                given, left = part.tensors()
+                found += [GraphRead(tensor, "an eager part") for tensor in given]
+                results += left
+        for graph in graphs_of(self.parts):
+            read = platform.reads(graph)
+            if read is None:
+                return None, results
+            found += read
+        return found, results
 
     def launch(self, context: ForwardContext, *, all_tasks: bool) -> None:
         """Replay segments, eager parts and tasks with their new host arguments, in order.

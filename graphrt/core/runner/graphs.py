@@ -18,10 +18,12 @@ from graphrt.core.capture import (
     GraphWrapper,
     SavedState,
     Sealing,
+    as_states,
     wrapper_class,
 )
+from graphrt.core.device import GraphRead
 from graphrt.core.dispatch import Dispatch, GraphDispatcher
-from graphrt.core.inputs import OutputAxes, StaticInputs, cutting
+from graphrt.core.inputs import OutputAxes, StaticInputs, checked_outputs, cutting
 from graphrt.core.plan import CaptureKey, Plan
 from graphrt.core.replay import WORST_CASE, GraphPool
 from graphrt.core.runner.compiled import CompiledModules
@@ -63,16 +65,17 @@ class GraphSet:
         self.dispatcher = GraphDispatcher(plan.mode, max_padding=options.max_padding)
         for key in plan.keys:
             self.dispatcher.reserve(*key)
-        self.weights = AddressBook(host.parameters)
         self.state = tuple(host.state)
         self._plan = plan
         self._host = host
         self._options = options
         self._pool = pool
         self._inputs = inputs
-        self._cut = cutting(outputs)
+        self._cut = cutting(checked_outputs(outputs))
         self._compiled = CompiledModules(plan.compiled)
         self._compiled.tell_sizes(self._sizes)
+        named = [module.weights for module in self._compiled.modules]
+        self.weights = AddressBook(host.parameters, forward, named)
         self.run_forward = _without_gradients(forward)
         self._wrappers = self._wrap(forward)
         self._captured: list[Captured] = []
@@ -94,15 +97,15 @@ class GraphSet:
         """Capture and publish the graphs of `keys` in their order."""
         if self.records:
             # Graphs that are captured already read the old addresses.
-            self.check_weights()
-        else:
-            self.weights.record()
+            self.weights.check()
         saved = SavedState(self.state, self._options.state_limit_bytes)
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._step(*key)) for key in keys
         ]
         self._pool.check_idle()
         self._compile(planned[0].step if planned else None, saved)
+        if not self.records:
+            self.weights.record()
         if self.eager_launch:
             for graph in planned:
                 self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
@@ -152,10 +155,13 @@ class GraphSet:
             self._failed.discard(wanted.slot)
 
     def check_weights(self) -> None:
-        """Raise `StaleInputError` if weights are no longer where the graphs read them."""
+        """Raise `StaleInputError` if weights are no longer where the graphs read them, and
+        `UntrackedWeightsError` if nobody can say."""
+        if not self.records or self.eager_launch:
+            return
         self.weights.check()
-        if self.records:
-            self._compiled.check_weights()
+        reads, own = self._reads()
+        self.weights.check_known(reads, own)
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
@@ -183,6 +189,19 @@ class GraphSet:
         found: dict[int, GraphOwner] = {id(own): own for own in self._wrappers.values()}
         found.update((id(each.owner), each.owner) for each in self._captured)
         return list(found.values())
+
+    def _reads(self) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
+        """The tensors that the graphs read, None where that cannot be told, and those of them that
+        are no weights: inputs, results of other parts, declared state."""
+        own = [*self._inputs.buffers.values()]
+        own += [s.tensor for s in as_states(self.state) if s.tensor is not None]
+        found: list[GraphRead] | None = []
+        for owner in self.owners():
+            for entry in owner.entries.values() if isinstance(owner, GraphWrapper) else ():
+                reads, results = entry.reads(self._pool.platform)
+                found = None if found is None or reads is None else found + reads
+                own += results
+        return found, own
 
     @property
     def _sizes(self) -> set[int]:
