@@ -198,7 +198,7 @@ class GraphSet:
         found: list[GraphRead] | None = []
         for owner in self.owners():
             for entry in owner.entries.values() if isinstance(owner, GraphWrapper) else ():
-                reads, results = entry.reads(self._pool.platform)
+                reads, results = entry.reads(self._pool)
                 found = None if found is None or reads is None else found + reads
                 own += results
         return found, own

@@ -153,7 +153,8 @@ def _tensors(source: Any) -> dict[str, torch.Tensor]:
         return {**dict(parameters), **dict(source.named_buffers(remove_duplicate=False))}
     if callable(source):
         source = source()
-        check_parameters(list(source) if isinstance(source, Iterator) else source)
+        source = list(source) if isinstance(source, Iterator) else source
+        check_parameters(source)
     if isinstance(source, Mapping):
         return dict(source)
     return {str(index): tensor for index, tensor in enumerate(source)}
