@@ -174,6 +174,14 @@ def test_the_cpu_knows_that_a_forward_reads_nothing():
     run.weights_changed()
 
 
+def test_an_array_that_a_forward_reads_is_somebodys():
+    array = torch.ones(4).numpy()
+    run = runner(lambda x: x * torch.from_numpy(array))
+    run.capture()
+    with pytest.raises(UntrackedWeightsError):
+        run.weights_changed()
+
+
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
 def test_inputs_state_and_results_of_other_parts_are_no_weights(mode, outputs):

@@ -105,7 +105,13 @@ class BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
 
 
 def _is_dispatched(operator: str) -> bool:
-    """Whether it is an operator for tensors; TorchScript has overloads for lists and numbers."""
+    """Whether it is an operator for tensors; TorchScript has overloads for lists and numbers.
+
+    Those for named dimensions are left out: they call another overload of the same name.
+    """
+    overload = operator.partition(".")[2].lower()
+    if "dimname" in overload or overload.startswith("names"):
+        return False
     try:
         has_kernel(operator, "CPU")
     except RuntimeError:

@@ -33,10 +33,12 @@ class Host:
     step; the buffers have the padded shapes of the descriptor, in an eager step the live ones. At
     warm-up and capture all rows of the inputs are padding: what decides which kernels run (query
     lengths, the longest context) must be written there at its worst case. `state` is what the
-    forward advances: it is saved once for each capture and restored. `parameters` are tensors whose
-    addresses `weights_changed()` compares, or their module. `around_capture` makes a context
-    manager for each capture as a whole (registration with communicators), `around_graph` is called
-    around each graph (weight offloaders). Raises `InvalidOptionError` for a hook of another kind.
+    forward advances: it is saved once for each capture and restored. `parameters` says where the
+    weights are that `weights_changed()` compares: their module, a dict or list that the forward
+    itself reads, or a function that returns the tensors in use (`model.parameters`); a forward that
+    is a module, or a method of one, needs none. `around_capture` makes a context manager for each
+    capture as a whole (registration with communicators), `around_graph` is called around each graph
+    (weight offloaders). Raises `InvalidOptionError` for a hook of another kind.
     """
 
     bind: Bind | None = None

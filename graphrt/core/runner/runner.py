@@ -245,7 +245,8 @@ class GraphRunner(Uncopied):
         self.capture(progress)
 
     def weights_changed(self) -> None:
-        """Declare that weights were written; raises `StaleInputError` if they moved."""
+        """Declare that weights were written; raises `StaleInputError` if they moved, and
+        `UntrackedWeightsError` if graphs read tensors of which nobody knows the owner."""
         self.graphs.check_weights()
 
     def close(self) -> None:

@@ -153,7 +153,8 @@ class Tape(ThreadMode):
             fresh = [t for t in fresh if t.device.type != "meta"]
         if tensors and not fresh:
             if op.func is _FROM_PYTHON:
-                self.constants += tensors
+                # Memory that cannot grow is somebody's: an array of NumPy.
+                self.constants += [t for t in tensors if t.untyped_storage().resizable()]
             return result
         if self.in_task:
             _refuse_allocation(op)
