@@ -41,7 +41,7 @@ SPECS = {
     "input_ids": InputSpec(torch.int64, ("tokens",)),
     "positions": InputSpec(torch.int64, ("tokens",)),
     "slot_mapping": InputSpec(torch.int64, ("tokens",), pad=-1, index=True),
-    "block_table": InputSpec(torch.int64, ("reqs", 64), index=True),
+    "block_table": InputSpec(torch.int64, ("reqs", 64), pad=0, index=True),
     "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
 }
 Measure = Callable[..., list[float]]

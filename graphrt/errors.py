@@ -15,6 +15,7 @@ from graphrt.core.base import (
     CaptureSyncError,
     CaptureThreadError,
     CheckpointError,
+    CopyError,
     DeviceHangError,
     DriverTooOldError,
     ExecutableSwitchError,
@@ -56,6 +57,7 @@ from graphrt.core.base import (
     UnjoinedStreamError,
     UnknownPlatformError,
     UntestedTorchWarning,
+    UntrackedWeightsError,
     UpdateRefusedError,
     VerificationError,
 )
@@ -70,6 +72,7 @@ __all__ = [
     "CaptureSyncError",
     "CaptureThreadError",
     "CheckpointError",
+    "CopyError",
     "DeviceHangError",
     "DriverTooOldError",
     "ExecutableSwitchError",
@@ -112,6 +115,7 @@ __all__ = [
     "UnjoinedStreamError",
     "UnknownPlatformError",
     "UntestedTorchWarning",
+    "UntrackedWeightsError",
     "UpdateRefusedError",
     "VerificationError",
 ]

@@ -23,7 +23,7 @@ from graphrt.core.runner import (
     Phase,
     Progress,
 )
-from graphrt.core.trust import Parameters
+from graphrt.core.trust import Parameters, Tensors
 
 __all__ = [
     "AllowedCapture",
@@ -47,6 +47,7 @@ __all__ = [
     "PlannedCapture",
     "Progress",
     "ResolutionStep",
+    "Tensors",
     "Traffic",
     "Updates",
 ]

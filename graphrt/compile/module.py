@@ -218,11 +218,12 @@ class CompiledModule:
             self._weights_held = self._subject.holdings()
             self._released = False
 
-    def moved_weights(self) -> list[str]:
-        """Names of weights that are other tensors now than compiled code uses."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors of the module that compiled code reads, as they are now, and the constants of
+        that code; nothing before it is compiled."""
         if self._built is None:
-            return []
-        return self._built.stitched.moved(self._subject.weights())
+            return {}
+        return self._built.stitched.in_use(self._subject.weights())
 
     def seal(self) -> None:
         """Compile nothing any more; capture nothing any more in the pieces."""

@@ -17,6 +17,7 @@ from graphrt.core.base import (
     dispatch_modes,
     remove_dispatch_mode,
 )
+from graphrt.core.device import GraphRead
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
 from graphrt.cpu.private_torch import count_function_modes, no_torch_function, set_grad_enabled
@@ -50,6 +51,7 @@ class TapeGraph:
         self._run: Callable[[], None] | None = None
         self._inference = False
         self._arena: Arena | None = None
+        self._constants: list[torch.Tensor] = []
 
     @property
     def kernels(self) -> int:
@@ -83,6 +85,7 @@ class TapeGraph:
         _thread.graph = None
         self._capture = None
         self._steps = capture.tape.finish()
+        self._constants = capture.tape.constants
         for task in capture.tasks:
             for i in range(task.start, task.stop):
                 self._task_calls[i] = TaskCall(self._steps[i].lowered.call)
@@ -177,6 +180,22 @@ class TapeGraph:
             self._task_calls[index].issue = Call(step.op.raw, new.args, new.kwargs).bound()
 
     # Reading ----------------------------------------------------------------------------------
+
+    def reads(self) -> list[GraphRead]:
+        """The tensors outside of the arena that replays read or write, each once, but for those
+        that the forward made of Python data."""
+        arena = self._arena
+        own = {tensor.untyped_storage().data_ptr() for tensor in self._constants}
+        found: dict[tuple[int, int], GraphRead] = {}
+        for step in self._steps:
+            for tensor in tensors_in((step.args, step.kwargs)):
+                if tensor.numel() == 0 or arena is None or arena.owns(tensor):
+                    continue
+                if tensor.untyped_storage().data_ptr() in own:
+                    continue
+                source = None if step.source is None else str(step.source)
+                found.setdefault((tensor.data_ptr(), tensor.numel()), GraphRead(tensor, source))
+        return list(found.values())
 
     def debug_dump(self, path: str) -> None:
         """Write the replayed operators as JSON, one a line."""

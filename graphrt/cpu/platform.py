@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from graphrt.core.capture import GraphWrapper
-from graphrt.core.device import Availability, Capability, MemoryFigures, Platform, TaskUpdate
+from graphrt.core.device import (
+    Availability,
+    Capability,
+    GraphRead,
+    MemoryFigures,
+    Platform,
+    TaskUpdate,
+)
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph
 from graphrt.cpu.task import TaskHandle
@@ -74,6 +81,9 @@ class CpuPlatform(Platform):
 
     def debug_dump(self, graph: TapeGraph, path: str) -> None:
         graph.debug_dump(path)
+
+    def reads(self, graph: TapeGraph) -> Sequence[GraphRead]:
+        return graph.reads()
 
     def memory_figures(self) -> MemoryFigures | None:
         try:

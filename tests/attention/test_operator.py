@@ -36,7 +36,7 @@ DIMS = {
 }
 INPUTS = {
     "x": InputSpec(torch.float32, ("tokens", WIDTH)),
-    "block_table": InputSpec(torch.int32, ("reqs", PAGES), index=True),
+    "block_table": InputSpec(torch.int32, ("reqs", PAGES), pad=0, index=True),
     "context_lens": InputSpec(torch.int32, ("reqs",)),
     "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
 }

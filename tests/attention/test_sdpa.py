@@ -145,7 +145,7 @@ class Host:
             platform="cpu",
             inputs={
                 "query": InputSpec(torch.float32, ("tokens", shape.num_heads, shape.query_dim)),
-                "block_table": InputSpec(torch.int32, ("reqs", COLUMNS), index=True),
+                "block_table": InputSpec(torch.int32, ("reqs", COLUMNS), pad=0, index=True),
                 "context_lens": InputSpec(torch.int32, ("reqs",)),
                 "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
             },

@@ -374,3 +374,30 @@ def test_a_call_without_a_runner_takes_what_was_replaced(replaced):
     else:
         module.scales = [torch.full((4,), 3.0)]
     assert torch.equal(compiled(x), copy.deepcopy(module)(x))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_direct_call_that_takes_new_weights_over_does_not_hide_that_they_moved(module, way, mode):
+    compiled = compile_module(module, ["x"])
+    with runner(WAYS[way](module), mode=mode, compiled=[compiled]) as run:
+        run.capture()
+        module.first.weight = nn.Parameter(torch.randn(4, 4))
+        x = torch.randn(4, 4)
+        assert torch.equal(compiled(x), copy.deepcopy(module)(x))
+        with pytest.raises(StaleInputError, match=r"first\.weight"):
+            run.weights_changed()
+        run.recapture()
+        run.weights_changed()
+        run.verify(DECODE, x=x)
+
+
+def test_constants_of_compiled_code_are_no_weights(module):
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return module(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    compiled = compile_module(forward, ["x"])
+    for called in (compiled, lambda x: compiled(x)):
+        with runner(called, compiled=[compiled]) as run:
+            run.capture()
+            run.weights_changed()

@@ -289,3 +289,12 @@ def test_a_variant_that_json_has_not_is_refused_when_it_is_saved(tmp_path: Path)
     with pytest.raises(InvalidOptionError, match="variant"):
         planned.save(tmp_path / "plan.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mode_that_steps_down_is_one_line_in_the_log(caplog):
+    with caplog.at_level("WARNING", logger="graphrt"):
+        Plan("FULL", max_num_tokens=8, platform="cpu")
+        assert caplog.records == []
+        Plan("FULL", max_num_tokens=8, attention=AttentionSupport.NEVER, platform="cpu")
+    (record,) = caplog.records
+    assert "FULL runs as PIECEWISE" in record.message and "NEVER" in record.message

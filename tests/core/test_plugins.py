@@ -391,3 +391,73 @@ def test_importing_finds_nothing_and_imports_no_platform() -> None:
         "assert not found and 'torch_npu' not in sys.modules, found\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Plugins that end the process ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def raising_entry_point(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets the only installed plugin be a module that raises what it is given when imported."""
+
+    def install(error: BaseException) -> PlatformRegistry:
+        def load(self: EntryPoint) -> Any:
+            raise error
+
+        point = EntryPoint("ender", "ender:plugin", plugins.ENTRY_POINT_GROUP)
+        monkeypatch.setattr(EntryPoint, "load", load)
+        monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([point]))
+        return PlatformRegistry({})
+
+    return install
+
+
+def test_a_plugin_that_exits_when_it_is_imported_is_left_out(raising_entry_point: Any) -> None:
+    found = raising_entry_point(SystemExit("no driver"))
+    with pytest.warns(PluginWarning, match="no driver"):
+        (broken,) = found.platforms()
+    assert broken.platform is None and "SystemExit" in broken.error
+
+
+def test_a_plugin_that_exits_when_it_is_asked_is_left_out() -> None:
+    class Exits(Plugin):
+        @hookimpl
+        def graphrt_platforms(self) -> Any:
+            raise SystemExit(1)
+
+    class Stops(StubPlatform):
+        def availability(self) -> Availability:
+            raise SystemExit(1)
+
+    found = registry(Stops("stops"), StubPlatform("cpu"))
+    found.register(Exits(None), "exits")
+    with pytest.warns(PluginWarning) as warned:
+        assert found.current().name == "cpu"
+    assert len(warned) == 2
+
+
+def test_a_built_in_that_exits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("stub_exits")
+    module.__spec__ = importlib_spec("stub_exits")
+
+    def exits() -> Any:
+        raise SystemExit(3)
+
+    module.Gpu = exits
+    monkeypatch.setitem(sys.modules, "stub_exits", module)
+    with pytest.warns(PluginWarning, match="SystemExit"):
+        (broken,) = PlatformRegistry({"gpu": "stub_exits:Gpu"}, group=None).platforms()
+    assert broken.name == "gpu" and broken.platform is None
+
+
+def test_an_interrupt_while_plugins_are_found_is_the_users(raising_entry_point: Any) -> None:
+    found = raising_entry_point(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        found.platforms()
+
+    class Interrupts(StubPlatform):
+        def availability(self) -> Availability:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        registry(Interrupts("stops")).current()

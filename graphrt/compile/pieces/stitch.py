@@ -39,12 +39,15 @@ class Stitched:
                 raise _other_weight(own, "a tensor of its own", f"the same as {first}")
         namespace.update({name: new for name, (_, new) in found.items()})
 
-    def moved(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of weights that are others than those in use."""
-        namespace = self.function.__globals__
-        return [
-            own for own, name in self.weights.items() if weights.get(own) is not namespace[name]
-        ]
+    def in_use(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of `weights` that the function reads, and the constants that it has itself."""
+        bound = set(self.weights.values())
+        own = {
+            f"constant {name}": value
+            for name, value in self.function.__globals__.items()
+            if name not in bound and isinstance(value, torch.Tensor)
+        }
+        return {**own, **{name: weights[name] for name in self.weights if name in weights}}
 
 
 def _kind(weight: torch.Tensor) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 
 class GraphRTError(Exception):
     """Root of all graphrt errors.
@@ -56,6 +58,10 @@ class InvalidInputError(GraphRTError, ValueError):
     """An input of the wrong name, dtype, shape or device, or a bad `InputSpec`."""
 
 
+class CopyError(GraphRTError, TypeError):
+    """What holds graphs was to be copied or pickled: device memory has one owner."""
+
+
 class PlanFileError(GraphRTError, ValueError):
     """A file that holds no plan, or a damaged one, or that cannot be read or written."""
 
@@ -74,6 +80,10 @@ class OverwrittenOutputError(GraphRTError, RuntimeError):
     Where torch itself finds out, as something touches the tensor, it raises a `RuntimeError` whose
     text begins with the name of this class.
     """
+
+
+class UntrackedWeightsError(GraphRTError):
+    """Nobody can say whether weights moved: graphs read tensors whose owner is not known."""
 
 
 class StateTooLargeError(GraphRTError):
@@ -273,3 +283,26 @@ class VerificationError(GraphRTError):
 
 class CheckpointError(GraphRTError):
     """A checkpoint cannot be read; names the file and the missing key."""
+
+
+class Uncopied:
+    """Base of what holds graphs: a copy would share them, and their memory, with the original."""
+
+    def __copy__(self) -> NoReturn:
+        self._refuse("copied")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse("copied")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse("pickled")
+
+    def _refuse(self, how: str) -> NoReturn:
+        kind = next(c.__name__ for c in type(self).__mro__ if Uncopied in c.__bases__)
+        raise CopyError(
+            f"a {kind} holds graphs, which cannot be {how}",
+            got=type(self).__name__,
+            expected="one owner of each graph and its memory",
+            advice="create another one, of the same plan; copy or pickle the plan and the model, "
+            "without what was made of them",
+        )

@@ -66,6 +66,17 @@ def check_kind(name: str, value: object, kind: type) -> None:
         )
 
 
+def check_callable(name: str, value: object) -> None:
+    """Raise `InvalidOptionError` for an argument that cannot be called."""
+    if not callable(value):
+        raise InvalidOptionError(
+            f"the argument {name!r} cannot be called",
+            got=repr(value)[:200],
+            expected="a function, a module or another callable",
+            advice=f"{name}=lambda **inputs: ...",
+        )
+
+
 def flag(key: str, value: object) -> object:
     if not isinstance(value, bool):
         raise wrong_type(key, value, "true or false", f"{key}=true")

@@ -97,6 +97,13 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return found
 
 
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a dense tensor as one row of bytes, in their order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not by reshape(): what has one element keeps the stride that it has.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """What a graph bakes in about a tensor: address, shape, strides, dtype and device."""
     return (

@@ -6,7 +6,7 @@ from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.capture.source import Source, user_source
-from graphrt.core.capture.state import SavedState, State
+from graphrt.core.capture.state import SavedState, State, as_states
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
 from graphrt.core.capture.wrapper import GraphWrapper
 
@@ -21,6 +21,7 @@ __all__ = [
     "Sealing",
     "Source",
     "State",
+    "as_states",
     "eager_break",
     "separate_strides",
     "user_source",

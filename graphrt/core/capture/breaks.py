@@ -104,12 +104,29 @@ class BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
         return name in self._breaks or f"{name}.{func._overloadname}" in self._breaks
 
 
+def _is_dispatched(operator: str) -> bool:
+    """Whether it is an operator for tensors; TorchScript has overloads for lists and numbers.
+
+    Those for named dimensions are left out: they call another overload of the same name.
+    """
+    overload = operator.partition(".")[2].lower()
+    if "dimname" in overload or overload.startswith("names"):
+        return False
+    try:
+        has_kernel(operator, "CPU")
+    except RuntimeError:
+        return False
+    return True
+
+
 def _check_break(name: str) -> None:
     """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
     base, _, overload = name.partition(".")
-    overloads = [s.overload_name for s in schemas_of_operator(base)]
-    if overload:
-        overloads = [known for known in overloads if known == overload]
+    overloads = [
+        known
+        for known in (schema.overload_name for schema in schemas_of_operator(base))
+        if overload in ("", known) and _is_dispatched(f"{base}.{known}" if known else base)
+    ]
     if not overloads:
         raise InvalidOptionError(
             "no operator of that name is registered",

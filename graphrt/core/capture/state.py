@@ -39,6 +39,11 @@ class State:
         self._restore = restore
 
     @property
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that is saved; None for the host's own functions."""
+        return self._tensor
+
+    @property
     def bytes(self) -> int:
         """Bytes that saving takes; 0 for the host's own functions."""
         if self._tensor is None:

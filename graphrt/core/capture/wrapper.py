@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, InvalidModeError, tree
+from graphrt.core.base import CaptureError, InvalidModeError, Uncopied, check_callable, tree
 from graphrt.core.batch import (
     BatchDescriptor,
     ForwardContext,
@@ -17,6 +17,7 @@ from graphrt.core.batch import (
     current_context,
     graphs_off,
 )
+from graphrt.core.capture._hot import Hot
 from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Capture
@@ -33,43 +34,7 @@ from graphrt.core.replay import (
 )
 
 
-class _Hot:
-    """What every call of a wrapper reads.
-
-    Apart from the wrapper, because a class with `__getattr__` loads its own attributes slowly.
-    """
-
-    __slots__ = (
-        "by_slot",
-        "checked",
-        "clones",
-        "fresh_containers",
-        "mode",
-        "one_call_a_step",
-        "pool",
-        "read_context",
-        "read_stream_id",
-    )
-
-    def __init__(
-        self,
-        mode: GraphMode,
-        pool: GraphPool,
-        options: GraphOptions,
-        read_context: Callable[[], ForwardContext | None],
-    ) -> None:
-        self.by_slot: list[Entry | None] = [None]  # the slot -1 finds the last, which is None
-        self.checked = options.check_addresses
-        self.clones = options.outputs == "clone"
-        self.fresh_containers = True
-        self.mode = mode
-        self.one_call_a_step = mode is GraphMode.FULL
-        self.pool = pool
-        self.read_context = read_context
-        self.read_stream_id = pool.read_stream_id
-
-
-class GraphWrapper:
+class GraphWrapper(Uncopied):
     """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
 
     Without a context, under mode NONE or under another mode than its own it calls the runnable:
@@ -99,6 +64,7 @@ class GraphWrapper:
 
         Raises `InvalidModeError` unless the mode is PIECEWISE or FULL.
         """
+        check_callable("runnable", runnable)
         self.runnable = runnable
         self.runtime_mode = GraphMode.parse(runtime_mode)
         if self.runtime_mode not in (GraphMode.FULL, GraphMode.PIECEWISE):
@@ -119,7 +85,7 @@ class GraphWrapper:
         self.failed_updates = 0
         self.last_failed_update: str | None = None
         self.pool.add_holder(self)
-        self._hot = _Hot(self.runtime_mode, self.pool, self.options, read_context)
+        self._hot = Hot(self.runtime_mode, self.pool, self.options, read_context)
         self._entries: dict[BatchDescriptor, Entry] = {}
         self._bridges = Bridges()
         self._statics = Bridges()

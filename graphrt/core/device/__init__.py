@@ -5,7 +5,7 @@ from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_c
 from graphrt.core.device.error_chain import error_chain
 from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
 from graphrt.core.device.found import FoundPlatform, PluginWarning
-from graphrt.core.device.graph import DeviceEvent, DeviceGraph, TaskUpdate
+from graphrt.core.device.graph import DeviceEvent, DeviceGraph, GraphRead, TaskUpdate
 from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import CONTRACT_VERSION, Availability, Capability, Platform
 from graphrt.core.device.pool_memory import (
@@ -36,6 +36,7 @@ __all__ = [
     "DeviceEvent",
     "DeviceGraph",
     "FoundPlatform",
+    "GraphRead",
     "Limits",
     "Memory",
     "MemoryFigures",

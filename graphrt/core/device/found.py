@@ -13,6 +13,10 @@ from typing import Literal
 from graphrt.core.base import PlatformConflictError
 from graphrt.core.device.platform import Availability, Platform
 
+FAILURES = (Exception, SystemExit)
+"""What a plugin may raise and is left out for: a library that calls `sys.exit()` when it is
+imported must not end the host. Ctrl-C is the user's."""
+
 
 class PluginWarning(UserWarning):
     """A plugin or platform is broken and was left out; `graphrt doctor` shows its traceback."""
@@ -44,7 +48,7 @@ class FoundPlatform:
             return Availability(False, _last_line(self.error or ""))
         try:
             return self.platform.availability()
-        except Exception as error:
+        except FAILURES as error:
             self.error = traceback.format_exc().rstrip()
             _warn(f"platform {self.name!r} of {self.plugin} failed availability()", error)
             return Availability(False, f"availability() raised {_last_line(self.error)}")
@@ -57,7 +61,7 @@ def built_in(name: str, path: str) -> FoundPlatform | None:
         if not _has_module(module):
             return None
         platform = getattr(importlib.import_module(module), attribute)()
-    except Exception as error:
+    except FAILURES as error:
         found = broken("graphrt", "built-in", error, f"could not supply {name!r}")
         found.name = name
         return found
@@ -75,7 +79,7 @@ def _has_module(module: str) -> bool:
 
 
 def broken(
-    plugin: str, origin: Literal["built-in", "plugin"], error: Exception, what: str
+    plugin: str, origin: Literal["built-in", "plugin"], error: BaseException, what: str
 ) -> FoundPlatform:
     """The record of a plugin that `what` happened to; warns about it too."""
     _warn(f"graphrt plugin {plugin} {what} and is left out", error)
@@ -103,7 +107,7 @@ def refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
             )
 
 
-def _warn(what: str, error: Exception) -> None:
+def _warn(what: str, error: BaseException) -> None:
     message = f"{what}: {type(error).__name__}: {error} (`graphrt doctor` shows the traceback)"
     warnings.warn(message, PluginWarning, stacklevel=3)
 

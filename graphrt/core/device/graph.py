@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,13 @@ class DeviceGraph(Protocol):
     def replay(self) -> None: ...
 
     def reset(self) -> None: ...
+
+
+class GraphRead(NamedTuple):
+    """A tensor outside of graph memory that a graph reads or writes, and the line that used it."""
+
+    tensor: torch.Tensor
+    source: str | None
 
 
 class DeviceEvent(Protocol):

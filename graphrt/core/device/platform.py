@@ -13,7 +13,7 @@ import torch
 
 from graphrt.core.base import CaptureError, MissingCapabilityError
 from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
-from graphrt.core.device.graph import DeviceEvent, DeviceGraph, TaskUpdate
+from graphrt.core.device.graph import DeviceEvent, DeviceGraph, GraphRead, TaskUpdate
 
 CONTRACT_VERSION = 1
 """Of the device contract. It grows when a platform that was right before may not be any longer."""
@@ -178,6 +178,11 @@ class Platform(ABC):
         """Write a readable form of `graph` to `path`; raises `MissingCapabilityError` where the
         device has none."""
         raise MissingCapabilityError(f"platform {self.name!r} cannot dump graphs")
+
+    def reads(self, graph: Any) -> Sequence[GraphRead] | None:
+        """Every tensor outside of graph memory that a replay of `graph` reads or writes, or None
+        if that cannot be told. Asked for when weights were changed."""
+        return None
 
     # Streams ---------------------------------------------------------------------------------
 

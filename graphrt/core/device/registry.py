@@ -17,6 +17,7 @@ from graphrt.core.base import (
     UnknownPlatformError,
 )
 from graphrt.core.device.found import (
+    FAILURES,
     FoundPlatform,
     broken,
     built_in,
@@ -198,7 +199,7 @@ class PlatformRegistry:
             plugin = entry_point.load()
             if not self._plugins.is_registered(plugin):
                 self._add(plugin, name)
-        except Exception as error:
+        except FAILURES as error:
             self._failed.append(broken(name, "plugin", error, "could not be imported"))
 
     def _add(self, plugin: object, name: str | None) -> str:
@@ -229,7 +230,7 @@ class PlatformRegistry:
         hook = self._plugins.subset_hook_caller("graphrt_platforms", others)
         try:
             platforms = [each for result in hook() for each in _as_platforms(result)]
-        except Exception as error:
+        except FAILURES as error:
             return [broken(name, "plugin", error, "could not give its platforms")]
         return [FoundPlatform(name, "plugin", each.name, each) for each in platforms]
 

@@ -9,7 +9,7 @@ from graphrt.core.base import InvalidBatchError
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, graphs_off
 from graphrt.core.dispatch.index import BEST_FIRST, GraphIndex, Table, serves
 from graphrt.core.dispatch.reasons import OF_BATCHES, Dispatch, Reason
-from graphrt.core.dispatch.uniform import checked_uniform, live_query_len, unpadded
+from graphrt.core.dispatch.uniform import check_batch, checked_uniform, live_query_len, unpadded
 
 
 class _Limits(NamedTuple):
@@ -121,11 +121,17 @@ class GraphDispatcher:
         take what ranks have agreed on. Never raises for a batch of at least one token; raises
         `InvalidBatchError` for one of none.
         """
-        if not (exclude or at_least or at_most_mode is not None or max_padding is not None):
-            slot = self._hit(batch)
-            if slot >= 0:
-                return self._graphs[slot]
-        if batch.num_tokens < 1:
+        # Free where nothing goes wrong: what is no batch shows when it is read.
+        try:
+            if not (exclude or at_least or at_most_mode is not None or max_padding is not None):
+                slot = self._hit(batch)
+                if slot >= 0:
+                    return self._graphs[slot]
+            tokens = batch.num_tokens
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            check_batch(batch, error)
+            raise
+        if tokens < 1:
             raise InvalidBatchError(
                 "a batch needs at least one token",
                 got=batch.num_tokens,
@@ -153,7 +159,11 @@ class GraphDispatcher:
 
         Contexts are used again, so one thread at a time may do this with one dispatcher.
         """
-        slot = self._hit(batch)
+        try:
+            slot = self._hit(batch)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            check_batch(batch, error)
+            raise
         if slot >= 0:
             context = self._contexts[slot]
             if context.token is None:

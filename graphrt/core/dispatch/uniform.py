@@ -1,8 +1,20 @@
-"""Whether a batch is what it calls itself: requests with one query length."""
+"""Whether a batch is what it calls itself: a batch at all, of requests with one query length."""
 
 from __future__ import annotations
 
+from graphrt.core.base import InvalidBatchError
 from graphrt.core.batch import Batch, BatchDescriptor
+
+
+def check_batch(batch: object, error: Exception) -> None:
+    """Raise `InvalidBatchError` for what is no `Batch`; `error` is what reading it raised."""
+    if not isinstance(batch, Batch):
+        raise InvalidBatchError(
+            "a step's batch is no Batch",
+            got=type(batch).__name__,
+            expected="a Batch, or nothing where the inputs' shapes say everything",
+            advice="runner(Batch(num_tokens, num_reqs), input_ids=...): inputs are passed by name",
+        ) from error
 
 
 def live_query_len(batch: Batch) -> int | None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidInputError, OverwrittenOutputError, copy_all
+from graphrt.core.base import InvalidInputError, copy_all
 from graphrt.core.device import Platform
+from graphrt.core.inputs.declared import declared_inputs
 from graphrt.core.inputs.layout import FieldMove, InputLayout
 from graphrt.core.inputs.single_address import FixedInput
-from graphrt.core.inputs.spec import InputSpec, check_value
+from graphrt.core.inputs.spec import InputSpec, check_memory, check_other, check_value
 from graphrt.core.inputs.staging import Staging, Window
 
+_Tensor = torch.Tensor
 _CACHED_LAYOUTS = 4096
 _CACHED_MOVES = 1024
 """Per layout: pairs of live tokens and requests."""
@@ -30,10 +32,10 @@ class StaticInputs:
     def __init__(
         self, specs: Mapping[str, Any], *, platform: Platform, tokens: int, reqs: int, device: Any
     ) -> None:
+        self._specs = declared_inputs(specs)
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
         self.tokens = tokens
         self.reqs = reqs
-        self._specs: dict[str, InputSpec] = dict(_flat(specs))
         self._packed = {name: spec for name, spec in self._specs.items() if spec.packed}
         self._fixed = [
             FixedInput(name, spec, tokens, reqs, device)
@@ -90,73 +92,70 @@ class StaticInputs:
 
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
-        if self.nested:
-            values = dict(_flat(values))
-        if len(values) != len(self._specs):
-            self.check_names(values)
-        moves = layout.moves(tokens, reqs, _CACHED_MOVES)
-        sources: list[torch.Tensor | None] = []
-        kinds = ""
-        for move in moves.fields:
-            try:
-                value = values[move.name]
-            except KeyError:
+        # Free where nothing goes wrong: what a tensor lacks shows when it is used.
+        try:
+            if self.nested:
+                values = dict(_flat(values))
+            if len(values) != len(self._specs):
                 self.check_names(values)
-                raise
-            if (
-                not isinstance(value, torch.Tensor)
-                or value.dtype is not move.dtype
-                or value.shape != move.shape
-            ):
-                raise _wrong_value(move, value)
-            try:
+            moves = layout.moves(tokens, reqs, _CACHED_MOVES)
+            sources: list[torch.Tensor | None] = []
+            kinds = ""
+            for move in moves.fields:
+                value = values[move.name]
+                if (
+                    type(value) is not _Tensor
+                    or value.dtype is not move.dtype
+                    or value.shape != move.shape
+                ):
+                    check_other(move.name, move.field.spec, value, tuple(move.shape))
                 address = value.data_ptr()
-            except RuntimeError as error:
-                raise _unreadable(move.name, error) from error
-            if self._low <= address < self._high:
-                if address == self._low + move.offset and move.lies_in(value):
-                    sources.append(None)
-                    kinds += "k"
+                if self._low <= address < self._high:
+                    if address == self._low + move.offset and move.lies_in(value):
+                        sources.append(None)
+                        kinds += "k"
+                        continue
+                    # What is written next may lie under it.
+                    value = value.detach().clone()
+                if not value.is_cpu:
+                    sources.append(value)
+                    kinds += "d"
                     continue
-                # What is written next may lie under it.
-                value = value.detach().clone()
-            if not value.is_cpu:
+                if not value.is_contiguous() or (move.may_negate and _has_lazy_bits(value)):
+                    value = value.detach().resolve_conj().resolve_neg().contiguous()
                 sources.append(value)
-                kinds += "d"
-                continue
-            if not value.is_contiguous() or (move.may_negate and _has_lazy_bits(value)):
-                value = value.detach().resolve_conj().resolve_neg().contiguous()
-            sources.append(value)
-            kinds += "h"
-        for own in self._fixed:
-            own.check(values.get(own.name), tokens, reqs)
-        if self._staging is None:
-            self._write(moves.fields, sources, kinds, self._low)
-        else:
-            spans = moves.whole if kinds.count("h") == len(kinds) else moves.spans(kinds)
-            if spans:
-                slot = self._staging.take()
-                self._write(moves.fields, sources, kinds, slot.address)
-                slot.copy_to(self._slab, spans, stream)
-        if "d" in kinds or (self._staging is not None and "k" in kinds):
-            self._write_on_device(moves.fields, sources, kinds)
-        for own in self._fixed:
-            own.fill(values[own.name], tokens, reqs, layout.tokens, layout.reqs)
+                kinds += "h"
+            for own in self._fixed:
+                own.check(values.get(own.name), tokens, reqs)
+            if self._staging is None:
+                self._write(moves.fields, sources, kinds, self._low)
+            else:
+                spans = moves.whole if kinds.count("h") == len(kinds) else moves.spans(kinds)
+                if spans:
+                    slot = self._staging.take()
+                    self._write(moves.fields, sources, kinds, slot.address)
+                    slot.copy_to(self._slab, spans, stream)
+            if "d" in kinds or (self._staging is not None and "k" in kinds):
+                self._write_on_device(moves.fields, sources, kinds)
+            for own in self._fixed:
+                own.fill(values[own.name], tokens, reqs, layout.tokens, layout.reqs)
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
+            self.check(values, tokens, reqs, error)
+            raise
 
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that has
         more rows than they. Raises `InvalidInputError`."""
-        flat = dict(_flat(values))
-        self.check_names(flat)
-        for name, spec in self._specs.items():
-            wrong = check_value(name, spec, flat[name], spec.sizes(tokens, reqs))
-            if wrong is not None:
-                raise wrong
+        found = self.check(values, tokens, reqs)
         device = self._slab.buffer.device
-        return {
-            name: value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-            for name, value in flat.items()
-        }
+        try:
+            return {
+                name: value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+                for name, value in found.items()
+            }
+        except (NotImplementedError, RuntimeError) as error:
+            self.check(values, tokens, reqs, error)
+            raise
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the buffers, which the next step writes again."""
@@ -181,29 +180,63 @@ class StaticInputs:
                 advice="declare every input of the forward in inputs= and pass each of them",
             )
 
+    def check(
+        self,
+        values: object,
+        tokens: int | None,
+        reqs: int | None,
+        error: Exception | None = None,
+    ) -> dict[str, Any]:
+        """A step's inputs by (dotted) name; raises `InvalidInputError` for names, dtypes and shapes
+        that are not the declared ones, and for tensors that have no rows in memory.
+
+        `tokens` and `reqs` are the live ones, None if they are not known; `error` is what using the
+        inputs raised, if they were used.
+        """
+        found = self._named(values)
+        for name, spec in self._specs.items():
+            live = None if tokens is None or reqs is None else spec.sizes(tokens, reqs)
+            wrong = check_value(name, spec, found[name], live)
+            if wrong is not None:
+                raise wrong from error
+            unreadable = None if error is None else check_memory(name, spec, found[name])
+            if unreadable is not None:
+                raise unreadable from error
+        return found
+
     def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:
         """Tokens and requests as the shapes of the inputs say; None where they say nothing."""
         found: dict[str, int] = {}
-        flat = dict(_flat(values)) if self.nested else values
-        self.check_names(flat)
-        for name, spec in self._specs.items():
-            value = flat[name]
-            axis, dim = self._axes[name]
-            if axis is None:
-                continue
-            if not isinstance(value, torch.Tensor) or value.dim() != len(spec.shape):
-                wrong = check_value(name, spec, value, spec.sizes(self.tokens, self.reqs))
-                assert wrong is not None
-                raise wrong
-            rows = value.shape[dim] - axis.extra
-            if found.setdefault(axis.name, rows) != rows:
-                raise InvalidInputError(
-                    f"the inputs disagree on the number of {axis.name}",
-                    got=f"{rows} by {name!r}",
-                    expected=found[axis.name],
-                )
+        try:
+            flat = dict(_flat(values)) if self.nested else values
+            self.check_names(flat)
+            for name, (axis, dim) in self._axes.items():
+                if axis is None:
+                    continue
+                rows = flat[name].shape[dim] - axis.extra
+                if found.setdefault(axis.name, rows) != rows:
+                    raise InvalidInputError(
+                        f"the inputs disagree on the number of {axis.name}",
+                        got=f"{rows} by {name!r}",
+                        expected=found[axis.name],
+                    )
+        except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+            self.check(values, None, None, error)
+            raise
         reqs = found.get("reqs")
         return found.get("tokens", reqs or 0), reqs
+
+    def _named(self, values: object) -> dict[str, Any]:
+        if not isinstance(values, Mapping):
+            raise InvalidInputError(
+                "a step's inputs are no mapping",
+                got=type(values).__name__,
+                expected=f"a mapping of {sorted(self._specs)} to tensors",
+                advice="pass each input by its name",
+            )
+        found = dict(_flat(values))
+        self.check_names(found)
+        return found
 
     def _write(
         self,
@@ -283,26 +316,6 @@ def _repeat(row: int, to: int, row_bytes: int, size: int) -> None:
 
 def _has_lazy_bits(value: torch.Tensor) -> bool:
     return value.is_neg() or value.is_conj()
-
-
-def _wrong_value(move: FieldMove, value: object) -> InvalidInputError:
-    wrong = check_value(move.name, move.field.spec, value, tuple(move.shape))
-    assert wrong is not None
-    return wrong
-
-
-def _unreadable(name: str, error: RuntimeError) -> Exception:
-    if OverwrittenOutputError.__name__ not in str(error):
-        return InvalidInputError(
-            f"input {name!r} has no memory that can be read",
-            got=error,
-            expected="a tensor with its values",
-        )
-    return OverwrittenOutputError(
-        f"input {name!r} is an output of an earlier step, and its memory was overwritten since",
-        expected="an output of the step before, or a copy",
-        advice='clone() what is needed longer, or GraphOptions(outputs="clone")',
-    )
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidInputError, InvalidOptionError, OutputError
+from graphrt.core.base import InvalidOptionError, OutputError
 from graphrt.core.batch import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
@@ -47,14 +47,12 @@ class DeclaredAxes:
         if axes is None:
             return
         if isinstance(axes, Mapping):
+            if not axes:
+                raise _no_axes(prefix, axes)
             for name, its_axes in axes.items():
                 self._read(its_axes, f"{prefix}[{name!r}]")
         elif not isinstance(axes, tuple | list):
-            raise InvalidOptionError(
-                f"outputs= has axes that are none{at_path(prefix)}",
-                got=repr(axes),
-                expected='a tuple of axes such as ("tokens", 64), or a mapping or tuple of such',
-            )
+            raise _no_axes(prefix, axes)
         elif any(isinstance(axis, tuple | list | Mapping) for axis in axes):
             for place, its_axes in enumerate(axes):
                 self._read(its_axes, f"{prefix}[{place}]")
@@ -67,10 +65,16 @@ def _axis(axis: Any) -> int | Axis | None:
         return axis
     if isinstance(axis, str):
         return Axis.parse(axis)
-    raise InvalidInputError(
-        "unknown axis of an output",
-        got=repr(axis),
-        expected='"tokens", "reqs", "reqs+1", a size, or None for any size',
+    raise _no_axes("", axis)
+
+
+def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"outputs= gives no axes{at_path(prefix)}",
+        got=repr(axes)[:200],
+        expected='"tokens", "reqs", "reqs+1", a size, or None for any size, in a tuple for every '
+        "tensor",
+        advice='outputs=("tokens", 4096), or outputs={"logits": ("tokens", vocab)}',
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.inputs.spec import InputSpec, check_value
+from graphrt.core.inputs.spec import InputSpec, check_other
 
 _CACHED_TAILS = 4096
 """Views of padding rows that an input keeps; beyond so many they are made anew."""
@@ -40,9 +40,13 @@ class FixedInput:
 
     def check(self, value: object, tokens: int, reqs: int) -> None:
         """Raise `InvalidInputError` unless `value` can fill the live rows."""
-        wrong = check_value(self.name, self.spec, value, tuple(self.view(tokens, reqs).shape))
-        if wrong is not None:
-            raise wrong
+        live = self.view(tokens, reqs).shape
+        if (
+            type(value) is not torch.Tensor
+            or value.dtype is not self.spec.dtype
+            or value.shape != live
+        ):
+            check_other(self.name, self.spec, value, tuple(live))
 
     def fill(
         self, value: torch.Tensor, tokens: int, reqs: int, to_tokens: int, to_reqs: int

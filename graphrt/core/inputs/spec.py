@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import cmath
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 
-from graphrt.core.base import InvalidInputError
+from graphrt.core.base import GraphRTError, InvalidInputError, OverwrittenOutputError
 from graphrt.core.batch import Axis
+
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @dataclass(frozen=True)
@@ -16,43 +20,35 @@ class InputSpec:
 
     A dimension of `shape` is an int or, for at most one of them, a batch axis: "tokens", "reqs", or
     either with a constant added ("reqs+1"). A step brings the live rows, a graph reads padded ones.
-    `pad` is the value of padding rows, or "repeat" (the last live row) or "keep" (whatever was
-    there). `index=True` marks what kernels use as an address (slot mappings, block tables): its
-    padding must point where nothing live is, so "keep" is refused.
+    `pad` is the value of padding rows, by default 0, or "repeat" (the last live row) or "keep"
+    (whatever was there). `index=True` marks what kernels use as an address (slot mappings, block
+    tables): its padding must point where nothing live is, so `pad` has to be given, and as a value.
 
     Inputs are packed anew for every size, so that one copy brings all that come from the host.
     `fixed=True` keeps one address at every size instead, for work of the host's own on the device
     that writes into the buffer; so does "keep".
 
-    Raises `InvalidInputError` for an axis or a padding that does not exist.
+    Raises `InvalidInputError` for a dtype, a shape or an axis that no input has, for a padding that
+    does not exist or that `dtype` cannot hold, and for an index without one.
     """
 
     dtype: torch.dtype
     shape: tuple[int | str, ...]
-    pad: int | float | bool | str = 0
+    pad: int | float | complex | bool | str | None = None
     index: bool = False
     fixed: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.pad, str) and self.pad not in ("repeat", "keep"):
-            raise InvalidInputError(
-                "unknown padding", got=repr(self.pad), expected='a number, "repeat" or "keep"'
-            )
-        if self.index and isinstance(self.pad, str):
-            raise InvalidInputError(
-                "padding rows of an index input cannot hold old or live values: they would read "
-                "and write live memory",
-                got=f"pad={self.pad!r}, index=True",
-                expected="a pad value that reads and writes nothing live",
-                advice="pad=-1 if the kernel skips it, or the slot of a dummy page",
-            )
-        axes = [index for index, size in enumerate(self.shape) if isinstance(size, str)]
-        for index in axes:
-            Axis.parse(str(self.shape[index]))
-        if len(axes) > 1:
-            raise InvalidInputError(
-                "an input has at most one batch axis", got=self.shape, expected="one of them named"
-            )
+        if not isinstance(self.dtype, torch.dtype):
+            raise _wrong_spec("dtype", self.dtype, "a torch.dtype", "torch.int64")
+        for name in ("index", "fixed"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong_spec(name, getattr(self, name), "True or False", f"{name}=True")
+        _check_shape(self.shape)
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if self.index:
+            _check_index(self.dtype, self.pad)
+        _check_pad(self.dtype, self.pad)
 
     @property
     def packed(self) -> bool:
@@ -60,9 +56,9 @@ class InputSpec:
         return not self.fixed and self.pad != "keep"
 
     @property
-    def pad_value(self) -> int | float | bool:
+    def pad_value(self) -> int | float | complex | bool:
         """What fills rows of which nothing is known: the padding, if it is a value."""
-        return 0 if isinstance(self.pad, str) else self.pad
+        return 0 if self.pad is None or isinstance(self.pad, str) else self.pad
 
     def batch_axis(self) -> tuple[Axis | None, int]:
         """The batch axis and its dimension; (None, 0) if there is none."""
@@ -80,9 +76,10 @@ class InputSpec:
 
 
 def check_value(
-    name: str, spec: InputSpec, value: object, live: tuple[int, ...]
+    name: str, spec: InputSpec, value: object, live: tuple[int, ...] | None
 ) -> InvalidInputError | None:
-    """What is wrong with a step's value for the input `name`, whose live shape is `live`."""
+    """What is wrong with a step's value for the input `name`, whose live shape is `live`, if that
+    is known."""
     if not isinstance(value, torch.Tensor):
         return InvalidInputError(
             f"input {name!r} is no tensor",
@@ -90,6 +87,11 @@ def check_value(
             expected=f"a tensor of {spec.dtype}",
             advice=f"torch.tensor({name}, dtype={spec.dtype})",
         )
+    kind = "meta" if value.is_meta else "nested" if value.is_nested else None
+    if kind is None and value.layout is not torch.strided:
+        kind = str(value.layout).removeprefix("torch._").removeprefix("torch.")
+    if kind is not None:
+        return _without_rows(name, spec, kind)
     if value.dtype is not spec.dtype:
         return InvalidInputError(
             f"input {name!r} has the wrong dtype",
@@ -97,11 +99,134 @@ def check_value(
             expected=spec.dtype,
             advice=f"{name}.to({spec.dtype}), or change its InputSpec",
         )
-    if tuple(value.shape) != live:
+    shape = tuple(value.shape)
+    if len(shape) != len(spec.shape) if live is None else shape != live:
         return InvalidInputError(
             f"input {name!r} has the wrong shape",
-            got=tuple(value.shape),
-            expected=f"{live} from {spec.shape}",
+            got=shape,
+            expected=spec.shape if live is None else f"{live} from {spec.shape}",
             advice="pass the live rows only; graphrt pads them",
         )
     return None
+
+
+def check_memory(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTError | None:
+    """What is wrong with a tensor of the right shape that cannot be copied."""
+    try:
+        # At address 0 there is none: a copy from it would end the process.
+        in_memory = value.data_ptr() != 0 or value.numel() == 0
+    except RuntimeError as error:
+        if OverwrittenOutputError.__name__ in str(error):
+            return OverwrittenOutputError(
+                f"input {name!r} is an output of an earlier step, whose memory was overwritten",
+                expected="an output of the step before, or a copy",
+                advice='clone() what is needed longer, or GraphOptions(outputs="clone")',
+            )
+        in_memory = False
+    return None if in_memory else _without_rows(name, spec, type(value).__name__)
+
+
+def check_other(name: str, spec: InputSpec, value: Any, live: tuple[int, ...]) -> None:
+    """Raise `InvalidInputError` unless `value` is a right one of a subclass of tensors."""
+    wrong = check_value(name, spec, value, live) or check_memory(name, spec, value)
+    if wrong is not None:
+        raise wrong
+
+
+def _without_rows(name: str, spec: InputSpec, kind: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"input {name!r} has no rows in memory that could be copied",
+        got=f"a tensor of kind {kind}",
+        expected=f"a dense tensor of {spec.dtype}",
+        advice=f"{name}.to_dense() of a sparse tensor; values, where there are shapes alone",
+    )
+
+
+def _check_shape(shape: object) -> None:
+    """Raise `InvalidInputError` unless it is a tuple of sizes with at most one batch axis."""
+    example = '("tokens", 64)'
+    if not isinstance(shape, tuple | list):
+        raise _wrong_spec("shape", shape, "a tuple of ints and axes", example)
+    axes = [size for size in shape if isinstance(size, str)]
+    for axis in axes:
+        Axis.parse(axis)
+    for size in shape:
+        if not isinstance(size, str) and (not _is_int(size) or size < 0):
+            raise _wrong_spec("shape", shape, "ints >= 0, and one of them an axis", example)
+    if len(axes) > 1:
+        raise InvalidInputError(
+            "an input has at most one batch axis", got=shape, expected="one of them named"
+        )
+
+
+def _check_index(dtype: torch.dtype, pad: object) -> None:
+    advice = (
+        "pad=-1 if the kernel skips such rows, or what belongs to a dummy page that no request has"
+    )
+    if pad is None:
+        raise InvalidInputError(
+            "an index input must say its padding: padding rows are read and written too, and with "
+            "0 that is the first page",
+            got="index=True without pad",
+            expected="a pad value that reads and writes nothing live",
+            advice=advice,
+        )
+    if isinstance(pad, str):
+        raise InvalidInputError(
+            "padding rows of an index input cannot hold old or live values: they would read "
+            "and write live memory",
+            got=f"pad={pad!r}, index=True",
+            expected="a pad value that reads and writes nothing live",
+            advice=advice,
+        )
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        raise _wrong_spec("dtype", dtype, "integers, for index=True", "torch.int64")
+
+
+def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> None:
+    """Raise `InvalidInputError` for a padding that does not exist or that rows cannot hold."""
+    known = 'a number, "repeat" or "keep"'
+    if isinstance(pad, str):
+        if pad not in ("repeat", "keep"):
+            raise InvalidInputError("unknown padding", got=repr(pad), expected=known)
+        pad = None
+    if pad is not None and not isinstance(pad, int | float | complex):
+        raise _wrong_spec("pad", pad, known, "pad=0")
+    if dtype in _QUANTIZED:
+        raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8")
+    try:
+        held = torch.full((1,), 0 if pad is None else pad, dtype=dtype).item()
+    except (OverflowError, RuntimeError, TypeError) as error:
+        if pad is None:
+            raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8") from error
+        raise _pad_does_not_fit(dtype, pad) from error
+    if pad is None:
+        return
+    rounds = dtype.is_floating_point or dtype.is_complex
+    if not rounds and held != pad:
+        raise _pad_does_not_fit(dtype, pad)
+    # Some dtypes take their largest number for a larger one.
+    if rounds and cmath.isfinite(pad) and abs(pad) > torch.finfo(dtype).max:
+        raise _pad_does_not_fit(dtype, pad)
+
+
+def _pad_does_not_fit(dtype: torch.dtype, pad: object) -> InvalidInputError:
+    return InvalidInputError(
+        "the dtype of an input cannot hold its padding",
+        got=f"pad={pad!r}",
+        expected=f"a value of {dtype}",
+        advice="pad with a value that kernels know as padding, in that dtype",
+    )
+
+
+def _wrong_spec(field: str, value: object, expected: str, example: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"an InputSpec has a wrong {field}",
+        got=repr(value)[:200],
+        expected=expected,
+        advice=f'InputSpec(torch.int64, ("tokens",)), with {example}',
+    )
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -145,6 +145,7 @@ class Plan:
             landmarks=[self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode],
         )
         self.resolution: ModeResolution = self._fitted.resolution
+        self.resolution.log_steps()
         self.mode: GraphMode = self.resolution.mode
         self.pieces: PieceProvider | None = provider
         self.keys: tuple[CaptureKey, ...] = self._fitted.keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from graphrt.core.base import ModeNotSupportedError
+from graphrt.core.base import ModeNotSupportedError, logger
 from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider
 
 SWITCHED_OFF = "environment"
@@ -39,6 +39,13 @@ class ModeResolution:
             return self
         step = ResolutionStep(rule, self.mode, after, why, backend)
         return replace(self, mode=after, steps=(*self.steps, step))
+
+    def log_steps(self) -> None:
+        """Say in the log, in one line, that the mode that runs is not the requested one."""
+        if self.steps:
+            why = (f"{step.before.name} to {step.after.name}, as {step.why}" for step in self.steps)
+            requested, runs = self.requested.name, self.mode.name
+            logger.warning("mode %s runs as %s: %s", requested, runs, "; ".join(why))
 
     def refuse_steps(self) -> None:
         """Raise `ModeNotSupportedError` if the mode that runs is not the requested one, unless

@@ -32,6 +32,10 @@ class EagerPart:
         self._recorded = recorded
         self._aliased = aliased
 
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What it is called with, and where it leaves its results."""
+        return tree.tensors((self._args, self._kwargs)), tree.tensors(self._recorded)
+
     def replay(self) -> None:
         result = self._function(*self._args, **self._kwargs)
         if result is None and self._recorded is None:

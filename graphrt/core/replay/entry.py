@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import DeviceHangError, MissingUpdateError
+from graphrt.core.base import DeviceHangError, MissingUpdateError, tree
 from graphrt.core.batch import BatchDescriptor, ForwardContext
+from graphrt.core.device import GraphRead
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import UNCHANGED, HostValues
-from graphrt.core.replay.segments import Part, TaskedSegment
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import Part, TaskedSegment, graphs_of
 from graphrt.core.replay.task_table import TaskTable, resolve_updates
 
 
@@ -64,6 +66,27 @@ class Entry:
         # What most entries are: one graph and nothing else.
         alone = len(parts) == 1 and not self.tasks
         self.graph: Part | None = parts[0] if alone else None
+
+    def reads(self, pool: GraphPool) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
+        """The tensors outside of the pool that a replay reads, None if the platform cannot tell,
+        and those in which eager parts and the entry itself leave results."""
+        platform, results = pool.platform, tree.tensors(self.outputs)
+        found: list[GraphRead] = []
+        for graph in graphs_of(self.parts):
+            read = platform.reads(graph)
+            if read is None:
+                return None, results
+            found += read
+        for part in self.parts:
+            if isinstance(part, EagerPart):
+                given, left = part.tensors()
+                found += [
+                    GraphRead(tensor, "an eager part")
+                    for tensor in given
+                    if tensor.numel() and not platform.owns(pool.memory, tensor)
+                ]
+                results += left
+        return found, results
 
     def launch(self, context: ForwardContext, *, all_tasks: bool) -> None:
         """Replay segments, eager parts and tasks with their new host arguments, in order.

@@ -11,7 +11,7 @@ from contextvars import Token
 from threading import get_ident
 from typing import Any, Protocol
 
-from graphrt.core.base import InvalidOptionError, PoolBusyError, PoolClosedError
+from graphrt.core.base import InvalidOptionError, PoolBusyError, PoolClosedError, Uncopied
 from graphrt.core.batch import ForwardContext
 from graphrt.core.device import (
     Capability,
@@ -35,7 +35,7 @@ class HoldsGraphs(Protocol):
         """Destroy them all."""
 
 
-class GraphPool:
+class GraphPool(Uncopied):
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
 
     A replay may overwrite the outputs of any other graph in the pool, so outputs are valid until

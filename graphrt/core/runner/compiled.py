@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, cast
 
-from graphrt.core.base import InvalidOptionError, StaleInputError, UnannouncedModuleError
+import torch
+
+from graphrt.core.base import (
+    InvalidOptionError,
+    UnannouncedModuleError,
+    check_callable,
+)
 from graphrt.core.capture import GraphOptions
 from graphrt.core.plan import CompiledFacts, SavedFacts, compiled_in
 from graphrt.core.replay import GraphPool, SegmentHooks
@@ -33,8 +39,9 @@ class AnnouncedModule(CompiledFacts, Protocol):
     def rebind_weights(self) -> None:
         """Weights may have moved since the last capture."""
 
-    def moved_weights(self) -> Collection[str]:
-        """Names of weights that are other tensors than those in use."""
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of the module that compiled code reads, as they are now, and the constants of
+        that code; nothing before it is compiled."""
 
     def seal(self) -> None: ...
 
@@ -64,17 +71,6 @@ class CompiledModules:
                 got=repr(module),
                 expected=", ".join(map(repr, self.modules)) or "no compiled module",
                 advice="name it in the plan: compiled=[...]",
-            )
-
-    def check_weights(self) -> None:
-        """Raise `StaleInputError` if weights are not where compiled code reads them."""
-        moved = [name for module in self.modules for name in module.moved_weights()]
-        if moved:
-            raise StaleInputError(
-                "weights are not where the graphs read them",
-                got=", ".join(moved[:8]),
-                expected="values written in place, as by copy_()",
-                advice="call recapture()",
             )
 
     def seal(self) -> None:
@@ -109,7 +105,11 @@ class CompiledModules:
 
 
 def with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:
-    """The announced modules, and those that the forward is or, as a module, has; each once."""
+    """The announced modules, and those that the forward is or, as a module, has; each once.
+
+    Raises `InvalidOptionError` for a forward that cannot be called.
+    """
+    check_callable("forward", forward)
     found = {id(module): module for module in (*compiled_in(forward), *announced)}
     real = [module for module in found.values() if not isinstance(module, SavedFacts)]
     # What a saved plan knows only stands in for modules that nobody named.

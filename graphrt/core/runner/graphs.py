@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 
 from graphrt.core.base import (
     CaptureError,
-    GraphsDroppedWarning,
     OutputError,
     ResourceExhaustedError,
     logger,
@@ -24,8 +22,10 @@ from graphrt.core.capture import (
     GraphWrapper,
     SavedState,
     Sealing,
+    as_states,
     wrapper_class,
 )
+from graphrt.core.device import GraphRead
 from graphrt.core.dispatch import Dispatch, GraphDispatcher
 from graphrt.core.inputs import OutputAxes, OutputLayout, StaticInputs
 from graphrt.core.plan import CaptureKey, Plan
@@ -39,6 +39,7 @@ from graphrt.core.runner.session import (
     Progress,
     WarmUps,
     capture_graphs,
+    tell_dropped,
 )
 from graphrt.core.runner.step import PaddedStep
 from graphrt.core.trust import AddressBook
@@ -69,7 +70,6 @@ class GraphSet:
         self.dispatcher = GraphDispatcher(plan.mode, max_padding=options.max_padding)
         for key in plan.keys:
             self.dispatcher.reserve(*key)
-        self.weights = AddressBook(host.parameters)
         self.state = tuple(host.state)
         self._plan = plan
         self._host = host
@@ -79,6 +79,8 @@ class GraphSet:
         self._outputs = OutputLayout(outputs)
         self._compiled = CompiledModules(plan.compiled)
         self._compiled.tell_sizes(self._sizes)
+        named = [module.weights for module in self._compiled.modules]
+        self.weights = AddressBook(host.parameters, forward, named)
         self.run_forward = _without_gradients(forward)
         self._wrappers = self._wrap(forward)
         self._captured: list[Captured] = []
@@ -94,21 +96,21 @@ class GraphSet:
         new = self.records[before:]
         logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
         if self.dropped:
-            self._tell_dropped()
+            tell_dropped(self.dropped, len(self._plan.keys), strict=self._options.strict)
 
     def capture(self, keys: Iterable[CaptureKey], progress: Progress | None = None) -> None:
         """Capture and publish the graphs of `keys` in their order."""
         if self.records:
             # Graphs that are captured already read the old addresses.
-            self.check_weights()
-        else:
-            self.weights.record()
+            self.weights.check()
         saved = SavedState(self.state, self._options.state_limit_bytes)
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._step(*key)) for key in keys
         ]
         self._pool.check_idle()
         self._compile(planned[0].step if planned else None, saved)
+        if not self.records:
+            self.weights.record()
         if self.eager_launch:
             for graph in planned:
                 self._see(graph.step, saved)
@@ -164,10 +166,13 @@ class GraphSet:
             self._failed.discard(wanted.slot)
 
     def check_weights(self) -> None:
-        """Raise `StaleInputError` if weights are no longer where the graphs read them."""
+        """Raise `StaleInputError` if weights are no longer where the graphs read them, and
+        `UntrackedWeightsError` if nobody can say."""
+        if not self.records or self.eager_launch:
+            return
         self.weights.check()
-        if self.records:
-            self._compiled.check_weights()
+        reads, own = self._reads()
+        self.weights.check_known(reads, own)
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
@@ -196,6 +201,19 @@ class GraphSet:
         found: dict[int, GraphOwner] = {id(own): own for own in self._wrappers.values()}
         found.update((id(each.owner), each.owner) for each in self._captured)
         return list(found.values())
+
+    def _reads(self) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
+        """The tensors that the graphs read, None where that cannot be told, and those of them that
+        are no weights: inputs, results of other parts, declared state."""
+        own = [*self._inputs.buffers.values()]
+        own += [s.tensor for s in as_states(self.state) if s.tensor is not None]
+        found: list[GraphRead] | None = []
+        for owner in self.owners():
+            for entry in owner.entries.values() if isinstance(owner, GraphWrapper) else ():
+                reads, results = entry.reads(self._pool)
+                found = None if found is None or reads is None else found + reads
+                own += results
+        return found, own
 
     @property
     def _sizes(self) -> set[int]:
@@ -233,13 +251,12 @@ class GraphSet:
                 self._inputs.reset()
 
     def _settle(self, saved: SavedState | None) -> None:
-        """Find the batch axes of the outputs, if need be (and `saved` is there) with eager steps of
-        other sizes, and prepare what hands them out."""
+        """Find the batch axes of the outputs, if need be and `saved` is there with eager steps, and
+        prepare what hands them out."""
 
         def probe(tokens: int, reqs: int) -> None:
             assert saved is not None
-            uniform = query_len is not None
-            rows = BatchDescriptor(tokens, reqs, uniform=uniform, query_len=query_len)
+            rows = BatchDescriptor(tokens, reqs, query_len is not None, query_len=query_len)
             self._see(self._step(GraphMode.NONE, rows), saved)
 
         lengths = {descriptor.query_len for _, descriptor in self._plan.keys}
@@ -327,23 +344,6 @@ class GraphSet:
 
     def _drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:
         self.dropped.append(DroppedGraph(graph.mode, graph.descriptor, str(error)))
-
-    def _tell_dropped(self) -> None:
-        names = ", ".join(f"{each.mode.name} [{each.descriptor}]" for each in self.dropped)
-        if self._options.strict:
-            raise ResourceExhaustedError(
-                f"{len(self.dropped)} of {len(self._plan.keys)} graphs did not fit on the device",
-                got=f"{names}\n  the first: {self.dropped[0].reason}",
-                expected="every planned graph (strict=True)",
-                advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
-                "serves",
-            )
-        warnings.warn(
-            f"{len(self.dropped)} of {len(self._plan.keys)} graphs did not fit on the device and "
-            f"run eagerly: {names}; the first: {self.dropped[0].reason}",
-            GraphsDroppedWarning,
-            stacklevel=4,
-        )
 
 
 def _preference(found: Dispatch) -> tuple[bool, int]:

@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
+from graphrt.core.base import InvalidOptionError
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture import State
 from graphrt.core.replay import SegmentHooks
-from graphrt.core.trust import Parameters
+from graphrt.core.trust import Parameters, check_parameters
 
 Phase = Literal["warmup", "capture", "replay", "eager"]
 """What a runner is about to do with its forward."""
@@ -32,10 +33,12 @@ class Host:
     step; the buffers have the padded shapes of the descriptor, in an eager step the live ones. At
     warm-up and capture all rows of the inputs are padding: what decides which kernels run (query
     lengths, the longest context) must be written there at its worst case. `state` is what the
-    forward advances: it is saved once for each capture and restored. `parameters` are tensors whose
-    addresses `weights_changed()` compares, or their module. `around_capture` makes a context
-    manager for each capture as a whole (registration with communicators), `around_graph` is called
-    around each graph (weight offloaders).
+    forward advances: it is saved once for each capture and restored. `parameters` says where the
+    weights are that `weights_changed()` compares: their module, a dict or list that the forward
+    itself reads, or a function that returns the tensors in use (`model.parameters`); a forward that
+    is a module, or a method of one, needs none. `around_capture` makes a context manager for each
+    capture as a whole (registration with communicators), `around_graph` is called around each graph
+    (weight offloaders). Raises `InvalidOptionError` for a hook of another kind.
     """
 
     bind: Bind | None = None
@@ -43,3 +46,33 @@ class Host:
     parameters: Parameters = None
     around_capture: AroundCapture = nullcontext
     around_graph: SegmentHooks | None = None
+
+    def __post_init__(self) -> None:
+        if self.bind is not None and not callable(self.bind):
+            raise _wrong_hook("bind", self.bind, "a function of buffers, descriptor and phase")
+        around = self.around_capture
+        if not callable(around) or isinstance(around, AbstractContextManager):
+            raise _wrong_hook("around_capture", around, "a function that returns a context manager")
+        hooks = self.around_graph
+        names = ("before_capture", "end_of_capture", "before_replay")
+        if hooks is not None and not all(callable(getattr(hooks, name, None)) for name in names):
+            raise _wrong_hook("around_graph", hooks, f"an object with {', '.join(names)}")
+        if isinstance(self.state, torch.Tensor | torch.nn.Module | Mapping | str) or not isinstance(
+            self.state, Iterable
+        ):
+            raise _wrong_hook("state", self.state, "an iterable of State and tensors")
+        # An iterator can be read only once, and every capture reads it.
+        object.__setattr__(self, "state", tuple(self.state))
+        for each in self.state:
+            if not isinstance(each, State | torch.Tensor):
+                raise _wrong_hook("state", each, "State and tensors")
+        check_parameters(self.parameters)
+
+
+def _wrong_hook(name: str, value: object, expected: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"Host({name}=) cannot be used",
+        got=repr(value)[:200],
+        expected=expected,
+        advice=f"Host({name}=...) as the docstring of Host says",
+    )

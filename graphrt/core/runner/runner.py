@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import (
-    InvalidBatchError,
-    PoolClosedError,
-    check_kind,
-    tree,
-)
+from graphrt.core.base import InvalidBatchError, PoolClosedError, Uncopied, check_kind, tree
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions, SavedState
 from graphrt.core.device import Platform
@@ -40,7 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
-class GraphRunner:
+class GraphRunner(Uncopied):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
     Before `capture()` every batch runs eagerly; after it, batches that no graph serves do, each
@@ -258,7 +253,8 @@ class GraphRunner:
         self.capture(progress)
 
     def weights_changed(self) -> None:
-        """Declare that weights were written; raises `StaleInputError` if they moved."""
+        """Declare that weights were written; raises `StaleInputError` if they moved, and
+        `UntrackedWeightsError` if graphs read tensors of which nobody knows the owner."""
         self.graphs.check_weights()
 
     def close(self) -> None:

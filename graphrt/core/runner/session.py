@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, GraphRTError, ResourceExhaustedError, frozen_gc
+from graphrt.core.base import (
+    CaptureError,
+    GraphRTError,
+    GraphsDroppedWarning,
+    ResourceExhaustedError,
+    frozen_gc,
+)
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import CaptureTransaction, SavedState
 from graphrt.core.replay import WORST_CASE, GraphPool
@@ -93,6 +100,25 @@ def capture_graphs(
         settle()
         if progress is not None:
             progress(len(graphs), len(graphs), graphs[-1].descriptor)
+
+
+def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
+    """Warn of graphs that did not fit on the device, or raise `ResourceExhaustedError`."""
+    names = ", ".join(f"{each.mode.name} [{each.descriptor}]" for each in dropped)
+    if strict:
+        raise ResourceExhaustedError(
+            f"{len(dropped)} of {planned} graphs did not fit on the device",
+            got=f"{names}\n  the first: {dropped[0].reason}",
+            expected="every planned graph (strict=True)",
+            advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
+            "serves",
+        )
+    warnings.warn(
+        f"{len(dropped)} of {planned} graphs did not fit on the device and run eagerly: {names}; "
+        f"the first: {dropped[0].reason}",
+        GraphsDroppedWarning,
+        stacklevel=4,
+    )
 
 
 class WarmUps:

@@ -40,8 +40,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
-    first, second = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(first, second)
+    return torch.equal(tree.octets(a), tree.octets(b))
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> str:

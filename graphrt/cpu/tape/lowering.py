@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import ThreadMode
+from graphrt.core.base import ThreadMode, tree
 from graphrt.cpu.private_torch import below_autograd, bindings_of, inference_mode, schema_of
 from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.tensors import tensors_in
@@ -257,11 +257,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equality of memory, so that a NaN equals itself."""
     if a.dtype != b.dtype or a.size() != b.size():
         return False
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(tree.octets(a), tree.octets(b))
 
 
 def _scalar_tensors(

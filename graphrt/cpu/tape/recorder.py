@@ -25,6 +25,8 @@ from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.refusals import refusal_of
 from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
 
+_FROM_PYTHON = torch.ops.aten.lift_fresh.default
+
 
 @dataclass
 class Step:
@@ -59,6 +61,8 @@ class Tape(ThreadMode):
         self.in_task = False
         self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
+        self.constants: list[torch.Tensor] = []
+        """What the forward made of Python data: outside of the arena, and nobody else's."""
         self._inference = inference
         self.aliases = Aliases(arena)
 
@@ -148,6 +152,9 @@ class Tape(ThreadMode):
         if fresh:
             fresh = [t for t in fresh if t.device.type != "meta"]
         if tensors and not fresh:
+            if op.func is _FROM_PYTHON:
+                # Memory that cannot grow is somebody's: an array of NumPy.
+                self.constants += [t for t in tensors if t.untyped_storage().resizable()]
             return result
         if self.in_task:
             _refuse_allocation(op)

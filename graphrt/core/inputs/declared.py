@@ -1,0 +1,39 @@
+"""What a host declares of a forward's arguments, checked before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from graphrt.core.base import InvalidInputError
+from graphrt.core.inputs.spec import InputSpec
+
+
+def declared_inputs(specs: object) -> dict[str, InputSpec]:
+    """The specs of `inputs=` by (dotted) name; raises `InvalidInputError`."""
+    return dict(_specs(specs, "", "inputs="))
+
+
+def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputSpec]]:
+    if not isinstance(specs, Mapping):
+        raise _wrong_inputs(where, specs, "a mapping of names to InputSpecs")
+    if not specs:
+        raise _wrong_inputs(where, specs, "at least one input")
+    for name, spec in specs.items():
+        if not isinstance(name, str) or not name or "." in name:
+            raise _wrong_inputs(where, name, "names of arguments, without a dot")
+        if isinstance(spec, Mapping):
+            yield from _specs(spec, f"{prefix}{name}.", f"inputs= at {prefix}{name}")
+        elif isinstance(spec, InputSpec):
+            yield prefix + name, spec
+        else:
+            raise _wrong_inputs(f"inputs= at {prefix}{name}", spec, "an InputSpec")
+
+
+def _wrong_inputs(where: str, value: object, expected: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{where} describes no inputs",
+        got=repr(value)[:200],
+        expected=expected,
+        advice='inputs={"input_ids": InputSpec(torch.int64, ("tokens",))}; a mapping in it is an '
+        "argument that is a dict",
+    )

@@ -1,0 +1,416 @@
+"""What a host can get wrong in a call or an argument is an error that names it, before it harms."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from test_runner import INPUTS, rows, runner
+
+from graphrt import (
+    Batch,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    Host,
+    InputSpec,
+    eager_break,
+)
+from graphrt.core.base import (
+    CopyError,
+    InvalidBatchError,
+    InvalidInputError,
+    InvalidOptionError,
+)
+from graphrt.cpu import CPUGraphWrapper
+
+X = INPUTS["x"]
+
+
+# Input specs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad", [None, "keep", "repeat"])
+def test_an_index_says_what_its_padding_rows_read_and_write(pad):
+    with pytest.raises(InvalidInputError, match="pad"):
+        InputSpec(torch.int64, ("tokens",), pad=pad, index=True)
+    assert InputSpec(torch.int64, ("tokens",), pad=0, index=True).pad_value == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [
+        (torch.int64, 2.7),
+        (torch.uint8, 300),
+        (torch.uint8, -1),
+        (torch.int32, 2**31),
+        (torch.bool, 2),
+        (torch.bool, 0.5),
+        (torch.int64, float("nan")),
+        (torch.int64, 1j),
+        (torch.float16, 70000),
+        (torch.float32, 10**400),
+        (torch.bfloat16, 1e39),
+        (torch.float8_e4m3fn, 1000.0),
+        (torch.float32, 1 + 2j),
+        (torch.float32, [1]),
+        (torch.float32, torch.ones(())),
+        (torch.float32, "zero"),
+    ],
+)
+def test_a_padding_that_the_dtype_cannot_hold_is_refused(dtype, pad):
+    with pytest.raises(InvalidInputError, match="pad"):
+        InputSpec(dtype, ("tokens",), pad=pad)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad", "held"),
+    [
+        (torch.int64, 2.0, 2),
+        (torch.uint64, 2**64 - 1, 2**64 - 1),
+        (torch.bool, True, True),
+        (torch.int32, True, 1),
+        (torch.float32, float("-inf"), float("-inf")),
+        (torch.complex64, 1 + 2j, 1 + 2j),
+        (torch.bfloat16, 0.1, torch.tensor(0.1).bfloat16().item()),
+    ],
+)
+def test_a_padding_that_the_dtype_can_hold_is_in_the_padding_rows(dtype, pad, held):
+    seen = []
+    run = GraphRunner(
+        lambda x: x.clone(),
+        inputs={"x": InputSpec(dtype, ("tokens",), pad=pad)},
+        outputs=("tokens",),
+        host=Host(bind=lambda buffers, *_: seen.append(buffers["x"].tolist())),
+        mode="FULL",
+        sizes=[2],
+        platform="cpu",
+    )
+    run.capture()
+    run(x=torch.zeros(1, dtype=dtype))
+    assert seen[-1] == [0, held]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "float32"},
+        {"dtype": float},
+        {"dtype": torch.quint8},
+        {"shape": "tokens"},
+        {"shape": 4},
+        {"shape": None},
+        {"shape": ("tokens", -4)},
+        {"shape": ("tokens", 4.5)},
+        {"shape": ("tokens", True)},
+        {"shape": ("tokens", None)},
+        {"index": 1, "pad": 0},
+        {"fixed": "yes"},
+        {"dtype": torch.float32, "index": True, "pad": 0},
+    ],
+)
+def test_a_malformed_spec_is_refused_when_it_is_made(arguments):
+    with pytest.raises(InvalidInputError, match="InputSpec"):
+        InputSpec(**{"dtype": torch.int64, "shape": ("tokens", 4), **arguments})
+
+
+# inputs=, outputs=, host=, forward ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        None,
+        {},
+        "x",
+        ["x"],
+        X,
+        {"x": torch.float32},
+        {"x": (torch.float32, ("tokens",))},
+        {"x": "tokens"},
+        {"x": None},
+        {"x": torch.ones(2, 4)},
+        {3: X},
+        {"": X},
+        {"a.b": X},
+        {"x": X, "stage": {}},
+        {"stage": {"hidden": 4}},
+    ],
+    ids=repr,
+)
+def test_malformed_inputs_are_refused(inputs):
+    with pytest.raises(InvalidInputError, match="inputs="):
+        runner(inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        "tokens",
+        3,
+        {"tokens"},
+        {},
+        {"logits": "tokens"},
+        {"logits": 3},
+        ("tokens", 4.5),
+        ("tokens", -4),
+        ("tokens", True),
+        (("tokens", 4), "tokens"),
+        X,
+        torch.ones(2),
+    ],
+    ids=repr,
+)
+def test_malformed_outputs_are_refused(outputs):
+    with pytest.raises(InvalidOptionError, match="outputs="):
+        runner(outputs=outputs)
+
+
+@pytest.mark.parametrize("outputs", [["tokens", 4], (("tokens", 4), None), {"a": ("tokens",)}, ()])
+def test_outputs_of_other_shapes_are_taken(outputs):
+    runner(outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        {"bind": 3},
+        {"bind": "bind"},
+        {"state": 3},
+        {"state": [3]},
+        {"state": torch.ones(2, 2)},
+        {"state": torch.nn.Linear(2, 2)},
+        {"parameters": 3},
+        {"parameters": "weights"},
+        {"parameters": [1, 2]},
+        {"parameters": {"weight": 1}},
+        {"parameters": torch.ones(2)},
+        {"around_capture": 3},
+        {"around_capture": None},
+        {"around_capture": torch.no_grad()},
+        {"around_graph": 3},
+        {"around_graph": lambda: None},
+    ],
+    ids=repr,
+)
+def test_hooks_that_cannot_be_called_are_refused_where_they_are_given(hooks):
+    with pytest.raises(InvalidOptionError, match=next(iter(hooks))):
+        Host(**hooks)
+
+
+def test_state_is_read_once_and_kept():
+    counter = torch.zeros(())
+    host = Host(state=(each for each in [counter]))
+
+    def forward(x):
+        return x * 0 + counter.add_(1)
+
+    for _ in range(2):
+        run = runner(forward, host=host)
+        run.capture()
+        assert float(counter) == 0
+        run.close()
+
+
+@pytest.mark.parametrize("forward", [None, "forward", 3])
+def test_a_forward_that_cannot_be_called_is_refused(forward):
+    with pytest.raises(InvalidOptionError, match="forward"):
+        runner(forward)
+    with pytest.raises(InvalidOptionError, match="runnable"):
+        CPUGraphWrapper(forward, "FULL")
+
+
+# Calls -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["captured", "not captured"])
+def run(request):
+    made = runner()
+    if request.param == "captured":
+        made.capture()
+    return made
+
+
+@pytest.mark.parametrize(
+    "given",
+    [torch.ones(2, 4), torch.ones(7, 4), torch.zeros(7, dtype=torch.int64), {"x": 1}, 2, (2, 2, 1)],
+    ids=repr,
+)
+@pytest.mark.parametrize("call", ["__call__", "verify"])
+def test_what_is_no_batch_is_refused_by_position(run, call, given):
+    with pytest.raises(InvalidBatchError, match="Batch"):
+        getattr(run, call)(given, x=rows(2))
+    with pytest.raises(InvalidBatchError, match="Batch"):
+        run.step(given, {"x": rows(2)}, at_least=1)
+    assert torch.equal(run(x=rows(2)), rows(2, 2.0))
+
+
+@pytest.mark.parametrize("values", [None, [rows(2)], rows(2), "x"], ids=repr)
+@pytest.mark.parametrize("batch", [None, Batch(2, 2, 1), Batch(9, 9, 1)], ids=repr)
+def test_a_steps_inputs_are_a_mapping(run, batch, values):
+    with pytest.raises(InvalidInputError, match="mapping"):
+        run.step(batch, values)
+
+
+def without_rows() -> dict[str, torch.Tensor]:
+    dense = rows(3)
+    return {
+        "meta": dense.to("meta"),
+        "sparse": dense.to_sparse(),
+        "sparse_csr": dense.to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([torch.ones(4)] * 3),
+        "mkldnn": dense.to_mkldnn(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|[Ss]parse).*")
+@pytest.mark.parametrize("kind", ["meta", "sparse", "sparse_csr", "nested", "mkldnn"])
+@pytest.mark.parametrize("spec", [X, InputSpec(X.dtype, X.shape, fixed=True)], ids=["", "fixed"])
+@pytest.mark.parametrize("batch", [None, Batch(3, 3, 1)], ids=repr)
+@pytest.mark.parametrize("sizes", [[2, 4], [2]], ids=["padded", "too large"])
+def test_tensors_without_rows_in_memory_are_refused(kind, spec, batch, sizes):
+    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without it")
+    run = runner(inputs={"x": spec, "y": X}, forward=lambda x, y: x + y, sizes=sizes)
+    run.capture()
+    with pytest.raises(InvalidInputError, match=f"'x'.*\n.*{kind.split('_')[0]}"):
+        run(batch, x=without_rows()[kind], y=rows(3))
+    assert torch.equal(run(batch, x=rows(3), y=rows(3)), rows(3, 2.0))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_a_subclass_without_memory_is_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    run = runner()
+    run.capture()
+    with FakeTensorMode():
+        fake = torch.ones(3, 4)
+    fixed = runner(inputs={"x": InputSpec(X.dtype, X.shape, fixed=True)})
+    with pytest.raises(InvalidInputError, match="memory"):
+        fixed(Batch(3, 3, 1), x=fake)
+    with pytest.raises(InvalidInputError, match="memory"):
+        run(Batch(3, 3, 1), x=fake)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.ones(9, 4, dtype=torch.float64), "float64"),
+        (torch.ones(9, 5), r"\(9, 5\)"),
+        ([1], "no tensor"),
+    ],
+)
+def test_a_batch_larger_than_the_buffers_is_checked_too(run, value, text):
+    with pytest.raises(InvalidInputError, match=text):
+        run(Batch(9, 9, 1), x=value)
+
+
+# Shapes that are seldom --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_column_can_be_verified_for_any_number_of_rows(mode, count):
+    run = runner(lambda x: (x + 1)[:, 2], outputs=("tokens",), mode=mode, sizes=[1, 2, 4])
+    run.capture()
+    assert run.verify(x=rows(count)).tolist() == [2.0] * count
+
+
+@pytest.mark.parametrize("pad", [0, "repeat", "keep"])
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_columns_of_a_larger_tensor_are_inputs(pad, fixed, count):
+    specs = {"x": InputSpec(torch.float32, ("tokens",), pad=pad, fixed=fixed)}
+    run = runner(inputs=specs, outputs=("tokens",), sizes=[1, 2, 4])
+    run.capture()
+    column = torch.arange(40.0).reshape(10, 4)[:count, 1]
+    assert torch.equal(run.verify(x=column), column + 1)
+
+
+@pytest.mark.parametrize("pad", [0, "repeat", "keep"])
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("shape", [("tokens", 0), (0, "tokens")], ids=repr)
+def test_inputs_and_outputs_may_hold_nothing(shape, fixed, pad):
+    specs = {"x": InputSpec(torch.float32, shape, pad=pad, fixed=fixed)}
+    run = runner(inputs=specs, outputs=shape)
+    run.capture()
+    nothing = torch.ones(3, 0) if shape[1] == 0 else torch.ones(0, 3)
+    for batch in (None, Batch(3, 3, 1)):
+        assert run.verify(batch, x=nothing).shape == nothing.shape
+
+
+# Breaks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", ["aten::add", "aten::sum", "aten::index", "aten::add.Tensor"])
+def test_an_operator_with_overloads_of_torchscript_alone_can_be_a_break(operator):
+    run = runner(
+        lambda x: (x + x)[torch.tensor([0, 1])].sum(1) * 2,
+        outputs=("tokens",),
+        mode="PIECEWISE",
+        sizes=[2],
+        options=GraphOptions(breaks=(operator,)),
+    )
+    run.capture()
+    owner = run.graphs.owners()[0]
+    (entry,) = owner.entries.values()
+    assert len(entry.parts) > 1
+    assert run.verify(x=rows(2)).tolist() == [16.0, 16.0]
+
+
+def test_an_overload_of_torchscript_alone_cannot_be_a_break():
+    options = GraphOptions(breaks=("aten::add.t",))
+    run = runner(mode="PIECEWISE", options=options)
+    with pytest.raises(InvalidOptionError, match=r"add\.t"):
+        run.capture()
+
+
+# Copies ------------------------------------------------------------------------------------------
+
+
+class CopiesItself:
+    """A callable with copying of its own, to which a wrapper must not forward."""
+
+    def __call__(self, x):
+        return x
+
+    def __deepcopy__(self, memo):
+        return self
+
+    __copy__ = __reduce__ = lambda self: self
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("what", ["runner", "wrapper", "pool", "copied by itself"])
+def test_what_holds_graphs_is_neither_copied_nor_pickled(how, what):
+    made: dict[str, Any] = {
+        "runner": runner,
+        "wrapper": lambda: CPUGraphWrapper(torch.relu, "FULL"),
+        "pool": lambda: GraphPool("cpu"),
+        "copied by itself": lambda: CPUGraphWrapper(CopiesItself(), "FULL"),
+    }
+    with pytest.raises(CopyError, match="a Graph"):
+        how(made[what]())
+
+
+def test_a_model_with_a_wrapper_in_it_is_not_copied_by_half():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.step = CPUGraphWrapper(model[0], "FULL")
+    with pytest.raises(CopyError):
+        copy.deepcopy(model)
+
+
+def test_breaks_in_a_marked_function_are_not_disturbed():
+    @eager_break
+    def middle(x):
+        return x + 1
+
+    run = runner(
+        lambda x: middle(x * 2), mode="PIECEWISE", options=GraphOptions(breaks=("aten::add",))
+    )
+    run.capture()
+    assert torch.equal(run.verify(x=rows(3)), rows(3, 3.0))

@@ -1,0 +1,250 @@
+"""`weights_changed()`: what graphs read is where it was, or has moved, or nobody can tell."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from test_runner import INPUTS, rows, runner
+from torch import nn
+
+from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, State, eager_break
+from graphrt.core.base import InvalidOptionError, StaleInputError, UntrackedWeightsError
+from graphrt.cpu import CpuPlatform
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+class Engine:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+class SilentPlatform(CpuPlatform):
+    """A CPU that cannot tell what its graphs read, as most devices."""
+
+    def reads(self, graph: Any) -> None:
+        return None
+
+
+KNOWN = {
+    "module": lambda model: model,
+    "method": lambda model: model.step,
+    "partial of a method": lambda model: functools.partial(model.step),
+    "partial with a module": lambda model: functools.partial(lambda net, x: net(x), model),
+}
+UNKNOWN = {
+    "function": lambda model: lambda x: model(x),
+    "engine's method": lambda model: Engine(model).step,
+    "partial with a tensor": lambda model: functools.partial(
+        lambda weight, scale, x: x @ weight * scale, model.linear.weight, model.scale
+    ),
+}
+
+
+def replace_weight(model: Scaled) -> None:
+    model.linear.weight = nn.Parameter(torch.eye(4) * 3)
+
+
+def replace_data(model: Scaled) -> None:
+    model.linear.weight.data = torch.eye(4) * 3
+
+
+def replace_buffer(model: Scaled) -> None:
+    model.scale = torch.full((4,), 3.0)
+
+
+def load_assigned(model: Scaled) -> None:
+    model.load_state_dict(Scaled().state_dict(), assign=True)
+
+
+CHANGES = [replace_weight, replace_data, replace_buffer, load_assigned]
+
+
+def write(model: Scaled) -> None:
+    with torch.no_grad():
+        model.linear.weight.copy_(torch.eye(4))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("way", KNOWN)
+def test_the_weights_of_a_module_are_found_without_being_named(way, change, mode):
+    model = Scaled()
+    run = runner(KNOWN[way](model), mode=mode)
+    run.weights_changed()
+    run.capture()
+    run.weights_changed()
+    write(model)
+    run.weights_changed()
+    assert torch.equal(run(x=rows(2)), rows(2))
+    change(model)
+    with pytest.raises(StaleInputError, match=r"linear\.weight|scale"):
+        run.weights_changed()
+    run.recapture()
+    run.weights_changed()
+    assert torch.equal(run(x=rows(2)), model(rows(2)))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("platform", [CpuPlatform, SilentPlatform])
+@pytest.mark.parametrize("way", UNKNOWN)
+def test_where_weights_are_unknown_it_says_so(way, platform, mode):
+    model = Scaled()
+    run = runner(UNKNOWN[way](model), platform=platform(), mode=mode)
+    run.weights_changed()
+    run.capture()
+    with pytest.raises(UntrackedWeightsError, match=r"Host\(parameters="):
+        run.weights_changed()
+    run.release()
+    run.weights_changed()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("way", UNKNOWN)
+@pytest.mark.parametrize("platform", [CpuPlatform, SilentPlatform])
+def test_weights_that_the_host_names_are_compared(way, change, platform):
+    model = Scaled()
+    named = [
+        model,
+        model.parameters,
+        lambda: {**dict(model.named_parameters()), "scale": model.scale},
+        lambda: [model.linear.weight, model.scale],
+        lambda: iter([model.linear.weight, model.scale]),
+    ]
+    runs = [
+        runner(UNKNOWN[way](model), platform=platform(), host=Host(parameters=parameters))
+        for parameters in named
+    ]
+    for run in runs:
+        run.capture()
+        run.weights_changed()
+    change(model)
+    for parameters, run in zip(named, runs, strict=True):
+        if change is replace_buffer and parameters == model.parameters:
+            # Of buffers the host has said nothing.
+            run.weights_changed()
+            continue
+        with pytest.raises(StaleInputError):
+            run.weights_changed()
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_a_container_that_the_forward_reads_is_asked_again(kind):
+    weights: Any = {"w": torch.ones(4)} if kind == "dict" else [torch.ones(4)]
+    key = "w" if kind == "dict" else 0
+    run = runner(lambda x: x * weights[key], host=Host(parameters=weights))
+    run.capture()
+    run.weights_changed()
+    weights[key] = torch.zeros(4)
+    with pytest.raises(StaleInputError, match=str(key)):
+        run.weights_changed()
+
+
+def test_an_iterator_of_tensors_is_refused_as_it_would_hide_what_replaces_them():
+    with pytest.raises(InvalidOptionError, match=r"without \(\)"):
+        Host(parameters=Scaled().parameters())
+
+
+def test_a_host_can_say_that_there_are_no_weights():
+    run = runner(lambda x: x + 1, platform=SilentPlatform(), host=Host(parameters={}))
+    run.capture()
+    run.weights_changed()
+
+
+def test_the_cpu_knows_that_a_forward_reads_nothing():
+    run = runner(lambda x: (x + 1).softmax(0) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * 2.0)
+    run.capture()
+    run.weights_changed()
+
+
+def test_an_array_that_a_forward_reads_is_somebodys():
+    array = torch.ones(4).numpy()
+    run = runner(lambda x: x * torch.from_numpy(array))
+    run.capture()
+    with pytest.raises(UntrackedWeightsError):
+        run.weights_changed()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
+def test_inputs_state_and_results_of_other_parts_are_no_weights(mode, outputs):
+    counter, table = torch.zeros(4), torch.zeros(3, 4)
+
+    @eager_break
+    def middle(x):
+        return x * 2
+
+    def forward(x, y):
+        counter.add_(1)
+        table[:1] += 1
+        return middle(x + y) + counter
+
+    run = GraphRunner(
+        forward,
+        inputs={**INPUTS, "y": InputSpec(torch.float32, ("tokens", 4), fixed=True)},
+        outputs=("tokens", 4),
+        mode=mode,
+        sizes=[2, 4],
+        platform="cpu",
+        options=GraphOptions(outputs=outputs),
+        host=Host(state=[counter, State(table, rows=slice(0, 1))]),
+    )
+    run.capture()
+    run.weights_changed()
+
+
+def test_what_an_eager_part_is_given_counts_as_read():
+    weight = torch.ones(4)
+
+    @eager_break
+    def middle(x, w):
+        return x * w
+
+    run = runner(lambda x: middle(x + 1, weight) + 1, mode="PIECEWISE")
+    run.capture()
+    with pytest.raises(UntrackedWeightsError):
+        run.weights_changed()
+
+
+def test_the_error_names_the_tensor_and_the_line_that_reads_it():
+    scale = torch.ones(4)
+    run = runner(lambda x: x * scale)
+    run.capture()
+    with pytest.raises(UntrackedWeightsError, match=r"float32 \(4,\).*test_weights\.py:\d+"):
+        run.weights_changed()
+
+
+def test_steps_without_graphs_read_no_addresses():
+    model = Scaled()
+    for options in ({"mode": "NONE"}, {"options": GraphOptions(launch="eager")}):
+        run = runner(lambda x: model(x), **options)
+        run.capture()
+        run.weights_changed()
+        run(Batch(2, 2, 1), x=rows(2))
+
+
+def test_a_lazy_capture_does_not_ask_for_what_cannot_be_known():
+    model = Scaled()
+    run = runner(lambda x: model(x), options=GraphOptions(lazy=True))
+    run(x=rows(1))
+    run(x=rows(3))
+    assert len(run.report().graphs) == 2
+    with pytest.raises(UntrackedWeightsError):
+        run.weights_changed()
