@@ -168,7 +168,7 @@ class OutputLayout:
                     got=", ".join(
                         f"dimension {dim} is {size} with {seen.tokens} tokens of {seen.reqs} "
                         "requests"
-                        for size, seen in zip(column, self._seen, strict=True)
+                        for size, seen in list(zip(column, self._seen, strict=True))[:2]
                     ),
                     expected="a dimension for tokens or for requests",
                     advice='split it ([tokens * 2] as ["tokens", 2]), or declare it: None in '
