@@ -21,7 +21,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import ForwardContext
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
-from graphrt.core.capture.source import source_of
+from graphrt.core.capture.refusals import SideDoors, hand_back, side_doors, source_of, withhold
 from graphrt.core.device import Capability, DeviceGraph
 from graphrt.core.replay import (
     CapturedTask,
@@ -70,7 +70,10 @@ class Capture:
         self._sites = 0
         self._keeps_pool = False
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        self._watch = BreakWatch(self, breaks) if breaks and (breakable or must_break) else None
+        self._doors = side_doors.get() or SideDoors()
+        self._doors.begin_capture()
+        watched = breakable or (breaks and must_break)
+        self._watch = BreakWatch(self, breaks, self._doors) if watched else None
 
     @property
     def segment_open(self) -> bool:
@@ -111,7 +114,8 @@ class Capture:
         self._end()
         site = self._sites
         self._sites += 1
-        result = function(*args, **kwargs)
+        self._doors.check((args, kwargs), f"eager break {name_of(function)} is given")
+        result = self._doors.watched(function, args, kwargs)
         known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
         fresh: set[int] = set()
 
@@ -133,6 +137,9 @@ class Capture:
         readable, aliased = self.bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
         args, kwargs, recorded = tree.map_tensors(self.captured_ref, (args, kwargs, readable))
         self.parts.append(EagerPart(function, args, kwargs, recorded, aliased))
+        # Its own reference to what was copied to its place would look like another way out.
+        del result
+        self._doors.settle()
         self._begin()
         return readable
 
@@ -147,6 +154,12 @@ class Capture:
     def add_task(self, task: CapturedTask) -> None:
         """Note a task of the open segment."""
         self.tasks.append(task)
+
+    def check_outputs(self, result: Any) -> None:
+        """Raise `SideDoorError` if `result`, which the forward returns, left an eager part by a
+        side door."""
+        if self.breakable:
+            self._doors.check(result, "the forward returns")
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
@@ -189,12 +202,14 @@ class Capture:
             self._platform.abort_capture(graph)
             raise
         self.graph = graph
+        withhold(self._context)
         if self._watch is not None:
             self._watch.resume()
 
     def _end(self) -> None:
         graph = self.graph
         assert graph is not None
+        hand_back(self._context)
         if self._watch is not None:
             self._watch.suspend()
         if self._hooks is not None:
@@ -219,6 +234,7 @@ class Capture:
         return graph if self._hooks is None else HookedSegment(graph, self._hooks)
 
     def _roll_back(self) -> None:
+        hand_back(self._context)
         if self._watch is not None:
             self._watch.remove()
         graph, self.graph = self.graph, None

@@ -131,6 +131,7 @@ class GraphSet:
                 enlist=self._compiled.enlist,
                 state=saved,
                 around_capture=self._host.around_capture,
+                metadata=self._host.metadata,
                 publish=self._publish,
                 drop=self._drop,
                 settle=lambda: self._settle(saved),

@@ -18,7 +18,7 @@ from graphrt.core.base import (
     frozen_gc,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, SavedState
+from graphrt.core.capture import CaptureTransaction, SavedState, SideDoors, side_doors
 from graphrt.core.replay import WORST_CASE, GraphPool
 from graphrt.core.runner.host import AroundCapture, Phase
 from graphrt.core.runner.step import PaddedStep
@@ -68,6 +68,7 @@ def capture_graphs(
     enlist: Callable[[Any], None],
     state: SavedState,
     around_capture: AroundCapture,
+    metadata: Callable[[BatchDescriptor], object] | None,
     publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
     drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
     settle: Callable[[], None],
@@ -84,7 +85,7 @@ def capture_graphs(
     graphs = list(planned)
     if not graphs:
         return
-    session = _Session(pool, warm_ups, bind, enlist, state)
+    session = _Session(pool, warm_ups, bind, enlist, state, metadata)
     with frozen_gc(), pool.owned_by(session), around_capture():
         for done, graph in enumerate(graphs):
             if progress is not None:
@@ -160,12 +161,15 @@ class _Session:
         bind: Callable[[PaddedStep, Phase], None],
         enlist: Callable[[Any], None],
         state: SavedState,
+        metadata: Callable[[BatchDescriptor], object] | None,
     ) -> None:
         self._pool = pool
         self._warm_ups = warm_ups
         self._bind = bind
         self._enlist = enlist
         self._state = state
+        self._metadata = metadata
+        self._doors = SideDoors()
 
     def __repr__(self) -> str:
         return "capture()"
@@ -213,7 +217,8 @@ class _Session:
     def _attempt(self, graph: PlannedGraph) -> CaptureTransaction:
         views = graph.step.views.values()
         fixed = {view.untyped_storage().data_ptr() for view in views}
-        transaction = CaptureTransaction(graph.slot, fixed)
+        declared = self._metadata is not None
+        transaction = CaptureTransaction(graph.slot, fixed, metadata_is_declared=declared)
         try:
             self._bind(graph.step, "capture")
             self._run(graph, graph.mode, transaction)
@@ -229,15 +234,18 @@ class _Session:
             mode,
             graph.descriptor,
             updates=WORST_CASE,
+            metadata=None if self._metadata is None else self._metadata(graph.descriptor),
             capture=transaction,
             num_reqs=graph.step.reqs,
         )
         context.enlist = self._enlist
         self._pool.hand_over(context)
+        token = side_doors.set(self._doors)
         try:
             with torch.no_grad(), context:
                 graph.step.see(graph.step.call(**graph.step.arguments()))
         finally:
+            side_doors.reset(token)
             self._pool.hand_over(self)
             self._state.restore()
 
