@@ -15,10 +15,13 @@ from graphrt import (
     GraphOptions,
     GraphPool,
     GraphRunner,
+    HostArg,
     InputSpec,
+    UpdatableTask,
     eager_break,
     forward_context,
 )
+from graphrt.core.base import dispatch_modes, unseen
 from graphrt.core.batch import ForwardContext, current_context
 from graphrt.core.capture import CaptureTransaction, SideDoors
 from graphrt.core.capture.refusals import hand_back, withhold
@@ -148,8 +151,6 @@ def test_an_error_in_an_eager_part_leaves_no_mode_behind():
 
     with pytest.raises(Exception, match="boom"):
         capture(lambda x: part(x + 1) + 1, torch.ones(4))
-    from graphrt.core.base import dispatch_modes
-
     assert not dispatch_modes()
 
 
@@ -224,6 +225,16 @@ def test_what_is_kept_between_captures_is_let_go():
     assert not doors
 
 
+def opaque(graph: Any, inputs: Any) -> Any:
+    """A backend whose code is no operators, as Inductor's is not."""
+
+    def run(*args: Any) -> Any:
+        with unseen():
+            return graph.forward(*args)
+
+    return run
+
+
 class HostContext(ForwardContext):
     """A host's own, with an attribute of its own."""
 
@@ -278,10 +289,52 @@ def test_results_that_share_memory_are_still_their_own_error():
         capture(lambda x: part(x + 1)[0] + 1, torch.ones(4))
 
 
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_container_that_an_eager_part_changes_is_given_to_it_as_it_was(kind: Any):
+    """Else the second step would find in it what the first one put there."""
+    sizes: list[int] = []
+
+    @eager_break
+    def part(x: torch.Tensor, box: Any) -> torch.Tensor:
+        sizes.append(len(box))
+        if kind is list:
+            box.append(x * 10)
+            return box[0]
+        return box.setdefault("y", x * 10)
+
+    x = torch.ones(4)
+    wrapper = capture(lambda x: part(x + 1, kind()) + 1, x)
+    for value in (1.0, 2.0, 3.0):
+        x.fill_(value)
+        with forward_context("PIECEWISE", D4):
+            assert wrapper(x).tolist() == [(value + 1) * 10 + 1] * 4
+    assert sizes == [0] * 4
+
+
+def test_a_task_that_is_given_what_left_by_a_side_door_is_refused():
+    kept: list[torch.Tensor] = []
+    no_operator = UpdatableTask("attention", lambda *tensors, **_: None, {"length": HostArg(None)})
+
+    @eager_break
+    def part(x: torch.Tensor) -> None:
+        kept[:] = [x * 2]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        part(x + 1)
+        no_operator(kept[0])
+        return x + 1
+
+    wrapper = CPUGraphWrapper(forward, "PIECEWISE", pool=GraphPool("cpu"), breakable=True)
+    context = ForwardContext(wrapper.runtime_mode, D4, capture=CaptureTransaction())
+    context.updates = {"attention": {"length": 1}}
+    with context, pytest.raises(SideDoorError, match="task 'attention' is given"):
+        wrapper(torch.ones(4))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("where", ["in the eager part", "after it"])
 def test_compiled_functions_take_part(where: str):
-    compiled = torch.compile(lambda x: x * 2 + 1, backend="aot_eager")
+    compiled = torch.compile(lambda x: x * 2 + 1, backend=opaque)
     layer = SimpleNamespace()
 
     @eager_break

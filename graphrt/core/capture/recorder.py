@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from graphrt.core.replay import (
     active,
     graphs_of,
     name_of,
+    on_own_containers,
 )
 
 
@@ -114,9 +115,11 @@ class Capture:
         self._end()
         site = self._sites
         self._sites += 1
-        self._doors.check((args, kwargs), f"eager break {name_of(function)} is given")
-        result = self._doors.watched(function, args, kwargs)
+        self.check_read((args, kwargs), f"eager break {name_of(function)} is given")
+        before = tree.leaves((args, kwargs))
+        kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
         known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
+        result = self._doors.watched(function, args, kwargs)
         fresh: set[int] = set()
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
@@ -135,8 +138,10 @@ class Capture:
 
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
         readable, aliased = self.bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
-        args, kwargs, recorded = tree.map_tensors(self.captured_ref, (args, kwargs, readable))
-        self.parts.append(EagerPart(function, args, kwargs, recorded, aliased))
+        recorded = tree.map_tensors(self.captured_ref, readable)
+        changed = not _are_same(before, tree.leaves((args, kwargs)))
+        called = on_own_containers(function) if changed else function
+        self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased))
         # Its own reference to what was copied to its place would look like another way out.
         del result
         self._doors.settle()
@@ -155,11 +160,10 @@ class Capture:
         """Note a task of the open segment."""
         self.tasks.append(task)
 
-    def check_outputs(self, result: Any) -> None:
-        """Raise `SideDoorError` if `result`, which the forward returns, left an eager part by a
-        side door."""
+    def check_read(self, values: Any, what: str) -> None:
+        """See `Recording.check_read`."""
         if self.breakable:
-            self._doors.check(result, "the forward returns")
+            self._doors.check(values, what)
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
@@ -245,3 +249,11 @@ class Capture:
         self.pool.reset_graphs(graphs_of(self.parts))
         self.parts.clear()
         self.tasks.clear()
+
+
+def _are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]) -> bool:
+    """Whether containers hold the very objects that they held before."""
+    return len(before) == len(after) and all(
+        path == other_path and leaf is other
+        for (path, leaf), (other_path, other) in zip(before, after, strict=True)
+    )

@@ -282,7 +282,7 @@ class GraphWrapper(Uncopied):
         result: Any = None
         with torch.no_grad(), capture.recording():
             result = self.runnable(*args, **kwargs)
-            capture.check_outputs(result)
+            capture.check_read(result, "the forward returns")
             if options.outputs == "static":
                 result = self._to_static(result)
         outputs = tree.map_tensors(capture.captured_ref, result)
