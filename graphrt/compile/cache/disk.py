@@ -7,8 +7,8 @@
 
 An entry holds code that will be run, so the directory must be trusted like the program itself: only
 this user and root may change what is read (`permissions.py`), and what is loaded is a copy of the
-very bytes that were checked. The checksums find damage; they are no signature. Nothing is locked: a writer works in a directory of
-its own, and its manifest appears in one step or not at all.
+very bytes that were checked. The checksums find damage; they are no signature. Nothing is locked: a
+writer works in a directory of its own, and its manifest appears in one step or not at all.
 """
 
 from __future__ import annotations

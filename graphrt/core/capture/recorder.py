@@ -107,6 +107,8 @@ class Capture:
                     raise self._platform.explain(error).at(source_of(error)) from error
         finally:
             active.reset(token)
+            # Each knows the other, and the pool is to go when its owner does.
+            self._watch = None
 
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -74,6 +74,10 @@ class Host:
         if self.metadata is not None and not callable(self.metadata):
             raise _wrong_hook("metadata", self.metadata, "a function of a descriptor")
 
+    def at_bound(self, descriptor: BatchDescriptor) -> object:
+        """What `metadata` gives for a warm-up or capture; None without it."""
+        return None if self.metadata is None else self.metadata(descriptor)
+
 
 def _wrong_hook(name: str, value: object, expected: str) -> InvalidOptionError:
     return InvalidOptionError(

@@ -20,7 +20,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import CaptureTransaction, SavedState, SideDoors, side_doors
 from graphrt.core.replay import WORST_CASE, GraphPool
-from graphrt.core.runner.host import AroundCapture, Phase
+from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.step import PaddedStep
 
 Progress = Callable[[int, int, BatchDescriptor], None]
@@ -67,8 +67,7 @@ def capture_graphs(
     bind: Callable[[PaddedStep, Phase], None],
     enlist: Callable[[Any], None],
     state: SavedState,
-    around_capture: AroundCapture,
-    metadata: Callable[[BatchDescriptor], object] | None,
+    host: Host,
     publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
     drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
     settle: Callable[[], None],
@@ -85,8 +84,8 @@ def capture_graphs(
     graphs = list(planned)
     if not graphs:
         return
-    session = _Session(pool, warm_ups, bind, enlist, state, metadata)
-    with frozen_gc(), pool.owned_by(session), around_capture():
+    session = _Session(pool, warm_ups, bind, enlist, state, host)
+    with frozen_gc(), pool.owned_by(session), host.around_capture():
         for done, graph in enumerate(graphs):
             if progress is not None:
                 progress(done, len(graphs), graph.descriptor)
@@ -161,14 +160,14 @@ class _Session:
         bind: Callable[[PaddedStep, Phase], None],
         enlist: Callable[[Any], None],
         state: SavedState,
-        metadata: Callable[[BatchDescriptor], object] | None,
+        host: Host,
     ) -> None:
         self._pool = pool
         self._warm_ups = warm_ups
         self._bind = bind
         self._enlist = enlist
         self._state = state
-        self._metadata = metadata
+        self._host = host
         self._doors = SideDoors()
 
     def __repr__(self) -> str:
@@ -217,7 +216,7 @@ class _Session:
     def _attempt(self, graph: PlannedGraph) -> CaptureTransaction:
         views = graph.step.views.values()
         fixed = {view.untyped_storage().data_ptr() for view in views}
-        declared = self._metadata is not None
+        declared = self._host.metadata is not None
         transaction = CaptureTransaction(graph.slot, fixed, metadata_is_declared=declared)
         try:
             self._bind(graph.step, "capture")
@@ -234,7 +233,7 @@ class _Session:
             mode,
             graph.descriptor,
             updates=WORST_CASE,
-            metadata=None if self._metadata is None else self._metadata(graph.descriptor),
+            metadata=self._host.at_bound(graph.descriptor),
             capture=transaction,
             num_reqs=graph.step.reqs,
         )

@@ -75,11 +75,12 @@ class ConformanceBase:
 
     def runner_of(self, forward: Callable[..., Any], **arguments: Any) -> GraphRunner:
         """A runner of `forward(x)`, x as `tensor` makes it; by default with one PIECEWISE graph."""
-        arguments = {"mode": "PIECEWISE", "sizes": [4], **arguments}
+        arguments = {
+            "mode": "PIECEWISE", "sizes": [4], "outputs": ("tokens", 8), **arguments
+        }  # fmt: skip
         return GraphRunner(
             forward,
             inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
-            outputs=("tokens", 8),
             platform=self.platform,
             **arguments,
         )

@@ -265,7 +265,10 @@ class CaptureConformance(ConformanceBase):
                 runner.capture()
             assert self.first(runner(x=self.tensor(0, 1, 2, 3), metadata=10.0)) == [11, 21, 31, 41]
 
-    def test_metadata_that_is_declared_at_its_bound_may_be_read_by_a_graph(self) -> None:
+    @pytest.mark.parametrize("outputs", [("tokens", 8), None])
+    def test_metadata_that_is_declared_at_its_bound_may_be_read_by_a_graph(
+        self, outputs: Any
+    ) -> None:
         def forward(x: torch.Tensor) -> torch.Tensor:
             context = current_context()
             assert context is not None
@@ -273,7 +276,7 @@ class CaptureConformance(ConformanceBase):
             return sum((x[:, :1] * 0 for _ in range(context.metadata)), x) + 1
 
         host = Host(metadata=lambda descriptor: descriptor.num_tokens * 2)
-        with self.runner_of(forward, mode="FULL", host=host) as runner:
+        with self.runner_of(forward, mode="FULL", host=host, outputs=outputs) as runner:
             runner.capture()
             assert self.first(runner(x=self.tensor(0, 1, 2, 3), metadata=3)) == [1, 2, 3, 4]
             assert self.first(runner(x=self.tensor(0, 1, 2), metadata=1)) == [1, 2, 3]
