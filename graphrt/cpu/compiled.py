@@ -12,6 +12,7 @@ import torch
 
 from graphrt.core.base import CaptureError
 from graphrt.core.capture import user_source
+from graphrt.core.replay import current_capture
 from graphrt.cpu.private_torch import (
     dispatch_keys,
     dispatch_keys_now,
@@ -108,6 +109,9 @@ class CompiledCalls:
     def _record(self, frame: FrameType, values: Any, result: Any) -> None:
         tape = self.tape
         args, kwargs = values["args"], values["kwargs"]
+        capture = current_capture()
+        if capture is not None:
+            capture.check_read((args, kwargs), "a compiled function is given")
         call = _Reissue(frame, values)
         weak_args, weak_kwargs = tape.aliases.weak_in_place((args, kwargs))
         # The forward keeps the tensors it was given, so those become the recorded outputs.

@@ -40,8 +40,8 @@ def test_what_was_stored_is_loaded_by_the_next_process(cache: CompileCache):
     assert entry.complete()
     later = CompileCache(cache.directory).open(key_of())
     assert later.found and later.names == ("piece_0",)
-    path = later.load("piece_0")
-    assert path is not None and path.read_bytes() == b"code"
+    artifact = later.load("piece_0")
+    assert artifact is not None and artifact.content == b"code"
     assert later.load_bytes("piece_0") == b"code"
     assert later.load("piece_1") is None
 
@@ -103,7 +103,7 @@ def test_a_name_is_one_file(cache: CompileCache, name: str):
         cache.open(key_of()).store(name, b"")
 
 
-def test_an_artifact_writes_itself_to_a_file_or_a_directory(cache: CompileCache):
+def test_an_artifact_writes_itself_to_a_file_or_a_directory(cache: CompileCache, tmp_path: Path):
     def unpacked(path: Path) -> None:
         (path / "fxgraph" / "ab").mkdir(parents=True)
         (path / "fxgraph" / "ab" / "graph").write_bytes(b"graph")
@@ -114,8 +114,12 @@ def test_an_artifact_writes_itself_to_a_file_or_a_directory(cache: CompileCache)
         entry.store("unpacked", unpacked)
     later = cache.open(key_of())
     file, directory = later.load("binary"), later.load("unpacked")
-    assert file is not None and file.is_file()
-    assert directory is not None and (directory / "fxgraph/ab/graph").read_bytes() == b"graph"
+    assert file is not None and file.content == b"file"
+    assert directory is not None
+    assert directory.content == {"code.py": b"x = 1", "fxgraph/ab/graph": b"graph"}
+    written = directory.write(tmp_path / "written")
+    assert (written / "fxgraph/ab/graph").read_bytes() == b"graph"
+    assert file.write(tmp_path / "file").read_bytes() == b"file"
     with pytest.warns(CompileCacheWarning, match="is a directory"):
         assert later.load_bytes("unpacked") is None
 
@@ -265,15 +269,6 @@ def test_only_the_user_may_enter(cache: CompileCache):
     for path in (cache.directory, *cache.directory.rglob("*")):
         if path.is_dir():
             assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
-def test_a_directory_that_others_may_write_is_told(tmp_path: Path, mode: int):
-    directory = tmp_path / f"shared-{mode:o}"
-    directory.mkdir()
-    directory.chmod(mode)
-    with pytest.warns(CompileCacheWarning, match="may be written by others"):
-        CompileCache(directory).open(key_of())
 
 
 def test_a_private_directory_is_not_told(cache: CompileCache):

@@ -8,7 +8,7 @@ import torch
 from graphrt import BatchDescriptor, GraphMode, GraphPool, forward_context
 from graphrt.core.base import CaptureError
 from graphrt.core.capture import CaptureTransaction
-from graphrt.core.capture.source import source_of
+from graphrt.core.capture.refusals.source import source_of
 from graphrt.cpu import CPUGraphWrapper
 
 

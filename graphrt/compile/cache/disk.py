@@ -5,9 +5,10 @@
     <directory>/<key>/rank_0/run-1f0c.../   artifacts, as one process wrote them
     <directory>/<key>/rank_0/*.py           written for reading, never run
 
-An entry holds code that will be run, so the directory must be trusted like the program itself. The
-checksums find damage; they are no signature. Nothing is locked: a writer works in a directory of
-its own, and its manifest appears in one step or not at all.
+An entry holds code that will be run, so the directory must be trusted like the program itself: only
+this user and root may change what is read (`permissions.py`), and what is loaded is a copy of the
+very bytes that were checked. The checksums find damage; they are no signature. Nothing is locked: a
+writer works in a directory of its own, and its manifest appears in one step or not at all.
 """
 
 from __future__ import annotations

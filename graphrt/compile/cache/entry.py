@@ -15,21 +15,21 @@ from typing import TypeVar
 from graphrt.compile.cache.key import CacheKey
 from graphrt.compile.cache.listing import explain_miss
 from graphrt.compile.cache.log import size_text, warn
-from graphrt.compile.cache.permissions import warn_if_writable_by_others
+from graphrt.compile.cache.permissions import RefusedError, opened
 from graphrt.compile.cache.store import (
     KEY_FILE,
     MANIFEST,
+    Artifact,
     ArtifactRecord,
     DamagedError,
     Manifest,
     make_run_directory,
     publish_manifest,
+    read_artifact,
     read_manifest,
-    read_verified,
     record_artifact,
     remove_tree,
     sweep,
-    verify_artifact,
     write_atomic,
     write_synced,
 )
@@ -58,7 +58,8 @@ class CacheEntry:
     interchangeable: the first one is kept, unless it was found damaged.
 
     As a context manager it completes, or discards if the block raises. What cannot be written is a
-    warning, after which the process goes on without storing.
+    warning, after which the process goes on without storing. A directory that others may write, or
+    that belongs to another user, is neither read nor written, which is a warning too.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class CacheEntry:
         figures: CacheFigures,
     ) -> None:
         self.key = key
-        self.directory = root / key.digest[:16] / f"rank_{rank}"
+        self._place = key.digest[:16], f"rank_{rank}"
+        self.directory = root.joinpath(*self._place)
         self.save_format = save_format
         self._root = root
         self._figures = figures
@@ -106,19 +108,19 @@ class CacheEntry:
         """The artifacts of the complete entry."""
         return tuple(self._artifacts)
 
-    def load(self, name: str) -> Path | None:
-        """A file or directory whose content was checked against its checksums; None for a miss."""
-        return self._load(name, lambda record: verify_artifact(self.directory, record))
+    def load(self, name: str) -> Artifact | None:
+        """A file or directory as it was read and checked; None for a miss."""
+        return self._load(name, lambda artifact: artifact)
 
     def load_bytes(self, name: str) -> bytes | None:
         """What was stored as bytes, checked; None for a miss."""
 
-        def read(record: ArtifactRecord) -> bytes:
-            if record.directory:
-                raise DamagedError(f"{record.path} is a directory")
-            return read_verified(self.directory, record.files[0])
+        def content_of(artifact: Artifact) -> bytes:
+            if not isinstance(artifact.content, bytes):
+                raise DamagedError(f"{name} is a directory")
+            return artifact.content
 
-        return self._load(name, read)
+        return self._load(name, content_of)
 
     def reject(self, name: str, why: object) -> None:
         """What `load` gave could not be used after all: a miss, which `store` then replaces."""
@@ -166,9 +168,12 @@ class CacheEntry:
             return
         path = self.directory / name
         try:
-            if not path.exists() or path.read_bytes() != text.encode():
+            content = text.encode()
+            # Of another size it is not read, whatever lies there.
+            same = path.is_file() and path.stat().st_size == len(content)
+            if not same or path.read_bytes() != content:
                 self._run_directory()
-                write_atomic(path, text.encode())
+                write_atomic(path, content)
                 logger.debug("wrote %s", path)
         except OSError as error:
             self._give_up(error)
@@ -208,18 +213,20 @@ class CacheEntry:
         return {} if self._manifest is None else self._manifest.artifacts
 
     def _read(self) -> Manifest | None:
-        for directory in (self._root, self.directory.parent, self.directory):
-            warn_if_writable_by_others(directory)
         try:
-            manifest = read_manifest(self.directory, self.key.digest)
-        except DamagedError as error:
+            with opened(self._root, *self._place) as directory:
+                manifest = read_manifest(directory, self.key.digest)
+        except RefusedError as error:
+            self._refuse(error)
+            return None
+        except (DamagedError, OSError) as error:
             self._tell_damaged(str(self.directory), error)
             return None
         if manifest is None and logger.isEnabledFor(logging.DEBUG):
             logger.debug("no entry %s: %s", self.directory, self.explain_miss())
         return manifest
 
-    def _load(self, name: str, read: Callable[[ArtifactRecord], Loaded]) -> Loaded | None:
+    def _load(self, name: str, use: Callable[[Artifact], Loaded]) -> Loaded | None:
         if not self._enabled:
             return None
         record = self._artifacts.get(name)
@@ -227,8 +234,9 @@ class CacheEntry:
             self._figures.misses += 1
             return None
         try:
-            loaded = read(record)
-        except DamagedError as error:
+            with opened(self._root, *self._place) as directory:
+                loaded = use(read_artifact(directory, record))
+        except (DamagedError, OSError) as error:
             self._figures.misses += 1
             self._bad.add(name)
             self._tell_damaged(f"{name} of {self.directory}", error)
@@ -240,7 +248,7 @@ class CacheEntry:
 
     def _run_directory(self) -> Path:
         if self._run is None:
-            self._run = make_run_directory(self.directory)
+            self._run = make_run_directory(self._root, *self._place)
             write_atomic(self.directory.parent / KEY_FILE, self.key.to_json().encode())
         return self._run
 
@@ -248,7 +256,8 @@ class CacheEntry:
         """A name that is there already stays, but for one that was damaged and still is."""
         while True:
             try:
-                current = read_manifest(self.directory, self.key.digest)
+                with opened(self._root, *self._place) as directory:
+                    current = read_manifest(directory, self.key.digest)
                 there = current is not None
             except DamagedError:
                 current, there = None, True
@@ -276,6 +285,13 @@ class CacheEntry:
     def _tell_damaged(self, what: str, why: object) -> None:
         self._figures.damaged += 1
         warn(f"compiled code is not taken from the cache and is compiled again: {what}: {why}")
+
+    def _refuse(self, error: RefusedError) -> None:
+        self._enabled = self._writable = False
+        warn(
+            f"the compile cache is neither read nor written, as what it holds is run as code: "
+            f"{error}, or set GRAPHRT_CACHE_DIR to a directory of your own"
+        )
 
     def _give_up(self, error: OSError) -> None:
         self.discard()

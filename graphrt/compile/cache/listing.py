@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphrt.compile.cache.key import CacheKey
+from graphrt.compile.cache.permissions import opened, read_file
 from graphrt.compile.cache.store import (
     KEY_FILE,
+    MOST_TEXT_BYTES,
     TEMP_PREFIX,
     DamagedError,
     Manifest,
+    read_artifact,
     read_manifest,
     remove_tree,
-    verify_artifact,
 )
 from graphrt.core.base import GraphRTError, InvalidOptionError
 
@@ -49,8 +51,9 @@ class StoredRank:
         found = {}
         for name, record in ({} if self.manifest is None else self.manifest.artifacts).items():
             try:
-                verify_artifact(self.directory, record)
-            except DamagedError as error:
+                with opened(*_place(self.directory)) as directory:
+                    read_artifact(directory, record)
+            except (DamagedError, OSError) as error:
                 found[name] = str(error)
         return found
 
@@ -151,18 +154,28 @@ def _stored_key(directory: Path) -> StoredKey:
 def _stored_rank(directory: Path, key_name: str) -> StoredRank:
     name = directory.name.removeprefix(_RANK_PREFIX)
     try:
-        manifest = read_manifest(directory)
-    except DamagedError as error:
+        with opened(*_place(directory)) as place:
+            manifest = read_manifest(place)
+    except (DamagedError, OSError) as error:
         return StoredRank(name, directory, None, str(error))
     if manifest is not None and manifest.digest[:16] != key_name:
         return StoredRank(name, directory, None, f"made for another key, {manifest.digest[:16]}")
     return StoredRank(name, directory, manifest)
 
 
+def _place(rank: Path) -> tuple[Path, str, str]:
+    """For `opened`: the cache, and what of it a rank has."""
+    return rank.parent.parent, rank.parent.name, rank.name
+
+
 def _key(directory: Path) -> CacheKey | None:
     try:
-        key = CacheKey.from_groups(json.loads((directory / KEY_FILE).read_bytes()))
-    except (OSError, ValueError, AttributeError, TypeError, GraphRTError):
+        with opened(directory.parent, directory.name) as place:
+            if place is None:
+                return None
+            text = read_file(place, KEY_FILE, MOST_TEXT_BYTES)
+        key = CacheKey.from_groups(json.loads(text))
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, GraphRTError):
         return None
     return key if key.digest.startswith(directory.name) else None
 

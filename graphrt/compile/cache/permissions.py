@@ -1,15 +1,29 @@
-"""Who may write the compile cache: nobody but its user."""
+"""Who may write the compile cache: nobody but its user. What is judged is what is read.
+
+Every directory on the way, and every file, is opened below the one before and judged by its own
+descriptor, and read by it: nothing that is put in its place meanwhile is ever looked at. Judged are
+owners and mode bits, not what this process may do, which for root is everything.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from functools import cache
-from pathlib import Path
-
-from graphrt.compile.cache.log import warn
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_CAN_JUDGE = os.open in os.supports_dir_fd
+if _CAN_JUDGE:
+    # With O_PATH a directory on the way need not be readable; it is not everywhere.
+    _WALK = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+    # Opening a pipe would otherwise wait for its other end.
+    _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class RefusedError(PermissionError):
+    """Somebody else may decide what is found there, or it is too large; never leaves the cache."""
 
 
 def make_private(directory: Path) -> None:
@@ -19,23 +33,102 @@ def make_private(directory: Path) -> None:
         each.mkdir(mode=0o700, exist_ok=True)
 
 
-def warn_if_writable_by_others(directory: Path) -> None:
-    """An entry is code that will run: who may write it may run anything as this user."""
-    if os.name == "nt":  # pragma: no cover - other permissions
-        return
-    try:
-        found = directory.stat()
-    except OSError:
-        return
+def without_write_of_others(path: Path) -> None:
+    """Take from others what a process's umask gave them."""
+    mode = path.stat().st_mode
+    if mode & _OTHERS_WRITE:
+        path.chmod(stat.S_IMODE(mode) & ~_OTHERS_WRITE)
+
+
+@contextlib.contextmanager
+def opened(root: Path, *below: str) -> Iterator[int | None]:
+    """A descriptor of the directory `below` in `root`, which nobody but this user and root may
+    change; None if there is none, and nobody else may make it.
+
+    Links on the way to `root` are followed first, and what they lead to is judged; below it there
+    may be none. Raises `RefusedError`, and other `OSError` where it cannot be opened.
+    """
+    if not _CAN_JUDGE:
+        raise RefusedError("this system does not tell who may write a directory that is open")
+    real = Path(os.path.realpath(root))
+    names = (*real.parts[1:], *below)
+    path = Path(real.anchor)
+    with contextlib.ExitStack() as stack:
+        descriptor = os.open(path, _WALK)
+        stack.callback(os.close, descriptor)
+        _judge(os.fstat(descriptor), path, above=bool(names))
+        for place, name in enumerate(names):
+            path /= name
+            try:
+                descriptor = _directory_in(descriptor, name, path)
+            except (FileNotFoundError, NotADirectoryError):
+                yield None
+                return
+            stack.callback(os.close, descriptor)
+            _judge(os.fstat(descriptor), path, above=place < len(names) - len(below) - 1)
+        yield descriptor
+
+
+def read_file(directory: int, relative: str, most_bytes: int) -> bytes:
+    """The content of a file below an opened directory, if nobody else may change it or what it lies
+    in, and it has no more than `most_bytes`.
+
+    Raises `RefusedError`, and other `OSError` where there is none, or it cannot be read.
+    """
+    *between, name = PurePosixPath(relative).parts
+    path = Path()
+    with contextlib.ExitStack() as stack:
+        for each in between:
+            path /= each
+            directory = _directory_in(directory, each, path)
+            stack.callback(os.close, directory)
+            _judge(os.fstat(directory), path, above=False)
+        _refuse_link(directory, name, path / name)
+        file = os.open(name, _READ, dir_fd=directory)
+        stack.callback(os.close, file)
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise RefusedError(f"{relative} is no file ({stat.filemode(found.st_mode)})")
+        _judge(found, path / name, above=False)
+        if found.st_size > most_bytes:
+            raise RefusedError(
+                f"{relative} has {found.st_size} bytes, expected are at most {most_bytes}"
+            )
+        return _read(file, found.st_size)
+
+
+def _directory_in(directory: int, name: str, path: Path) -> int:
+    _refuse_link(directory, name, path)
+    return os.open(name, _WALK, dir_fd=directory)
+
+
+def _refuse_link(directory: int, name: str, path: Path) -> None:
+    """For the message: what is opened then is no link either."""
+    if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+        raise RefusedError(f"{path} is a symbolic link")
+
+
+def _read(file: int, size: int) -> bytes:
+    """No more than what was judged, whatever is added meanwhile."""
+    parts = []
+    while size > 0:
+        part = os.read(file, min(size, 1 << 24))
+        if not part:
+            break
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _judge(found: os.stat_result, path: Path, *, above: bool) -> None:
+    """Raise `RefusedError` if another user owns it or may write it.
+
+    In a directory `above`, such as /tmp, others may make things of their own if it is sticky: they
+    can neither rename nor replace ours, and what lies below is judged by itself.
+    """
     if found.st_uid not in (os.geteuid(), 0):
-        _warn_once(directory, f"belongs to user {found.st_uid}")
-    elif found.st_mode & _OTHERS_WRITE:
-        _warn_once(directory, f"may be written by others ({stat.filemode(found.st_mode)})")
-
-
-@cache
-def _warn_once(directory: Path, why: str) -> None:
-    warn(
-        f"the compile cache {directory} {why}, and what it holds is run as code: "
-        f"chmod go-w {directory}, or set GRAPHRT_CACHE_DIR to a directory of your own"
-    )
+        raise RefusedError(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()} or root")
+    if found.st_mode & _OTHERS_WRITE and not (above and found.st_mode & stat.S_ISVTX):
+        raise RefusedError(
+            f"{path} may be written by others ({stat.filemode(found.st_mode)}): chmod go-w {path}"
+        )

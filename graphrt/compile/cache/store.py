@@ -16,7 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
-from graphrt.compile.cache.permissions import make_private
+from graphrt.compile.cache.log import size_text
+from graphrt.compile.cache.permissions import (
+    make_private,
+    opened,
+    read_file,
+    without_write_of_others,
+)
+from graphrt.core.base import InvalidOptionError
 
 MAGIC = "graphrt compile cache"
 FORMAT = 1
@@ -24,6 +31,10 @@ MANIFEST = "manifest.json"
 KEY_FILE = "key.json"
 RUN_PREFIX = "run-"
 TEMP_PREFIX = ".tmp-"
+MOST_TEXT_BYTES = 16 << 20
+"""Of a manifest or a key, before it is read."""
+MOST_ARTIFACT_BYTES = 1 << 30
+"""Of all files of an artifact, before one of them is read."""
 ABANDONED_S = 24 * 3600.0
 """What no manifest names is removed after that long; no writer pauses for a day."""
 
@@ -55,6 +66,32 @@ class ArtifactRecord:
 
 
 @dataclass(frozen=True)
+class Artifact:
+    """What was read of an artifact, and nothing else of it: its files by their paths below it, or
+    the content of the one file that it is."""
+
+    content: bytes | Mapping[str, bytes]
+
+    def write(self, path: Path) -> Path:
+        """Write it to `path`, which is returned, in a directory of this process's own.
+
+        Raises `OSError`, also where others may write that directory.
+        """
+        with opened(path.parent) as place:
+            if place is None:
+                raise FileNotFoundError(f"{path.parent} is gone")
+        if isinstance(self.content, bytes):
+            write_private(path, self.content)
+            return path
+        path.mkdir(mode=0o700)
+        for name, content in self.content.items():
+            file = path / name
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(file, content)
+        return path
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What belongs to an entry. `digest` is that of its key, so that it fits no other one."""
 
@@ -83,15 +120,20 @@ class Manifest:
                 raise DamagedError("the checksum of its manifest is wrong")
             artifacts = {name: _record(each) for name, each in entry.pop("artifacts").items()}
             return cls(artifacts=artifacts, **entry)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"its manifest cannot be read ({error})") from error
 
 
-def read_manifest(directory: Path, digest: str | None = None) -> Manifest | None:
-    """None if there is none; raises `DamagedError`, also for the manifest of another key."""
+def read_manifest(directory: int | None, digest: str | None = None) -> Manifest | None:
+    """None if there is none; raises `DamagedError`, also for the manifest of another key.
+
+    `directory` is what `opened` gave for an entry.
+    """
+    if directory is None:
+        return None
     try:
-        content = (directory / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+        content = read_file(directory, MANIFEST, MOST_TEXT_BYTES)
+    except FileNotFoundError:
         return None
     except OSError as error:
         raise DamagedError(f"its manifest cannot be read ({error})") from error
@@ -130,29 +172,49 @@ def publish_manifest(directory: Path, run: Path, manifest: Manifest, *, replace:
 def record_artifact(directory: Path, path: Path) -> ArtifactRecord:
     """Force an artifact to disk, and say what it is."""
     whole = path.is_dir()
-    files = [_recorded(directory, each) for each in _files_below(path)]
+    found = list(_files_below(path))
+    size_bytes = sum(each.stat().st_size for each in found)
+    if size_bytes > MOST_ARTIFACT_BYTES:
+        raise InvalidOptionError(
+            "an artifact is too large for the compile cache",
+            got=f"{path.name} of {size_text(size_bytes)}",
+            expected=f"at most {size_text(MOST_ARTIFACT_BYTES)}",
+            advice="let large constants be weights or inputs of the compiled module",
+        )
+    files = [_recorded(directory, each) for each in found]
     if whole:
         for each in [*(below for below in path.rglob("*") if below.is_dir()), path]:
+            without_write_of_others(each)
             sync_directory(each)
     return ArtifactRecord(_relative(directory, path), whole, tuple(files))
 
 
-def verify_artifact(directory: Path, record: ArtifactRecord) -> Path:
-    """The artifact's path; raises `DamagedError` if a byte of it changed.
+def read_artifact(directory: int | None, record: ArtifactRecord) -> Artifact:
+    """What is below an opened entry; raises `DamagedError` if a byte of it changed, if others may
+    change it, or if it is too large.
 
-    Files that were added to a directory are no damage: the compiler keeps what it built there.
+    Files that were added to a directory are no part of it.
     """
+    if record.size_bytes > MOST_ARTIFACT_BYTES:
+        most = size_text(MOST_ARTIFACT_BYTES)
+        raise DamagedError(f"{record.path} has {size_text(record.size_bytes)}, at most {most} are")
+    if directory is None:
+        raise DamagedError("the entry is gone")
+    top = _inside(record.path)
+    read = {}
     for each in record.files:
-        read_verified(directory, each)
-    return _inside(directory, record.path)
+        path = _inside(each.path)
+        if not path.is_relative_to(top):
+            raise DamagedError(f"it names a file outside of it, {each.path}")
+        read[path.relative_to(top).as_posix()] = _read_verified(directory, each)
+    return Artifact(read if record.directory else read["."])
 
 
-def read_verified(directory: Path, record: FileRecord) -> bytes:
-    """A file's content; raises `DamagedError` if it is not what was written."""
+def _read_verified(directory: int, record: FileRecord) -> bytes:
     try:
-        content = _inside(directory, record.path).read_bytes()
+        content = read_file(directory, record.path, record.size_bytes)
     except OSError as error:
-        raise DamagedError(f"{record.path} cannot be read ({error.strerror})") from error
+        raise DamagedError(f"{record.path} cannot be read ({error})") from error
     if len(content) != record.size_bytes:
         was = f"{len(content)} bytes, written were {record.size_bytes}"
         raise DamagedError(f"{record.path} has {was}")
@@ -162,6 +224,7 @@ def read_verified(directory: Path, record: FileRecord) -> bytes:
 
 
 def _recorded(directory: Path, path: Path) -> FileRecord:
+    without_write_of_others(path)
     content = path.read_bytes()
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -179,11 +242,11 @@ def _relative(directory: Path, path: Path) -> str:
     return path.relative_to(directory).as_posix()
 
 
-def _inside(directory: Path, relative: str) -> Path:
+def _inside(relative: str) -> PurePosixPath:
     path = PurePosixPath(relative)
-    if path.is_absolute() or ".." in path.parts:
+    if path.is_absolute() or ".." in path.parts or not path.parts:
         raise DamagedError(f"it names a file outside of it, {relative}")
-    return directory / path
+    return path
 
 
 def _checksum(entry: object) -> str:
@@ -193,8 +256,15 @@ def _checksum(entry: object) -> str:
 
 def _record(plain: dict[str, object]) -> ArtifactRecord:
     files = plain.pop("files")
-    assert isinstance(files, list)
-    return ArtifactRecord(files=tuple(FileRecord(**each) for each in files), **plain)  # type: ignore[arg-type]
+    if not isinstance(files, list):
+        raise TypeError("the files of an artifact are no list")
+    record = ArtifactRecord(files=tuple(FileRecord(**each) for each in files), **plain)  # type: ignore[arg-type]
+    for each in record.files:
+        if type(each.size_bytes) is not int or each.size_bytes < 0:
+            raise ValueError(f"a file of {each.size_bytes!r} bytes")
+    if not record.directory and len(record.files) != 1:
+        raise ValueError(f"{len(record.files)} files where there is one")
+    return record
 
 
 # Writing --------------------------------------------------------------------------------------
@@ -202,10 +272,16 @@ def _record(plain: dict[str, object]) -> ArtifactRecord:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file of one's own, and force it to disk."""
-    with path.open("wb") as file:
+    write_private(path, content, synced=True)
+
+
+def write_private(path: Path, content: bytes, *, synced: bool = False) -> None:
+    """Write a file that others may not write, whatever the umask of the process says."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -229,9 +305,13 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_run_directory(directory: Path) -> Path:
-    """A directory of this writer alone, inside the entry."""
+def make_run_directory(root: Path, *entry: str) -> Path:
+    """A directory of this writer alone, inside of an entry; raises `OSError`, also where others may
+    write the entry."""
+    directory = root.joinpath(*entry)
     make_private(directory)
+    with opened(root, *entry):
+        pass
     run = directory / f"{RUN_PREFIX}{uuid.uuid4().hex[:12]}"
     run.mkdir(mode=0o700)
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -51,10 +52,12 @@ class KeptPieces:
 
     def load(self, name: str, returns: int | None) -> CompiledPiece | None:
         """A piece that was compiled before; None, with a warning, where it cannot be used."""
-        path = self._entry.load(name)
-        if path is None:
+        artifact = self._entry.load(name)
+        if artifact is None:
             return None
         try:
+            # A copy of what was checked: what lies in the cache may be another by now.
+            path = artifact.write(Path(new_directory()) / "kept")
             place = new_directory()
         except OSError as error:
             # The piece is as good as before.

@@ -174,6 +174,15 @@ class MissedBreakError(CaptureError):
     """An operator of the must-break list was captured into a segment all the same."""
 
 
+class SideDoorError(CaptureError):
+    """A graph would read a tensor that an eager part made and did not return: its next run makes
+    another one."""
+
+
+class FrozenMetadataError(CaptureError):
+    """A graph would keep for ever what one step's `metadata` says."""
+
+
 class ResourceExhaustedError(CaptureError):
     """The device ran out of memory, streams or graphs in the middle of a capture."""
 

@@ -20,7 +20,7 @@ class AllowedCapture(Protocol):
 
     `slot` is where their entries will be found, `fixed` are the addresses of the storages in which
     every step of the graph finds its inputs, `task_names` collects the tasks of the step, and their
-    groups.
+    groups. `metadata_is_declared` says that the context's metadata is right for every step.
     """
 
     @property
@@ -32,6 +32,9 @@ class AllowedCapture(Protocol):
     @property
     def task_names(self) -> set[str]: ...
 
+    @property
+    def metadata_is_declared(self) -> bool: ...
+
     def add(self, owner: Any, undo: Callable[[], None]) -> None:
         """Note that `owner` captured something, which `undo` takes back."""
 
@@ -39,12 +42,14 @@ class AllowedCapture(Protocol):
 class ForwardContext:
     """One step: its runtime mode, the descriptor of its graph, and its task updates.
 
-    `metadata` is the host's, for eager parts that need this step's values. `slot` is the
+    `metadata` is the host's, for eager parts that need this step's values; to read it elsewhere
+    while a graph is captured raises `FrozenMetadataError`. `slot` is the
     dispatcher's index of the graph (-1: look it up by descriptor). `capture` allows wrappers to
     capture; `enlist` is how a compiled module that runs in a warm-up or capture makes itself known.
     `num_reqs` is the padded number of requests where the descriptor leaves it open. `query_len` is
     how many tokens each request of the live batch has, None where they differ or nobody said: a
-    graph of mixed batches serves uniform ones too, which eager parts may run faster.
+    graph of mixed batches serves uniform ones too, which eager parts may run faster; None where a
+    graph is captured.
 
     Entering it makes it `current_context()` for this thread. It may be entered again after it was
     left, which is another step; `token` is unique to one step and None outside of one.

@@ -4,8 +4,8 @@ from graphrt.core.capture.breaks import eager_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.refusals import SideDoors, Source, side_doors, user_source
 from graphrt.core.capture.sealing import Sealing
-from graphrt.core.capture.source import Source, user_source
 from graphrt.core.capture.state import SavedState, State, as_states
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
 from graphrt.core.capture.wrapper import GraphWrapper
@@ -19,11 +19,13 @@ __all__ = [
     "GraphWrapper",
     "SavedState",
     "Sealing",
+    "SideDoors",
     "Source",
     "State",
     "as_states",
     "eager_break",
     "separate_strides",
+    "side_doors",
     "user_source",
     "wrapper_class",
 ]

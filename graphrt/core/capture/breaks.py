@@ -18,6 +18,7 @@ from graphrt.core.base import (
     remove_dispatch_mode,
     schemas_of_operator,
 )
+from graphrt.core.capture.refusals import SideDoors, side_doors
 from graphrt.core.replay import Recording, current_capture
 
 P = ParamSpec("P")
@@ -29,7 +30,9 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
 
     At replay it is called with the captured tensors and the captured Python values; what changes
     from step to step it must read from `current_context()`. A fresh tensor that it returns is
-    copied into a fixed buffer. Outside of a breakable capture (and under FULL) it is just called.
+    copied into a fixed buffer. One that it leaves elsewhere (in a list, an attribute) is for other
+    eager parts: where a graph reads it, the capture raises `SideDoorError`. Outside of a breakable
+    capture (and under FULL) it is just called.
     """
 
     @functools.wraps(function)
@@ -37,20 +40,27 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         capture = current_capture()
-        if capture is None or not capture.breakable:
+        if capture is not None and capture.breakable:
+            return cast(R, capture.run_eagerly(function, args, kwargs))
+        doors = None if capture is not None else side_doors.get()
+        if doors is None:
             return function(*args, **kwargs)
-        return cast(R, capture.run_eagerly(function, args, kwargs))
+        return cast(R, doors.watched(function, args, kwargs))
 
     return breaking
 
 
 class BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
-    """Sees every operator of an open segment and breaks at those of the list."""
+    """Sees every operator of an open segment: breaks at those of the list, and refuses those that
+    read what left an eager part by a side door."""
 
-    def __init__(self, capture: Recording, breaks: frozenset[str]) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, capture: Recording, breaks: frozenset[str], doors: SideDoors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._capture = capture
         self._breaks = breaks
+        self._doors = doors
         for name in breaks:
             _check_break(name)
         self._entered = False
@@ -58,7 +68,7 @@ class BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         # While an operator is being handled torch has taken this mode off its stack already.
-        if not self._handling and not self._entered:
+        if not self._handling and not self._entered and (self._breaks or self._doors):
             self.__enter__()
             self._entered = True
 
@@ -85,6 +95,7 @@ class BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if not self._listed(func):
+            self._doors.check((args, kwargs), "the graph reads", func)
             return func(*args, **kwargs)
         capture = self._capture
         if not capture.breakable:
@@ -100,7 +111,10 @@ class BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
             self._handling = False
 
     def _listed(self, func: Any) -> bool:
-        name: str = func._schema.name
+        schema = getattr(func, "_schema", None)  # a higher-order operator has none
+        if schema is None or not self._breaks:
+            return False
+        name: str = schema.name
         return name in self._breaks or f"{name}.{func._overloadname}" in self._breaks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import ForwardContext
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
-from graphrt.core.capture.source import source_of
+from graphrt.core.capture.refusals import SideDoors, hand_back, side_doors, source_of, withhold
 from graphrt.core.device import Capability, DeviceGraph
 from graphrt.core.replay import (
     CapturedTask,
@@ -34,6 +34,7 @@ from graphrt.core.replay import (
     active,
     graphs_of,
     name_of,
+    on_own_containers,
 )
 
 
@@ -70,7 +71,10 @@ class Capture:
         self._sites = 0
         self._keeps_pool = False
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        self._watch = BreakWatch(self, breaks) if breaks and (breakable or must_break) else None
+        self._doors = side_doors.get() or SideDoors()
+        self._doors.begin_capture()
+        watched = breakable or (breaks and must_break)
+        self._watch = BreakWatch(self, breaks, self._doors) if watched else None
 
     @property
     def segment_open(self) -> bool:
@@ -103,6 +107,8 @@ class Capture:
                     raise self._platform.explain(error).at(source_of(error)) from error
         finally:
             active.reset(token)
+            # Each knows the other, and the pool is to go when its owner does.
+            self._watch = None
 
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,8 +117,11 @@ class Capture:
         self._end()
         site = self._sites
         self._sites += 1
-        result = function(*args, **kwargs)
+        self.check_read((args, kwargs), f"eager break {name_of(function)} is given")
+        before = tree.leaves((args, kwargs))
+        kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
         known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
+        result = self._doors.watched(function, args, kwargs)
         fresh: set[int] = set()
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
@@ -131,8 +140,13 @@ class Capture:
 
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
         readable, aliased = self.bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
-        args, kwargs, recorded = tree.map_tensors(self.captured_ref, (args, kwargs, readable))
-        self.parts.append(EagerPart(function, args, kwargs, recorded, aliased))
+        recorded = tree.map_tensors(self.captured_ref, readable)
+        changed = not _are_same(before, tree.leaves((args, kwargs)))
+        called = on_own_containers(function) if changed else function
+        self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased))
+        # Its own reference to what was copied to its place would look like another way out.
+        del result
+        self._doors.settle()
         self._begin()
         return readable
 
@@ -147,6 +161,11 @@ class Capture:
     def add_task(self, task: CapturedTask) -> None:
         """Note a task of the open segment."""
         self.tasks.append(task)
+
+    def check_read(self, values: Any, what: str) -> None:
+        """See `Recording.check_read`."""
+        if self.breakable:
+            self._doors.check(values, what)
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
@@ -189,12 +208,14 @@ class Capture:
             self._platform.abort_capture(graph)
             raise
         self.graph = graph
+        withhold(self._context)
         if self._watch is not None:
             self._watch.resume()
 
     def _end(self) -> None:
         graph = self.graph
         assert graph is not None
+        hand_back(self._context)
         if self._watch is not None:
             self._watch.suspend()
         if self._hooks is not None:
@@ -219,6 +240,7 @@ class Capture:
         return graph if self._hooks is None else HookedSegment(graph, self._hooks)
 
     def _roll_back(self) -> None:
+        hand_back(self._context)
         if self._watch is not None:
             self._watch.remove()
         graph, self.graph = self.graph, None
@@ -229,3 +251,11 @@ class Capture:
         self.pool.reset_graphs(graphs_of(self.parts))
         self.parts.clear()
         self.tasks.clear()
+
+
+def _are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]) -> bool:
+    """Whether containers hold the very objects that they held before."""
+    return len(before) == len(after) and all(
+        path == other_path and leaf is other
+        for (path, leaf), (other_path, other) in zip(before, after, strict=True)
+    )

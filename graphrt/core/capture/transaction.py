@@ -30,12 +30,15 @@ class CaptureTransaction:
     """Allows wrappers to capture while it is in the context, and takes back what they did.
 
     A context that captures has no slot itself, so that its calls take the path that looks twice.
-    See `AllowedCapture` for `slot`, `fixed` and `task_names`.
+    See `AllowedCapture` for the attributes.
     """
 
-    def __init__(self, slot: int = -1, fixed: Collection[int] = ()) -> None:
+    def __init__(
+        self, slot: int = -1, fixed: Collection[int] = (), *, metadata_is_declared: bool = False
+    ) -> None:
         self.slot = slot
         self.fixed = frozenset(fixed)
+        self.metadata_is_declared = metadata_is_declared
         self.task_names: set[str] = set()
         self._captured: list[Captured] = []
 

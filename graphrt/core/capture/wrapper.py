@@ -279,9 +279,9 @@ class GraphWrapper(Uncopied):
             hooks=self._segment_hooks,
             share_executables=options.share_executables,
         )
-        result: Any = None
         with torch.no_grad(), capture.recording():
             result = self.runnable(*args, **kwargs)
+            capture.check_read(result, "the forward returns")
             if options.outputs == "static":
                 result = self._to_static(result)
         outputs = tree.map_tensors(capture.captured_ref, result)

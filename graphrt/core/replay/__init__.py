@@ -1,7 +1,7 @@
 """What one captured step is, and how it is replayed in its pool."""
 
 from graphrt.core.replay.arguments import arguments_of, check_arguments
-from graphrt.core.replay.eager_part import EagerPart, deliver, name_of
+from graphrt.core.replay.eager_part import EagerPart, deliver, name_of, on_own_containers
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import HandedOut, Handout, handout_of
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
@@ -39,4 +39,5 @@ __all__ = [
     "graphs_of",
     "handout_of",
     "name_of",
+    "on_own_containers",
 ]

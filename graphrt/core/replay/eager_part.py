@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,22 @@ def _deliver_tensor(
             advice="write into the argument at every step, or return a fresh tensor at every step",
         )
     recorded.copy_(result)
+
+
+def on_own_containers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which changes containers that it is given, with new ones at every call: else it
+    would find in them what the step before put there."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree.map_leaves(_itself, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -27,6 +27,10 @@ class Recording(Protocol):
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
 
+    def check_read(self, values: Any, what: str) -> None:
+        """Raise `SideDoorError` if a graph may not read a tensor of `values`; `what` begins the
+        message. For readers that are no operators of torch."""
+
     def bracketed(self, issue: Callable[[], object]) -> Any:
         """Issue the operators of one task inside of its bracket; returns its handle."""
 

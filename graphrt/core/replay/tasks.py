@@ -181,6 +181,7 @@ def _record(
     kwargs: dict[str, Any],
     values: HostValues,
 ) -> None:
+    recording.check_read((args, kwargs), f"task {name!r} is given")
     handle = recording.bracketed(lambda: spec.issue(*args, **kwargs, **values))
     args, kwargs = tree.map_tensors(recording.captured_ref, (args, kwargs))
     recording.add_task(CapturedTask(spec, name, handle, args, kwargs, values))

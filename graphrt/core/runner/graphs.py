@@ -130,7 +130,7 @@ class GraphSet:
                 bind=self._prepare,
                 enlist=self._compiled.enlist,
                 state=saved,
-                around_capture=self._host.around_capture,
+                host=self._host,
                 publish=self._publish,
                 drop=self._drop,
                 settle=lambda: self._settle(saved),
@@ -234,10 +234,10 @@ class GraphSet:
 
     def _see(self, step: PaddedStep, saved: SavedState) -> None:
         """Run one eager step, as a warm-up, and note what it returns."""
-        context = ForwardContext(
-            GraphMode.NONE, step.descriptor, updates=WORST_CASE, num_reqs=step.reqs
-        )
+        named = step.descriptor
+        context = ForwardContext(GraphMode.NONE, named, updates=WORST_CASE, num_reqs=step.reqs)
         context.enlist = self._compiled.enlist
+        context.metadata = self._host.at_bound(named)
         owner = self._pool.owner
         with self._pool.owned_by(owner or context):
             self._pool.hand_over(context)

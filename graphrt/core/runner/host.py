@@ -38,7 +38,10 @@ class Host:
     itself reads, or a function that returns the tensors in use (`model.parameters`); a forward that
     is a module, or a method of one, needs none. `around_capture` makes a context manager for each
     capture as a whole (registration with communicators), `around_graph` is called around each graph
-    (weight offloaders). Raises `InvalidOptionError` for a hook of another kind.
+    (weight offloaders). `metadata(descriptor)` is the context's metadata at warm-up and capture. To
+    give it declares that graphs may read it and keep it for every step, so it must be at its bound
+    (the longest context, say); else only eager parts may read metadata. Raises `InvalidOptionError`
+    for a hook of another kind.
     """
 
     bind: Bind | None = None
@@ -46,6 +49,7 @@ class Host:
     parameters: Parameters = None
     around_capture: AroundCapture = nullcontext
     around_graph: SegmentHooks | None = None
+    metadata: Callable[[BatchDescriptor], object] | None = None
 
     def __post_init__(self) -> None:
         if self.bind is not None and not callable(self.bind):
@@ -67,6 +71,12 @@ class Host:
             if not isinstance(each, State | torch.Tensor):
                 raise _wrong_hook("state", each, "State and tensors")
         check_parameters(self.parameters)
+        if self.metadata is not None and not callable(self.metadata):
+            raise _wrong_hook("metadata", self.metadata, "a function of a descriptor")
+
+    def at_bound(self, descriptor: BatchDescriptor) -> object:
+        """What `metadata` gives for a warm-up or capture; None without it."""
+        return None if self.metadata is None else self.metadata(descriptor)
 
 
 def _wrong_hook(name: str, value: object, expected: str) -> InvalidOptionError:

@@ -18,9 +18,9 @@ from graphrt.core.base import (
     frozen_gc,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, SavedState
+from graphrt.core.capture import CaptureTransaction, SavedState, SideDoors, side_doors
 from graphrt.core.replay import WORST_CASE, GraphPool
-from graphrt.core.runner.host import AroundCapture, Phase
+from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.step import PaddedStep
 
 Progress = Callable[[int, int, BatchDescriptor], None]
@@ -67,7 +67,7 @@ def capture_graphs(
     bind: Callable[[PaddedStep, Phase], None],
     enlist: Callable[[Any], None],
     state: SavedState,
-    around_capture: AroundCapture,
+    host: Host,
     publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
     drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
     settle: Callable[[], None],
@@ -84,8 +84,8 @@ def capture_graphs(
     graphs = list(planned)
     if not graphs:
         return
-    session = _Session(pool, warm_ups, bind, enlist, state)
-    with frozen_gc(), pool.owned_by(session), around_capture():
+    session = _Session(pool, warm_ups, bind, enlist, state, host)
+    with frozen_gc(), pool.owned_by(session), host.around_capture():
         for done, graph in enumerate(graphs):
             if progress is not None:
                 progress(done, len(graphs), graph.descriptor)
@@ -160,12 +160,15 @@ class _Session:
         bind: Callable[[PaddedStep, Phase], None],
         enlist: Callable[[Any], None],
         state: SavedState,
+        host: Host,
     ) -> None:
         self._pool = pool
         self._warm_ups = warm_ups
         self._bind = bind
         self._enlist = enlist
         self._state = state
+        self._host = host
+        self._doors = SideDoors()
 
     def __repr__(self) -> str:
         return "capture()"
@@ -213,7 +216,8 @@ class _Session:
     def _attempt(self, graph: PlannedGraph) -> CaptureTransaction:
         views = graph.step.views.values()
         fixed = {view.untyped_storage().data_ptr() for view in views}
-        transaction = CaptureTransaction(graph.slot, fixed)
+        declared = self._host.metadata is not None
+        transaction = CaptureTransaction(graph.slot, fixed, metadata_is_declared=declared)
         try:
             self._bind(graph.step, "capture")
             self._run(graph, graph.mode, transaction)
@@ -229,15 +233,18 @@ class _Session:
             mode,
             graph.descriptor,
             updates=WORST_CASE,
+            metadata=self._host.at_bound(graph.descriptor),
             capture=transaction,
             num_reqs=graph.step.reqs,
         )
         context.enlist = self._enlist
         self._pool.hand_over(context)
+        token = side_doors.set(self._doors)
         try:
             with torch.no_grad(), context:
                 graph.step.see(graph.step.call(**graph.step.arguments()))
         finally:
+            side_doors.reset(token)
             self._pool.hand_over(self)
             self._state.restore()
 

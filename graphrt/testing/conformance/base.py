@@ -11,7 +11,9 @@ import torch
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import CaptureTransaction, GraphOptions, GraphWrapper, wrapper_class
 from graphrt.core.device import Capability, Platform
+from graphrt.core.inputs import InputSpec
 from graphrt.core.replay import GraphPool, SegmentHooks
+from graphrt.core.runner import GraphRunner
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 D4, D2 = BatchDescriptor(4), BatchDescriptor(2)
@@ -69,6 +71,18 @@ class ConformanceBase:
             options=GraphOptions(**options),
             breakable=breakable,
             hooks=hooks,
+        )
+
+    def runner_of(self, forward: Callable[..., Any], **arguments: Any) -> GraphRunner:
+        """A runner of `forward(x)`, x as `tensor` makes it; by default with one PIECEWISE graph."""
+        arguments = {
+            "mode": "PIECEWISE", "sizes": [4], "outputs": ("tokens", 8), **arguments
+        }  # fmt: skip
+        return GraphRunner(
+            forward,
+            inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+            platform=self.platform,
+            **arguments,
         )
 
     def capture(

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import CaptureError, CaptureSealedError, StaleInputError
+from graphrt.core.base import (
+    CaptureError,
+    CaptureSealedError,
+    FrozenMetadataError,
+    StaleInputError,
+)
+from graphrt.core.batch import current_context, forward_context
+from graphrt.core.capture import eager_break
 from graphrt.core.device import Capability
 from graphrt.core.replay import GraphPool
+from graphrt.core.runner import Host
 from graphrt.testing.conformance.base import (
     D2,
     D4,
@@ -220,3 +228,81 @@ class CaptureConformance(ConformanceBase):
         assert wrapper.calls == 0
         assert wrapper.unwrap() is forward
         assert D4 not in wrapper.entries
+
+    @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+    def test_metadata_read_while_a_graph_is_captured_is_refused(
+        self, mode: Any, pool: GraphPool
+    ) -> None:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            context = current_context()
+            assert context is not None
+            return torch.mul(x, context.metadata)
+
+        wrapper = self.wrap(forward, mode, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        with pytest.raises(FrozenMetadataError) as caught:
+            self.capture(wrapper, mode, x, metadata=3.0)
+        assert str(caught.value.source).endswith("return torch.mul(x, context.metadata)")
+        assert not wrapper.entries
+        with forward_context("NONE", D4, metadata=5.0):
+            assert self.first(wrapper(x)) == [5, 10, 15, 20]
+
+    def test_an_eager_part_reads_metadata_under_piecewise_and_not_under_full(self) -> None:
+        @eager_break
+        def part(x: torch.Tensor) -> torch.Tensor:
+            context = current_context()
+            assert context is not None
+            return torch.mul(x, context.metadata or 1.0)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return part(x + 1) + 1
+
+        with self.runner_of(forward) as runner:
+            runner.capture()
+            assert self.first(runner(x=self.tensor(0, 1, 2, 3), metadata=10.0)) == [11, 21, 31, 41]
+        with self.runner_of(forward, mode="FULL") as runner:
+            with pytest.raises(FrozenMetadataError, match="in part: "):
+                runner.capture()
+            assert self.first(runner(x=self.tensor(0, 1, 2, 3), metadata=10.0)) == [11, 21, 31, 41]
+
+    @pytest.mark.parametrize("outputs", [("tokens", 8), None])
+    def test_metadata_that_is_declared_at_its_bound_may_be_read_by_a_graph(
+        self, outputs: Any
+    ) -> None:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            context = current_context()
+            assert context is not None
+            # As a longest context: what is masked, or padding, adds nothing.
+            return sum((x[:, :1] * 0 for _ in range(context.metadata)), x) + 1
+
+        host = Host(metadata=lambda descriptor: descriptor.num_tokens * 2)
+        with self.runner_of(forward, mode="FULL", host=host, outputs=outputs) as runner:
+            runner.capture()
+            assert self.first(runner(x=self.tensor(0, 1, 2, 3), metadata=3)) == [1, 2, 3, 4]
+            assert self.first(runner(x=self.tensor(0, 1, 2), metadata=1)) == [1, 2, 3]
+
+    def test_the_query_length_of_one_live_batch_is_nothing_that_a_graph_sees(
+        self, pool: GraphPool
+    ) -> None:
+        seen: list[int | None] = []
+
+        @eager_break
+        def part(x: torch.Tensor) -> torch.Tensor:
+            seen.append(query_len())
+            return x * 2
+
+        def query_len() -> int | None:
+            context = current_context()
+            assert context is not None
+            return context.query_len
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            seen.append(query_len())
+            return part(x + 1) + 1
+
+        wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True, lazy=True)
+        context = forward_context("PIECEWISE", D4, query_len=1)
+        with context:
+            wrapper(self.tensor(1, 2, 3, 4))
+        assert seen == [None, 1]
+        assert context.query_len == 1

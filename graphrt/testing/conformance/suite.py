@@ -8,12 +8,14 @@ from graphrt.testing.conformance.failures import FailureConformance
 from graphrt.testing.conformance.lifetimes import LifetimeConformance
 from graphrt.testing.conformance.pools import PoolConformance
 from graphrt.testing.conformance.runner import RunnerConformance
+from graphrt.testing.conformance.side_doors import SideDoorConformance
 from graphrt.testing.conformance.tasks import TaskConformance
 
 
 class PlatformConformance(
     CaptureConformance,
     BreakConformance,
+    SideDoorConformance,
     LifetimeConformance,
     FailureConformance,
     PoolConformance,

@@ -1,0 +1,177 @@
+"""Tensors that leave an eager part by a side door: made there, not returned, read by a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphrt.core.base import SideDoorError, ThreadMode, remove_dispatch_mode, tree
+from graphrt.core.capture.refusals.source import Source, user_source
+from graphrt.core.replay import name_of
+
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+"""What every tensor made from Python data, or from a NumPy array, goes through."""
+
+
+class _Made(NamedTuple):
+    """Which line of which eager part made a tensor, and in which capture (0: in a warm-up)."""
+
+    part: str
+    source: Source | None
+    capture: int
+
+    @property
+    def line(self) -> tuple[str, Source | None]:
+        return self.part, self.source
+
+
+class _Read(NamedTuple):
+    """How a graph came to read a tensor."""
+
+    what: str
+    op: str | None
+    source: Source | None
+    tensor: str
+
+
+class SideDoors:
+    """What eager parts made that outlived them, in the warm-ups and captures of one session.
+
+    A graph that reads such a tensor reads at every replay the one that it was captured with, while
+    the eager part makes another. A tensor of an earlier run is a place like any other (a workspace
+    that the first run allocates, say), unless the same line makes another one in this capture.
+
+    Storages are known by weak references, not by addresses, which are used again. Not seen is what
+    no operator makes: results of compiled functions, and what a custom operator's own body keeps.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[StorageWeakRef, _Made] = {}
+        self._capture = 0
+        self._reads: dict[tuple[str, Source | None], _Read] = {}
+        self._watch: _MakingWatch | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything is left that a graph must not read."""
+        return bool(self._made)
+
+    def begin_capture(self) -> None:
+        """A capture begins: what was made before is older than it."""
+        self._capture += 1
+        self._reads.clear()
+
+    def watched(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an eager part, and see what it makes; those inside of it are part of it."""
+        if self._watch is not None:
+            return function(*args, **kwargs)
+        self._watch = _MakingWatch(self, name_of(function))
+        self._watch.__enter__()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            remove_dispatch_mode(self._watch)
+            self._watch = None
+
+    def settle(self) -> None:
+        """An eager part is over, and what it returned is where it belongs: forget what is gone.
+
+        Raises `SideDoorError` if it made anew what the graph has read.
+        """
+        self._made = {ref: made for ref, made in self._made.items() if not _is_gone(ref)}
+        if not self._reads:
+            return
+        for made in self._made.values():
+            read = self._reads.get(made.line) if made.capture == self._capture else None
+            if read is not None:
+                _refuse(read, made, " anew at every step")
+
+    def check(self, values: Any, what: str, op: object = None) -> None:
+        """Raise `SideDoorError` if the open capture may not read a tensor of `values`."""
+        if not self._made:
+            return
+        for tensor in tree.tensors(values):
+            # Of an empty one nothing can be read.
+            for ref in _storages(tensor) if tensor.numel() else ():
+                made = self._made.get(ref)
+                if made is not None:
+                    described = f"{tensor.dtype} {tuple(tensor.shape)}"
+                    operator = None if op is None else str(op)
+                    self._note(_Read(what, operator, user_source(), described), made)
+
+    def _note(self, read: _Read, made: _Made) -> None:
+        if made.capture == self._capture:
+            _refuse(read, made)
+        self._reads.setdefault(made.line, read)
+        for other in self._made.values():
+            if other.capture == self._capture and other.line == made.line:
+                _refuse(read, made, " anew at every step")
+
+    def note_made(self, part: str, tensors: Sequence[torch.Tensor], known: Any) -> None:
+        """Note those of `tensors`, which an operator returned, that are not memory of `known`."""
+        before = {ref for tensor in tree.tensors(known) for ref in _storages(tensor)}
+        made: _Made | None = None
+        for tensor in tensors:
+            for ref in _storages(tensor):
+                if ref not in before and ref not in self._made:
+                    made = made or _Made(part, user_source(), self._capture)
+                    self._made[ref] = made
+
+
+class _MakingWatch(ThreadMode):  # type: ignore[no-untyped-call]
+    """Sees the operators of an eager part."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, doors: SideDoors, part: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._doors = doors
+        self._part = part
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = tree.tensors(result)
+        if made:
+            known = () if func is _LIFT_FRESH else (args, kwargs)
+            self._doors.note_made(self._part, made, known)
+        return result
+
+
+side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", default=None)
+"""Those of the session whose warm-ups and captures this thread runs."""
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[StorageWeakRef]:
+    """The memory of a tensor, or of those that a subclass is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from _storages(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_gone(ref: StorageWeakRef) -> bool:
+    gone: bool = ref.expired()  # type: ignore[no-untyped-call]
+    return gone
+
+
+def _refuse(read: _Read, made: _Made, how: str = "") -> NoReturn:
+    raise SideDoorError(
+        f"{read.what} a tensor that eager break {made.part} made{how} and did not return: replays "
+        "would see the one of the capture",
+        op=read.op,
+        source=None if read.source is None else str(read.source),
+        got=f"{read.tensor}, made at {made.source or 'an unknown line'}",
+        expected="results of the eager part, or memory that was there before and is written there",
+        advice="return it from the eager part and use the result, or make it once, before the "
+        "capture, and write into it (copy_, out=)",
+    )

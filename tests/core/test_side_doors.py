@@ -1,0 +1,354 @@
+"""What an eager part makes and keeps, on the CPU: what else is seen, and what it costs."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt import (
+    BatchDescriptor,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    HostArg,
+    InputSpec,
+    UpdatableTask,
+    eager_break,
+    forward_context,
+)
+from graphrt.core.base import dispatch_modes, unseen
+from graphrt.core.batch import ForwardContext, current_context
+from graphrt.core.capture import CaptureTransaction, SideDoors
+from graphrt.core.capture.refusals import hand_back, withhold
+from graphrt.cpu import CPUGraphWrapper
+from graphrt.errors import BreakError, FrozenMetadataError, SideDoorError
+
+D4 = BatchDescriptor(4)
+
+
+def capture(forward: Any, *args: Any, **options: Any) -> CPUGraphWrapper:
+    wrapper = CPUGraphWrapper(
+        forward, "PIECEWISE", pool=GraphPool("cpu"), breakable=True, options=GraphOptions(**options)
+    )
+    context = ForwardContext(wrapper.runtime_mode, D4, capture=CaptureTransaction())
+    with context:
+        wrapper(*args)
+    return wrapper
+
+
+MADE = {
+    "operator": lambda x: x * 2,
+    "python data": lambda x: torch.tensor([1.0] * 4),
+    "legacy constructor": lambda x: torch.Tensor([1.0] * 4),
+    "numpy": lambda x: torch.from_numpy(np.ones(4, dtype=np.float32)),
+    "as_tensor": lambda x: torch.as_tensor([1.0] * 4),
+    "factory": lambda x: torch.ones(4),
+    "into fresh memory": lambda x: torch.mul(x, 2, out=torch.empty(0)),
+    "clone": lambda x: x.clone(),
+    "several": lambda x: x.sort()[0],
+    "a parameter": lambda x: torch.nn.Parameter(x * 2),
+    "a view": lambda x: (x * 2).view(2, 2).t(),
+    "data": lambda x: (x * 2).data,
+    "cast": lambda x: x.double().float(),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("inference", [False, True])
+def test_however_it_was_made_it_is_seen(kind: str, inference: bool):
+    layer = SimpleNamespace()
+
+    @eager_break
+    def part(x: torch.Tensor) -> None:
+        layer.kept = MADE[kind](x)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        part(x + 1)
+        return layer.kept + 1
+
+    with torch.inference_mode(inference), pytest.raises(SideDoorError, match=r"layer\.kept \+ 1"):
+        capture(forward, torch.ones(4))
+
+
+def test_a_tensor_whose_memory_an_eager_part_replaced_is_seen():
+    kept = torch.zeros(4)
+
+    @eager_break
+    def part(x: torch.Tensor) -> None:
+        kept.data = x * 2
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        part(x + 1)
+        return kept + 1
+
+    with pytest.raises(SideDoorError):
+        capture(forward, torch.ones(4))
+
+
+def test_an_eager_part_may_copy_and_alias_weights_without_making_them_its_own():
+    weight = torch.ones(4)
+    layer = SimpleNamespace()
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        layer.alias = torch.empty(0).set_(weight.untyped_storage(), 0, (4,), (1,))
+        layer.copied = copy.deepcopy(weight)
+        return x * layer.alias
+
+    wrapper = capture(lambda x: part(x + 1) + weight + layer.alias, torch.ones(4))
+    with forward_context("PIECEWISE", D4):
+        assert wrapper(torch.ones(4)).tolist() == [4.0] * 4
+
+
+def test_parts_of_a_list_of_operators_are_watched_like_marked_functions():
+    kept: list[torch.Tensor] = []
+
+    @eager_break
+    def part(x: torch.Tensor) -> None:
+        kept[:] = [x * 2]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        part(x + 1)
+        return torch.sigmoid(x) + kept[0]
+
+    with pytest.raises(SideDoorError, match="part"):
+        capture(forward, torch.ones(4), breaks=("aten::sigmoid",))
+    with pytest.raises(SideDoorError, match="eager break aten::sigmoid is given"):
+        capture(
+            lambda x: part(x + 1) or torch.sigmoid(kept[0]),
+            torch.ones(4),
+            breaks=("aten::sigmoid",),
+        )
+
+
+def test_an_eager_part_inside_of_another_is_part_of_it():
+    kept: list[torch.Tensor] = []
+
+    @eager_break
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        kept[:] = [x * 2]
+        return kept[0] + 1
+
+    @eager_break
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) * 2
+
+    wrapper = capture(lambda x: outer(x + 1) + 1, torch.ones(4))
+    assert len(wrapper.entries[D4].parts) == 3
+    with pytest.raises(SideDoorError, match="outer"):
+        capture(lambda x: outer(x + 1) + kept[0], torch.ones(4))
+
+
+def test_an_error_in_an_eager_part_leaves_no_mode_behind():
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+    with pytest.raises(Exception, match="boom"):
+        capture(lambda x: part(x + 1) + 1, torch.ones(4))
+    assert not dispatch_modes()
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before():
+    """Addresses come back as soon as a tensor is gone; storages are told apart all the same."""
+    weights = [torch.ones(1024) for _ in range(64)]
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(16):
+            x = part(x)
+            weights[:8] = [torch.ones(1024) for _ in range(8)]
+            x = x + weights[0] + weights[-1]
+        return x
+
+    capture(forward, torch.ones(1024))
+
+
+def test_runners_do_not_see_what_eager_parts_of_another_made():
+    shared = SimpleNamespace(kept=None)
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        shared.kept = x * 2
+        return x + 1
+
+    def runner(forward: Any) -> GraphRunner:
+        inputs = {"x": InputSpec(torch.float32, ("tokens",))}
+        return GraphRunner(
+            forward, inputs=inputs, outputs=("tokens",), mode="PIECEWISE", sizes=[4], platform="cpu"
+        )
+
+    runner(lambda x: part(x) + 1).capture()
+    weight = shared.kept
+    runner(lambda x: x + weight).capture()
+
+
+def test_a_first_capture_without_a_warm_up_is_tried_again_with_one():
+    kept: dict[int, torch.Tensor] = {}
+
+    @eager_break
+    def part(x: torch.Tensor) -> None:
+        kept.setdefault(len(x), torch.empty(0)).resize_(len(x)).copy_(x * 2)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        part(x + 1)
+        return kept[len(x)] + 1
+
+    runner = GraphRunner(
+        forward,
+        inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        outputs=("tokens",),
+        mode="PIECEWISE",
+        sizes=[2, 4],
+        options=GraphOptions(warm_up_each=False),
+        platform="cpu",
+    )
+    runner.capture()
+    for rows in (2, 4, 2):
+        assert runner(x=torch.full((rows,), float(rows))).tolist() == [2.0 * rows + 3] * rows
+
+
+def test_what_is_kept_between_captures_is_let_go():
+    doors = SideDoors()
+    kept = doors.watched(lambda: torch.ones(4), (), {})
+    assert doors
+    del kept
+    doors.settle()
+    assert not doors
+
+
+def opaque(graph: Any, inputs: Any) -> Any:
+    """A backend whose code is no operators, as Inductor's is not."""
+
+    def run(*args: Any) -> Any:
+        with unseen():
+            return graph.forward(*args)
+
+    return run
+
+
+class HostContext(ForwardContext):
+    """A host's own, with an attribute of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.own = 1
+
+
+@pytest.mark.parametrize("kind", [ForwardContext, HostContext])
+def test_a_context_is_as_it_was_after_the_capture(kind: type[ForwardContext]):
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        context = current_context()
+        assert isinstance(context, kind)
+        assert context.query_len is None and context.mode.name == "PIECEWISE"
+        context.metadata = "set by the forward"
+        context.query_len = 3
+        return x + 1
+
+    wrapper = CPUGraphWrapper(forward, "PIECEWISE", pool=GraphPool("cpu"))
+    context = kind(wrapper.runtime_mode, D4, capture=CaptureTransaction(), metadata="before")
+    with context:
+        wrapper(torch.ones(4))
+    assert type(context) is kind
+    assert (context.metadata, context.query_len) == ("set by the forward", 3)
+    withhold(context)
+    withhold(context)
+    with pytest.raises(FrozenMetadataError):
+        _ = context.metadata
+    hand_back(context)
+    hand_back(context)
+    assert type(context) is kind
+
+
+def test_a_failed_capture_hands_the_metadata_back():
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+    wrapper = CPUGraphWrapper(forward, "FULL", pool=GraphPool("cpu"))
+    context = ForwardContext(wrapper.runtime_mode, D4, capture=CaptureTransaction(), metadata=7)
+    with context, pytest.raises(Exception, match="boom"):
+        wrapper(torch.ones(4))
+    assert context.metadata == 7
+
+
+def test_results_that_share_memory_are_still_their_own_error():
+    @eager_break
+    def part(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = x * 2
+        return both[:2], both[2:]
+
+    with pytest.raises(BreakError, match="share"):
+        capture(lambda x: part(x + 1)[0] + 1, torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_container_that_an_eager_part_changes_is_given_to_it_as_it_was(kind: Any):
+    """Else the second step would find in it what the first one put there."""
+    sizes: list[int] = []
+
+    @eager_break
+    def part(x: torch.Tensor, box: Any) -> torch.Tensor:
+        sizes.append(len(box))
+        if kind is list:
+            box.append(x * 10)
+            return box[0]
+        return box.setdefault("y", x * 10)
+
+    x = torch.ones(4)
+    wrapper = capture(lambda x: part(x + 1, kind()) + 1, x)
+    for value in (1.0, 2.0, 3.0):
+        x.fill_(value)
+        with forward_context("PIECEWISE", D4):
+            assert wrapper(x).tolist() == [(value + 1) * 10 + 1] * 4
+    assert sizes == [0] * 4
+
+
+def test_a_task_that_is_given_what_left_by_a_side_door_is_refused():
+    kept: list[torch.Tensor] = []
+    no_operator = UpdatableTask("attention", lambda *tensors, **_: None, {"length": HostArg(None)})
+
+    @eager_break
+    def part(x: torch.Tensor) -> None:
+        kept[:] = [x * 2]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        part(x + 1)
+        no_operator(kept[0])
+        return x + 1
+
+    wrapper = CPUGraphWrapper(forward, "PIECEWISE", pool=GraphPool("cpu"), breakable=True)
+    context = ForwardContext(wrapper.runtime_mode, D4, capture=CaptureTransaction())
+    context.updates = {"attention": {"length": 1}}
+    with context, pytest.raises(SideDoorError, match="task 'attention' is given"):
+        wrapper(torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("where", ["in the eager part", "after it"])
+def test_compiled_functions_take_part(where: str):
+    compiled = torch.compile(lambda x: x * 2 + 1, backend=opaque)
+    layer = SimpleNamespace()
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        layer.kept = x * 3
+        return compiled(x) if where == "in the eager part" else x * 1
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = part(x + 1)
+        return y + 1 if where == "in the eager part" else compiled(y)
+
+    x = torch.ones(4)
+    wrapper = capture(forward, x)
+    with forward_context("PIECEWISE", D4):
+        assert wrapper(x).tolist() == forward(x).tolist()
+    with pytest.raises(SideDoorError):
+        capture(lambda x: part(x + 1) + compiled(layer.kept), x)
