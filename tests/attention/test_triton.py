@@ -333,7 +333,7 @@ def _two_steps(forward_of: Any, mode: str, lengths: list[int]) -> tuple[Any, Any
         context_lens=step.context_lens,
         query_start_loc=starts,
     )
-    return found, problem
+    return found.clone(), problem
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
