@@ -214,6 +214,10 @@ class OutputError(CaptureError):
     """What a forward returns cannot be handed out, or not be cut to the live rows."""
 
 
+class MissingGraphError(CaptureError):
+    """A step was announced as one of a graph that the wrapper does not have (`strict`)."""
+
+
 class UnannouncedModuleError(CaptureError):
     """A compiled module takes part in a capture that was not told of it."""
 

@@ -15,7 +15,7 @@ from graphrt.core.base import (
     flag,
     operators,
     optional,
-    ratio,
+    padding_ratio,
     read_json,
     read_settings,
     whole,
@@ -43,8 +43,8 @@ class GraphOptions:
     Of runners alone: `warmups` is how often a forward runs before it is captured; with
     `warm_up_each=False` only the largest graph of each kind is warmed up, and another one only if
     its capture fails without. `launch="eager"` runs every step eagerly, padded as its graph would
-    be. `max_padding` is the largest ratio of a graph's tokens to the batch's. `state_limit_bytes`
-    is how much declared state is saved.
+    be. `max_padding` is the largest ratio of a graph's tokens to the batch's, 1 or more.
+    `state_limit_bytes` is how much declared state is saved.
 
     Values are checked when the options are made; raises `InvalidOptionError`.
     """
@@ -109,6 +109,6 @@ _CHECKS: dict[str, Check] = {
     "warmups": whole(0, 1),
     "warm_up_each": flag,
     "launch": choice("graph", "eager"),
-    "max_padding": optional(ratio),
+    "max_padding": optional(padding_ratio),
     "state_limit_bytes": whole(0, 64 * _MIB),
 }

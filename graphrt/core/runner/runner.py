@@ -292,6 +292,7 @@ class GraphRunner(Uncopied):
         step = self._steps[found.slot]
         assert step is not None
         context.num_reqs = step.reqs
+        context.dispatcher = self.dispatcher
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = reqs_of(self.inputs, batch, values)
