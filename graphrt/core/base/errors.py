@@ -175,7 +175,8 @@ class MissedBreakError(CaptureError):
 
 
 class ResourceExhaustedError(CaptureError):
-    """The device ran out of memory, streams or graphs in the middle of a capture."""
+    """The device ran out of memory, streams or graphs in the middle of a capture, or a plan's
+    budget is too small for all of its graphs (`strict`)."""
 
 
 class StreamBudgetError(ResourceExhaustedError):

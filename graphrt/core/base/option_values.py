@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import json
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+
+T = TypeVar("T")
 
 Check = Callable[[str, object], object]
 """Takes the option's name and its value; raises `InvalidOptionError`."""
@@ -36,6 +40,27 @@ def check_keys(
                 advice=_nearest(name, [*known, *like])
                 or "see `GraphOptions` for what each option does",
             )
+
+
+def only_known(owner: type[T]) -> type[T]:
+    """A class whose unknown keywords are an `InvalidOptionError`, not Python's `TypeError`."""
+    init = owner.__init__
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in known:
+                raise InvalidOptionError(
+                    f"{owner.__name__} has no argument {name!r}",
+                    got=f"{name}={keywords[name]!r}"[:200],
+                    expected=", ".join(known),
+                    advice=_nearest(name, known),
+                )
+        init(self, *args, **keywords)
+
+    owner.__init__ = checked  # type: ignore[method-assign]
+    return owner
 
 
 def check_fields(options: Any, checks: Mapping[str, Check], prefix: str = "") -> None:
@@ -146,13 +171,14 @@ def items_of(
     )
 
 
-def number_of(name: str, value: object, error: type[GraphRTError] = InvalidOptionError) -> float:
-    """`value` as a Python number that is not negative; raises `error` for anything else."""
+def number_of(name: str, value: object, what: str) -> float:
+    """`value`, which is `what`, as a Python number that is not negative; raises
+    `InvalidOptionError` for anything else."""
     plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
     if isinstance(plain, bool) or not isinstance(plain, (int, float)) or not plain >= 0:
-        raise error(
-            f"{name} must be a number and cannot be negative",
-            got=repr(value)[:200],
+        raise InvalidOptionError(
+            f"{what} must be a number and cannot be negative",
+            got=f"{name}={value!r}"[:200],
             expected="a number >= 0",
             advice=f"{name}=1",
         )

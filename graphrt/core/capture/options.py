@@ -13,6 +13,7 @@ from graphrt.core.base import (
     check_keys,
     choice,
     flag,
+    only_known,
     operators,
     optional,
     padding_ratio,
@@ -25,6 +26,7 @@ from graphrt.core.base import (
 _MIB = 1 << 20
 
 
+@only_known
 @dataclass(frozen=True)
 class GraphOptions:
     """How graphs are captured and replayed. What batches there are is the `Plan`'s.

@@ -87,7 +87,7 @@ class GraphRunner(Uncopied):
         else:
             self.plan = plan.fitted_to(self.platform, compiled)
         if self.options.strict:
-            self.plan.resolution.refuse_steps()
+            self.plan.refuse_less()
         self.mode = self.plan.mode
         keys, sizes = self.plan.keys, self.plan.sizes
         self.inputs = StaticInputs(
