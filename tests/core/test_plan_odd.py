@@ -25,9 +25,11 @@ from graphrt import (
     GraphMode,
     GraphOptions,
     GraphRunner,
+    Host,
     InputSpec,
     Plan,
 )
+from graphrt.compile import CompileOptions
 from graphrt.core.base import (
     GraphRTError,
     InvalidBatchError,
@@ -127,7 +129,7 @@ def test_attention_is_a_level_or_its_name(level: Any) -> None:
     assert named.attention == {"flash": AttentionSupport.UNIFORM_BATCH}
 
 
-@pytest.mark.parametrize("owner", [GraphOptions, Plan, Budget, GraphCost])
+@pytest.mark.parametrize("owner", [GraphOptions, Plan, Budget, GraphCost, Host, CompileOptions])
 def test_an_unknown_keyword_is_a_named_error(owner: Any) -> None:
     with pytest.raises(InvalidOptionError, match="foo"):
         owner(foo=1)
