@@ -67,9 +67,8 @@ class GraphWrapper(Uncopied):
         None; a host with a context of its own builds one from it, once for each of its steps.
         A `breakable` PIECEWISE wrapper ends segments at `@eager_break` functions and at the
         operators in `options.breaks`, which are errors in one that is not. `hooks` are called
-        around each of its graphs.
-
-        Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidOptionError`.
+        around each of its graphs. Raises `InvalidModeError` unless the mode is PIECEWISE or FULL,
+        and `InvalidOptionError`.
         """
         check_callable("runnable", runnable)
         check_kind("pool", pool, GraphPool)
@@ -105,9 +104,8 @@ class GraphWrapper(Uncopied):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the runnable, as the context says; returns what it returns.
 
-        Tensor arguments must be where the capture found them. Raises `PoolBusyError`,
-        `CaptureError`, with `strict` `CaptureSealedError` and `MissingGraphError`,
-        `StaleInputError` and what updates of tasks raise.
+        Tensor arguments must be where the capture found them. Raises `PoolBusyError`, what is a
+        `CaptureError` (two only if `strict`), `StaleInputError` and what updates of tasks raise.
         """
         hot = self._hot
         context = hot.read_context()
