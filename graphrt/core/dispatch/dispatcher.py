@@ -168,11 +168,7 @@ class GraphDispatcher:
 
         Contexts are used again, so one thread at a time may do this with one dispatcher.
         """
-        try:
-            slot = self._hit(batch)
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            check_batch(batch, error)
-            raise
+        slot = self._hit(batch)
         if slot >= 0:
             context = self._contexts[slot]
             if context.token is None:
