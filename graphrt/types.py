@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.batch import AllowedCapture, Axis
+from graphrt.core.batch import AllowedCapture, Announcer, Axis
 from graphrt.core.inputs import OutputAxes
 from graphrt.core.plan import (
     CaptureSizes,
@@ -27,6 +27,7 @@ from graphrt.core.trust import Parameters, Tensors
 
 __all__ = [
     "AllowedCapture",
+    "Announcer",
     "AroundCapture",
     "Axis",
     "Bind",

@@ -6,6 +6,7 @@ import re
 import runpy
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,11 +49,29 @@ def test_attention_in_the_graph_runs_as_it_stands(capsys):
     assert capsys.readouterr().out == "FULL_AND_PIECEWISE FULL\n"
 
 
-def test_a_host_with_wrappers_of_its_own_runs_as_it_stands():
-    names: dict[str, object] = {}
+def test_a_host_with_wrappers_of_its_own_runs_as_it_stands(capsys):
+    names: dict[str, Any] = {}
     exec(compile(example_with("GraphDispatcher("), "README.md", "exec"), names)
+    assert capsys.readouterr().out == "1 0\n"
     assert names["found"].reason.name == "HIT"
     assert len(names["wrapper"].entries) == 1
+    expected = names["model"](names["static_input"].fill_(2.0)).clone()
+
+    def eagerly(*args: Any) -> None:
+        raise AssertionError("it was not replayed")
+
+    names["model"].forward = eagerly
+    with names["dispatcher"].step(names["Batch"](3, 3, 1)):
+        assert names["torch"].equal(names["wrapper"](names["static_input"]), expected)
+
+
+def test_without_lazy_capture_the_same_host_is_told_that_nothing_is_replayed():
+    code = example_with("GraphDispatcher(").replace("lazy=True", "")
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    counts = names["dispatcher"].counts()
+    assert (counts[names["Reason"].HIT], counts[names["Reason"].MISSING_GRAPH]) == (0, 1)
+    assert names["wrapper"].eager_calls[names["Reason"].MISSING_GRAPH] == 2
 
 
 def test_the_compiled_model_runs_as_it_stands(capsys, tmp_path):

@@ -12,6 +12,7 @@ from graphrt.core.base import (
     check_keys,
     choice,
     flag,
+    only_known,
     operators,
     optional,
     sequence,
@@ -20,6 +21,7 @@ from graphrt.core.base import (
 )
 
 
+@only_known
 @dataclass(frozen=True)
 class CompileOptions:
     """Settings of `graphrt.compile`.

@@ -44,7 +44,7 @@ OPTIONS = st.builds(
     launch=st.sampled_from(["graph", "eager"]),
     check_addresses=st.booleans(),
     state_limit_bytes=st.integers(0, 1 << 40),
-    max_padding=st.none() | st.floats(0, 1e9),
+    max_padding=st.none() | st.floats(1, 1e9),
 )
 
 
@@ -163,6 +163,7 @@ WRONG = [
     ("check_addresses", None),
     ("state_limit_bytes", "64MiB"),
     ("max_padding", -0.1),
+    ("max_padding", 0.5),
     ("max_padding", float("nan")),
     ("max_padding", "1"),
     ("max_padding", False),

@@ -106,6 +106,14 @@ def test_ladder_is_the_definition(reqs: int, q: int, limit: int) -> None:
     assert list(got) == sorted(n * q for n in counts if n * q <= top)
 
 
+def possible(
+    tokens: int, query_lens: list[int], own: list[int] | None
+) -> tuple[int, list[int] | None]:
+    """Without what is refused: requests and sizes that are larger than the largest batch."""
+    tokens = max(tokens, *query_lens)
+    return tokens, own and ([size for size in own if size <= tokens] or [tokens])
+
+
 def assert_sizes(sizes: tuple[int, ...]) -> None:
     assert list(sizes) == sorted(set(sizes))
     assert all(size >= 1 for size in sizes)
@@ -115,6 +123,7 @@ def assert_sizes(sizes: tuple[int, ...]) -> None:
 def test_plan_properties(
     reqs: int, tokens: int, query_lens: list[int], own: list[int] | None, max_size: int | None
 ) -> None:
+    tokens, own = possible(tokens, query_lens, own)
     if own is not None and max_size is not None and own[0] > max_size:
         max_size = own[0]
     sizes = capture_sizes(
@@ -320,6 +329,7 @@ def test_unknown_mode() -> None:
 def test_capture_order(
     reqs: int, tokens: int, query_lens: list[int], own: list[int] | None, mode: GraphMode
 ) -> None:
+    tokens, own = possible(tokens, query_lens, own)
     sizes = capture_sizes(
         max_num_reqs=reqs, max_num_tokens=tokens, query_lens=query_lens, sizes=own
     )

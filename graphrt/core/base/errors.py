@@ -184,7 +184,8 @@ class FrozenMetadataError(CaptureError):
 
 
 class ResourceExhaustedError(CaptureError):
-    """The device ran out of memory, streams or graphs in the middle of a capture."""
+    """The device ran out of memory, streams or graphs in the middle of a capture, or a plan's
+    budget is too small for all of its graphs (`strict`)."""
 
 
 class StreamBudgetError(ResourceExhaustedError):
@@ -221,6 +222,10 @@ class CaptureSealedError(CaptureError):
 
 class OutputError(CaptureError):
     """What a forward returns cannot be handed out, or not be cut to the live rows."""
+
+
+class MissingGraphError(CaptureError):
+    """A step was announced as one of a graph that the wrapper does not have (`strict`)."""
 
 
 class UnannouncedModuleError(CaptureError):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
-from graphrt.core.base.errors import InvalidOptionError
+import torch
+
+from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+
+T = TypeVar("T")
 
 Check = Callable[[str, object], object]
 """Takes the option's name and its value; raises `InvalidOptionError`."""
@@ -33,6 +40,27 @@ def check_keys(
                 advice=_nearest(name, [*known, *like])
                 or "see `GraphOptions` for what each option does",
             )
+
+
+def only_known(owner: type[T]) -> type[T]:
+    """A class whose unknown keywords are an `InvalidOptionError`, not Python's `TypeError`."""
+    init = owner.__init__
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in known:
+                raise InvalidOptionError(
+                    f"{owner.__name__} has no argument {name!r}",
+                    got=f"{name}={keywords[name]!r}"[:200],
+                    expected=", ".join(known),
+                    advice=_nearest(name, known),
+                )
+        init(self, *args, **keywords)
+
+    owner.__init__ = checked  # type: ignore[method-assign]
+    return owner
 
 
 def check_fields(options: Any, checks: Mapping[str, Check], prefix: str = "") -> None:
@@ -98,10 +126,69 @@ def whole(least: int, example: int) -> Check:
     return check
 
 
-def ratio(key: str, value: object) -> object:
+def count_of(
+    name: str,
+    value: object,
+    *,
+    least: int | None = None,
+    error: type[GraphRTError] = InvalidOptionError,
+) -> int:
+    """`value` as an int: what counts is an integer, of Python, NumPy, or in a tensor of one.
+
+    Raises `error` for anything else (floats and bools too) and for less than `least`.
+    """
+    number: int | None = None
+    if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
+        try:
+            number = operator.index(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+    if number is None or (least is not None and number < least):
+        raise error(
+            f"{name} must be an integer" if least is None else f"{name} must be at least {least}",
+            got=repr(value)[:200],
+            expected="an integer" if least is None else f"an integer >= {least}",
+            advice=f"{name}={1 if least is None else max(least, 1)}",
+        )
+    return number
+
+
+def items_of(
+    name: str, value: object, example: str, error: type[GraphRTError] = InvalidOptionError
+) -> tuple[Any, ...]:
+    """What a list, a tuple or anything else that can be read once holds, but not a string's
+    letters; raises `error`."""
+    if not isinstance(value, (str, bytes)):
+        try:
+            return tuple(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise error(
+        f"{name} must be a list",
+        got=repr(value)[:200],
+        expected=f"a list, such as {example}",
+        advice=f"{name}={example}",
+    )
+
+
+def number_of(name: str, value: object, what: str) -> float:
+    """`value`, which is `what`, as a Python number that is not negative; raises
+    `InvalidOptionError` for anything else."""
+    plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    if isinstance(plain, bool) or not isinstance(plain, (int, float)) or not plain >= 0:
+        raise InvalidOptionError(
+            f"{what} must be a number and cannot be negative",
+            got=f"{name}={value!r}"[:200],
+            expected="a number >= 0",
+            advice=f"{name}=1",
+        )
+    return plain
+
+
+def padding_ratio(key: str, value: object) -> object:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type,operator]
-        raise wrong_type(key, value, "a number >= 0", f"{key}=0.5")
+    if not number or not math.isfinite(value) or value < 1:  # type: ignore[arg-type,operator]
+        raise wrong_type(key, value, "a number >= 1, as a graph has no fewer tokens", f"{key}=1.5")
     return float(value)  # type: ignore[arg-type]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token, copy_context
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from graphrt.core.base import InvalidModeError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
@@ -39,6 +38,13 @@ class AllowedCapture(Protocol):
         """Note that `owner` captured something, which `undo` takes back."""
 
 
+class Announcer(Protocol):
+    """What announced a step as one of a graph, and is told where the graph was not replayed."""
+
+    def not_replayed(self, context: ForwardContext) -> None:
+        """Note that a wrapper ran the step of this context eagerly, as it has no graph for it."""
+
+
 class ForwardContext:
     """One step: its runtime mode, the descriptor of its graph, and its task updates.
 
@@ -49,7 +55,7 @@ class ForwardContext:
     `num_reqs` is the padded number of requests where the descriptor leaves it open. `query_len` is
     how many tokens each request of the live batch has, None where they differ or nobody said: a
     graph of mixed batches serves uniform ones too, which eager parts may run faster; None where a
-    graph is captured.
+    graph is captured. `dispatcher` is told by wrappers that have no graph for the step.
 
     Entering it makes it `current_context()` for this thread. It may be entered again after it was
     left, which is another step; `token` is unique to one step and None outside of one.
@@ -58,6 +64,7 @@ class ForwardContext:
     __slots__ = (
         "capture",
         "descriptor",
+        "dispatcher",
         "enlist",
         "metadata",
         "mode",
@@ -78,7 +85,9 @@ class ForwardContext:
         capture: AllowedCapture | None = None,
         num_reqs: int | None = None,
         query_len: int | None = None,
+        dispatcher: Announcer | None = None,
     ) -> None:
+        self.dispatcher = dispatcher
         self.num_reqs = num_reqs
         self.query_len = query_len
         self.mode = mode
@@ -122,22 +131,25 @@ def forward_context(
     metadata: Any = None,
     num_reqs: int | None = None,
     query_len: int | None = None,
+    dispatcher: Announcer | None = None,
 ) -> ForwardContext:
     """A context to run one step in: `with forward_context(mode, descriptor): model(...)`.
 
     `num_reqs` (padded) and `query_len` (of a uniform live batch) are for graphs of mixed batches.
+    `dispatcher` is the `GraphDispatcher` that found the graph, which counts the step anew where a
+    wrapper cannot replay it (`GraphDispatcher.step` makes such a context).
     Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL.
     """
-    mode = GraphMode.parse(mode)
-    if not mode.is_runtime_mode:
-        raise InvalidModeError(
-            "a step runs in one runtime mode",
-            got=mode.name,
-            expected="NONE, PIECEWISE or FULL",
-            advice="pass the mode that GraphDispatcher.dispatch() returned",
-        )
+    mode = GraphMode.parse_runtime(mode, "a step runs in one runtime mode")
     return ForwardContext(
-        mode, descriptor, slot, updates, metadata, num_reqs=num_reqs, query_len=query_len
+        mode,
+        descriptor,
+        slot,
+        updates,
+        metadata,
+        num_reqs=num_reqs,
+        query_len=query_len,
+        dispatcher=dispatcher,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graphrt.core.base import InvalidBatchError
+from graphrt.core.base import InvalidBatchError, count_of, items_of
 from graphrt.core.batch.modes import GraphMode
 
 
@@ -34,6 +34,8 @@ class BatchDescriptor:
     variant: Hashable = None
 
     def __post_init__(self) -> None:
+        if not self._is_plain():
+            self._make_plain()
         if self.num_tokens < 1:
             raise InvalidBatchError(
                 "a descriptor needs at least one token", got=self.num_tokens, expected=">= 1"
@@ -45,6 +47,10 @@ class BatchDescriptor:
         if self.num_active_loras < 0:
             raise InvalidBatchError(
                 "num_active_loras cannot be negative", got=self.num_active_loras, expected=">= 0"
+            )
+        if self.query_len is not None and self.query_len < 1:
+            raise InvalidBatchError(
+                "query_len must be positive, or None for none", got=self.query_len, expected=">= 1"
             )
         if self.num_active_loras and not self.has_lora:
             object.__setattr__(self, "has_lora", True)
@@ -62,6 +68,37 @@ class BatchDescriptor:
                 got=f"{self.num_tokens} tokens, query length {self.query_len}",
                 expected="num_tokens divisible by query_len",
             )
+
+    def _is_plain(self) -> bool:
+        """Whether all numbers are ints already, as those of every batch that is dispatched are."""
+        reqs, query_len, variant = self.num_reqs, self.query_len, self.variant
+        return (
+            type(self.num_tokens) is int
+            and (reqs is None or type(reqs) is int)
+            and (query_len is None or type(query_len) is int)
+            and type(self.num_active_loras) is int
+            and type(self.uniform) is bool
+            and type(self.has_lora) is bool
+            and plain_bounds(self.bounds)
+            and (variant is None or type(variant) is str)
+        )
+
+    def _make_plain(self) -> None:
+        plain = {
+            "num_tokens": count_of("num_tokens", self.num_tokens, error=InvalidBatchError),
+            "num_reqs": checked_count("num_reqs", self.num_reqs),
+            "query_len": checked_count("query_len", self.query_len),
+            "num_active_loras": count_of(
+                "num_active_loras", self.num_active_loras, error=InvalidBatchError
+            ),
+            "bounds": checked_bounds(self.bounds),
+            "variant": checked_variant(self.variant),
+            "uniform": _checked_flag("uniform", self.uniform),
+            "has_lora": _checked_flag("has_lora", self.has_lora),
+        }
+        for name, value in plain.items():
+            # The only way to set a field of a frozen dataclass.
+            object.__setattr__(self, name, value)
 
     @property
     def lora_capacity(self) -> float:
@@ -85,19 +122,94 @@ class BatchDescriptor:
         return " ".join(parts)
 
 
-class Batch(NamedTuple):
+class _Fields(NamedTuple):
+    num_tokens: int
+    num_reqs: int | None
+    query_len: int | None
+    bounds: tuple[int, ...]
+    num_active_loras: int
+    variant: Hashable
+    exclude: frozenset[GraphMode]
+
+
+_NO_MODES: frozenset[GraphMode] = frozenset()
+_new_tuple = tuple.__new__
+
+
+class Batch(_Fields):
     """What the host knows about this step; a tuple, because one is built for every step.
 
     `num_tokens` (at least 1) and `num_reqs` (None: unknown) count what is live. `query_len` is the
     tokens of each request when all have equally many, else None. `bounds` are what this step needs
     of a graph's bounds, in their order. `num_active_loras` and `variant` are as in the descriptor.
     `exclude` holds runtime modes that must not serve this batch (cascade attention: FULL).
+
+    The counts are ints, or integers of NumPy or in tensors, which become ints here. Raises
+    `InvalidBatchError` for others; what the rest holds is looked at when it is dispatched.
     """
 
-    num_tokens: int
-    num_reqs: int | None = None
-    query_len: int | None = None
-    bounds: tuple[int, ...] = ()
-    num_active_loras: int = 0
-    variant: Hashable = None
-    exclude: frozenset[GraphMode] = frozenset()
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        num_tokens: int,
+        num_reqs: int | None = None,
+        query_len: int | None = None,
+        bounds: tuple[int, ...] = (),
+        num_active_loras: int = 0,
+        variant: Hashable = None,
+        exclude: frozenset[GraphMode] = _NO_MODES,
+    ) -> Batch:
+        if (
+            type(num_tokens) is not int
+            or (num_reqs is not None and type(num_reqs) is not int)
+            or (query_len is not None and type(query_len) is not int)
+        ):
+            num_tokens = count_of("num_tokens", num_tokens, error=InvalidBatchError)
+            num_reqs = checked_count("num_reqs", num_reqs)
+            query_len = checked_count("query_len", query_len)
+        return _new_tuple(
+            cls, (num_tokens, num_reqs, query_len, bounds, num_active_loras, variant, exclude)
+        )
+
+
+def plain_bounds(bounds: object) -> bool:
+    """Whether bounds are a tuple of ints."""
+    return type(bounds) is tuple and (
+        not bounds or all([type(bound) is int for bound in bounds])  # noqa: C419 - it is faster
+    )
+
+
+def checked_count(name: str, value: object) -> int | None:
+    """A count as an int, or None; raises `InvalidBatchError` for anything else."""
+    return None if value is None else count_of(name, value, error=InvalidBatchError)
+
+
+def checked_bounds(bounds: object) -> tuple[int, ...]:
+    """Bounds as a tuple of ints; raises `InvalidBatchError` for anything else."""
+    listed = items_of("bounds", bounds, "(4096,)", InvalidBatchError)
+    return tuple(count_of("a bound", bound, error=InvalidBatchError) for bound in listed)
+
+
+def checked_variant(variant: Hashable) -> Hashable:
+    """The variant itself; raises `InvalidBatchError` where it cannot be hashed."""
+    try:
+        hash(variant)
+    except TypeError as error:
+        raise InvalidBatchError(
+            "a variant must be hashable, to tell two graphs apart by it",
+            got=repr(variant)[:200],
+            expected="a string, an int, or a tuple of them",
+            advice="name the variant with a string",
+        ) from error
+    return variant
+
+
+def _checked_flag(name: str, value: object) -> bool:
+    if str(getattr(value, "dtype", "")).endswith("bool"):
+        return bool(value)
+    if not isinstance(value, bool):
+        raise InvalidBatchError(
+            f"{name} is a flag", got=repr(value)[:200], expected="True or False"
+        )
+    return value

@@ -42,6 +42,23 @@ class GraphMode(enum.Enum):
                 advice='mode="FULL_AND_PIECEWISE"',
             ) from None
 
+    @classmethod
+    def parse_runtime(cls, value: GraphMode | str, what: str) -> GraphMode:
+        """Like `parse`, of a mode that one step can run in; `what` is for the message.
+
+        Raises `InvalidModeError` for the others, such as FULL_AND_PIECEWISE.
+        """
+        mode = cls.parse(value)
+        if not mode.is_runtime_mode:
+            raise InvalidModeError(
+                what,
+                got=mode.name,
+                expected="NONE, PIECEWISE or FULL",
+                advice=f"{mode.name} is for hosts: its steps run in "
+                + " or ".join(each.name for each in mode.runtime_modes),
+            )
+        return mode
+
     @property
     def decode_mode(self) -> GraphMode:
         """The runtime mode of a uniform decode batch."""
@@ -99,6 +116,20 @@ class AttentionSupport(enum.IntEnum):
     UNIFORM_SINGLE_TOKEN_DECODE = 1
     UNIFORM_BATCH = 2
     ALWAYS = 3
+
+    @classmethod
+    def parse(cls, value: AttentionSupport | str | int) -> AttentionSupport:
+        """A level from itself, its number or its name in any case; raises `InvalidOptionError`."""
+        if isinstance(value, str) and value.strip().upper() in cls.__members__:
+            return cls[value.strip().upper()]
+        if isinstance(value, int) and not isinstance(value, bool) and value in list(cls):
+            return cls(value)
+        raise InvalidOptionError(
+            "unknown level of attention support",
+            got=repr(value)[:200],
+            expected=", ".join(cls.__members__),
+            advice="attention=AttentionSupport.UNIFORM_BATCH",
+        )
 
 
 class PieceProvider(enum.Enum):

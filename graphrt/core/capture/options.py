@@ -13,9 +13,10 @@ from graphrt.core.base import (
     check_keys,
     choice,
     flag,
+    only_known,
     operators,
     optional,
-    ratio,
+    padding_ratio,
     read_json,
     read_settings,
     whole,
@@ -25,6 +26,7 @@ from graphrt.core.base import (
 _MIB = 1 << 20
 
 
+@only_known
 @dataclass(frozen=True)
 class GraphOptions:
     """How graphs are captured and replayed. What batches there are is the `Plan`'s.
@@ -43,8 +45,8 @@ class GraphOptions:
     Of runners alone: `warmups` is how often a forward runs before it is captured; with
     `warm_up_each=False` only the largest graph of each kind is warmed up, and another one only if
     its capture fails without. `launch="eager"` runs every step eagerly, padded as its graph would
-    be. `max_padding` is the largest ratio of a graph's tokens to the batch's. `state_limit_bytes`
-    is how much declared state is saved.
+    be. `max_padding` is the largest ratio of a graph's tokens to the batch's, 1 or more.
+    `state_limit_bytes` is how much declared state is saved.
 
     Values are checked when the options are made; raises `InvalidOptionError`.
     """
@@ -109,6 +111,6 @@ _CHECKS: dict[str, Check] = {
     "warmups": whole(0, 1),
     "warm_up_each": flag,
     "launch": choice("graph", "eager"),
-    "max_padding": optional(ratio),
+    "max_padding": optional(padding_ratio),
     "state_limit_bytes": whole(0, 64 * _MIB),
 }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import CaptureSealedError
+from collections.abc import Collection
+
+from graphrt.core.base import CaptureSealedError, MissingGraphError
+from graphrt.core.batch import BatchDescriptor, ForwardContext
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.dispatch import Reason
 
 
 class Sealing:
@@ -35,6 +39,32 @@ class Sealing:
     def refuses(self) -> bool:
         """Whether a step that should have a graph may not run eagerly."""
         return self._strict and self.closed
+
+    def miss(self, context: ForwardContext, held: Collection[BatchDescriptor]) -> Reason:
+        """Why a wrapper that has the graphs `held` runs a step of its own mode eagerly.
+
+        What announced the step is told. Strictly, raises `CaptureSealedError` for a descriptor that
+        nobody found a graph for, and `MissingGraphError` for a graph that must be here.
+        """
+        known = ", ".join(map(str, held)) or "no graphs at all"
+        if context.dispatcher is not None:
+            context.dispatcher.not_replayed(context)
+        if self.closed and context.slot < 0:
+            self.refuse(
+                "a graph would have to be captured after seal()",
+                got=context.descriptor,
+                expected=known,
+            )
+            return Reason.SEALED
+        if self._strict:
+            raise MissingGraphError(
+                "a wrapper has no graph for the step that its context announces",
+                got=f"{context.mode.name} [{context.descriptor}], slot {context.slot}",
+                expected=known,
+                advice="capture before publish(), allow GraphOptions(lazy=True), or use "
+                "strict=False to run it eagerly",
+            )
+        return Reason.MISSING_GRAPH
 
     def refuse(self, what: str, *, got: object, expected: str) -> None:
         """Raise `CaptureSealedError` if a step that should have a graph may not run eagerly."""

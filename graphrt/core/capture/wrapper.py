@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, InvalidModeError, Uncopied, check_callable, tree
+from graphrt.core.base import (
+    CaptureError,
+    InvalidModeError,
+    Uncopied,
+    check_callable,
+    check_kind,
+    tree,
+)
 from graphrt.core.batch import (
     BatchDescriptor,
     ForwardContext,
@@ -60,11 +67,12 @@ class GraphWrapper(Uncopied):
         None; a host with a context of its own builds one from it, once for each of its steps.
         A `breakable` PIECEWISE wrapper ends segments at `@eager_break` functions and at the
         operators in `options.breaks`, which are errors in one that is not. `hooks` are called
-        around each of its graphs.
-
-        Raises `InvalidModeError` unless the mode is PIECEWISE or FULL.
+        around each of its graphs. Raises `InvalidModeError` unless the mode is PIECEWISE or FULL,
+        and `InvalidOptionError`.
         """
         check_callable("runnable", runnable)
+        check_kind("pool", pool, GraphPool)
+        check_kind("options", options, GraphOptions)
         self.runnable = runnable
         self.runtime_mode = GraphMode.parse(runtime_mode)
         if self.runtime_mode not in (GraphMode.FULL, GraphMode.PIECEWISE):
@@ -81,6 +89,7 @@ class GraphWrapper(Uncopied):
         if self.options.share_executables:
             self.pool.platform.require(Capability.EXEC_DEDUP, "share_executables")
         self.calls_without_context = 0
+        self.calls_without_graph = 0
         self.eager_calls_after_seal = 0
         self.failed_updates = 0
         self.last_failed_update: str | None = None
@@ -95,8 +104,8 @@ class GraphWrapper(Uncopied):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the runnable, as the context says; returns what it returns.
 
-        Tensor arguments must be where the capture found them. Raises `PoolBusyError`,
-        `CaptureError`, `CaptureSealedError`, `StaleInputError` and what updates of tasks raise.
+        Tensor arguments must be where the capture found them. Raises `PoolBusyError`, what is a
+        `CaptureError` (two only if `strict`), `StaleInputError` and what updates of tasks raise.
         """
         hot = self._hot
         context = hot.read_context()
@@ -176,6 +185,7 @@ class GraphWrapper(Uncopied):
     def eager_calls(self) -> dict[Reason, int]:
         """How many calls ran eagerly though a context was missing, a graph was, or failed."""
         return {
+            Reason.MISSING_GRAPH: self.calls_without_graph,
             Reason.NO_CONTEXT: self.calls_without_context,
             Reason.SEALED: self.eager_calls_after_seal,
             Reason.UPDATE_FAILED: self.failed_updates,
@@ -252,12 +262,9 @@ class GraphWrapper(Uncopied):
             return self.runnable(*args, **kwargs)
         allowed = context.capture is not None or self._sealing.may_capture
         if descriptor is None or not allowed:
-            self._sealing.refuse(
-                "a graph would have to be captured after seal()",
-                got=descriptor,
-                expected=", ".join(map(str, self._entries)) or "no graphs at all",
-            )
-            self.eager_calls_after_seal += self._sealing.closed
+            reason = self._sealing.miss(context, self._entries)
+            self.eager_calls_after_seal += reason is Reason.SEALED
+            self.calls_without_graph += reason is Reason.MISSING_GRAPH
             return self.runnable(*args, **kwargs)
         return self._capture(context, descriptor, args, kwargs)
 

@@ -1,6 +1,7 @@
 """Which captured graph serves a batch."""
 
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.index import preferred
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.dispatch.uniform import live_query_len
 
@@ -9,4 +10,5 @@ __all__ = [
     "GraphDispatcher",
     "Reason",
     "live_query_len",
+    "preferred",
 ]

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
-from graphrt.core.base import InvalidBatchError
+from graphrt.core.base import InvalidBatchError, InvalidModeError
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, graphs_off
-from graphrt.core.dispatch.index import BEST_FIRST, GraphIndex, Table, serves
+from graphrt.core.dispatch.index import BEST_FIRST, GraphIndex, PlainTables, serves
+from graphrt.core.dispatch.limits import NO_MODES, Limits, checked_ratio, limits_of
 from graphrt.core.dispatch.reasons import OF_BATCHES, Dispatch, Reason
-from graphrt.core.dispatch.uniform import check_batch, checked_uniform, live_query_len, unpadded
+from graphrt.core.dispatch.uniform import (
+    checked_batch,
+    checked_uniform,
+    live_query_len,
+    unpadded,
+)
 
-
-class _Limits(NamedTuple):
-    """What one batch may have: not these modes, at least so many tokens, at most this level."""
-
-    banned: frozenset[GraphMode]
-    tokens: int
-    highest: int
-    max_padding: float | None
-
-    def wasted_by(self, found: Dispatch) -> bool:
-        ratio = self.max_padding
-        return ratio is not None and found.descriptor.num_tokens > self.tokens * ratio
-
-
-_LEVEL = {GraphMode.NONE: 0, GraphMode.PIECEWISE: 1, GraphMode.FULL: 2}
-_NO_MODES: frozenset[GraphMode] = frozenset()
+# What a look into a table raises for batches that are not in it, or not what they should be.
+_NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
 
 
 class GraphDispatcher:
@@ -34,19 +27,22 @@ class GraphDispatcher:
     FULL before PIECEWISE, tokens, active LoRAs, uniform before general, bounds, requests.
 
     Graphs are reserved when they are planned and published when all their wrappers have captured.
+    Threads may dispatch while another one publishes and withdraws: each dispatch that begins after
+    a `publish` or `withdraw` has returned knows of it.
     """
 
     def __init__(self, mode: GraphMode | str, *, max_padding: float | None = None) -> None:
-        """`max_padding` is the largest allowed ratio of a graph's tokens to the batch's.
+        """`max_padding` (>= 1) is the largest allowed ratio of a graph's tokens to the batch's.
 
         With `GRAPHRT_MODE=NONE` in the environment no graph serves a batch. Raises
-        `InvalidModeError`.
+        `InvalidModeError` and `InvalidOptionError`.
         """
         self.mode = GraphMode.parse(mode)
         self._off = graphs_off()
         if self._off:
             self.mode = GraphMode.NONE
-        self.max_padding = max_padding
+        self.max_padding = checked_ratio(max_padding)
+        self._lock = threading.RLock()
         self._graphs: list[Dispatch] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
@@ -54,103 +50,116 @@ class GraphDispatcher:
         self._contexts: list[ForwardContext] = []
         self._last_context = ForwardContext(GraphMode.NONE)
         self._misses: dict[Reason, int] = dict.fromkeys(OF_BATCHES, 0)
+        self._missing: dict[int, int] = {}
+        self._told: object = None
         self._reindex()
 
-    def reserve(self, mode: GraphMode, descriptor: BatchDescriptor) -> int:
-        """The slot of a planned graph; the same one when it is reserved again."""
+    def reserve(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> int:
+        """The slot of a planned graph; the same one when it is reserved again.
+
+        Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidBatchError` for
+        what is no descriptor.
+        """
+        mode = GraphMode.parse(mode)
+        if mode not in BEST_FIRST:
+            raise InvalidModeError(
+                "a graph is captured and served in one runtime mode",
+                got=mode.name,
+                expected="PIECEWISE or FULL",
+                advice="pass the mode that the graph was captured in",
+            )
+        if not isinstance(descriptor, BatchDescriptor):
+            raise InvalidBatchError(
+                "a graph is named by its descriptor",
+                got=repr(descriptor)[:200],
+                expected="BatchDescriptor(num_tokens, num_reqs, ...)",
+                advice="BatchDescriptor(num_tokens=4)",
+            )
         key = (mode, descriptor)
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = self._slots[key] = len(self._graphs)
-            self._graphs.append(Dispatch(mode, descriptor, Reason.HIT, slot))
-            self._hits.append(0)
-            self._contexts.append(ForwardContext(mode, descriptor, slot))
-        return slot
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is None:
+                slot = len(self._graphs)
+                self._hits.append(0)
+                self._contexts.append(ForwardContext(mode, descriptor, slot, dispatcher=self))
+                self._graphs.append(Dispatch(mode, descriptor, Reason.HIT, slot))
+                self._slots[key] = slot
+            return slot
 
-    def publish(self, mode: GraphMode, descriptor: BatchDescriptor) -> Dispatch:
-        """Serve batches with this graph from now on; returns what they are told."""
-        slot = self.reserve(mode, descriptor)
-        if not self._off:
-            self._published.add(slot)
+    def publish(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> Dispatch:
+        """Serve batches with this graph from now on; returns what they are told.
+
+        Raises what `reserve` does.
+        """
+        with self._lock:
+            slot = self.reserve(mode, descriptor)
+            if not self._off:
+                self._published.add(slot)
+                self._reindex()
+            return self._graphs[slot]
+
+    def withdraw(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> None:
+        """Stop serving batches with this graph; it stays reserved. Raises what `reserve` does."""
+        with self._lock:
+            self._published.discard(self.reserve(mode, descriptor))
             self._reindex()
-        return self._graphs[slot]
-
-    def withdraw(self, mode: GraphMode, descriptor: BatchDescriptor) -> None:
-        """Stop serving batches with this graph; it stays reserved."""
-        self._published.discard(self.reserve(mode, descriptor))
-        self._reindex()
 
     def withdraw_all(self) -> None:
         """Stop serving; every graph stays reserved."""
-        self._published.clear()
-        self._reindex()
+        with self._lock:
+            self._published.clear()
+            self._reindex()
 
     def planned_for(
         self,
         batch: Batch,
         *,
         at_least: int = 0,
-        at_most_mode: GraphMode | None = None,
+        at_most_mode: GraphMode | str | None = None,
     ) -> Dispatch | None:
-        """The best graph for `batch` among those that are reserved but not published."""
-        highest = 2 if at_most_mode is None else _LEVEL[at_most_mode]
-        banned = {GraphMode.parse(mode) for mode in batch.exclude}
-        modes = [m for m in BEST_FIRST if m not in banned and _LEVEL[m] <= highest]
-        tokens = max(batch.num_tokens, at_least)
-        planned = GraphIndex(self._planned(batch))
-        found = (self._find(batch, tokens, mode, planned) for mode in modes)
-        return next((graph for graph in found if graph is not None), None)
+        """The best graph for `batch` among those that are reserved but not published, and that
+        dispatch would take: None if it would pad more than allowed. Raises what `dispatch` does."""
+        batch = checked_batch(batch)
+        limits = limits_of(batch, NO_MODES, at_least, at_most_mode, self.max_padding)
+        planned = GraphIndex(self._planned(batch, self._built()))
+        return self._best(batch, limits, planned)
 
     @property
     def published(self) -> tuple[Dispatch, ...]:
         """The graphs that serve batches, in the order they were reserved."""
-        return tuple(self._graphs[slot] for slot in sorted(self._published))
+        with self._lock:
+            return tuple(self._graphs[slot] for slot in sorted(self._published))
 
     def dispatch(
         self,
         batch: Batch,
         *,
-        exclude: Collection[GraphMode] = _NO_MODES,
+        exclude: Collection[GraphMode | str] = NO_MODES,
         at_least: int = 0,
-        at_most_mode: GraphMode | None = None,
+        at_most_mode: GraphMode | str | None = None,
         max_padding: float | None = None,
     ) -> Dispatch:
         """The best captured graph for `batch`, else NONE with the unpadded batch and the reason.
 
-        `exclude` takes runtime modes out for this batch. `at_least` (tokens) and `at_most_mode`
-        take what ranks have agreed on. Never raises for a batch of at least one token; raises
-        `InvalidBatchError` for one of none.
+        `exclude` takes runtime modes out for this batch. `at_least` (tokens) and `at_most_mode` (a
+        runtime mode) take what ranks have agreed on. Never raises for a batch of at least one
+        token; raises `InvalidBatchError` for one of none, or with counts that are no integers, and
+        `InvalidModeError` and `InvalidOptionError` for limits that are none.
         """
-        # Free where nothing goes wrong: what is no batch shows when it is read.
-        try:
-            if not (exclude or at_least or at_most_mode is not None or max_padding is not None):
-                slot = self._hit(batch)
-                if slot >= 0:
-                    return self._graphs[slot]
-            tokens = batch.num_tokens
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            check_batch(batch, error)
-            raise
-        if tokens < 1:
-            raise InvalidBatchError(
-                "a batch needs at least one token",
-                got=batch.num_tokens,
-                expected="num_tokens >= 1",
-                advice="skip the step when nothing is scheduled",
-            )
-        limits = _Limits(
-            frozenset(GraphMode.parse(mode) for mode in (*exclude, *batch.exclude)),
-            max(batch.num_tokens, at_least),
-            _LEVEL[GraphMode.FULL if at_most_mode is None else GraphMode.parse(at_most_mode)],
-            self.max_padding if max_padding is None else max_padding,
-        )
-        for mode in BEST_FIRST:
-            if mode not in limits.banned and _LEVEL[mode] <= limits.highest:
-                found = self._find(batch, limits.tokens, mode)
-                if found is not None and not limits.wasted_by(found):
-                    self._hits[found.slot] += 1
-                    return found
-        reason = self._why_not(batch, limits)
+        if not (exclude or at_least or at_most_mode is not None or max_padding is not None):
+            slot = self._hit(batch)
+            if slot >= 0:
+                return self._graphs[slot]
+        batch = checked_batch(batch)
+        ratio = self.max_padding if max_padding is None else checked_ratio(max_padding)
+        limits = limits_of(batch, exclude, at_least, at_most_mode, ratio)
+        # One index for all of it: what is published meanwhile serves the next batch.
+        index = self._built()
+        found = self._best(batch, limits, index)
+        if found is not None:
+            self._hits[found.slot] += 1
+            return found
+        reason = self._why_not(batch, limits, index)
         self._misses[reason] += 1
         return Dispatch(GraphMode.NONE, unpadded(batch), reason)
 
@@ -159,11 +168,7 @@ class GraphDispatcher:
 
         Contexts are used again, so one thread at a time may do this with one dispatcher.
         """
-        try:
-            slot = self._hit(batch)
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            check_batch(batch, error)
-            raise
+        slot = self._hit(batch)
         if slot >= 0:
             context = self._contexts[slot]
             if context.token is None:
@@ -180,46 +185,69 @@ class GraphDispatcher:
             found = self._graphs[slot]
         else:
             found = self.dispatch(batch)
-        context = ForwardContext(found.mode, found.descriptor, found.slot, updates, metadata)
+        context = ForwardContext(
+            found.mode, found.descriptor, found.slot, updates, metadata, dispatcher=self
+        )
         if found.mode is GraphMode.PIECEWISE:
             context.query_len = live_query_len(batch)
         return context
 
+    def not_replayed(self, context: ForwardContext) -> None:
+        """Count the step of this context, which was announced as a HIT, as MISSING_GRAPH.
+
+        Wrappers say so, where the context has its `dispatcher`; of one step once.
+        """
+        step = context.token or context
+        with self._lock:
+            if step is not self._told and 0 <= context.slot < len(self._graphs):
+                self._told = step
+                self._missing[context.slot] = self._missing.get(context.slot, 0) + 1
+
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""
-        return {**self._misses, Reason.HIT: sum(self._hits)}
+        missing = sum(self._missing.values())
+        hits = sum(self._hits) - missing
+        return {**self._misses, Reason.HIT: hits, Reason.MISSING_GRAPH: missing}
 
-    def hits(self) -> dict[tuple[GraphMode, BatchDescriptor], int]:
-        """How many batches each reserved graph has served."""
-        return {key: self._hits[slot] for key, slot in self._slots.items()}
+    def hits(self, *, announced: bool = False) -> dict[tuple[GraphMode, BatchDescriptor], int]:
+        """How many batches each reserved graph has served; with `announced`, those too that a
+        wrapper could not replay."""
+        with self._lock:
+            missing = {} if announced else self._missing
+            return {
+                key: self._hits[slot] - missing.get(slot, 0) for key, slot in self._slots.items()
+            }
 
     def reset_counts(self) -> None:
         """Start counting anew."""
-        self._misses = dict.fromkeys(OF_BATCHES, 0)
-        self._hits = [0] * len(self._hits)
+        with self._lock:
+            self._misses = dict.fromkeys(OF_BATCHES, 0)
+            self._missing = {}
+            self._hits = [0] * len(self._hits)
 
     def _hit(self, batch: Batch) -> int:
         """The slot of the best graph where one look into a table finds it, else -1."""
-        num_tokens, num_reqs, query_len, bounds, loras, variant, excluded = batch
-        if (
-            loras
-            or bounds
-            or excluded
-            or variant is not None
-            or self.max_padding is not None
-            or num_tokens < 1
-        ):
-            return -1
-        if query_len is not None and (num_reqs is None or num_reqs * query_len != num_tokens):
-            num_reqs, query_len = checked_uniform(num_tokens, num_reqs, query_len)
         try:
-            limit, slot, more = self._plain.get(query_len, self._general)[num_tokens]
-        except IndexError:
-            return -1
-        if num_reqs is not None and num_reqs > limit:
-            slot = more.find(num_reqs)
-            if slot < 0:
+            num_tokens, num_reqs, query_len, bounds, loras, variant, excluded = batch
+            if (
+                loras
+                or bounds
+                or excluded
+                or variant is not None
+                or self.max_padding is not None
+                or num_tokens < 1
+            ):
                 return -1
+            if query_len is not None and (num_reqs is None or num_reqs * query_len != num_tokens):
+                num_reqs, query_len = checked_uniform(num_tokens, num_reqs, query_len)
+            limit, slot, more = self._plain[query_len][num_tokens]
+            if num_reqs is not None and num_reqs > limit:
+                slot = more.find(num_reqs)
+                if slot < 0:
+                    return -1
+        except _NOT_FOUND:
+            # No error is lost: what calls this looks again, and names what is wrong.
+            return -1
         self._hits[slot] += 1
         return slot
 
@@ -227,66 +255,78 @@ class GraphDispatcher:
         """Have the index built anew at the next dispatch: capture publishes graphs one by one."""
         self._index: GraphIndex | None = None
         # Empty tables make every look into them miss, and the search builds the index.
-        self._plain: dict[int | None, Table] = {}
-        self._general: Table = []
+        self._plain = PlainTables()
 
     def _built(self) -> GraphIndex:
         index = self._index
         if index is None:
-            index = GraphIndex(self.published)
-            self._plain = index.plain()
-            self._general = self._plain[None]
-            # Last: another thread that finds it set takes the tables for built.
-            self._index = index
+            # Under the lock of `publish`, or an index of before it could take the place of none.
+            with self._lock:
+                index = self._index
+                if index is None:
+                    index = GraphIndex(self.published)
+                    self._plain = index.plain()
+                    self._index = index
         return index
 
+    def _best(self, batch: Batch, limits: Limits, index: GraphIndex) -> Dispatch | None:
+        """The best graph of an index within the limits."""
+        for mode in limits.modes:
+            found = self._find(batch, limits.tokens, mode, index)
+            if found is not None and not limits.wasted_by(found):
+                return found
+        return None
+
     def _find(
-        self, batch: Batch, tokens: int, mode: GraphMode, index: GraphIndex | None = None
+        self, batch: Batch, tokens: int, mode: GraphMode, index: GraphIndex
     ) -> Dispatch | None:
-        """The best graph of one mode with at least `tokens` tokens, among the published ones."""
+        """The best graph of one mode with at least `tokens` tokens in an index."""
         reqs, query_len = batch.num_reqs, batch.query_len
         if query_len is not None:
             reqs, query_len = checked_uniform(batch.num_tokens, reqs, query_len)
-        slot = (index or self._built()).find(
+        slot = index.find(
             mode, tokens, reqs, query_len, batch.bounds, batch.num_active_loras, batch.variant
         )
         return None if slot < 0 else self._graphs[slot]
 
-    def _why_not(self, batch: Batch, limits: _Limits) -> Reason:
+    def _why_not(self, batch: Batch, limits: Limits, index: GraphIndex) -> Reason:
         if self.mode is GraphMode.NONE:
             return Reason.MODE_NONE
-        modes = [mode for mode in BEST_FIRST if mode not in limits.banned]
-        allowed = [mode for mode in modes if _LEVEL[mode] <= limits.highest]
-        if any(self._find(batch, limits.tokens, mode) for mode in allowed):
+        if any(self._find(batch, limits.tokens, mode, index) for mode in limits.modes):
             return Reason.PADDING
+        modes = [mode for mode in BEST_FIRST if mode not in limits.banned]
         alone = limits._replace(tokens=batch.num_tokens)
-        local = [self._find(batch, batch.num_tokens, mode) for mode in modes]
+        local = [self._find(batch, batch.num_tokens, mode, index) for mode in modes]
         if any(found is not None and not alone.wasted_by(found) for found in local):
             return Reason.RANKS_DISAGREE
-        if any(self._find(batch, batch.num_tokens, m) for m in BEST_FIRST if m in limits.banned):
+        banned = [mode for mode in BEST_FIRST if mode in limits.banned]
+        if any(self._find(batch, batch.num_tokens, mode, index) for mode in banned):
             return Reason.EXCLUDED
-        if any(found.mode in modes for found in self._planned(batch)):
-            return Reason.NOT_CAPTURED
-        return Reason.TOO_LARGE if self._too_large(batch, limits.tokens) else Reason.NO_GRAPH
+        planned = [found for found in self._planned(batch, index) if found.mode in modes]
+        if planned:
+            wasted = all(map(limits.wasted_by, planned))
+            return Reason.PADDING if wasted else Reason.NOT_CAPTURED
+        too_large = self._too_large(batch, limits.tokens, index)
+        return Reason.TOO_LARGE if too_large else Reason.NO_GRAPH
 
-    def _too_large(self, batch: Batch, tokens: int) -> bool:
+    def _too_large(self, batch: Batch, tokens: int, index: GraphIndex) -> bool:
         """Whether a smaller batch of the same kind would have a graph."""
         _, _, query_len, bounds, loras, variant, _ = batch
         kin = [
-            graph.descriptor.num_tokens
-            for graph in self.published
-            if serves(graph.descriptor, 1, None, query_len, bounds, loras, variant)
+            descriptor.num_tokens
+            for descriptor in (self._graphs[slot].descriptor for slot in index.slots)
+            if serves(descriptor, 1, None, query_len, bounds, loras, variant)
         ]
         return bool(kin) and tokens > max(kin)
 
-    def _planned(self, batch: Batch) -> list[Dispatch]:
-        """The graphs that are reserved but not published and could serve the batch."""
+    def _planned(self, batch: Batch, index: GraphIndex) -> list[Dispatch]:
+        """The graphs that are reserved but not in an index and could serve the batch."""
         tokens, reqs, query_len, bounds, loras, variant, _ = batch
         if query_len is not None:
             reqs, query_len = checked_uniform(tokens, reqs, query_len)
         return [
             graph
-            for graph in self._graphs
-            if graph.slot not in self._published
+            for graph in tuple(self._graphs)
+            if graph.slot not in index.slots
             and serves(graph.descriptor, tokens, reqs, query_len, bounds, loras, variant)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Protocol
@@ -12,6 +13,8 @@ _INF = float("inf")
 BEST_FIRST = (GraphMode.FULL, GraphMode.PIECEWISE)
 _DENSE_LIMIT = 1 << 16
 """Above so many tokens a table of one row per token count would be larger than it is worth."""
+_KNOWN_QUERY_LENS = 64
+"""So many are found at once, graphs or not; a host that has more cannot make the table grow."""
 
 
 class Graph(Protocol):
@@ -96,10 +99,28 @@ class _Sparse:
         self._rows = rows
 
     def __getitem__(self, tokens: int) -> Row:
+        if tokens.__class__ is not int:
+            # As a list does, which takes no floats.
+            tokens = operator.index(tokens)
         return self._rows[bisect_left(self._sizes, tokens)]
 
 
 Table = list[Row] | _Sparse
+
+
+class PlainTables(dict[int | None, Table]):
+    """Tables by query length; one that no graph is uniform in has that of None."""
+
+    __slots__ = ()
+
+    def __missing__(self, query_len: object) -> Table:
+        # Whatever else hashes like no number, such as a tensor, is looked at by the dispatcher.
+        if type(query_len) is not int or None not in self:
+            raise KeyError(query_len)
+        table = self[None]
+        if len(self) < _KNOWN_QUERY_LENS:
+            self[query_len] = table
+        return table
 
 
 class GraphIndex:
@@ -107,6 +128,7 @@ class GraphIndex:
 
     def __init__(self, graphs: Sequence[Graph]) -> None:
         self._graphs = graphs
+        self.slots = frozenset(graph.slot for graph in graphs)
         descriptors = [graph.descriptor for graph in graphs]
         self._axes = max((len(d.bounds) for d in descriptors), default=0)
         self._bound_steps = [
@@ -117,13 +139,13 @@ class GraphIndex:
         self._variants = {d.variant for d in descriptors}
         self._tables: dict[object, Table] = {}
 
-    def plain(self) -> dict[int | None, Table]:
+    def plain(self) -> PlainTables:
         """Tables for batches without LoRAs, bounds or variant, by query length (None: any)."""
         unknown = (_INF,) * self._axes
-        return {
-            query_len: self._table(BEST_FIRST, query_len, 0, unknown, None)
+        return PlainTables(
+            (query_len, self._table(BEST_FIRST, query_len, 0, unknown, None))
             for query_len in (None, *self._query_lens)
-        }
+        )
 
     def find(
         self,
@@ -181,23 +203,31 @@ class GraphIndex:
         by_mode = [
             sorted(
                 (g for g in self._graphs if g.mode is mode and compatible(g.descriptor)),
-                key=self._preference,
+                key=lambda graph: _preference(graph, self._axes),
             )
             for mode in modes
         ]
         sizes = sorted({g.descriptor.num_tokens for group in by_mode for g in group})
         return _spread(sizes, _rows(sizes, by_mode))
 
-    def _preference(self, graph: Graph) -> tuple[object, ...]:
-        """Within one mode, the least of the compatible graphs is the best."""
-        descriptor = graph.descriptor
-        return (
-            descriptor.num_tokens,
-            descriptor.lora_capacity,
-            not descriptor.uniform,
-            tuple(_bound(descriptor, axis) for axis in range(self._axes)),
-            _reqs(descriptor),
-        )
+
+def preferred(first: Graph, second: Graph) -> bool:
+    """Whether `first` is the better of two graphs that can both serve a batch (DESIGN 6)."""
+    axes = max(len(first.descriptor.bounds), len(second.descriptor.bounds))
+    return _preference(first, axes) < _preference(second, axes)
+
+
+def _preference(graph: Graph, axes: int) -> tuple[object, ...]:
+    """The least of the compatible graphs is the best; `axes` is how many bounds are compared."""
+    descriptor = graph.descriptor
+    return (
+        BEST_FIRST.index(graph.mode),
+        descriptor.num_tokens,
+        descriptor.lora_capacity,
+        not descriptor.uniform,
+        tuple(_bound(descriptor, axis) for axis in range(axes)),
+        _reqs(descriptor),
+    )
 
 
 def _rows(sizes: list[int], by_mode: list[list[Graph]]) -> list[Row]:

@@ -9,8 +9,9 @@ from graphrt.core.batch import BatchDescriptor, GraphMode
 
 
 class Reason(enum.Enum):
-    """Why a step runs the way it does; the last three are of single calls inside of a step, which
-    wrappers count (`GraphWrapper.eager_calls`)."""
+    """Why a step runs the way it does; the last four are of single calls inside of a step, which
+    wrappers count (`GraphWrapper.eager_calls`). Dispatch gives the others, and MISSING_GRAPH takes
+    the place of a HIT where a wrapper says that it could not replay."""
 
     HIT = "a captured graph serves the batch"
     TOO_LARGE = "more tokens than any captured graph has"
@@ -20,6 +21,7 @@ class Reason(enum.Enum):
     PADDING = "the smallest compatible graph would pad more than allowed"
     NOT_CAPTURED = "a compatible graph is planned but not captured"
     RANKS_DISAGREE = "other ranks cannot run the graph that this one could"
+    MISSING_GRAPH = "the step was announced as one of a graph that the wrapper does not have"
     NO_CONTEXT = "the call was made outside of a forward context"
     SEALED = "an unseen descriptor after seal() ran eagerly"
     UPDATE_FAILED = "the update of a replay's tasks failed, and the step was repeated eagerly"
@@ -42,6 +44,6 @@ class Dispatch(NamedTuple):
 OF_BATCHES: tuple[Reason, ...] = tuple(
     reason
     for reason in Reason
-    if reason not in (Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
+    if reason not in (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
 )
 """The reasons that dispatch gives."""

@@ -1,20 +1,16 @@
-"""Whether a batch is what it calls itself: a batch at all, of requests with one query length."""
+"""Whether a batch is what it calls itself: its numbers, and one query length for all requests."""
 
 from __future__ import annotations
 
-from graphrt.core.base import InvalidBatchError
-from graphrt.core.batch import Batch, BatchDescriptor
-
-
-def check_batch(batch: object, error: Exception) -> None:
-    """Raise `InvalidBatchError` for what is no `Batch`; `error` is what reading it raised."""
-    if not isinstance(batch, Batch):
-        raise InvalidBatchError(
-            "a step's batch is no Batch",
-            got=type(batch).__name__,
-            expected="a Batch, or nothing where the inputs' shapes say everything",
-            advice="runner(Batch(num_tokens, num_reqs), input_ids=...): inputs are passed by name",
-        ) from error
+from graphrt.core.base import InvalidBatchError, count_of
+from graphrt.core.batch import (
+    Batch,
+    BatchDescriptor,
+    checked_bounds,
+    checked_count,
+    checked_variant,
+    plain_bounds,
+)
 
 
 def live_query_len(batch: Batch) -> int | None:
@@ -33,6 +29,9 @@ def checked_uniform(
         return num_tokens // query_len, query_len
     if num_reqs is not None and num_reqs * query_len == num_tokens:
         return num_reqs, query_len
+    if type(query_len) is not int:
+        # Not merely a batch that contradicts itself; see `checked_batch`.
+        raise TypeError(query_len)
     return num_reqs, None
 
 
@@ -53,3 +52,40 @@ def unpadded(batch: Batch) -> BatchDescriptor:
         bounds=batch.bounds,
         variant=batch.variant,
     )
+
+
+def checked_batch(batch: object) -> Batch:
+    """`batch` with ints for its numbers; raises `InvalidBatchError` for what is none, or empty."""
+    if not isinstance(batch, Batch):
+        raise InvalidBatchError(
+            "a step's batch is no Batch",
+            got=type(batch).__name__,
+            expected="a Batch, or nothing where the inputs' shapes say everything",
+            advice="runner(Batch(num_tokens, num_reqs), input_ids=...): inputs are passed by name",
+        )
+    tokens, reqs, query_len, bounds, loras, variant, _ = batch
+    plain = (
+        type(tokens) is int
+        and (reqs is None or type(reqs) is int)
+        and (query_len is None or type(query_len) is int)
+        and type(loras) is int
+        and plain_bounds(bounds)
+        and (variant is None or type(variant) is str)
+    )
+    if not plain:
+        batch = batch._replace(
+            num_tokens=count_of("num_tokens", tokens, error=InvalidBatchError),
+            num_reqs=checked_count("num_reqs", reqs),
+            query_len=checked_count("query_len", query_len),
+            bounds=checked_bounds(bounds),
+            num_active_loras=count_of("num_active_loras", loras, error=InvalidBatchError),
+            variant=checked_variant(variant),
+        )
+    if batch.num_tokens < 1:
+        raise InvalidBatchError(
+            "a batch needs at least one token",
+            got=batch.num_tokens,
+            expected="num_tokens >= 1",
+            advice="skip the step when nothing is scheduled",
+        )
+    return batch

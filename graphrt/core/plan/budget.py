@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, count_of, items_of, number_of, only_known
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey
@@ -16,11 +17,13 @@ from graphrt.core.plan.traffic import Traffic, by_worth
 RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
 
+@only_known
 @dataclass(frozen=True)
 class GraphCost:
     """What the graph of one descriptor takes; for PIECEWISE all its pieces together.
 
-    `streams` of the device, `device_bytes` of its memory, `capture_s` seconds.
+    `streams` of the device, `device_bytes` of its memory, `capture_s` seconds. Raises
+    `InvalidOptionError` for what is no number, or negative.
     """
 
     streams: int = 0
@@ -28,6 +31,9 @@ class GraphCost:
     """Device graphs: 1, or the number of pieces."""
     device_bytes: int = 0
     capture_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _make_numbers(self)
 
     def __add__(self, other: GraphCost) -> GraphCost:
         return GraphCost(*(getattr(self, name) + getattr(other, name) for name in RESOURCES))
@@ -37,6 +43,7 @@ CostModel = Callable[[GraphMode, BatchDescriptor], GraphCost]
 """What the graph of a runtime mode and descriptor will take."""
 
 
+@only_known
 @dataclass(frozen=True)
 class Budget:
     """What the graphs of one plan may take together, in the units of `GraphCost`; None is no limit.
@@ -46,7 +53,8 @@ class Budget:
     piecewise sizes only decode is captured. `notes` are lines that a plan prints with the budget,
     such as where its limits come from.
 
-    Raises `InvalidOptionError` for a negative limit.
+    Raises `InvalidOptionError` for a limit that is no number, or negative, and for costs that are
+    none.
     """
 
     streams: int | None = None
@@ -58,20 +66,28 @@ class Budget:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in RESOURCES:
-            limit = getattr(self, name)
-            if limit is not None and not limit >= 0:
-                raise InvalidOptionError(
-                    f"a budget of {name} cannot be negative",
-                    got=limit,
-                    expected=">= 0, or None for no limit",
-                    advice=f"{name}=None",
-                )
+        _make_numbers(self)
+        least = count_of("min_piecewise", self.min_piecewise, least=0)
+        notes = items_of("notes", self.notes, '("a line",)')
+        object.__setattr__(self, "min_piecewise", least)
+        object.__setattr__(self, "notes", tuple(map(str, notes)))
+        cost = self.cost
+        if isinstance(cost, Mapping):
+            # Looked up by mode, whose name may be given.
+            by_mode = {GraphMode.parse(mode): _checked_cost(each) for mode, each in cost.items()}
+            object.__setattr__(self, "cost", by_mode)
+        elif cost is not None and not callable(cost):
+            raise InvalidOptionError(
+                "the cost of graphs has a wrong type",
+                got=repr(cost)[:200],
+                expected="a GraphCost for each runtime mode, or a function of mode and descriptor",
+                advice="cost={GraphMode.FULL: GraphCost(streams=1)}",
+            )
 
     def cost_of(self, mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
-        """What the graph of a key takes."""
+        """What the graph of a key takes; raises `InvalidOptionError` if `cost` cannot say."""
         if callable(self.cost):
-            return self.cost(mode, descriptor)
+            return _checked_cost(self.cost(mode, descriptor))
         return (self.cost or {}).get(mode, GraphCost())
 
     def lacks(self, used: GraphCost, more: GraphCost) -> str | None:
@@ -81,6 +97,29 @@ class Budget:
             if limit is not None and getattr(used, name) + getattr(more, name) > limit:
                 return name
         return None
+
+
+def _checked_cost(cost: object) -> GraphCost:
+    if not isinstance(cost, GraphCost):
+        raise InvalidOptionError(
+            "what a graph takes is no GraphCost",
+            got=repr(cost)[:200],
+            expected="GraphCost(streams=, graphs=, device_bytes=, capture_s=)",
+            advice="GraphCost(streams=1)",
+        )
+    return cost
+
+
+def _make_numbers(owner: GraphCost | Budget) -> None:
+    """Replace amounts by Python numbers: a plan is saved as JSON."""
+    for name in RESOURCES:
+        amount = getattr(owner, name)
+        # Most are ints already: one is made for every graph of a plan, and for every sum.
+        if amount is None and isinstance(owner, Budget):
+            continue
+        if type(amount) is not int or amount < 0:
+            what = f"a {type(owner).__name__.removeprefix('Graph').lower()} of {name}"
+            object.__setattr__(owner, name, number_of(name, amount, what))
 
 
 class PlannedCapture(NamedTuple):
@@ -154,7 +193,10 @@ def fit(
         parsed = GraphMode.parse(mode)
         mode = ModeResolution(parsed, parsed)
     costs = {key: budget.cost_of(*key) for key in keys}
-    order = _by_priority(keys, traffic, landmarks)
+    if any(getattr(budget, name) is not None for name in RESOURCES):
+        order = _by_priority(keys, traffic, landmarks)
+    else:
+        order = list(keys)
     kept = _fill(order, costs, budget)
     pieces = [key for key in keys if key[0] is GraphMode.PIECEWISE]
     held = sum(key in kept for key in pieces)
@@ -167,8 +209,15 @@ def fit(
         mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")
     captured = tuple(PlannedCapture(*key, costs[key]) for key in keys if key in kept)
     used = _total(each.cost for each in captured)
+    serving: dict[object, list[int]] = {}
+    for key in kept:
+        serving.setdefault(_family(key), []).append(key[1].num_tokens)
+    for served in serving.values():
+        served.sort()
     left_out = tuple(
-        LeftOut(*key, costs[key], _why(key, costs[key], used, budget, mode), _padded_to(key, kept))
+        LeftOut(
+            *key, costs[key], _why(key, costs[key], used, budget, mode), _padded_to(key, serving)
+        )
         for key in keys
         if key not in kept
     )
@@ -233,10 +282,10 @@ def _why(
     return f"needs {figure(name, getattr(cost, name))}; free: {free}"
 
 
-def _padded_to(key: CaptureKey, kept: Collection[CaptureKey]) -> int | None:
-    family = _family(key)
-    serving = [each[1].num_tokens for each in kept if _family(each) == family]
-    return min((size for size in serving if size >= key[1].num_tokens), default=None)
+def _padded_to(key: CaptureKey, serving: Mapping[object, Sequence[int]]) -> int | None:
+    sizes = serving.get(_family(key), ())
+    index = bisect_left(sizes, key[1].num_tokens)
+    return sizes[index] if index < len(sizes) else None
 
 
 def _total(costs: Iterable[GraphCost]) -> GraphCost:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, items_of
 from graphrt.core.batch import GraphMode, PieceProvider
 from graphrt.core.plan.resolution import ModeResolution
 
@@ -60,7 +60,7 @@ def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
     """The compiled modules in `compiled=[...]`, each once; raises `InvalidOptionError` for a value
     that has none."""
     found: dict[int, Any] = {}
-    for value in announced:
+    for value in items_of("compiled", announced, "[graphrt.compile(module, ...)]"):
         modules = compiled_in(value)
         if not modules:
             raise InvalidOptionError(

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import ResourceExhaustedError, only_known
 from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, graphs_off
 from graphrt.core.device import Platform, resolve_platform
 from graphrt.core.plan import saved, text
+from graphrt.core.plan.arguments import (
+    PlanArguments,
+    check_plan_arguments,
+    checked_arguments,
+    largest_batch,
+)
 from graphrt.core.plan.budget import Budget, Fitted, GraphCost, LeftOut, PlannedCapture, fit
-from graphrt.core.plan.compiled import AUTO, all_compiled, provider_of, without_graphs
+from graphrt.core.plan.compiled import AUTO, provider_of, without_graphs
 from graphrt.core.plan.resolution import SWITCHED_OFF, ModeResolution, resolve_mode
 from graphrt.core.plan.sizes import (
     CaptureKey,
     CaptureSizes,
     capture_sizes,
-    check_sizes,
+    check_decode,
     descriptors_for,
 )
 from graphrt.core.plan.traffic import Traffic
 
 
-class PlanArguments(TypedDict, total=False):
-    """The keywords of `Plan`, which `GraphRunner` takes too."""
-
-    mode: GraphMode | str | None
-    sizes: Sequence[int] | None
-    max_size: int | None
-    max_num_tokens: int | None
-    max_num_reqs: int | None
-    query_lens: Sequence[int]
-    attention: AttentionSupport | Mapping[str, AttentionSupport]
-    pieces: PieceProvider | str | None
-    compiled: Sequence[Any]
-    loras: Sequence[int | None]
-    bounds: Sequence[tuple[int, ...]]
-    variants: Sequence[Hashable]
-    budget: Budget | None
-    traffic: Traffic | None
-
-
+@only_known
 class Plan:
     """Which graphs a host's batches need: the mode, the sizes, the keys, and what a budget holds.
 
@@ -60,7 +48,9 @@ class Plan:
         max_num_tokens: int | None = None,
         max_num_reqs: int | None = None,
         query_lens: Sequence[int] = (1,),
-        attention: AttentionSupport | Mapping[str, AttentionSupport] = AttentionSupport.ALWAYS,
+        attention: AttentionSupport
+        | str
+        | Mapping[str, AttentionSupport | str] = AttentionSupport.ALWAYS,
         pieces: PieceProvider | str | None = AUTO,
         compiled: Sequence[Any] = (),
         loras: Sequence[int | None] = (0,),
@@ -73,75 +63,72 @@ class Plan:
         """`max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
         default the largest of `sizes` (in tokens); one of the three is needed. `max_size` is the
         largest size to capture. `query_lens` are the tokens of a request in a decode step.
-        `attention` is what the attention of the model can be captured in, or that of each backend
-        by name. `pieces` is what cuts the forward; "auto" stands for pieces that a compiled module
-        brings along, else for breakable capture. `compiled` are the compiled modules of the forward
-        (`graphrt.compile`), which must all be named unless the forward is one itself.
+        `attention` is what the attention of the model can be captured in (a level or its name), or
+        that of each backend by name. `pieces` is what cuts the forward; "auto" stands for pieces
+        that a compiled module brings along, else for breakable capture. `compiled` are the compiled
+        modules of the forward (`graphrt.compile`), which must all be named unless the forward is
+        one itself.
 
         There is a graph for each of `loras` (active adapters, None for any number), `variants` and,
         for FULL, `bounds`. `budget` limits what is captured, and `traffic` (size in tokens: share
         of the steps) says which sizes are worth most then. `platform` is where the graphs will be,
         by default the current one; it says the largest size that is captured by default.
 
-        `GRAPHRT_MODE=NONE` in the environment makes every plan one without graphs. Raises the named
-        errors of bad modes, sizes, options and platforms.
+        No size may be so large that no batch needs it. `GRAPHRT_MODE=NONE` in the environment makes
+        every plan one without graphs. Raises the named errors of bad modes, sizes, options and
+        platforms.
         """
-        # Copies: what the caller changes later, or can be read only once, is not this plan's.
-        query_lens, loras, variants = tuple(query_lens), tuple(loras), tuple(variants)
-        bounds = tuple(map(tuple, bounds))
-        attention = dict(attention) if isinstance(attention, Mapping) else attention
-        traffic = None if traffic is None else dict(traffic)
-        for name, cases in (("loras", loras), ("bounds", bounds), ("variants", variants)):
-            if not cases:
-                raise InvalidOptionError(
-                    f"{name} of a plan is empty, so there would be no graphs",
-                    got=f"{name}=()",
-                    expected="at least one",
-                    advice=f"leave {name} out",
-                )
-        self.arguments: PlanArguments = {
-            "mode": mode,
-            "sizes": None if sizes is None else check_sizes(sizes),
-            "max_size": max_size,
-            "max_num_tokens": max_num_tokens,
-            "max_num_reqs": max_num_reqs,
-            "query_lens": query_lens,
-            "attention": attention,
-            "pieces": pieces,
-            "compiled": all_compiled(compiled),
-            "loras": loras,
-            "bounds": bounds,
-            "variants": variants,
-            "budget": budget,
-            "traffic": traffic,
-        }
+        self.arguments: PlanArguments = checked_arguments(
+            {
+                "mode": mode,
+                "sizes": sizes,
+                "max_size": max_size,
+                "max_num_tokens": max_num_tokens,
+                "max_num_reqs": max_num_reqs,
+                "query_lens": query_lens,
+                "attention": attention,
+                "pieces": pieces,
+                "compiled": compiled,
+                "loras": loras,
+                "bounds": bounds,
+                "variants": variants,
+                "budget": budget,
+                "traffic": traffic,
+            }
+        )
+        own = self.arguments
         # A platform that is not available here can be planned for if it is given itself.
         self.platform = platform if isinstance(platform, Platform) else resolve_platform(platform)
-        self.compiled = self.arguments["compiled"]
+        self.compiled = own["compiled"]
         provider, whole_graph = provider_of(self.compiled, pieces)
         resolution = resolve_mode(
             mode,
-            attention=attention,
-            query_lens=query_lens,
+            attention=own["attention"],
+            query_lens=own["query_lens"],
             pieces=provider,
             whole_graph_pass=whole_graph,
         )
         resolution = _unless_off(without_graphs(self.compiled, resolution))
         self.sizes: CaptureSizes = capture_sizes(
-            **_largest_batch(max_num_tokens, max_num_reqs, self.arguments["sizes"]),
-            query_lens=query_lens,
-            sizes=self.arguments["sizes"],
-            max_size=max_size,
+            **largest_batch(own["max_num_tokens"], own["max_num_reqs"], own["sizes"]),
+            query_lens=own["query_lens"],
+            sizes=own["sizes"],
+            max_size=own["max_size"],
             cap=self.platform.default_max_size(),
         )
+        check_decode(resolution.mode, self.sizes)
         keys = descriptors_for(
-            resolution.mode, self.sizes, loras=loras, bounds=bounds, variants=variants
+            resolution.mode,
+            self.sizes,
+            loras=own["loras"],
+            bounds=own["bounds"],
+            variants=own["variants"],
         )
         self._fitted: Fitted = fit(
             keys,
             budget or Budget(),
             mode=resolution,
-            traffic=traffic,
+            traffic=own["traffic"],
             landmarks=[self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode],
         )
         self.resolution: ModeResolution = self._fitted.resolution
@@ -169,13 +156,28 @@ class Plan:
     def attention(self) -> Mapping[str, AttentionSupport]:
         """What each attention backend supports, by name."""
         given = self.arguments["attention"]
-        return given if isinstance(given, Mapping) else {text.UNNAMED: AttentionSupport(given)}
+        levels = given if isinstance(given, Mapping) else {text.UNNAMED: given}
+        return {name: AttentionSupport.parse(level) for name, level in levels.items()}
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""
         check_plan_arguments(changes)
         arguments: Any = {**self.arguments, **changes}
         return Plan(**arguments, platform=self.platform if platform is None else platform)
+
+    def refuse_less(self) -> None:
+        """Raise `ModeNotSupportedError` or `ResourceExhaustedError` if the mode that runs, or what
+        is captured, is less than was asked for (`strict`)."""
+        self.resolution.refuse_steps()
+        if self.left_out:
+            first = self.left_out[0]
+            raise ResourceExhaustedError(
+                f"the budget holds {len(self.keys)} of {len(self.keys) + len(self.left_out)} "
+                "graphs",
+                got=f"{first.mode.name} [{first.descriptor}] {first.why}",
+                expected="every planned graph (strict=True)",
+                advice="fewer sizes, a larger budget, or strict=False to capture what fits",
+            )
 
     def fitted_to(self, platform: Platform, compiled: Sequence[Any]) -> Plan:
         """The plan for this platform and these compiled modules: itself if it was made for them.
@@ -253,53 +255,21 @@ class Plan:
         `PlanFileError` for a file that is damaged or no plan.
         """
         found = saved.read(path)
-        arguments = saved.given_arguments(found["arguments"])
-        plan = cls(**arguments, platform=platform)
+        where = platform if isinstance(platform, Platform) else resolve_platform(platform)
+        with saved.of_a_plan(path):
+            plan = cls(**saved.given_arguments(found["arguments"]), platform=where)
+            changed, before = saved.differences(found, plan._results()), found["platform"]
         if compiled is not None:
             plan = plan.replace(compiled=compiled)
-        changed = saved.differences(found, plan._results())
-        if found["platform"] != plan.platform.name:
-            changed.insert(0, f"platform: {found['platform']} -> {plan.platform.name}")
+            changed = saved.differences(found, plan._results())
+        if before != plan.platform.name:
+            changed.insert(0, f"platform: {before} -> {plan.platform.name}")
         if changed:
             saved.warn_changed(path, changed)
         return plan
-
-
-def check_plan_arguments(given: Collection[str], beside: Plan | None = None) -> None:
-    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan."""
-    if beside is not None and given:
-        raise InvalidOptionError(
-            "arguments of a plan were given beside a plan",
-            got=", ".join(given),
-            expected="either",
-            advice="plan.replace(...), or leave plan out",
-        )
-    unknown = sorted(set(given) - PlanArguments.__annotations__.keys())
-    if unknown:
-        raise InvalidOptionError(
-            "a plan has no such argument",
-            got=", ".join(unknown),
-            expected=", ".join(PlanArguments.__annotations__),
-            advice="what a host hooks in goes into host=Host(...), how graphs are captured into "
-            "options=GraphOptions(...)",
-        )
 
 
 def _unless_off(resolution: ModeResolution) -> ModeResolution:
     if not graphs_off():
         return resolution
     return resolution.stepped(SWITCHED_OFF, GraphMode.NONE, "GRAPHRT_MODE=NONE is set")
-
-
-def _largest_batch(
-    max_num_tokens: int | None, max_num_reqs: int | None, sizes: Sequence[int] | None
-) -> dict[str, int]:
-    """The host's limits; what it leaves out follows from its sizes, or from the other limit."""
-    tokens = max_num_tokens or (max(sizes) if sizes is not None else max_num_reqs)
-    if tokens is None:
-        raise InvalidOptionError(
-            "the largest batch is unknown",
-            expected="max_num_tokens, max_num_reqs or sizes",
-            advice="sizes=[1, 2, 4, 8]",
-        )
-    return {"max_num_tokens": tokens, "max_num_reqs": max_num_reqs or tokens}

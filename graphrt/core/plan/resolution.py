@@ -64,7 +64,9 @@ class ModeResolution:
 def resolve_mode(
     requested: GraphMode | str | None,
     *,
-    attention: AttentionSupport | Mapping[str, AttentionSupport] = AttentionSupport.ALWAYS,
+    attention: AttentionSupport
+    | str
+    | Mapping[str, AttentionSupport | str] = AttentionSupport.ALWAYS,
     query_lens: Sequence[int] = (1,),
     pieces: PieceProvider | str | None = PieceProvider.BREAKABLE,
     whole_graph_pass: bool = False,
@@ -112,11 +114,10 @@ def default_mode(*, pieces: bool, pooling: bool = False) -> GraphMode:
 
 
 def _lowest(
-    attention: AttentionSupport | Mapping[str, AttentionSupport],
+    attention: AttentionSupport | str | Mapping[str, AttentionSupport | str],
 ) -> tuple[str | None, AttentionSupport]:
     if isinstance(attention, Mapping):
-        if not attention:
-            return None, AttentionSupport.ALWAYS
-        name = min(attention, key=lambda key: attention[key])
-        return name, AttentionSupport(attention[name])
-    return None, AttentionSupport(attention)
+        levels = {name: AttentionSupport.parse(level) for name, level in attention.items()}
+        name = min(levels, key=lambda key: levels[key], default=None)
+        return name, AttentionSupport.ALWAYS if name is None else levels[name]
+    return None, AttentionSupport.parse(attention)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,9 @@ def plain_arguments(arguments: Mapping[str, Any], fitted: Fitted) -> dict[str, A
         "max_num_tokens": arguments["max_num_tokens"],
         "max_num_reqs": arguments["max_num_reqs"],
         "query_lens": list(arguments["query_lens"]),
-        "attention": {name: AttentionSupport(level).name for name, level in attention.items()}
+        "attention": {name: AttentionSupport.parse(level).name for name, level in attention.items()}
         if named
-        else AttentionSupport(attention).name,
+        else AttentionSupport.parse(attention).name,
         "pieces": arguments["pieces"] if pieces is None else pieces.value,
         "compiled": [_plain_facts(module) for module in arguments["compiled"]],
         "loras": list(arguments["loras"]),
@@ -120,7 +121,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if old == new:
             continue
         if name in ("graphs", "left_out"):
-            old_keys, new_keys = _names(old), _names(new)
+            old_keys, new_keys = dict.fromkeys(_names(old)), dict.fromkeys(_names(new))
             gone = [key for key in old_keys if key not in new_keys]
             more = [key for key in new_keys if key not in old_keys]
             said = [
@@ -135,7 +136,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def write(path: str | os.PathLike[str], plain: Mapping[str, Any]) -> None:
     """Write a plan to a file, whole or not at all."""
     content = {"graphrt_plan": FORMAT, "fingerprint": fingerprint(plain), **plain}
-    target = Path(path)
+    target = _path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -149,11 +150,12 @@ def write(path: str | os.PathLike[str], plain: Mapping[str, Any]) -> None:
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What `write` wrote; raises `PlanFileError` for what it did not."""
+    file = _path(path)
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise _not_a_plan(path, error.strerror, "a file that Plan.save wrote") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _not_a_plan(path, f"no JSON: {error}", "a file that Plan.save wrote") from error
     if not isinstance(content, dict) or content.pop("graphrt_plan", None) != FORMAT:
         raise _not_a_plan(path, "another format", f"a plan of format {FORMAT}")
@@ -161,6 +163,17 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if told != counted:
         raise _not_a_plan(path, f"fingerprint {told}", f"{counted}, of what the file holds")
     return content
+
+
+@contextlib.contextmanager
+def of_a_plan(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What is done with the content of a file: raises `PlanFileError` where it is none of a plan,
+    though it is JSON and its fingerprint fits."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise _not_a_plan(path, got[:500], "what Plan.save wrote") from error
 
 
 def warn_changed(path: str | os.PathLike[str], changed: Sequence[str]) -> None:
@@ -180,6 +193,17 @@ def _not_a_plan(path: str | os.PathLike[str], got: object, expected: str) -> Pla
         expected=expected,
         advice="save it again: graphrt plan --save PATH, or Plan(...).save(path)",
     )
+
+
+def _path(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, (str, os.PathLike)) or not Path(path).name:
+        raise PlanFileError(
+            "a plan is kept in a file",
+            got=repr(path),
+            expected="its path",
+            advice='"plan.json"',
+        )
+    return Path(path)
 
 
 # Parts -------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphrt.core.base import InvalidSizesError
+from graphrt.core.base import InvalidOptionError, InvalidSizesError, count_of, items_of, logger
 from graphrt.core.batch import BatchDescriptor, GraphMode
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]
 
 _CAP = 512
+_MOST = 1 << 16
+"""More sizes than that nobody captures."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ def decode_sizes(query_len: int, *, max_num_reqs: int, limit: int) -> tuple[int,
     Empty where not even one request fits under `limit`.
     """
     _check_positive(query_len=query_len, max_num_reqs=max_num_reqs, limit=limit)
-    counts = {*_steps(max_num_reqs), max_num_reqs}
-    return tuple(sorted(n * query_len for n in counts if n * query_len <= limit))
+    most = min(max_num_reqs, limit // query_len)
+    counts = {*_steps(most), *((max_num_reqs,) if max_num_reqs == most else ())}
+    return tuple(sorted(n * query_len for n in counts))
 
 
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -71,16 +74,14 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
         raise InvalidSizesError(
             "capture sizes must be a list of integers",
-            got=repr(sizes),
+            got=repr(sizes)[:200],
             expected="a list of ascending positive integers",
             advice="sizes=[1, 2, 4, 8]",
         )
-    checked = tuple(sizes)
-    for size in checked:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise _bad_sizes("a capture size is not an integer", size, checked, "drop or round it")
-        if size < 1:
-            raise _bad_sizes("a capture size is not positive", size, checked, f"drop {size}")
+    given = items_of("sizes", itertools.islice(sizes, _MOST + 1), "[1, 2, 4, 8]", InvalidSizesError)
+    if len(given) > _MOST:
+        raise _too_many("sizes has more")
+    checked = tuple(_checked_size(size, given) for size in given)
     if not checked:
         raise InvalidSizesError(
             "there are no capture sizes",
@@ -95,6 +96,17 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
             advice = f"sizes={sorted(set(checked))}"
             raise _bad_sizes("capture sizes are not sorted", size, checked, advice)
     return checked
+
+
+def _checked_size(size: object, given: Sequence[object]) -> int:
+    try:
+        number = count_of("a capture size", size)
+    except InvalidOptionError:
+        what = "a capture size is not an integer"
+        raise _bad_sizes(what, size, given, "drop or round it") from None
+    if number < 1:
+        raise _bad_sizes("a capture size is not positive", size, given, f"drop {size}")
+    return number
 
 
 def capture_sizes(
@@ -113,6 +125,13 @@ def capture_sizes(
     """
     query_lens = _check_query_lens(query_lens)
     longest = max(query_lens)
+    if longest > max_num_tokens:
+        raise InvalidSizesError(
+            "not one decode request fits into the largest batch",
+            got=f"query length {longest}, max_num_tokens={max_num_tokens}",
+            expected="query_lens of at most max_num_tokens",
+            advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
+        )
     limit = capture_limit(max_num_reqs, max_num_tokens, longest, cap)
     if max_size is not None:
         _check_positive(max_size=max_size)
@@ -127,6 +146,7 @@ def capture_sizes(
         return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
 
     own = _cut(check_sizes(sizes), max_size)
+    _check_reached(own, max_num_tokens)
     tokens = max_num_tokens if max_size is None else limit
     ladders = {q: _rounded(own, q, max_num_reqs * q, tokens, limit) for q in query_lens}
     return CaptureSizes(max_num_reqs, max_num_tokens, limit, own, own, ladders)
@@ -205,6 +225,8 @@ def _capture_order(key: CaptureKey) -> tuple[object, ...]:
 
 def _steps(limit: int) -> list[int]:
     """1, 2, 4, then every 8 below 256, then every 16, up to `limit`."""
+    if limit > 16 * _MOST:
+        raise _too_many(f"up to {limit} tokens there are {limit // 16}")
     few = [n for n in (1, 2, 4) if n <= limit]
     return [*few, *range(8, min(limit + 1, 256), 8), *range(256, limit + 1, 16)]
 
@@ -218,6 +240,53 @@ def _rounded(
     if widest <= limit:
         rounded.add(widest)
     return tuple(sorted(rounded - {0}))
+
+
+def _check_reached(sizes: tuple[int, ...], max_num_tokens: int) -> None:
+    """Raise `InvalidSizesError` for sizes that no batch needs: the first that holds the largest
+    batch serves all that is larger than the one before."""
+    above = [size for size in sizes if size >= max_num_tokens][1:]
+    if above:
+        raise InvalidSizesError(
+            "capture sizes above the largest batch would never be used",
+            got=f"{above[:8]} beside max_num_tokens={max_num_tokens}",
+            expected=f"at most one size of {max_num_tokens} or more",
+            advice=f"max_size={sizes[-len(above) - 1]} cuts the list, or a larger max_num_tokens",
+        )
+
+
+def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
+    """Say which decode batches have no graph of their own in a mode that captures them.
+
+    Raises `InvalidSizesError` if the mode captures nothing else.
+    """
+    if not mode.has_full or mode.mixed_mode is GraphMode.FULL:
+        return
+    empty = [query_len for query_len, ladder in sizes.decode.items() if not ladder]
+    if len(empty) == len(sizes.decode) and not mode.has_piecewise:
+        raise InvalidSizesError(
+            f"mode {mode.name} captures decode batches, and none fits",
+            got=f"query length {', '.join(map(str, empty))}, at most {sizes.limit} tokens",
+            expected=f"a largest size of {min(empty)} or more",
+            advice=f"max_size={min(max(empty) * sizes.max_num_reqs, sizes.max_num_tokens)}",
+        )
+    for query_len in empty:
+        logger.warning(
+            "decode batches of query length %d get no FULL graph: not one request fits under %d "
+            "tokens; max_size=%d captures them",
+            query_len,
+            sizes.limit,
+            min(query_len * sizes.max_num_reqs, sizes.max_num_tokens),
+        )
+
+
+def _too_many(what: str) -> InvalidSizesError:
+    return InvalidSizesError(
+        "a plan of so many capture sizes is a mistake",
+        got=what,
+        expected=f"at most {_MOST} sizes",
+        advice="sizes=[1, 2, 4, 8], or a smaller max_size",
+    )
 
 
 def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
@@ -261,7 +330,7 @@ def _check_positive(**numbers: int) -> None:
 def _bad_sizes(what: str, size: object, sizes: Sequence[object], advice: str) -> InvalidSizesError:
     return InvalidSizesError(
         what,
-        got=f"{size!r} in {list(sizes)}",
+        got=f"{size!r} in {str(list(sizes))[:200]}",
         expected="ascending positive integers, each once",
         advice=advice,
     )

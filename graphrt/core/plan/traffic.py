@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, count_of, number_of
 
 Traffic = Mapping[int, float]
 """Shares of the steps by their live batch size in tokens; they need not add up to 1."""
@@ -31,43 +32,70 @@ def by_worth(
     Raises `InvalidOptionError` for traffic that is empty, negative or not of positive sizes.
     """
     kept = sorted(set(sizes))
-    fixed = list(dict.fromkeys([*kept[-1:], *kept[:1], *_present(landmarks, kept)]))
+    fixed = dict.fromkeys([*kept[-1:], *kept[:1], *_present(landmarks, kept)])
     shares: list[Share] = [_even]
     if traffic is not None:
         # Sizes that no traffic tells apart are still ranked by what an even one would need.
         shares.insert(0, _cumulative(check_traffic(traffic)))
-    dropped: list[int] = []
-    while len(kept) > len(fixed):
-        inner = [i for i, size in enumerate(kept) if size not in fixed]
-        least = min(inner, key=lambda i: _savings(kept, i, shares))
-        dropped.append(kept.pop(least))
-    return (*fixed, *reversed(dropped))
+    return (*fixed, *reversed(_by_savings(kept, fixed, shares)))
 
 
-def check_traffic(traffic: Traffic) -> Traffic:
-    """`traffic` itself; raises `InvalidOptionError` if it cannot weigh sizes."""
-    bad = [
-        (size, share)
-        for size, share in traffic.items()
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or not 0 <= share < 1e300
-    ]
-    if bad or not any(traffic.values()):
-        raise InvalidOptionError(
-            "traffic does not say how often batches of a size occur",
-            got=dict(bad) or dict(traffic),
-            expected="positive sizes in tokens, shares >= 0, one of them above 0",
-            advice="traffic={1: 0.5, 64: 0.5}",
-        )
-    return traffic
+def check_traffic(traffic: Traffic) -> dict[int, float]:
+    """Traffic as a dict of numbers; raises `InvalidOptionError` if it cannot weigh sizes."""
+    found: dict[int, float] = {}
+    try:
+        for size, share in dict(traffic).items():
+            found[count_of("a size", size, least=1)] = number_of(
+                f"traffic[{size}]", share, "a share"
+            )
+    except (TypeError, ValueError) as error:
+        raise _bad_traffic(traffic) from error
+    if not any(found.values()) or not max(found.values()) < 1e300:
+        raise _bad_traffic(traffic)
+    return found
+
+
+def _bad_traffic(traffic: object) -> InvalidOptionError:
+    return InvalidOptionError(
+        "traffic does not say how often batches of a size occur",
+        got=repr(traffic)[:200],
+        expected="positive sizes in tokens, shares >= 0, one of them above 0",
+        advice="traffic={1: 0.5, 64: 0.5}",
+    )
 
 
 def _present(landmarks: Collection[int], sizes: list[int]) -> list[int]:
     return sorted(set(landmarks).intersection(sizes), reverse=True)
 
 
-def _savings(kept: list[int], at: int, shares: list[Share]) -> tuple[float, ...]:
-    before, size, after = kept[at - 1], kept[at], kept[at + 1]
-    return tuple((share(size) - share(before)) * (after - size) for share in shares)
+def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) -> list[int]:
+    """`kept`, which ascends, without `fixed`: what saves least of what is left first."""
+    up_to = {size: tuple(share(size) for share in shares) for size in kept}
+    after = dict(pairwise(kept))
+    before = {high: low for low, high in after.items()}
+
+    def savings(size: int) -> tuple[float, ...]:
+        pairs = zip(up_to[size], up_to[before[size]], strict=True)
+        return tuple((share - less) * (after[size] - size) for share, less in pairs)
+
+    current = {size: savings(size) for size in kept if size not in fixed}
+    # Of equal savings the smaller size goes first. What is out of date is left in and passed over.
+    heap = [(saved, size) for size, saved in current.items()]
+    heapq.heapify(heap)
+    order: list[int] = []
+    while heap:
+        saved, size = heapq.heappop(heap)
+        if current.get(size) != saved:
+            continue
+        del current[size]
+        order.append(size)
+        low, high = before[size], after[size]
+        after[low], before[high] = high, low
+        for neighbour in (low, high):
+            if neighbour in current:
+                current[neighbour] = savings(neighbour)
+                heapq.heappush(heap, (current[neighbour], neighbour))
+    return order
 
 
 def _even(size: int) -> float:

@@ -26,7 +26,7 @@ from graphrt.core.capture import (
     wrapper_class,
 )
 from graphrt.core.device import GraphRead
-from graphrt.core.dispatch import Dispatch, GraphDispatcher
+from graphrt.core.dispatch import Dispatch, GraphDispatcher, preferred
 from graphrt.core.inputs import OutputAxes, OutputLayout, StaticInputs
 from graphrt.core.plan import CaptureKey, Plan
 from graphrt.core.replay import WORST_CASE, GraphPool
@@ -154,7 +154,7 @@ class GraphSet:
         planned = self.dispatcher.planned_for(batch, at_least=at_least, at_most_mode=at_most_mode)
         if planned is None or planned.slot in self._failed:
             return None
-        better = found.slot < 0 or _preference(planned) < _preference(found)
+        better = found.slot < 0 or preferred(planned, found)
         return planned if better else None
 
     def capture_wanted(self, wanted: Dispatch) -> None:
@@ -344,10 +344,6 @@ class GraphSet:
 
     def _drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:
         self.dropped.append(DroppedGraph(graph.mode, graph.descriptor, str(error)))
-
-
-def _preference(found: Dispatch) -> tuple[bool, int]:
-    return found.mode is not GraphMode.FULL, found.descriptor.num_tokens
 
 
 def _without_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:

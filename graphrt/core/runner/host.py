@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, only_known
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture import State
 from graphrt.core.replay import SegmentHooks
@@ -25,6 +25,7 @@ AroundCapture = Callable[[], AbstractContextManager[object]]
 """Makes what is entered once around everything that one call captures."""
 
 
+@only_known
 @dataclass(frozen=True)
 class Host:
     """What a host hooks into a runner; everything has a default.

@@ -21,8 +21,8 @@ class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
 
     `steps` counts batches by graph, `reasons` by why they ran as they did; NO_CONTEXT, SEALED
-    and UPDATE_FAILED count calls of the runner's wrappers. `live_tokens` and `padded_tokens` are
-    over the steps that a graph served.
+    and UPDATE_FAILED count calls of the runner's wrappers, MISSING_GRAPH steps. `live_tokens` and
+    `padded_tokens` are over the steps that a graph served, or should have.
     """
 
     resolution: ModeResolution
@@ -68,16 +68,18 @@ def report_of(
 ) -> RunnerReport:
     """The figures of a runner's graphs, and of its steps with so many live tokens."""
     steps, records = graphs.dispatcher.hits(), tuple(graphs.records)
+    announced = graphs.dispatcher.hits(announced=True)
     reasons = Counter(graphs.dispatcher.counts())
     for owner in graphs.owners():
-        reasons.update(owner.eager_calls)
+        # Their MISSING_GRAPH are calls of the steps that the dispatcher was told of.
+        reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
     return RunnerReport(
         resolution=resolution,
         graphs=records,
         steps=steps,
         reasons={reason: reasons[reason] for reason in Reason},
         live_tokens=live_tokens,
-        padded_tokens=sum(key[1].num_tokens * count for key, count in steps.items()),
+        padded_tokens=sum(key[1].num_tokens * count for key, count in announced.items()),
         pool_bytes=pool.bytes(),
         driver_bytes=_total(record.driver_bytes for record in records),
         capture_s=sum(record.capture_s for record in records),

@@ -87,7 +87,7 @@ class GraphRunner(Uncopied):
         else:
             self.plan = plan.fitted_to(self.platform, compiled)
         if self.options.strict:
-            self.plan.resolution.refuse_steps()
+            self.plan.refuse_less()
         self.mode = self.plan.mode
         keys, sizes = self.plan.keys, self.plan.sizes
         self.inputs = StaticInputs(
@@ -292,6 +292,7 @@ class GraphRunner(Uncopied):
         step = self._steps[found.slot]
         assert step is not None
         context.num_reqs = step.reqs
+        context.dispatcher = self.dispatcher
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = reqs_of(self.inputs, batch, values)

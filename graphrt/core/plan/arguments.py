@@ -1,0 +1,144 @@
+"""What a plan is made from: each argument in its own type, or a named error."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from graphrt.core.base import (
+    InvalidOptionError,
+    InvalidSizesError,
+    check_kind,
+    count_of,
+    items_of,
+)
+from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, checked_variant
+from graphrt.core.plan.budget import Budget
+from graphrt.core.plan.compiled import all_compiled
+from graphrt.core.plan.sizes import check_sizes
+from graphrt.core.plan.traffic import Traffic, check_traffic
+
+
+class PlanArguments(TypedDict, total=False):
+    """The keywords of `Plan`, which `GraphRunner` takes too."""
+
+    mode: GraphMode | str | None
+    sizes: Sequence[int] | None
+    max_size: int | None
+    max_num_tokens: int | None
+    max_num_reqs: int | None
+    query_lens: Sequence[int]
+    attention: AttentionSupport | str | Mapping[str, AttentionSupport | str]
+    pieces: PieceProvider | str | None
+    compiled: Sequence[Any]
+    loras: Sequence[int | None]
+    bounds: Sequence[tuple[int, ...]]
+    variants: Sequence[Hashable]
+    budget: Budget | None
+    traffic: Traffic | None
+
+
+def checked_arguments(given: PlanArguments) -> PlanArguments:
+    """All arguments of a plan, each a copy in its own type: what the caller changes later, or can
+    be read only once, is not the plan's.
+
+    Raises `InvalidSizesError` for sizes and counts, `InvalidOptionError` for the others and
+    `InvalidBatchError` for variants that cannot be hashed.
+    """
+    check_kind("budget", given["budget"], Budget)
+    sizes, attention, traffic = given["sizes"], given["attention"], given["traffic"]
+    return {
+        "mode": given["mode"],
+        "sizes": None if sizes is None else check_sizes(sizes),
+        "max_size": _limit("max_size", given["max_size"]),
+        "max_num_tokens": _limit("max_num_tokens", given["max_num_tokens"]),
+        "max_num_reqs": _limit("max_num_reqs", given["max_num_reqs"]),
+        "query_lens": tuple(
+            count_of("a query length", each, least=1, error=InvalidSizesError)
+            for each in items_of("query_lens", given["query_lens"], "(1,)", InvalidSizesError)
+        ),
+        "attention": {name: AttentionSupport.parse(each) for name, each in attention.items()}
+        if isinstance(attention, Mapping) and _named(attention)
+        else AttentionSupport.parse(attention),  # type: ignore[arg-type]
+        "pieces": given["pieces"],
+        "compiled": all_compiled(given["compiled"]),
+        "loras": tuple(
+            None if each is None else count_of("a number of active LoRAs", each, least=0)
+            for each in _cases("loras", given["loras"], "(0, 4)")
+        ),
+        "bounds": tuple(
+            tuple(
+                count_of("a bound", bound, least=0)
+                for bound in items_of("each of bounds", case, "(4096,)")
+            )
+            for case in _cases("bounds", given["bounds"], "[(4096,)]")
+        ),
+        "variants": tuple(map(checked_variant, _cases("variants", given["variants"], '["draft"]'))),
+        "budget": given["budget"],
+        "traffic": None if traffic is None else check_traffic(traffic),
+    }
+
+
+def check_plan_arguments(given: Collection[str], beside: object = None) -> None:
+    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan."""
+    if beside is not None and given:
+        raise InvalidOptionError(
+            "arguments of a plan were given beside a plan",
+            got=", ".join(given),
+            expected="either",
+            advice="plan.replace(...), or leave plan out",
+        )
+    unknown = sorted(set(given) - PlanArguments.__annotations__.keys())
+    if unknown:
+        raise InvalidOptionError(
+            "a plan has no such argument",
+            got=", ".join(unknown),
+            expected=", ".join(PlanArguments.__annotations__),
+            advice="what a host hooks in goes into host=Host(...), how graphs are captured into "
+            "options=GraphOptions(...)",
+        )
+
+
+def largest_batch(
+    max_num_tokens: int | None, max_num_reqs: int | None, sizes: Sequence[int] | None
+) -> dict[str, int]:
+    """The host's limits; what it leaves out follows from its sizes, or from the other limit."""
+    tokens = max_num_tokens
+    if tokens is None:
+        tokens = max_num_reqs if sizes is None else max(sizes)
+    if tokens is None:
+        raise InvalidOptionError(
+            "the largest batch is unknown",
+            expected="max_num_tokens, max_num_reqs or sizes",
+            advice="sizes=[1, 2, 4, 8]",
+        )
+    reqs = tokens if max_num_reqs is None else max_num_reqs
+    return {"max_num_tokens": tokens, "max_num_reqs": reqs}
+
+
+def _limit(name: str, value: object) -> int | None:
+    return None if value is None else count_of(name, value, least=1, error=InvalidSizesError)
+
+
+def _cases(name: str, value: object, example: str) -> tuple[Any, ...]:
+    cases = items_of(name, value, example)
+    if not cases:
+        raise InvalidOptionError(
+            f"{name} of a plan is empty, so there would be no graphs",
+            got=f"{name}=()",
+            expected="at least one",
+            advice=f"leave {name} out",
+        )
+    return cases
+
+
+def _named(attention: Mapping[Any, Any]) -> bool:
+    for name in attention:
+        if not isinstance(name, str):
+            raise InvalidOptionError(
+                "attention backends are named by strings",
+                got=repr(name)[:200],
+                expected="a dict of names and levels",
+                advice='attention={"flash": AttentionSupport.UNIFORM_BATCH}',
+            )
+    return True

@@ -1,0 +1,202 @@
+"""Odd values of batches, descriptors and limits: served rightly, or named errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from graphrt import Batch, BatchDescriptor, GraphDispatcher, GraphMode, GraphOptions, Reason
+from graphrt.core.base import InvalidBatchError, InvalidModeError, InvalidOptionError
+
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+
+
+def ladder(**options: Any) -> GraphDispatcher:
+    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", **options)
+    for size in (1, 2, 4, 8):
+        dispatcher.publish(PIECEWISE, BatchDescriptor(size))
+        dispatcher.publish(FULL, BatchDescriptor(size, size, uniform=True, query_len=1))
+    return dispatcher
+
+
+@pytest.mark.parametrize("integer", [numpy.int64, numpy.uint8, torch.tensor, numpy.array])
+@pytest.mark.parametrize("counts", [(3, 3, 1), (3, 2, None), (99, 3, None), (3, None, 7)])
+def test_integers_of_numpy_and_tensors_are_served_as_ints_are(integer, counts):
+    odd = Batch(*(None if count is None else integer(count) for count in counts))
+    dispatcher = ladder()
+    for _ in range(2):
+        found = dispatcher.dispatch(odd)
+        assert found == dispatcher.dispatch(Batch(*counts))
+        assert type(found.descriptor.num_tokens) is int
+        assert dispatcher.step(odd).slot == found.slot
+    assert BatchDescriptor(integer(4), integer(4)) == BatchDescriptor(4, 4)
+
+
+NONE_SUCH = [
+    (3.0,),
+    (2.5,),
+    (float("nan"),),
+    ("3",),
+    (None,),
+    (True,),
+    (9999999.0,),
+    (3, "3", 1),
+    (3, 2.5),
+    (3, True),
+    (5, 2, 2.5),
+    (3, 3, 1.0),
+    (3, 3, "1"),
+    (torch.tensor(2.5),),
+    (torch.tensor(True),),
+    (torch.tensor([1, 2]),),
+    (3, 3, 1, "a"),
+    (3, 3, 1, 5),
+    (3, 3, 1, (1.5,)),
+    (3, 3, 1, (), "x"),
+    (3, 3, 1, (), 1.5),
+    (3, 3, 1, (), 0, [1]),
+]
+
+
+@pytest.mark.parametrize("tables", [8, 1 << 17], ids=["dense", "sparse"])
+@pytest.mark.parametrize("values", NONE_SUCH, ids=str)
+def test_a_batch_that_cannot_be_is_a_named_error(values, tables):
+    dispatcher = ladder()
+    dispatcher.publish(PIECEWISE, BatchDescriptor(tables))
+    dispatcher.dispatch(Batch(1))
+    with pytest.raises(InvalidBatchError):
+        dispatcher.dispatch(Batch(*values))
+    assert dispatcher.counts()[Reason.HIT] == 1
+
+
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        3,
+        None,
+        (3, 3, 1),
+        (3, 3, 1, (), 0, None, frozenset({FULL})),
+        torch.arange(7),
+        torch.zeros(2, 4),
+        Batch(3)._replace(num_tokens="3"),
+        Batch(3)._replace(num_tokens=3.0),
+        Batch(3)._replace(query_len=torch.tensor(2.5)),
+        Batch(3, 3)._replace(query_len="1"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_batch_is_a_named_error(batch, published):
+    dispatcher = ladder()
+    if not published:
+        dispatcher.withdraw_all()
+    dispatcher.dispatch(Batch(1))
+    for ask in (dispatcher.dispatch, dispatcher.step, dispatcher.planned_for):
+        with pytest.raises(InvalidBatchError):
+            ask(batch)
+
+
+def test_bounds_of_an_array_are_bounds():
+    dispatcher = GraphDispatcher("FULL")
+    dispatcher.publish(FULL, BatchDescriptor(4, bounds=numpy.array([64, 64])))
+    assert dispatcher.dispatch(Batch(3, bounds=torch.tensor([3, 64]))).reason is Reason.HIT
+    assert dispatcher.dispatch(Batch(3, bounds=[3, 65])).reason is Reason.NO_GRAPH
+
+
+@pytest.mark.parametrize(
+    "exclude", ["FULL", FULL, 5, {"FULL_AND_PIECEWISE"}, [GraphMode.FULL_DECODE_ONLY], {"half"}]
+)
+def test_what_excludes_no_runtime_modes_is_a_named_error(exclude):
+    with pytest.raises(InvalidModeError):
+        ladder().dispatch(Batch(3), exclude=exclude)
+    with pytest.raises(InvalidModeError):
+        ladder().dispatch(Batch(3, exclude=exclude))
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", GraphMode.FULL_DECODE_ONLY, "half", 5])
+def test_ranks_can_agree_on_runtime_modes_only(mode):
+    dispatcher = ladder()
+    for ask in (dispatcher.dispatch, dispatcher.planned_for):
+        with pytest.raises(InvalidModeError):
+            ask(Batch(3), at_most_mode=mode)
+    assert dispatcher.dispatch(Batch(3, 3, 1), at_most_mode="piecewise").mode is PIECEWISE
+
+
+@pytest.mark.parametrize("at_least", [3.5, "3", None, [4]])
+def test_ranks_agree_on_an_integer_of_tokens(at_least):
+    dispatcher = ladder()
+    for ask in (dispatcher.dispatch, dispatcher.planned_for):
+        with pytest.raises(InvalidBatchError, match="at_least"):
+            ask(Batch(3), at_least=at_least)
+    assert dispatcher.dispatch(Batch(3), at_least=numpy.int64(5)).descriptor.num_tokens == 8
+
+
+@pytest.mark.parametrize("ratio", ["x", -1, 0.5, float("nan"), float("inf"), True])
+def test_a_graph_cannot_have_fewer_tokens_than_its_batch(ratio):
+    with pytest.raises(InvalidOptionError, match="max_padding"):
+        GraphDispatcher("FULL", max_padding=ratio)
+    with pytest.raises(InvalidOptionError, match="max_padding"):
+        ladder().dispatch(Batch(3), max_padding=ratio)
+    with pytest.raises(InvalidOptionError, match="max_padding"):
+        GraphOptions(max_padding=ratio)
+
+
+def test_graphs_are_published_by_the_name_of_their_mode():
+    dispatcher = GraphDispatcher("FULL")
+    slot = dispatcher.reserve("full", BatchDescriptor(4))
+    assert dispatcher.publish("FULL", BatchDescriptor(4)).slot == slot
+    assert dispatcher.dispatch(Batch(3)).mode is FULL
+    dispatcher.withdraw("Full", BatchDescriptor(4))
+    assert dispatcher.dispatch(Batch(3)).reason is Reason.NOT_CAPTURED
+
+
+@pytest.mark.parametrize("name", ["reserve", "publish", "withdraw"])
+@pytest.mark.parametrize("mode", [GraphMode.NONE, "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "x", 5])
+def test_a_graph_of_no_runtime_mode_is_refused(name, mode):
+    with pytest.raises(InvalidModeError):
+        getattr(GraphDispatcher("FULL"), name)(mode, BatchDescriptor(4))
+
+
+@pytest.mark.parametrize("name", ["reserve", "publish", "withdraw"])
+@pytest.mark.parametrize("descriptor", [4, None, (4, 4), Batch(4)])
+def test_what_names_no_graph_is_refused(name, descriptor):
+    with pytest.raises(InvalidBatchError, match="descriptor"):
+        getattr(GraphDispatcher("FULL"), name)(FULL, descriptor)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_tokens": 4.0},
+        {"num_tokens": "4"},
+        {"num_tokens": None},
+        {"num_tokens": True},
+        {"num_tokens": 4, "num_reqs": 2.0},
+        {"num_tokens": 4, "num_reqs": "x"},
+        {"num_tokens": 4, "query_len": "x"},
+        {"num_tokens": 4, "uniform": True, "query_len": 0},
+        {"num_tokens": 4, "uniform": True, "query_len": -2},
+        {"num_tokens": 4, "bounds": 8},
+        {"num_tokens": 4, "bounds": "8"},
+        {"num_tokens": 4, "bounds": ("x",)},
+        {"num_tokens": 4, "bounds": (1.5,)},
+        {"num_tokens": 4, "variant": [1]},
+        {"num_tokens": 4, "num_active_loras": "x"},
+        {"num_tokens": 4, "num_active_loras": 1.5},
+        {"num_tokens": 4, "uniform": "yes"},
+        {"num_tokens": 4, "has_lora": 2},
+    ],
+    ids=str,
+)
+def test_a_descriptor_that_no_graph_can_have_is_a_named_error(arguments):
+    with pytest.raises(InvalidBatchError):
+        BatchDescriptor(**arguments)
+
+
+def test_descriptors_from_other_sequences_and_flags_are_equal():
+    plain = BatchDescriptor(4, 4, uniform=True, query_len=1, bounds=(8,))
+    odd = BatchDescriptor(4, 4, uniform=numpy.bool_(True), query_len=1, bounds=[numpy.int64(8)])
+    assert odd == plain and hash(odd) == hash(plain)

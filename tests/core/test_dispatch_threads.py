@@ -1,0 +1,135 @@
+"""One thread publishes and withdraws while others dispatch: nobody sees a stale index."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from graphrt import Batch, BatchDescriptor, GraphDispatcher, GraphMode, Reason
+from graphrt.core.dispatch.index import GraphIndex
+
+FULL = GraphMode.FULL
+SIZES = tuple(range(1, 13))
+
+
+@pytest.fixture
+def many_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_an_index_that_is_built_during_a_publish_does_not_outlive_it(monkeypatch):
+    dispatcher = GraphDispatcher("FULL")
+    dispatcher.publish(FULL, BatchDescriptor(2))
+    publishing: list[threading.Thread] = []
+    plain = GraphIndex.plain
+
+    def slow(index: GraphIndex) -> Any:
+        found = plain(index)
+        if not publishing:
+            thread = threading.Thread(target=dispatcher.publish, args=(FULL, BatchDescriptor(8)))
+            publishing.append(thread)
+            thread.start()
+            thread.join(0.2)
+        return found
+
+    monkeypatch.setattr(GraphIndex, "plain", slow)
+    dispatcher.dispatch(Batch(1))
+    publishing[0].join()
+    assert dispatcher.dispatch(Batch(5)).reason is Reason.HIT
+
+
+class Published:
+    """What is published, as far as another thread can know."""
+
+    def __init__(self) -> None:
+        self.sure: frozenset[int] = frozenset()
+        self.perhaps: frozenset[int] = frozenset()
+        self.changes = 0
+
+    def change(self, sure: frozenset[int], perhaps: frozenset[int]) -> None:
+        self.changes += 1
+        self.sure, self.perhaps = sure, perhaps
+        self.changes += 1
+
+
+def best(sizes: frozenset[int], tokens: int) -> int | None:
+    return min((size for size in sizes if size >= tokens), default=None)
+
+
+@pytest.mark.usefixtures("many_switches")
+@pytest.mark.parametrize("limits", [{}, {"max_padding": 100.0}], ids=["tables", "search"])
+def test_threads_dispatch_what_is_published_while_another_changes_it(limits):
+    dispatcher = GraphDispatcher("FULL")
+    known, wrong, done = Published(), [], threading.Event()
+
+    def publish_and_withdraw() -> None:
+        drawn = random.Random(3)
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end and not wrong:
+            size = drawn.choice(SIZES)
+            before = known.sure
+            if size in before:
+                known.change(before - {size}, before)
+                dispatcher.withdraw(FULL, BatchDescriptor(size))
+            else:
+                known.change(before, before | {size})
+                dispatcher.publish("full", BatchDescriptor(size))
+            after = before ^ {size}
+            known.change(after, after)
+            seen(dispatcher.dispatch(Batch(size), **limits), size, {best(after, size)})
+        done.set()
+
+    def seen(found: Any, tokens: int, allowed: set[int | None]) -> None:
+        size = found.descriptor.num_tokens if found.reason is Reason.HIT else None
+        if size not in allowed:
+            wrong.append((tokens, size, allowed))
+
+    def dispatch(seed: int) -> None:
+        drawn = random.Random(seed)
+        while not done.is_set():
+            tokens = drawn.choice(SIZES)
+            changes, sure, perhaps = known.changes, known.sure, known.perhaps
+            found = dispatcher.dispatch(Batch(tokens), **limits)
+            if changes == known.changes and not changes % 2:
+                seen(found, tokens, {best(sure, tokens), best(perhaps, tokens)})
+
+    def guarded(target: Any, *args: Any) -> None:
+        try:
+            target(*args)
+        except BaseException as error:
+            wrong.append(error)
+            done.set()
+
+    threads = [threading.Thread(target=guarded, args=(dispatch, seed)) for seed in range(3)]
+    threads.append(threading.Thread(target=guarded, args=(publish_and_withdraw,)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.usefixtures("many_switches")
+def test_threads_that_reserve_at_once_get_one_slot_for_each_graph():
+    dispatcher = GraphDispatcher("FULL")
+    slots: list[list[int]] = []
+
+    def reserve() -> None:
+        slots.append([dispatcher.reserve(FULL, BatchDescriptor(size)) for size in range(1, 200)])
+
+    threads = [threading.Thread(target=reserve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert slots == [slots[0]] * 4 and len(set(slots[0])) == 199
+    assert len(dispatcher.hits()) == 199

@@ -1,0 +1,112 @@
+"""Lazy capture takes the graph that dispatch would take, and only what dispatch then serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    GraphDispatcher,
+    GraphMode,
+    GraphOptions,
+    GraphRunner,
+    InputSpec,
+    Reason,
+)
+from graphrt.core.dispatch import preferred
+from tests.core.test_dispatcher import KEYS, batches, brute_force, preference
+
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+
+
+def lazy(max_padding: float | None = None, **arguments: Any) -> GraphRunner:
+    return GraphRunner(
+        lambda x: x + 1,
+        **{"sizes": [1, 8], "mode": "FULL", "platform": "cpu", **arguments},
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        options=GraphOptions(lazy=True, max_padding=max_padding),
+    )
+
+
+def test_a_graph_that_would_pad_too_much_is_not_captured_for_nothing():
+    runner = lazy(max_padding=1.5)
+    for _ in range(2):
+        runner(Batch(3, 3, 1), x=torch.ones(3, 4))
+        assert runner.last_dispatch.reason is Reason.PADDING
+    assert runner.report().graphs == ()
+    runner(Batch(6, 6, 1), x=torch.ones(6, 4))
+    assert runner.last_dispatch.reason is Reason.HIT
+    assert [graph.descriptor.num_tokens for graph in runner.report().graphs] == [8]
+
+
+def test_a_planned_graph_that_would_pad_too_much_is_why_a_batch_has_none():
+    dispatcher = GraphDispatcher("FULL", max_padding=2.0)
+    dispatcher.reserve(FULL, BatchDescriptor(8))
+    assert dispatcher.dispatch(Batch(3)).reason is Reason.PADDING
+    assert dispatcher.dispatch(Batch(4)).reason is Reason.NOT_CAPTURED
+    assert dispatcher.planned_for(Batch(3)) is None
+    assert dispatcher.planned_for(Batch(3), at_least=4) is not None
+
+
+def test_a_batch_without_loras_gets_the_planned_graph_without():
+    runner = lazy(sizes=[8], loras=(0, 4))
+    runner(Batch(6, 6, 1, num_active_loras=2), x=torch.ones(6, 4))
+    assert runner.last_dispatch.descriptor.num_active_loras == 4
+    runner(Batch(6, 6, 1), x=torch.ones(6, 4))
+    assert runner.last_dispatch.descriptor.num_active_loras == 0
+    assert len(runner.report().graphs) == 2
+    runner(Batch(6, 6, 1, num_active_loras=2), x=torch.ones(6, 4))
+    assert runner.last_dispatch.descriptor.num_active_loras == 4
+    assert len(runner.report().graphs) == 2
+
+
+def test_a_batch_of_short_contexts_gets_the_planned_graph_of_the_smaller_bound():
+    runner = lazy(sizes=[8], bounds=[(64,), (4096,)])
+    runner(Batch(6, 6, 1, bounds=(100,)), x=torch.ones(6, 4))
+    runner(Batch(6, 6, 1, bounds=(10,)), x=torch.ones(6, 4))
+    assert runner.last_dispatch.descriptor.bounds == (64,)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "full", FULL])
+def test_a_lazy_step_takes_what_ranks_agreed_on_by_name(mode):
+    runner = lazy()
+    runner.step(Batch(3, 3, 1), {"x": torch.ones(3, 4)}, at_most_mode=mode)
+    assert runner.last_dispatch.mode is FULL
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sets(KEYS, max_size=16),
+    st.sets(KEYS, max_size=16),
+    batches(),
+    st.sampled_from([0, 5, 30]),
+    st.sampled_from([None, GraphMode.NONE, PIECEWISE, FULL]),
+    st.sampled_from([None, 1.0, 1.5, 3.0]),
+)
+def test_what_is_planned_for_a_batch_is_what_dispatch_would_find_were_it_captured(
+    published, planned, batch, at_least, at_most, max_padding
+):
+    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", max_padding=max_padding)
+    for key in published:
+        dispatcher.publish(*key)
+    for key in planned - published:
+        dispatcher.reserve(*key)
+    limits = (frozenset(), at_least, at_most, max_padding)
+    best = brute_force(planned - published, batch, *limits)
+    wanted = dispatcher.planned_for(batch, at_least=at_least, at_most_mode=at_most)
+    assert (None if wanted is None else preference(*wanted[:2])) == best
+    found = dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most)
+    if wanted is None:
+        assert found.reason is not Reason.NOT_CAPTURED or at_least or at_most is not None
+        return
+    better = found.reason is not Reason.HIT or preferred(wanted, found)
+    dispatcher.publish(wanted.mode, wanted.descriptor)
+    again = dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most)
+    assert (again.slot == wanted.slot) is better or preference(*again[:2]) == best

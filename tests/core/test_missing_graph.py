@@ -1,0 +1,155 @@
+"""HIT means that a graph was replayed: a wrapper that has none for the step says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    GraphDispatcher,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    InputSpec,
+    Reason,
+    forward_context,
+)
+from graphrt.core.base import CaptureSealedError, InvalidOptionError, MissingGraphError
+from graphrt.cpu import CPUGraphWrapper
+
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+D4 = BatchDescriptor(4, 4, uniform=True, query_len=1)
+
+
+def wrapper(mode: GraphMode = FULL, **options: Any) -> CPUGraphWrapper:
+    return CPUGraphWrapper(
+        lambda x: x + 1, mode, pool=GraphPool("cpu"), options=GraphOptions(**options)
+    )
+
+
+def published(mode: GraphMode = FULL) -> GraphDispatcher:
+    dispatcher = GraphDispatcher(mode)
+    dispatcher.publish(mode, D4)
+    return dispatcher
+
+
+def test_a_default_wrapper_never_captures_and_says_so_to_the_dispatcher():
+    dispatcher, wrapped = published(), wrapper()
+    x = torch.ones(4)
+    for _ in range(3):
+        with dispatcher.step(Batch(3, 3, 1)):
+            assert torch.equal(wrapped(x), x + 1)
+    assert wrapped.eager_calls[Reason.MISSING_GRAPH] == 3
+    counts = dispatcher.counts()
+    assert (counts[Reason.HIT], counts[Reason.MISSING_GRAPH]) == (0, 3)
+    assert dispatcher.hits() == {(FULL, D4): 0}
+    assert dispatcher.hits(announced=True) == {(FULL, D4): 3}
+    dispatcher.reset_counts()
+    assert dispatcher.counts()[Reason.MISSING_GRAPH] == 0
+
+
+def test_a_wrapper_that_has_the_graph_leaves_the_hit_alone():
+    dispatcher, wrapped = published(), wrapper(lazy=True)
+    for _ in range(3):
+        with dispatcher.step(Batch(3, 3, 1)):
+            wrapped(torch.ones(4))
+    assert len(wrapped.entries) == 1
+    assert wrapped.eager_calls[Reason.MISSING_GRAPH] == 0
+    assert dispatcher.counts()[Reason.HIT] == 3
+    wrapped.drop(D4)
+    wrapped.seal()
+    with dispatcher.step(Batch(3, 3, 1)):
+        wrapped(torch.ones(4))
+    assert dispatcher.counts()[Reason.HIT] == 3
+    assert dispatcher.counts()[Reason.MISSING_GRAPH] == 1
+
+
+@pytest.mark.parametrize("slot", [-1, 0])
+@pytest.mark.parametrize("descriptor", [None, D4])
+def test_a_context_of_the_hosts_own_is_counted_too(slot, descriptor):
+    wrapped = wrapper()
+    with forward_context("FULL", descriptor, slot=slot):
+        wrapped(torch.ones(4))
+    assert wrapped.eager_calls[Reason.MISSING_GRAPH] == 1
+
+
+def test_a_host_that_builds_its_context_can_name_the_dispatcher():
+    dispatcher = published()
+    found = dispatcher.dispatch(Batch(3, 3, 1))
+    context = forward_context(found.mode, D4, slot=found.slot, dispatcher=dispatcher)
+    with context:
+        wrapper()(torch.ones(4))
+    assert dispatcher.counts()[Reason.MISSING_GRAPH] == 1
+
+
+def test_several_pieces_of_one_step_are_one_step():
+    dispatcher, pieces = published(PIECEWISE), [wrapper(PIECEWISE) for _ in range(3)]
+    for step in range(2):
+        with dispatcher.step(Batch(3, 3, 1)):
+            for piece in pieces:
+                piece(torch.ones(4))
+        assert dispatcher.counts()[Reason.MISSING_GRAPH] == step + 1
+    assert [piece.eager_calls[Reason.MISSING_GRAPH] for piece in pieces] == [2, 2, 2]
+
+
+def test_under_strict_it_is_an_error():
+    dispatcher, wrapped = published(), wrapper(strict=True)
+    with dispatcher.step(Batch(3, 3, 1)), pytest.raises(MissingGraphError, match="lazy=True"):
+        wrapped(torch.ones(4))
+    with forward_context("FULL", D4), pytest.raises(MissingGraphError, match="no graphs at all"):
+        wrapped(torch.ones(4))
+    wrapped.seal()
+    with dispatcher.step(Batch(3, 3, 1)), pytest.raises(MissingGraphError):
+        wrapped(torch.ones(4))
+    with forward_context("FULL", D4), pytest.raises(CaptureSealedError):
+        wrapped(torch.ones(4))
+    assert torch.equal(wrapped(torch.ones(4)), torch.full((4,), 2.0))
+
+
+def runner(**options: Any) -> GraphRunner:
+    return GraphRunner(
+        lambda x: x + 1,
+        sizes=[2, 4],
+        mode="FULL",
+        platform="cpu",
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        options=GraphOptions(**options),
+    )
+
+
+def test_a_runner_whose_wrapper_lost_a_graph_reports_it():
+    served = runner()
+    served.capture()
+    x = torch.ones(3, 4)
+    served(x=x)
+    (own,) = served.graphs.owners()
+    own.clear_graphs()
+    own.seal()
+    for _ in range(2):
+        assert torch.equal(served(x=x), x + 1)
+    report = served.report()
+    assert report.reasons[Reason.HIT] == 1
+    assert report.reasons[Reason.MISSING_GRAPH] == 2
+    assert sum(report.steps.values()) == 1
+    assert (report.live_tokens, report.padded_tokens) == (9, 12)
+
+
+def test_a_strict_runner_whose_wrapper_lost_a_graph_raises():
+    served = runner(strict=True)
+    served.capture()
+    (own,) = served.graphs.owners()
+    own.clear_graphs()
+    with pytest.raises(MissingGraphError):
+        served(x=torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("argument", [{"options": {"lazy": True}}, {"pool": 5}])
+def test_a_wrapper_names_arguments_of_another_type(argument):
+    with pytest.raises(InvalidOptionError, match=next(iter(argument))):
+        CPUGraphWrapper(lambda x: x, FULL, **argument)

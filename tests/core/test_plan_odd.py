@@ -1,0 +1,394 @@
+"""Odd arguments of plans, budgets and files of plans: taken rightly, or named errors."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphrt import (
+    AttentionSupport,
+    Budget,
+    GraphCost,
+    GraphMode,
+    GraphOptions,
+    GraphRunner,
+    Host,
+    InputSpec,
+    Plan,
+)
+from graphrt.compile import CompileOptions
+from graphrt.core.base import (
+    GraphRTError,
+    InvalidBatchError,
+    InvalidModeError,
+    InvalidOptionError,
+    InvalidSizesError,
+    ModeNotSupportedError,
+    PlanChangedWarning,
+    PlanFileError,
+    ResourceExhaustedError,
+)
+from graphrt.core.plan import saved
+from graphrt.core.plan.sizes import decode_sizes, mixed_sizes
+from graphrt.core.plan.traffic import by_worth
+
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+
+
+def plan(mode: Any = "FULL_AND_PIECEWISE", **arguments: Any) -> Plan:
+    if not {"sizes", "max_num_tokens", "max_num_reqs"} & arguments.keys():
+        arguments["sizes"] = [1, 2, 4, 8]
+    return Plan(mode, **arguments, platform="cpu")
+
+
+ODD = object()
+WRONG: dict[str, list[Any]] = {
+    "mode": [5, "half", ["FULL"]],
+    "sizes": [5, "12", [1.0], [True], [None], ["1"], [numpy.bool_(True)], [0], ODD, {}],
+    "max_size": [0, 1.5, "4", True, [4], -1],
+    "max_num_tokens": [0, 1.5, "8", True, -1, ODD],
+    "max_num_reqs": [0, 1.5, "8", True, -1, ODD],
+    "query_lens": [1, "12", (1.0,), (True,), None, ODD, (0,), (), (9,)],
+    "loras": [5, "1", ("1",), (-1,), (1.5,), (True,), None, ODD, ()],
+    "bounds": [5, (5,), "ab", ("ab",), ((1.5,),), ((-1,),), None, (("x",),), ()],
+    "variants": ["abc", 5, ([1],), None, ({},), ()],
+    "attention": ["half", 7, 2.0, None, True, {"a": None}, {"a": "half"}, {1: 3}, ["a"], ODD],
+    "pieces": [5, "half", True],
+    "compiled": [5, "a", [5], None],
+    "budget": [5, {}, "x", {"streams": 3}],
+    "traffic": [5, "x", {"1": 1}, {1: "a"}, {1: float("nan")}, {1.0: 1}, {True: 1}, {}, {1: 0}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
+def test_a_wrong_argument_is_a_named_error_of_plan_and_runner(name: str, value: Any) -> None:
+    named = (InvalidOptionError, InvalidSizesError, InvalidModeError, InvalidBatchError)
+    with pytest.raises(named) as caught:
+        plan(**{name: value})
+    assert caught.value.got is not None and caught.value.expected is not None
+    arguments = {"sizes": [1, 2, 4, 8], name: value}
+    with pytest.raises(named):
+        GraphRunner(
+            lambda x: x,
+            **arguments,
+            platform="cpu",
+            inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        )
+
+
+@pytest.mark.parametrize("integer", [numpy.int64, numpy.uint16, torch.tensor])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("sizes", [1, 2, 8]),
+        ("query_lens", [1, 2]),
+        ("loras", [0, 2]),
+        ("bounds", [[16, 32]]),
+        ("max_size", 4),
+        ("max_num_tokens", 8),
+        ("max_num_reqs", 2),
+    ],
+)
+def test_integers_of_numpy_and_tensors_are_ints(
+    name: str, values: Any, integer: Any, tmp_path: Path
+) -> None:
+    def odd(value: Any) -> Any:
+        return list(map(odd, value)) if isinstance(value, list) else integer(value)
+
+    found = plan(**{name: odd(values)})
+    assert found.fingerprint == plan(**{name: values}).fingerprint
+    found.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json", platform="cpu").keys == found.keys
+
+
+@pytest.mark.parametrize("array", [numpy.array, torch.tensor])
+def test_sizes_may_be_an_array(array: Any) -> None:
+    assert plan(sizes=array([1, 2, 8])).keys == plan(sizes=[1, 2, 8]).keys
+
+
+@pytest.mark.parametrize("level", ["UNIFORM_BATCH", "uniform_batch ", 2])
+def test_attention_is_a_level_or_its_name(level: Any) -> None:
+    wanted = plan(attention=AttentionSupport.UNIFORM_BATCH)
+    assert plan(attention=level).fingerprint == wanted.fingerprint
+    named = plan(attention={"flash": level})
+    assert named.attention == {"flash": AttentionSupport.UNIFORM_BATCH}
+
+
+@pytest.mark.parametrize("owner", [GraphOptions, Plan, Budget, GraphCost, Host, CompileOptions])
+def test_an_unknown_keyword_is_a_named_error(owner: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="foo"):
+        owner(foo=1)
+
+
+def test_a_keyword_that_is_nearly_right_is_told() -> None:
+    with pytest.raises(InvalidOptionError, match="try: check_addresses"):
+        GraphOptions(check_adresses=True)  # type: ignore[call-arg]
+
+
+# Budgets -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"streams": "x"},
+        {"streams": True},
+        {"graphs": [1]},
+        {"device_bytes": float("nan")},
+        {"cost": 5},
+        {"cost": {"HALF": GraphCost()}},
+        {"cost": {FULL: 5}},
+        {"cost": lambda mode, descriptor: 5},
+        {"min_piecewise": "x"},
+        {"min_piecewise": 1.5},
+        {"notes": "abc"},
+        {"notes": 5},
+    ],
+    ids=str,
+)
+def test_a_wrong_budget_is_a_named_error(arguments: Any) -> None:
+    with pytest.raises((InvalidOptionError, InvalidModeError)):
+        plan(budget=Budget(**arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"streams": "x"}, {"streams": -1}, {"capture_s": float("nan")}, {"graphs": None}],
+    ids=str,
+)
+def test_a_wrong_cost_is_a_named_error(arguments: Any) -> None:
+    with pytest.raises(InvalidOptionError, match=f"cost of {next(iter(arguments))}"):
+        GraphCost(**arguments)
+
+
+def test_numbers_of_numpy_and_names_of_modes_are_taken(tmp_path: Path) -> None:
+    odd = Budget(
+        streams=numpy.int64(9),
+        capture_s=numpy.float32(2),
+        device_bytes=torch.tensor(100),
+        cost={"full": GraphCost(numpy.int64(2), 1, numpy.int64(3), numpy.float64(0.5))},
+        notes=["a"],
+    )
+    cost = {FULL: GraphCost(2, 1, 3, 0.5)}
+    wanted = Budget(streams=9, capture_s=2.0, device_bytes=100, cost=cost, notes=("a",))
+    assert odd == wanted
+    plan("FULL", budget=odd).save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", platform="cpu")
+    assert loaded.fingerprint == plan("FULL", budget=wanted).fingerprint
+
+
+def strict(planned: Plan) -> GraphRunner:
+    return GraphRunner(
+        lambda x: x,
+        planned,
+        inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        outputs=("tokens",),
+        options=GraphOptions(strict=True),
+    )
+
+
+def test_strict_refuses_a_budget_that_leaves_sizes_out_though_the_mode_is_kept() -> None:
+    planned = plan("FULL", budget=Budget(graphs=3))
+    assert planned.mode is FULL
+    with pytest.raises(ResourceExhaustedError, match=r"3 of 4 graphs[\s\S]*FULL \["):
+        strict(planned)
+    assert len(strict(plan("FULL", budget=Budget(graphs=4))).plan.keys) == 4
+
+
+def test_strict_names_the_mode_where_that_changes_too() -> None:
+    with pytest.raises(ModeNotSupportedError, match="budget"):
+        strict(plan("FULL", budget=Budget(graphs=0)))
+
+
+# Sizes that nothing reaches, and none at all -----------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 64, 128], [32, 64], [1, 33, 34]])
+def test_sizes_above_the_largest_batch_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(InvalidSizesError, match="never be used") as caught:
+        plan("FULL", sizes=sizes, max_num_tokens=32)
+    advised = int((caught.value.advice or "").split()[0].removeprefix("max_size="))
+    cut = plan("FULL", sizes=sizes, max_num_tokens=32, max_size=advised)
+    assert max(key[1].num_tokens for key in cut.keys) == advised
+
+
+def test_one_size_above_the_largest_batch_serves_it() -> None:
+    assert plan("FULL", sizes=[1, 64], max_num_tokens=32).sizes.mixed == (1, 64)
+
+
+def test_decode_requests_that_no_batch_holds_are_refused() -> None:
+    with pytest.raises(InvalidSizesError, match="query length 8, max_num_tokens=4"):
+        plan("FULL_DECODE_ONLY", max_num_tokens=4, query_lens=(1, 8))
+
+
+def test_a_plan_of_decode_graphs_only_that_has_none_is_refused() -> None:
+    arguments = {"max_num_tokens": 2048, "max_num_reqs": 4, "query_lens": (600,)}
+    with pytest.raises(InvalidSizesError, match="none fits") as caught:
+        plan("FULL_DECODE_ONLY", **arguments)
+    advised = int((caught.value.advice or "").removeprefix("max_size="))
+    assert plan("FULL_DECODE_ONLY", **arguments, max_size=advised).keys
+    assert plan("NONE", **arguments).keys == ()
+
+
+def test_a_query_length_without_graphs_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = {"max_num_tokens": 2048, "max_num_reqs": 4, "query_lens": (1, 600)}
+    with caplog.at_level(logging.WARNING, logger="graphrt"):
+        plan("FULL", **arguments)
+        assert caplog.records == []
+        plan("FULL_AND_PIECEWISE", **arguments)
+    (record,) = caplog.records
+    assert "query length 600 get no FULL graph" in record.getMessage()
+
+
+# Many sizes --------------------------------------------------------------------------------------
+
+
+def slow_by_worth(sizes: list[int], traffic: dict[int, float] | None) -> tuple[int, ...]:
+    """By definition: what saves least of what is left is dropped, one after another."""
+    kept = sorted(sizes)
+    fixed = [kept[-1], kept[0]]
+
+    def share(size: int) -> tuple[float, ...]:
+        even = by_worth.__globals__["_even"](size)
+        if traffic is None:
+            return (even,)
+        return (sum(traffic[each] for each in sorted(traffic) if each <= size), even)
+
+    def saving(at: int) -> tuple[float, ...]:
+        pairs = zip(share(kept[at]), share(kept[at - 1]), strict=True)
+        return tuple((share - less) * (kept[at + 1] - kept[at]) for share, less in pairs)
+
+    dropped = []
+    while len(kept) > 2:
+        least = min(range(1, len(kept) - 1), key=saving)
+        dropped.append(kept.pop(least))
+    return (*dict.fromkeys(fixed), *reversed(dropped))
+
+
+@given(
+    st.lists(st.integers(1, 600), min_size=1, max_size=24, unique=True),
+    st.none() | st.dictionaries(st.integers(1, 600), st.integers(1, 8), min_size=1, max_size=9),
+)
+def test_the_order_by_worth_is_the_definition(
+    sizes: list[int], traffic: dict[int, float] | None
+) -> None:
+    assert by_worth(sizes, traffic) == slow_by_worth(sizes, traffic)
+
+
+def test_a_plan_of_many_sizes_takes_no_time_that_is_quadratic_in_them() -> None:
+    started = time.process_time()
+    found = plan(max_num_tokens=10**6, max_num_reqs=99, max_size=300_000, budget=Budget(graphs=500))
+    assert len(found.keys) == 500 and len(found.left_out) > 18_000
+    assert found.differences(found) == []
+    assert time.process_time() - started < 20
+
+
+def test_more_sizes_than_anybody_captures_are_refused() -> None:
+    with pytest.raises(InvalidSizesError, match="mistake"):
+        plan(max_num_tokens=10**12, max_size=10**12)
+    with pytest.raises(InvalidSizesError, match="mistake"):
+        mixed_sizes(10**12, max_num_reqs=1, max_num_tokens=10**12)
+    with pytest.raises(InvalidSizesError, match="mistake"):
+        decode_sizes(1, max_num_reqs=10**12, limit=10**12)
+    with pytest.raises(InvalidSizesError, match="mistake"):
+        plan(sizes=itertools.count(1))
+    assert decode_sizes(1, max_num_reqs=10**12, limit=16) == (1, 2, 4, 8, 16)
+    assert plan(max_num_tokens=10**12, max_num_reqs=10**12).keys
+
+
+# Files -------------------------------------------------------------------------------------------
+
+REPLACEMENTS = (None, -1, 1.5, "x", [], {}, [[]], {"x": 1}, True)
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in JSON; of long lists the first element only."""
+    yield path
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from places(value, (*path, key))
+    elif isinstance(content, list) and content:
+        yield from places(content[0], (*path, 0))
+
+
+def file_content() -> dict[str, Any]:
+    planned = plan(
+        "FULL",
+        attention={"flash": AttentionSupport.UNIFORM_BATCH},
+        budget=Budget(graphs=6, cost=lambda mode, descriptor: GraphCost()),
+        traffic={1: 0.5, 8: 0.5},
+        variants=[("a", 1)],
+        bounds=[(16,)],
+    )
+    return json.loads(json.dumps(planned.as_dict()))
+
+
+def load(tmp_path: Path, content: Any) -> None:
+    """Load a file whose fingerprint fits: it is a plan, or the error says that it is none."""
+    path = tmp_path / "plan.json"
+    path.write_text(
+        json.dumps({"graphrt_plan": 1, "fingerprint": saved.fingerprint(content), **content})
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanChangedWarning)
+        with contextlib.suppress(PlanFileError):
+            Plan.load(path, platform="cpu")
+
+
+@pytest.mark.parametrize("path", [path for path in places(file_content()) if path], ids=str)
+def test_a_file_that_somebody_edited_is_a_plan_or_a_named_error(
+    path: tuple[Any, ...], tmp_path: Path
+) -> None:
+    for value in (*REPLACEMENTS, ...):
+        content = file_content()
+        holder: Any = content
+        for key in path[:-1]:
+            holder = holder[key]
+        if value is ...:
+            del holder[path[-1]]
+        else:
+            holder[path[-1]] = value
+        load(tmp_path, content)
+
+
+def test_a_file_with_something_more_is_no_plan(tmp_path: Path) -> None:
+    content = file_content()
+    content["arguments"]["foo"] = 1
+    path = tmp_path / "plan.json"
+    written = {"graphrt_plan": 1, "fingerprint": saved.fingerprint(content), **content}
+    path.write_text(json.dumps(written))
+    with pytest.raises(PlanFileError, match="foo"):
+        Plan.load(path, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"[" * 100_000, b"", b"null", b'{"graphrt_plan": 1}', b"\x00"]
+)
+def test_what_is_no_plan_at_all_is_a_named_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanFileError):
+        Plan.load(path, platform="cpu")
+
+
+@pytest.mark.parametrize("path", [None, 5, "", ".", b"plan.json"])
+def test_what_is_no_path_is_a_named_error(path: Any) -> None:
+    with pytest.raises(GraphRTError):
+        Plan.load(path, platform="cpu")
+    with pytest.raises(PlanFileError):
+        plan().save(path)
