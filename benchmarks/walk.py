@@ -4,7 +4,7 @@
     PYTHONPATH=OTHER python3 benchmarks/walk.py      # of the graphrt in another tree
 
 The program is three linear layers with two eager breaks between them, one float input ("tokens",
-4), one size of 4 tokens, on the CPU platform. Three walks, each after the same was done before, so
+8), one size of 4 tokens, on the CPU platform. Three walks, each after the same was done before, so
 that caches are warm:
 
 - full: `runner(Batch(4, 4), x=...)`, a FULL hit;
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, *others = self.layers
@@ -70,7 +70,8 @@ def between(x: torch.Tensor) -> torch.Tensor:
 def new_runner(model: Model, mode: str) -> GraphRunner:
     return GraphRunner(
         model,
-        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        outputs=("tokens", 8),
         sizes=[4],
         mode=mode,
         platform="cpu",
@@ -97,7 +98,7 @@ def walk(action: Callable[[], object]) -> list[Call]:
 
 
 def step_walk(model: Model, mode: str) -> list[Call]:
-    batch, x = Batch(4, 4), torch.ones(4, 4)
+    batch, x = Batch(4, 4), torch.ones(4, 8)
     with new_runner(model, mode) as runner:
         runner.capture()
         for _ in range(WARM_UPS):

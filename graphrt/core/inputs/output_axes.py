@@ -26,13 +26,17 @@ class DeclaredAxes:
         anything else."""
         self._by_prefix: dict[str, Declared] = {}
         self._read(declared, "")
+        self._forms = {prefix: _forms(prefix) for prefix in self._by_prefix}
+        self._found: dict[str, Declared | None] = {}
 
     def get(self, path: str) -> Declared | None:
         """The axes of the tensor at `path`, None if there are none."""
-        for prefix, axes in self._by_prefix.items():
-            if any(_starts(path, form) for form in _forms(prefix)):
-                return axes
-        return None
+        if path not in self._found:
+            of_path = (
+                axes for prefix, axes in self._by_prefix.items() if self._covers(prefix, path)
+            )
+            self._found[path] = next(of_path, None)
+        return self._found[path]
 
     def missing(self, shapes: Iterable[str]) -> list[str]:
         """What is declared but not among these paths."""
@@ -40,8 +44,14 @@ class DeclaredAxes:
         return [
             prefix
             for prefix in self._by_prefix
-            if not any(_starts(path, form) for path in paths for form in _forms(prefix))
+            if not any(self._covers(prefix, path) for path in paths)
         ]
+
+    def _covers(self, prefix: str, path: str) -> bool:
+        return any(
+            path == form or (path.startswith(form) and path[len(form)] in ".[")
+            for form in self._forms[prefix]
+        )
 
     def _read(self, axes: Any, prefix: str) -> None:
         if axes is None:
@@ -78,15 +88,10 @@ def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
     )
 
 
-def _forms(prefix: str) -> Iterable[str]:
+def _forms(prefix: str) -> tuple[str, ...]:
     """A declared name as a key, and as a field."""
-    yield prefix
-    if "['" in prefix:
-        yield prefix.replace("['", ".").replace("']", "")
-
-
-def _starts(path: str, prefix: str) -> bool:
-    return path == prefix or (path.startswith(prefix) and path[len(prefix)] in ".[")
+    fields = prefix.replace("['", ".").replace("']", "")
+    return (prefix,) if fields == prefix else (prefix, fields)
 
 
 def check_tensor(path: str, tensor: torch.Tensor) -> None:
