@@ -8,14 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
-    CaptureError,
-    OutputError,
-    ResourceExhaustedError,
-    Undo,
-    logger,
-    tree,
-)
+from graphrt.core.base import CaptureError, OutputError, ResourceExhaustedError, Undo, logger, tree
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import (
     Captured,
