@@ -12,6 +12,7 @@ from graphrt.core.base.torch_names import (
     TorchDispatchMode,
     count_dispatch_modes,
     dispatch_mode_stack,
+    inference_guard,
     pop_dispatch_mode,
     push_dispatch_mode,
     without_dispatch_modes,
@@ -86,7 +87,7 @@ def unseen(function: Callable[[], T]) -> T:
     undo = Undo()
     try:
         undo.enter(without_dispatch_modes())
-        with torch.inference_mode(False):
+        with inference_guard(False):
             result = without_gradients(function)
         undo.now()
         return result

@@ -105,7 +105,7 @@ class Capture:
             # A collection may destroy the graphs of others, which no device allows meanwhile.
             undo.later(partial(thaw_garbage, self))
             freeze_garbage(self)
-            self.pool.begin_capturing(self._context, undo)
+            self._enter_pool(undo)
             self._begin()
             result = body()
             self._end()
@@ -120,6 +120,20 @@ class Capture:
             if isinstance(error, GraphRTError) or not isinstance(error, Exception):
                 raise
             raise self._platform.explain(error).at(source_of(error)) from error
+
+    def _enter_pool(self, undo: Undo) -> None:
+        """Make the capture stream current, behind all that was done in the pool, and own the pool.
+
+        Undone, the caller's stream is current and behind the capture, and it counts as the last
+        that used the pool: a step on any other one waits for it.
+        """
+        pool = self.pool
+        pool.check_open()
+        undo.later(partial(pool.give_back, pool.check_free(self._context)))
+        pool.owner = self._context
+        pool.follow_stream()
+        undo.enter(self._platform.on_stream(pool.stream))
+        pool.expire_outputs()
 
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

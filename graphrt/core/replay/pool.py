@@ -8,11 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Token
-from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
 
-from graphrt.core.base import InvalidOptionError, PoolBusyError, PoolClosedError, Uncopied, Undo
+from graphrt.core.base import InvalidOptionError, PoolBusyError, PoolClosedError, Uncopied
 from graphrt.core.batch import ForwardContext
 from graphrt.core.device import (
     Capability,
@@ -129,19 +128,6 @@ class GraphPool(Uncopied):
     def capture_lock(self) -> AbstractContextManager[object]:
         """Held by the thread that captures on the device."""
         return _capture_locks[self.platform.device_type]
-
-    def begin_capturing(self, owner: object, undo: Undo) -> None:
-        """Make the capture stream current, behind all that was done in the pool, and own the pool.
-
-        Undone, the caller's stream is current and behind the capture, and it counts as the last
-        that used the pool: a step on any other one waits for it.
-        """
-        self.check_open()
-        undo.later(partial(self.give_back, self.check_free(owner)))
-        self.owner = owner
-        self.follow_stream()
-        undo.enter(self.platform.on_stream(self.stream))
-        self.expire_outputs()
 
     def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs of this pool; waits for captures of other threads on the device."""
