@@ -159,6 +159,8 @@ class AscendPlatform(Platform):
             with self._npu.stream(stream):
                 yield
         finally:
+            # An interrupt may have kept the `with` from doing so.
+            self._npu.set_stream(caller)
             caller.wait_stream(stream)
 
     def current_stream_id(self) -> int:

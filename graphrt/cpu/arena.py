@@ -63,6 +63,8 @@ class Arena:
         self._peak = 0
         self._reserved = 0
         self._closed = False
+        self._torn = False
+        """Whether an interrupt may have left the tables half-way."""
         self.requested_bytes_total = 0
         """What every allocation so far would need if each kept memory of its own."""
 
@@ -75,7 +77,11 @@ class Arena:
     def live_bytes(self) -> int:
         """Bytes of the blocks that are referenced now."""
         with self._lock:
+            if self._torn:
+                self._mend()
+            self._torn = True
             self._take_back()
+            self._torn = False
             return self._live
 
     @property
@@ -87,8 +93,12 @@ class Arena:
         """Make sure that `nbytes` are mapped, so that capture need not grow."""
         with self._lock:
             self._check_open()
+            if self._torn:
+                self._mend()
             if nbytes > self._reserved:
+                self._torn = True
                 self._grow(_aligned(nbytes - self._reserved), exact=True)
+                self._torn = False
 
     def empty_strided(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -153,6 +163,9 @@ class Arena:
     def _allocate(self, nbytes: int) -> memoryview:
         with self._lock:
             self._check_open()
+            if self._torn:
+                self._mend()
+            self._torn = True
             if self._dropped:
                 self._take_back()
             self.requested_bytes_total += nbytes
@@ -166,7 +179,36 @@ class Arena:
             self._token_at[chunk.base + start] = token
             self._live += need
             self._peak = max(self._peak, self._live)
+            self._torn = False
             return block
+
+    def _mend(self) -> None:
+        """Find out anew what is free, from the blocks that are referenced."""
+        self._dropped.clear()
+        alive = {token for token, ref in list(self._refs.items()) if ref() is not None}
+        for token in [token for token in self._spans if token not in alive]:
+            del self._spans[token]
+        self._refs = {token: ref for token, ref in self._refs.items() if token in self._spans}
+        spans = sorted((chunk.base + start, size) for chunk, start, size in self._spans.values())
+        self._token_at = {c.base + start: token for token, (c, start, _) in self._spans.items()}
+        self._by_base = {chunk.base: chunk for chunk in self._chunks}
+        self._edges = sorted(e for c in self._chunks for e in (c.base, c.base + c.nbytes))
+        self._reserved = sum(chunk.nbytes for chunk in self._chunks)
+        self._live = sum(size for _, size in spans)
+        self._free.clear()
+        for chunk in self._chunks:
+            chunk.free_by_start.clear()
+            chunk.free_by_end.clear()
+            at = chunk.base
+            end = chunk.base + chunk.nbytes
+            for address, size in [*spans[bisect_left(spans, (at, 0)) :], (end, 0)]:
+                address = min(address, end)
+                if address > at:
+                    self._add_free(chunk, at - chunk.base, address - at)
+                if address == end:
+                    break
+                at = address + size
+        self._torn = False
 
     def _find(self, need: int) -> tuple[_Chunk, int]:
         at = bisect_left(self._free, (need, 0, 0))

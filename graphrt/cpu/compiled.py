@@ -34,8 +34,9 @@ _RESULT_LOCALS = frozenset({"result", "call_succeeded"})
 _NEEDED_CELLS = frozenset({"fn", "self"})
 
 _lock = threading.Lock()
-_open_captures = 0
-_restore: Callable[[], None] | None = None
+# Those that are open, by name and not counted: closing twice changes nothing.
+_open: set[int] = set()
+_restores: list[Callable[[], None]] = []
 _thread = threading.local()
 
 
@@ -49,12 +50,12 @@ class CompiledCalls:
 
     def open(self) -> None:
         _thread.watch = self
-        _install()
+        _install(self)
 
     def close(self) -> None:
         _thread.watch = None
         self._region = None
-        _uninstall()
+        _uninstall(self)
 
     def enter(self, frame: FrameType) -> bool:
         if self.tape.paused:
@@ -162,23 +163,21 @@ def _why_not(code: CodeType) -> CaptureError | None:
     return CaptureError(what, op="torch.compile", source=where, advice=advice)
 
 
-def _install() -> None:
-    global _open_captures, _restore
+def _install(user: CompiledCalls) -> None:
     with _lock:
-        _open_captures += 1
-        if _restore is None:
+        _open.add(id(user))
+        if not _restores:
             # These run while Dynamo watches for frames to compile.
             skipped = [Tape.__torch_dispatch__.__code__]
-            _restore = hook_compiled_calls(_entering, _leaving, skipped)
+            hook_compiled_calls(_entering, _leaving, skipped, _restores)
 
 
-def _uninstall() -> None:
-    global _open_captures, _restore
+def _uninstall(user: CompiledCalls) -> None:
     with _lock:
-        _open_captures -= 1
-        if _open_captures == 0 and _restore is not None:
-            _restore()
-            _restore = None
+        _open.discard(id(user))
+        while _restores and not _open:
+            _restores[-1]()
+            _restores.pop()
 
 
 def _entering(original: Callable[[Any], Any]) -> FunctionType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from graphrt.core.base import (
     CaptureError,
     NestedCaptureError,
     TaskContractError,
+    Undo,
     dispatch_modes,
     remove_dispatch_mode,
 )
@@ -71,8 +72,8 @@ class TapeGraph:
             raise CaptureError("this graph holds a capture", advice="call reset() first")
         self._arena = arena
         self._inference = torch.is_inference_mode_enabled()
-        _thread.graph = self
         self._capture = _OpenCapture(arena, inference=self._inference)
+        _thread.graph = self
         self._capture.open()
 
     def capture_end(self) -> None:
@@ -93,9 +94,9 @@ class TapeGraph:
 
     def capture_abort(self) -> None:
         """Drop an open or failed capture; never raises, and leaves no mode behind."""
-        capture, self._capture = self._capture, None
-        if capture is not None:
-            capture.close()
+        if self._capture is not None:
+            self._capture.close()
+        self._capture = None
         if getattr(_thread, "graph", None) is self:
             _thread.graph = None
         self._clear()
@@ -131,11 +132,13 @@ class TapeGraph:
             if not grad:
                 run()
                 return
-            set_grad_enabled(False)
             try:
+                set_grad_enabled(False)
                 run()
-            finally:
                 set_grad_enabled(True)
+            except BaseException:
+                set_grad_enabled(True)
+                raise
 
     def reset(self) -> None:
         """Forget the capture; the addresses it used may be used again."""
@@ -216,15 +219,15 @@ class _OpenCapture:
         self.task_start: int | None = None
         self._host_reads = HostReads()
         self._compiled = CompiledCalls(self.tape, self._host_reads)
-        self._undo = ExitStack()
+        self._undo = Undo()
 
     def open(self) -> None:
-        # Each is undone even if a later one fails to open.
-        self._undo.callback(self._host_reads.close)
+        # Each is undone even if it, or a later one, fails to open.
+        self._undo.later(self._host_reads.close)
         self._host_reads.open()
-        self._undo.callback(remove_dispatch_mode, self.tape)
+        self._undo.later(partial(remove_dispatch_mode, self.tape))
         self.tape.__enter__()
-        self._undo.callback(self._compiled.close)
+        self._undo.later(self._compiled.close)
         self._compiled.open()
 
     def check_innermost(self) -> None:
@@ -247,7 +250,8 @@ class _OpenCapture:
         )
 
     def close(self) -> None:
-        self._undo.close()
+        """Leave all of it; called again, what is left of it."""
+        self._undo.now()
 
 
 def _describe(step: Step, arena: Arena | None) -> dict[str, Any]:

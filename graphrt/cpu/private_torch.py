@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -147,29 +148,30 @@ def storage_ids(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def replace_reads(
-    methods: Sequence[str], guarded: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
+    methods: Sequence[str],
+    guarded: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+    restores: list[Callable[[], None]],
+) -> None:
     """Make what `guarded` returns for each of these methods of `torch.Tensor`, and for
-    `torch.tensor_split`, stand for it until the returned function is called."""
+    `torch.tensor_split`, stand for it until `restores` are called, the last first.
+
+    Each is added before its change is made, and may be called twice.
+    """
     # What torch.Tensor inherits is restored by deleting what hides it. A method that a torch has
     # not reads nothing.
-    originals = {}
     for name in methods:
         if hasattr(torch.Tensor, name):
-            originals[name] = torch.Tensor.__dict__.get(name)
+            restores.append(partial(_put_back, name, torch.Tensor.__dict__.get(name)))
             setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
-    tensor_split = torch.tensor_split
-    torch.tensor_split = guarded("tensor_split", tensor_split)
+    restores.append(partial(setattr, torch, "tensor_split", torch.tensor_split))
+    torch.tensor_split = guarded("tensor_split", torch.tensor_split)
 
-    def restore() -> None:
-        torch.tensor_split = tensor_split
-        for name, original in originals.items():
-            if original is None:
-                delattr(torch.Tensor, name)
-            else:
-                setattr(torch.Tensor, name, original)
 
-    return restore
+def _put_back(name: str, original: Any) -> None:
+    if original is not None:
+        setattr(torch.Tensor, name, original)
+    elif name in torch.Tensor.__dict__:
+        delattr(torch.Tensor, name)
 
 
 # Dynamo ------------------------------------------------------------------------------------------
@@ -184,30 +186,31 @@ _skip_code = NAMES.declare(f"{_DYNAMO}.skip_code", without=_ONE_BY_ONE)
 def hook_compiled_calls(
     entering: Callable[[Callable[[Any], Any]], FunctionType],
     leaving: Callable[[Callable[[Any], Any]], FunctionType],
-    skipped: Sequence[Any] = (),
-) -> Callable[[], None] | None:
-    """Wrap what Dynamo calls right before and right after a compiled function, until the returned
-    function is called; None if Dynamo is not loaded, or lacks either.
+    skipped: Sequence[Any],
+    restores: list[Callable[[], None]],
+) -> None:
+    """Wrap what Dynamo calls right before and right after a compiled function, until the function
+    is called that is added to `restores`; none is if Dynamo is not loaded, or lacks either.
 
     `entering` and `leaving` make the wrappers. Dynamo watches for frames to compile while they
     run, so it is told to leave the code of `leaving`'s, and the codes `skipped`, alone.
     """
     module: Any = sys.modules.get(_DYNAMO)
     if module is None:
-        return None
+        return
     try:
         from_stance, set_frame, skip_code = (
             each.find() for each in (_from_stance, _set_eval_frame, _skip_code)
         )
     except MissingTorchNameError:
-        return None
-    after = leaving(set_frame)
-    for code in (after.__code__, *skipped):
-        skip_code(code)
-    module._callback_from_stance = entering(from_stance)
-    module.set_eval_frame = after
+        return
 
     def restore() -> None:
         module._callback_from_stance, module.set_eval_frame = from_stance, set_frame
 
-    return restore
+    after = leaving(set_frame)
+    for code in (after.__code__, *skipped):
+        skip_code(code)
+    restores.append(restore)
+    module._callback_from_stance = entering(from_stance)
+    module.set_eval_frame = after

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import TaskContractError, ThreadMode
+from graphrt.core.base import TaskContractError, ThreadMode, without_gradients
+from graphrt.cpu.private_torch import inference_mode
 from graphrt.cpu.tape import Operator, Step, operator_of
 
 
@@ -36,8 +37,8 @@ def reissue(
     Raises `TaskContractError` if it calls others, in another order, or with other tensors.
     """
     mode = _Reissue(steps)
-    with torch.inference_mode(inference), torch.no_grad(), mode:
-        issue()
+    with inference_mode(inference):
+        without_gradients(lambda: mode.around(issue))
     if len(mode.found) < len(steps):
         missing = steps[len(mode.found)]
         _refuse(

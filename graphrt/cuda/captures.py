@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import CaptureError
-from graphrt.core.device import Captures, OpenCapture, nested_capture
+from graphrt.core.device import Captures, OpenCapture, captured_pool, nested_capture
 from graphrt.cuda.driver import (
     ForkWatch,
     capture_is_invalidated,
@@ -64,6 +64,9 @@ class CudaCaptures(Captures[GraphMemory]):
         return False
 
     def _take_back(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
+        if captured_pool(graph) is not None:
+            graph.reset()  # it was ended, and what came after that failed
+            return
         with torch.cuda.stream(opened.stream):
             clean = _end_empty(graph, opened.stream.cuda_stream)
         graph.reset()

@@ -135,6 +135,8 @@ class CudaPlatform(Platform):
             with torch.cuda.stream(stream):
                 yield
         finally:
+            # An interrupt may have kept the `with` from doing so.
+            torch.cuda.set_stream(caller)
             caller.wait_stream(stream)
 
     def current_stream_id(self) -> int:

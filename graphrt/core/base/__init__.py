@@ -3,6 +3,7 @@
 # First: it imports torch, and explains what makes that fail.
 from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt.core.base import torch_import, tree
+from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
@@ -61,7 +62,7 @@ from graphrt.core.base.errors import (
     UpdateRefusedError,
     VerificationError,
 )
-from graphrt.core.base.garbage import frozen_gc
+from graphrt.core.base.garbage import freeze_garbage, frozen_gc, thaw_garbage
 from graphrt.core.base.log import logger, set_up_logging
 from graphrt.core.base.option_values import (
     Check,
@@ -90,11 +91,18 @@ from graphrt.core.base.private_torch import (
     warn_if_untested,
 )
 from graphrt.core.base.settings import read_json, read_settings
-from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes, remove_dispatch_mode, unseen
+from graphrt.core.base.thread_mode import (
+    ThreadMode,
+    dispatch_modes,
+    remove_dispatch_mode,
+    unseen,
+    without_gradients,
+)
 from graphrt.core.base.torch_names import (
     can_mark_unreadable,
     copy_all,
     has_kernel,
+    inference_guard,
     mark_unreadable,
     schemas_of_operator,
     storage_at,
@@ -156,6 +164,7 @@ __all__ = [
     "TorchImportError",
     "UnannouncedModuleError",
     "Uncopied",
+    "Undo",
     "UnjoinedStreamError",
     "UnknownPlatformError",
     "UntestedTorchWarning",
@@ -172,8 +181,10 @@ __all__ = [
     "count_of",
     "dispatch_modes",
     "flag",
+    "freeze_garbage",
     "frozen_gc",
     "has_kernel",
+    "inference_guard",
     "items_of",
     "logger",
     "mark_unreadable",
@@ -190,10 +201,12 @@ __all__ = [
     "set_up_logging",
     "storage_at",
     "text",
+    "thaw_garbage",
     "torch_import",
     "tree",
     "unseen",
     "warn_if_untested",
     "whole",
+    "without_gradients",
     "wrong_type",
 ]

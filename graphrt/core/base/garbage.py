@@ -7,43 +7,56 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Process-wide because the collector is: nested and concurrent captures are counted.
+# Process-wide because the collector is: captures may be nested and concurrent. They are kept by
+# name and not counted, so that leaving twice, or without having come in, changes nothing.
 _lock = threading.Lock()
-_depth = 0
+_users: set[int] = set()
 _FROZEN_BY_NOBODY = 5000
 """Python 3.12 has 375 objects frozen at its start: to thaw so few costs nothing."""
 _restore: tuple[bool, bool] = (False, False)
 
 
-@contextmanager
-def frozen_gc() -> Iterator[None]:
-    """No collection until the last user leaves; restored as it was.
+def freeze_garbage(user: object) -> None:
+    """Collect nothing until this user, and all others, have called `thaw_garbage`.
 
     A finalizer that runs inside a capture may free device memory or unload a module, which
     invalidates the capture. What is garbage already is frozen, so that not even an explicit
     collection by the forward finalizes it; where the host has frozen something itself, which
     ours must not thaw, it is collected before instead.
     """
-    global _depth, _restore
+    global _restore
     with _lock:
-        if _depth == 0:
+        if not _users:
             # What the host froze itself must not be thawed with ours.
             thaw = gc.get_freeze_count() < _FROZEN_BY_NOBODY
             _restore = (gc.isenabled(), thaw)
+            _users.add(id(user))
             gc.disable()
             if thaw:
                 gc.freeze()
             else:
                 gc.collect()
-        _depth += 1
+        _users.add(id(user))
+
+
+def thaw_garbage(user: object) -> None:
+    """End what `freeze_garbage` began for this user, if it did; the last one restores all."""
+    with _lock:
+        if _users == {id(user)}:
+            enabled, thaw = _restore
+            if thaw:
+                gc.unfreeze()
+            if enabled:
+                gc.enable()
+        _users.discard(id(user))
+
+
+@contextmanager
+def frozen_gc() -> Iterator[None]:
+    """No collection in the body, nor in that of any other user; see `freeze_garbage`."""
+    user = object()
     try:
+        freeze_garbage(user)
         yield
     finally:
-        with _lock:
-            _depth -= 1
-            if _depth == 0:
-                enabled, thaw = _restore
-                if thaw:
-                    gc.unfreeze()
-                if enabled:
-                    gc.enable()
+        thaw_garbage(user)

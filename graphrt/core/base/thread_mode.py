@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
+from graphrt.core.base._undo import Undo
 from graphrt.core.base.torch_names import (
     TorchDispatchMode,
     count_dispatch_modes,
     dispatch_mode_stack,
+    inference_guard,
     pop_dispatch_mode,
     push_dispatch_mode,
     without_dispatch_modes,
 )
+
+T = TypeVar("T")
 
 
 class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,9 +44,37 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exc: object) -> None:
         pop_dispatch_mode()
 
+    def around(self, function: Callable[[], T]) -> T:
+        """Call `function` with this mode innermost; whatever interrupts it, the mode is left."""
+        depth = count_dispatch_modes()
+        try:
+            push_dispatch_mode(self)
+            result = function()
+            pop_dispatch_mode()
+            return result
+        except BaseException:
+            while count_dispatch_modes() > depth:
+                pop_dispatch_mode()
+            raise
 
-def unseen() -> AbstractContextManager[object]:
-    """Keeps what is done in it from every dispatch mode, autograd and inference mode.
+
+def without_gradients(function: Callable[[], T]) -> T:
+    """Call `function` without a graph of gradients; whatever interrupts it, the caller's setting
+    is restored, which `torch.no_grad()` cannot promise."""
+    if not torch.is_grad_enabled():
+        return function()
+    try:
+        torch.set_grad_enabled(False)
+        result = function()
+        torch.set_grad_enabled(True)
+        return result
+    except BaseException:
+        torch.set_grad_enabled(True)
+        raise
+
+
+def unseen(function: Callable[[], T]) -> T:
+    """Call `function` where no dispatch mode, autograd nor inference mode sees what it does.
 
     Mostly none of them is on, and to find that out is far cheaper than to leave them.
     """
@@ -52,17 +83,17 @@ def unseen() -> AbstractContextManager[object]:
         and not torch.is_inference_mode_enabled()
         and not torch.is_grad_enabled()
     ):
-        return _NOTHING
-    return _unseen()
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-_NOTHING = nullcontext()
+        return function()
+    undo = Undo()
+    try:
+        undo.enter(without_dispatch_modes())
+        with inference_guard(False):
+            result = without_gradients(function)
+        undo.now()
+        return result
+    except BaseException:
+        undo.now()
+        raise
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

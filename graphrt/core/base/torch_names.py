@@ -53,6 +53,12 @@ pop_dispatch_mode: Callable[[], TorchDispatchMode] = NAMES.take(
     "torch.utils._python_dispatch._pop_mode", without=_NO_MODES
 )
 
+# Left in C, which no interrupt prevents; what `torch.inference_mode` leaves undone comes back
+# when the traceback that holds it is dropped.
+inference_guard: Callable[[bool], AbstractContextManager[object]] = NAMES.take(
+    "torch._C._InferenceMode", without="nothing can be captured"
+)
+
 # Operators ---------------------------------------------------------------------------------------
 
 schemas_of_operator: Callable[[str], list[Any]] = NAMES.take(

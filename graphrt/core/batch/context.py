@@ -100,7 +100,11 @@ class ForwardContext:
         self.token: Token[ForwardContext | None] | None = None
 
     def __enter__(self) -> ForwardContext:
-        self.token = _set_current(self)
+        try:
+            self.token = _set_current(self)
+        except BaseException:
+            self.leave()
+            raise
         return self
 
     # Named arguments: packing them into a tuple would cost more than leaving the context.
@@ -108,6 +112,16 @@ class ForwardContext:
         token = self.token
         self.token = None
         _reset_current(token)  # type: ignore[arg-type]
+
+    def leave(self) -> None:
+        """Leave it where an interrupt may have kept `with` from doing so; else nothing changes."""
+        token, self.token = self.token, None
+        if current_context() is self:
+            if token is not None:
+                _reset_current(token)
+            else:
+                # An interrupt took what was before: that was no step, as a rule.
+                _set_current(None)
 
     def __repr__(self) -> str:
         return f"ForwardContext({self.mode.name}, {self.descriptor})"

@@ -4,6 +4,7 @@ from graphrt.core.capture.breaks import eager_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.recorder import inside_capture
 from graphrt.core.capture.refusals import SideDoors, Source, side_doors, user_source
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.capture.state import SavedState, State, as_states
@@ -24,6 +25,7 @@ __all__ = [
     "State",
     "as_states",
     "eager_break",
+    "inside_capture",
     "separate_strides",
     "side_doors",
     "user_source",

@@ -61,8 +61,8 @@ class Bridges:
         if not like.is_contiguous():
             last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             need = like.element_size() * (1 + last)
-        # Nothing of this may be recorded, and replays write outside of inference mode too.
-        with unseen():
+
+        def placed() -> torch.Tensor:
             flat = self._buffers.get(key)
             if flat is None or flat.numel() < need or flat.device != like.device:
                 if flat is not None:
@@ -72,6 +72,9 @@ class Bridges:
                 self._buffers[key] = flat
             typed = torch.empty(0, dtype=like.dtype, device=like.device)
             return typed.set_(flat.untyped_storage(), 0, shape, strides)
+
+        # Nothing of this may be recorded, and replays write outside of inference mode too.
+        return unseen(placed)
 
     def clear(self) -> None:
         self._buffers.clear()

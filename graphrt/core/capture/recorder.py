@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,8 +13,10 @@ from graphrt.core.base import (
     BreakError,
     GraphRTError,
     NestedCaptureError,
+    Undo,
     dispatch_modes,
-    frozen_gc,
+    freeze_garbage,
+    thaw_garbage,
     tree,
     unseen,
 )
@@ -29,13 +31,17 @@ from graphrt.core.replay import (
     GraphPool,
     HookedSegment,
     Part,
+    Recording,
     SegmentHooks,
     TaskedSegment,
     active,
     graphs_of,
     name_of,
     on_own_containers,
+    under_way,
 )
+
+R = TypeVar("R")
 
 
 class Capture:
@@ -80,35 +86,63 @@ class Capture:
     def segment_open(self) -> bool:
         return self.graph is not None
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Capture the body. If it raises, everything is rolled back and the error explained."""
+    def record(self, body: Callable[[], R]) -> R:
+        """Capture `body`; returns its result. If it raises, or is interrupted, everything is rolled
+        back and the error explained."""
         outer = active.get()
         if outer is not None and outer.segment_open:
-            raise NestedCaptureError(
-                "a capture was begun inside another one",
-                expected="one open capture per thread",
-                advice="call the inner wrapper under mode NONE, or mark its caller @eager_break",
-            )
-        token = active.set(self)
+            raise inside_capture()
+        # A lock of C: no interrupt comes between taking it and the body, nor before it is released.
+        with self.pool.capture_lock:
+            return self._record(body, outer)
+
+    def _record(self, body: Callable[[], R], outer: Recording | None) -> R:
         self._depth = len(dispatch_modes())
+        undo = Undo()
         try:
+            undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+            torch.set_grad_enabled(False)
+            undo.later(partial(active.set, outer))
+            undo.later(partial(under_way.discard, id(self)))
+            under_way.add(id(self))
+            active.set(self)
             # A collection may destroy the graphs of others, which no device allows meanwhile.
-            with frozen_gc(), self.pool.capturing(self._context):
-                try:
-                    self._begin()
-                    yield
-                    self._end()
-                except BaseException as error:
-                    self._roll_back()
-                    # What is named already needs no explanation.
-                    if isinstance(error, GraphRTError) or not isinstance(error, Exception):
-                        raise
-                    raise self._platform.explain(error).at(source_of(error)) from error
-        finally:
-            active.reset(token)
-            # Each knows the other, and the pool is to go when its owner does.
-            self._watch = None
+            undo.later(self._forget_watch)
+            undo.later(partial(thaw_garbage, self))
+            freeze_garbage(self)
+            self._enter_pool(undo)
+            self._begin()
+            result = body()
+            self._end()
+            undo.now()
+            return result
+        except BaseException as error:
+            try:
+                self.discard()
+            finally:
+                undo.now()
+            # What is named already needs no explanation.
+            if isinstance(error, GraphRTError) or not isinstance(error, Exception):
+                raise
+            raise self._platform.explain(error).at(source_of(error)) from error
+
+    def _enter_pool(self, undo: Undo) -> None:
+        """Make the capture stream current, behind all that was done in the pool, and own the pool.
+
+        Undone, the caller's stream is current and behind the capture, and it counts as the last
+        that used the pool: a step on any other one waits for it.
+        """
+        pool = self.pool
+        pool.check_open()
+        undo.later(partial(pool.give_back, pool.check_free(self._context)))
+        pool.owner = self._context
+        pool.follow_stream()
+        undo.enter(self._platform.on_stream(pool.stream))
+        pool.expire_outputs()
+
+    def _forget_watch(self) -> None:
+        # Each knows the other, and the pool is to go when its owner does.
+        self._watch = None
 
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -176,8 +210,7 @@ class Capture:
         if not self.owns(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
         # The alias itself must not be recorded, and replays outside of inference mode write it too.
-        with unseen():
-            alias = self._platform.weak_ref(self.pool.memory, tensor)
+        alias = unseen(partial(self._platform.weak_ref, self.pool.memory, tensor))
         # What one step computes for all layers is an argument of every break.
         self._aliases[id(tensor)] = weakref.ref(tensor), alias
         return alias
@@ -187,10 +220,14 @@ class Capture:
         # Only a graph that is captured already keeps the pool alive as long as the entry.
         if not self._keeps_pool or like.device.type != self._platform.device_type:
             return None
-        with unseen(), self.pool.allocate():
-            found = torch.empty_strided(
-                like.shape, separate_strides(like), dtype=like.dtype, device=like.device
-            )
+
+        def allocated() -> torch.Tensor:
+            with self.pool.allocate():
+                return torch.empty_strided(
+                    like.shape, separate_strides(like), dtype=like.dtype, device=like.device
+                )
+
+        found = unseen(allocated)
         return found if self.owns(found) else None
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -202,12 +239,14 @@ class Capture:
             self._hooks.before_capture()
         platform = self._platform
         graph = platform.new_shareable_graph() if self._share else platform.new_graph()
-        try:
-            self._platform.begin_capture(graph, self.pool.memory)
-        except BaseException:
-            self._platform.abort_capture(graph)
-            raise
+        # First, so that whatever interrupts the rest, there is something to take back.
         self.graph = graph
+        try:
+            platform.begin_capture(graph, self.pool.memory)
+        except BaseException:
+            platform.abort_capture(graph)
+            self.graph = None
+            raise
         withhold(self._context)
         if self._watch is not None:
             self._watch.resume()
@@ -221,13 +260,14 @@ class Capture:
         if self._hooks is not None:
             self._hooks.end_of_capture()
         recorded = self._platform.end_capture(graph)
-        self.graph = None
         tasks, self.tasks = self.tasks, []
         if not recorded:
+            self.graph = None
             return
         self._keeps_pool = Capability.ALLOCATE_IN_POOL in self._platform.capabilities
         segment = self._segment(graph, tasks)
         self.parts.append(segment)
+        self.graph = None
         if not self._platform.capture_executes:
             # A capturing call has the effect of one eager call, and what follows reads its results.
             segment.replay()
@@ -239,16 +279,19 @@ class Capture:
             return TaskedSegment(self._platform, graph, tasks, self._hooks)
         return graph if self._hooks is None else HookedSegment(graph, self._hooks)
 
-    def _roll_back(self) -> None:
+    def discard(self) -> None:
+        """Take back what is captured, and what is open; once more changes nothing."""
         hand_back(self._context)
         if self._watch is not None:
             self._watch.remove()
-        graph, self.graph = self.graph, None
+        graph, captured = self.graph, graphs_of(self.parts)
         if graph is not None:
-            self._platform.abort_capture(graph)
+            if graph not in captured:
+                self._platform.abort_capture(graph)
+            self.graph = None
         for left in reversed(dispatch_modes()[self._depth :]):
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self.pool.reset_graphs(graphs_of(self.parts))
+        self.pool.reset_graphs(captured)
         self.parts.clear()
         self.tasks.clear()
 
@@ -258,4 +301,13 @@ def _are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]
     return len(before) == len(after) and all(
         path == other_path and leaf is other
         for (path, leaf), (other_path, other) in zip(before, after, strict=True)
+    )
+
+
+def inside_capture() -> NestedCaptureError:
+    """That something would be captured where something else is being captured."""
+    return NestedCaptureError(
+        "a capture was begun inside another one",
+        expected="one open capture per thread",
+        advice="capture it before, or mark its caller @eager_break",
     )

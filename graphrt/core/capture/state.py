@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, StateTooLargeError
+from graphrt.core.base import (
+    InvalidOptionError,
+    StateTooLargeError,
+    inference_guard,
+    without_gradients,
+)
 
 
 class State:
@@ -61,14 +66,13 @@ class State:
         tensor = self._tensor
         assert tensor is not None
         rows = ... if tensor.dim() == 0 else self._rows
-        with torch.no_grad():
-            copy = tensor[rows].clone()
+        copy = without_gradients(lambda: tensor[rows].clone())
 
-        def put_back() -> None:
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        def write() -> None:
+            with inference_guard(tensor.is_inference()):
                 tensor[rows] = copy
 
-        return put_back
+        return lambda: without_gradients(write)
 
 
 class SavedState:

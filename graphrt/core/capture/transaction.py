@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from graphrt.core.dispatch import Reason
@@ -43,7 +43,7 @@ class CaptureTransaction:
         self._captured: list[Captured] = []
 
     def add(self, owner: GraphOwner, undo: Callable[[], None]) -> None:
-        """Note that `owner` captured something, which `undo` takes back."""
+        """Note that `owner` captures something, which `undo` takes back, as far as it got."""
         self._captured.append(Captured(owner, undo))
 
     def commit(self) -> list[Captured]:
@@ -51,7 +51,14 @@ class CaptureTransaction:
         captured, self._captured = self._captured, []
         return captured
 
+    @property
+    def captured(self) -> Sequence[Captured]:
+        """What was captured so far."""
+        return self._captured
+
     def rollback(self) -> None:
-        """Take everything back, the last capture first."""
+        """Take everything back, the last capture first; called again it goes on."""
+        self.task_names.clear()
         while self._captured:
-            self._captured.pop().undo()
+            self._captured[-1].undo()
+            self._captured.pop()

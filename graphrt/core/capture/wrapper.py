@@ -16,6 +16,7 @@ from graphrt.core.base import (
     check_callable,
     check_kind,
     tree,
+    without_gradients,
 )
 from graphrt.core.batch import (
     BatchDescriptor,
@@ -38,6 +39,8 @@ from graphrt.core.replay import (
     arguments_of,
     check_arguments,
     graphs_of,
+    is_inside_capture,
+    under_way,
 )
 
 
@@ -112,7 +115,7 @@ class GraphWrapper(Uncopied):
         if context is None:
             self.calls_without_context += 1
             return self.runnable(*args, **kwargs)
-        if context.mode is not hot.mode:
+        if context.mode is not hot.mode or (under_way and is_inside_capture()):
             return self.runnable(*args, **kwargs)
         try:
             entry = hot.by_slot[context.slot]
@@ -128,8 +131,8 @@ class GraphWrapper(Uncopied):
         owner = pool.owner
         if owner is not None and owner is not context:
             raise pool.busy_error(context)
-        pool.owner = context
         try:
+            pool.owner = context
             if hot.one_call_a_step:
                 if pool.step is not None:
                     pool.leave_step(context)
@@ -147,21 +150,25 @@ class GraphWrapper(Uncopied):
                 try:
                     entry.launch(context, all_tasks=hot.one_call_a_step)
                 except Exception as error:
-                    if entry.update_failed and self.options.eager_after_failed_update:
-                        return self._repeat_eagerly(context, error, args, kwargs)
-                    raise
+                    outputs = self._repeat_eagerly(entry, context, error, args, kwargs)
+                    pool.owner = owner
+                    return outputs
             else:
                 graph.replay()
             if pool.owner is not context:
                 # The check and the store above are two steps: a thread may slip in between.
                 raise pool.busy_error(context)
+            outputs = entry.outputs
             if hot.clones:
-                return tree.map_tensors(torch.Tensor.clone, entry.outputs)
-        finally:
+                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+            elif entry.container and hot.fresh_containers:
+                outputs = tree.copied(outputs)
+            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
             pool.owner = owner
-        if entry.container and hot.fresh_containers:
-            return tree.copied(entry.outputs)
-        return entry.outputs
+            return outputs
+        except BaseException:
+            pool.owner = owner
+            raise
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":
@@ -215,8 +222,8 @@ class GraphWrapper(Uncopied):
         """
         self.pool.check_idle()
         parts = [part for entry in self._entries.values() for part in entry.parts]
-        self._entries.clear()
         self._hot.by_slot = [None]
+        self._entries.clear()
         self.pool.reset_graphs(graphs_of(parts))
         self._bridges.clear()
         self._statics.clear()
@@ -224,10 +231,11 @@ class GraphWrapper(Uncopied):
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graph of one descriptor, if there is one."""
-        entry = self._entries.pop(descriptor, None)
+        entry = self._entries.get(descriptor)
         if entry is not None:
             hot = self._hot
             hot.by_slot = [None if other is entry else other for other in hot.by_slot]
+            self._entries.pop(descriptor, None)
             self.pool.reset_graphs(graphs_of(entry.parts))
             if not self._entries:
                 self._bridges.clear()
@@ -269,65 +277,63 @@ class GraphWrapper(Uncopied):
         return self._capture(context, descriptor, args, kwargs)
 
     def _capture(
-        self,
-        context: ForwardContext,
-        descriptor: BatchDescriptor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, context: ForwardContext, descriptor: BatchDescriptor, args: Any, kwargs: Any
     ) -> Any:
-        options = self.options
         capture = Capture(
             self.pool,
             self._bridges,
             context,
             breakable=self._breakable,
-            breaks=frozenset(options.breaks),
+            breaks=frozenset(self.options.breaks),
             must_break=self.runtime_mode is GraphMode.PIECEWISE,
             hooks=self._segment_hooks,
-            share_executables=options.share_executables,
+            share_executables=self.options.share_executables,
         )
-        with torch.no_grad(), capture.recording():
-            result = self.runnable(*args, **kwargs)
-            capture.check_read(result, "the forward returns")
-            if options.outputs == "static":
-                result = self._to_static(result)
-        outputs = tree.map_tensors(capture.captured_ref, result)
-        inputs = arguments_of(args, kwargs)
         transaction = context.capture
-        entry = Entry(
-            descriptor, tuple(capture.parts), outputs, inputs, transaction or context.token
-        )
-        self._entries[descriptor] = entry
-        if transaction is not None:
-            transaction.add(self, functools.partial(self.drop, descriptor))
-            self._insert(entry, transaction.slot)
+        try:
+            result = capture.record(functools.partial(self._run, args, kwargs, capture))
+            outputs = tree.map_tensors(capture.captured_ref, result)
+            inputs, step = arguments_of(args, kwargs), transaction or context.token
+            entry = Entry(descriptor, tuple(capture.parts), outputs, inputs, step)
+            if transaction is not None:
+                transaction.add(self, functools.partial(self.drop, descriptor))
+            # The one store from which on it is captured.
+            self._entries[descriptor] = entry
+        except BaseException:
+            if descriptor not in self._entries:
+                capture.discard()
+            raise
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
+        if transaction is not None:
+            self._insert(entry, transaction.slot)
         if self._hot.clones:
             return tree.map_tensors(torch.Tensor.clone, result)
         return result
 
     def _repeat_eagerly(
-        self,
-        context: ForwardContext,
-        error: Exception,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
     ) -> Any:
-        """The step of a replay whose update failed, run eagerly; counted, with the error's text."""
-        if not isinstance(context.updates, Mapping):
+        """A step whose update failed, run eagerly if the host wants that, and counted."""
+        allowed = entry.update_failed and self.options.eager_after_failed_update
+        if not (allowed and isinstance(context.updates, Mapping)):
             raise error
         self.failed_updates += 1
         self.last_failed_update = f"{type(error).__name__}: {error}"
-        with torch.no_grad():
-            result = self.runnable(*args, **kwargs)
-            return self._to_static(result) if self.options.outputs == "static" else result
+        return without_gradients(functools.partial(self._run, args, kwargs))
+
+    def _run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], capture: Capture | None = None
+    ) -> Any:
+        """What the runnable returns, in static buffers where these are asked for."""
+        result = self.runnable(*args, **kwargs)
+        if capture is not None:
+            capture.check_read(result, "the forward returns")
+        if self.options.outputs != "static":
+            return result
+        return self._statics.fix(0, result, stays=lambda path, tensor: False)[0]
 
     def _insert(self, entry: Entry, slot: int) -> None:
         if slot >= 0:
             by_slot = self._hot.by_slot
             by_slot.extend([None] * (slot + 2 - len(by_slot)))
             by_slot[slot] = entry
-
-    def _to_static(self, result: Any) -> Any:
-        fixed, _ = self._statics.fix(0, result, stays=lambda path, tensor: False)
-        return fixed

@@ -94,21 +94,22 @@ class GraphDispatcher:
         with self._lock:
             slot = self.reserve(mode, descriptor)
             if not self._off:
-                self._published.add(slot)
+                # First: whatever interrupts this, no table outlives what is published.
                 self._reindex()
+                self._published.add(slot)
             return self._graphs[slot]
 
     def withdraw(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> None:
         """Stop serving batches with this graph; it stays reserved. Raises what `reserve` does."""
         with self._lock:
-            self._published.discard(self.reserve(mode, descriptor))
             self._reindex()
+            self._published.discard(self.reserve(mode, descriptor))
 
     def withdraw_all(self) -> None:
         """Stop serving; every graph stays reserved."""
         with self._lock:
-            self._published.clear()
             self._reindex()
+            self._published.clear()
 
     def planned_for(
         self,
@@ -253,9 +254,9 @@ class GraphDispatcher:
 
     def _reindex(self) -> None:
         """Have the index built anew at the next dispatch: capture publishes graphs one by one."""
-        self._index: GraphIndex | None = None
         # Empty tables make every look into them miss, and the search builds the index.
         self._plain = PlainTables()
+        self._index: GraphIndex | None = None
 
     def _built(self) -> GraphIndex:
         index = self._index

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import inference_guard
 from graphrt.core.inputs.spec import InputSpec
 
 _ALIGNMENT = 256
@@ -174,7 +175,7 @@ class InputLayout:
     def place(self, slab: torch.Tensor) -> None:
         """Make the views in `slab`, a uint8 tensor of at least `nbytes`."""
         # Steps write them, in inference mode and outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        with inference_guard(False), torch.no_grad():
             for field in self.fields:
                 flat = slab[field.offset : field.end].view(field.spec.dtype)
                 field.view = flat.view(field.spec.sizes(self.tokens, self.reqs))
@@ -184,7 +185,7 @@ class InputLayout:
         """What to move for so many live rows; up to `keep` answers are kept."""
         found = self._moves.get((tokens, reqs))
         if found is None:
-            with torch.inference_mode(False):
+            with inference_guard(False):
                 found = StepMoves(self, tokens, reqs)
             if len(self._moves) >= keep:
                 self._moves.clear()

@@ -6,7 +6,14 @@ from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import HandedOut, Handout, handout_of
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
 from graphrt.core.replay.pool import GraphPool, HoldsGraphs
-from graphrt.core.replay.recording import Recording, active, current_capture
+from graphrt.core.replay.recording import (
+    Recording,
+    active,
+    current_capture,
+    is_inside_capture,
+    under_way,
+    warming_up,
+)
 from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
 from graphrt.core.replay.task_table import check_names
 from graphrt.core.replay.tasks import CapturedTask, UpdatableTask
@@ -38,6 +45,9 @@ __all__ = [
     "deliver",
     "graphs_of",
     "handout_of",
+    "is_inside_capture",
     "name_of",
     "on_own_containers",
+    "under_way",
+    "warming_up",
 ]

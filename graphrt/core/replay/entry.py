@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import DeviceHangError, MissingUpdateError, tree
+from graphrt.core.base import DeviceHangError, MissingUpdateError, tree, without_gradients
 from graphrt.core.batch import BatchDescriptor, ForwardContext
 from graphrt.core.device import GraphRead
 from graphrt.core.replay.eager_part import EagerPart
@@ -97,9 +97,11 @@ class Entry:
             self._launch_tasks(context, all_tasks)
             return
         # With gradients on, a bridge that an eager result is copied into would grow a graph.
-        with torch.no_grad():
-            for part in self.parts:
-                part.replay()
+        without_gradients(self._replay_untasked)
+
+    def _replay_untasked(self) -> None:
+        for part in self.parts:
+            part.replay()
 
     def _launch_tasks(self, context: ForwardContext, all_tasks: bool) -> None:
         self.update_failed = False
@@ -117,8 +119,7 @@ class Entry:
         if values is None and self._only_graphs:
             self._replay_parts(None)
         else:
-            with torch.no_grad():
-                self._replay_parts(values)
+            without_gradients(lambda: self._replay_parts(values))
         self._mixed = False
 
     def _replay_parts(self, values: Sequence[HostValues] | None) -> None:

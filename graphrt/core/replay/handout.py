@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from graphrt.core.base import can_mark_unreadable, mark_unreadable, storage_at
+from graphrt.core.base import can_mark_unreadable, inference_guard, mark_unreadable, storage_at
 
 HandedOut = list[tuple[torch.UntypedStorage, object]]
 """The storages behind what the last step handed out, with what keeps their memory till the next."""
@@ -68,7 +68,7 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool, keep: object = None)
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What makes tensors of its dtype and device faster than anything else."""
-    with torch.inference_mode(False):
+    with inference_guard(False):
         return torch.empty(0, dtype=dtype, device=device)
 
 

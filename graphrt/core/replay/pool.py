@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import Token
 from threading import get_ident
 from typing import Any, Protocol
@@ -67,21 +67,20 @@ class GraphPool(Uncopied):
         self.last_stream: Any = None
         self._holders: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
 
-    @contextmanager
-    def owned_by(self, owner: object) -> Iterator[None]:
-        """Keep everything else out of the pool; raises `PoolBusyError` if something is in it."""
+    def check_free(self, owner: object) -> object | None:
+        """What owns the pool now: nothing, or `owner` itself, else raises `PoolBusyError`.
+
+        Who takes the pool stores itself as `owner`, and afterwards what this returned, even if the
+        step fails: stores that an interrupt can neither split nor lose.
+        """
         outer = self.owner
         if outer is not None and outer is not owner:
             raise self.busy_error(owner)
-        self.owner = owner
-        try:
-            yield
-        finally:
-            self.owner = outer
+        return outer
 
-    def hand_over(self, owner: object) -> None:
-        """Let the owner of the pool name another one in its place, with no gap in between."""
-        self.owner = owner
+    def give_back(self, outer: object | None) -> None:
+        """Let `outer`, which `check_free` returned, own the pool again."""
+        self.owner = outer
 
     def enter_step(self, context: ForwardContext) -> None:
         """Count a new step of several pieces; raises `PoolBusyError` inside another one."""
@@ -118,29 +117,24 @@ class GraphPool(Uncopied):
 
     def change_stream(self, stream_id: int) -> None:
         """Make the current stream, which has this id, wait for the one that replayed last."""
+        current = self.platform.current_stream()
         if self.stream_id is not None:
             self.platform.order_after(self.last_stream)
+        # Together: an interrupt in a call before them has the stream wait once more.
+        self.last_stream = current
         self.stream_id = stream_id
-        self.last_stream = self.platform.current_stream()
 
-    @contextmanager
-    def capturing(self, context: object) -> Iterator[None]:
-        """Hold the device's capture lock and this pool, with the capture stream current."""
-        self.check_open()
-        with (
-            _capture_locks[self.platform.device_type],
-            self.owned_by(context),
-            self.platform.on_stream(self.stream),
-        ):
-            self.expire_outputs()
-            yield
+    @property
+    def capture_lock(self) -> AbstractContextManager[object]:
+        """Held by the thread that captures on the device."""
+        return _capture_locks[self.platform.device_type]
 
     def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs of this pool; waits for captures of other threads on the device."""
         if graphs:
             self.expire_outputs()
             # It may synchronise the device, which would break a capture that is open.
-            with _capture_locks[self.platform.device_type]:
+            with self.capture_lock:
                 self.platform.reset_graphs(graphs)
 
     def allocate(self) -> Any:
@@ -170,7 +164,7 @@ class GraphPool(Uncopied):
                 holder.clear_graphs()
             self.closed = True
             self.step = self._step_context = None
-            with _capture_locks[self.platform.device_type]:
+            with self.capture_lock:
                 self.platform.release_memory(self.memory)
 
     def check_open(self) -> None:

@@ -40,8 +40,24 @@ class Recording(Protocol):
 
 active: ContextVar[Recording | None] = ContextVar("graphrt_capture", default=None)
 
+warming_up: ContextVar[bool] = ContextVar("graphrt_warm_up", default=False)
+
+under_way: set[int] = set()
+"""Captures and warm-ups in any thread, by their `id`: mostly none, as every step sees by one look.
+What is left in it by mistake costs steps a second look, at the thread's own variables."""
+
 
 def current_capture() -> Recording | None:
     """The capture whose segment is open in this thread, or None: also None in eager parts."""
     recording = active.get()
     return recording if recording is not None and recording.segment_open else None
+
+
+def is_inside_capture() -> bool:
+    """Whether what is called now becomes part of a graph, or is run to warm one up.
+
+    What replays here would leave no trace in the graph; what runs does. In an eager part, which
+    runs again at every replay, replays are what they always are.
+    """
+    recording = active.get()
+    return warming_up.get() if recording is None else recording.segment_open

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from graphrt.core.base import (
-    CaptureError,
-    OutputError,
-    ResourceExhaustedError,
-    logger,
-)
-from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, PieceProvider
+from graphrt.core.base import CaptureError, OutputError, ResourceExhaustedError, Undo, logger, tree
+from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import (
     Captured,
     CaptureTransaction,
@@ -23,13 +19,14 @@ from graphrt.core.capture import (
     SavedState,
     Sealing,
     as_states,
-    wrapper_class,
+    inside_capture,
 )
 from graphrt.core.device import GraphRead
 from graphrt.core.dispatch import Dispatch, GraphDispatcher, preferred
 from graphrt.core.inputs import OutputAxes, OutputLayout, StaticInputs
 from graphrt.core.plan import CaptureKey, Plan
-from graphrt.core.replay import WORST_CASE, GraphPool
+from graphrt.core.replay import WORST_CASE, GraphPool, current_capture
+from graphrt.core.runner._wrappers import without_graph, wrappers_of
 from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.session import (
@@ -81,9 +78,12 @@ class GraphSet:
         self._compiled.tell_sizes(self._sizes)
         named = [module.weights for module in self._compiled.modules]
         self.weights = AddressBook(host.parameters, forward, named)
-        self.run_forward = _without_gradients(forward)
-        self._wrappers = self._wrap(forward)
-        self._captured: list[Captured] = []
+        self.run_forward = without_graph(forward)
+        self._wrappers = wrappers_of(
+            forward, plan, options, pool, host.around_graph, self._compiled
+        )
+        # By slot. What the dispatcher does not serve is left of a release that was interrupted.
+        self._kept: dict[int, list[Captured]] = {}
         self._failed: set[int] = set()
 
     def capture_missing(self, progress: Progress | None = None) -> None:
@@ -100,6 +100,18 @@ class GraphSet:
 
     def capture(self, keys: Iterable[CaptureKey], progress: Progress | None = None) -> None:
         """Capture and publish the graphs of `keys` in their order."""
+        if current_capture() is not None:
+            raise inside_capture()
+        self._pool.check_idle()
+        # What is saved, and what is padded, may be in use by steps on another stream.
+        self._pool.follow_stream()
+        # What an interrupted release has left.
+        published = self.dispatcher.published
+        self._let_go(self._kept.keys() - {found.slot for found in published})
+        standing = {(found.mode, found.descriptor) for found in published}
+        self.records[:] = [
+            each for each in self.records if (each.mode, each.descriptor) in standing
+        ]
         if self.records:
             # Graphs that are captured already read the old addresses.
             self.weights.check()
@@ -107,7 +119,6 @@ class GraphSet:
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._step(*key)) for key in keys
         ]
-        self._pool.check_idle()
         self._compile(planned[0].step if planned else None, saved)
         if not self.records:
             self.weights.record()
@@ -132,6 +143,7 @@ class GraphSet:
                 state=saved,
                 host=self._host,
                 publish=self._publish,
+                take_back=self._take_back,
                 drop=self._drop,
                 settle=lambda: self._settle(saved),
                 progress=progress,
@@ -141,6 +153,7 @@ class GraphSet:
             raise
         finally:
             if planned:
+                self._pool.follow_stream()
                 self._inputs.reset()
 
     def wanted(
@@ -157,13 +170,21 @@ class GraphSet:
         better = found.slot < 0 or preferred(planned, found)
         return planned if better else None
 
-    def capture_wanted(self, wanted: Dispatch) -> None:
-        """Capture one graph while serving; one that fails is not tried again at every step."""
-        self._failed.add(wanted.slot)
+    def capture_wanted(self, wanted: Dispatch, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Capture one graph while serving, a failing one only once; returns the step's inputs, out
+        of the reach of the capture."""
+        # They may live in the buffers that it fills, and be the last step's, on its stream.
+        self._pool.follow_stream()
+        values = tree.map_tensors(torch.Tensor.clone, dict(values))
         dropped = len(self.dropped)
-        self.capture([(wanted.mode, wanted.descriptor)])
-        if len(self.dropped) == dropped:
-            self._failed.discard(wanted.slot)
+        try:
+            self.capture([(wanted.mode, wanted.descriptor)])
+        except Exception:
+            self._failed.add(wanted.slot)
+            raise
+        if len(self.dropped) > dropped:
+            self._failed.add(wanted.slot)
+        return values
 
     def check_weights(self) -> None:
         """Raise `StaleInputError` if weights are no longer where the graphs read them, and
@@ -192,14 +213,13 @@ class GraphSet:
         self.sealing.open()
         self._outputs.forget()
         self._compiled.unseal()
-        captured, self._captured = self._captured, []
-        for each in reversed(captured):
-            each.undo()
+        self._let_go(self._kept.keys())
 
     def owners(self) -> list[GraphOwner]:
         """The own wrappers, and whatever inside the forward captured a piece."""
         found: dict[int, GraphOwner] = {id(own): own for own in self._wrappers.values()}
-        found.update((id(each.owner), each.owner) for each in self._captured)
+        for kept in self._kept.values():
+            found.update((id(each.owner), each.owner) for each in kept)
         return list(found.values())
 
     def _reads(self) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
@@ -238,17 +258,20 @@ class GraphSet:
         context = ForwardContext(GraphMode.NONE, named, updates=WORST_CASE, num_reqs=step.reqs)
         context.enlist = self._compiled.enlist
         context.metadata = self._host.at_bound(named)
-        owner = self._pool.owner
-        with self._pool.owned_by(owner or context):
-            self._pool.hand_over(context)
-            try:
-                with context:
-                    self._prepare(step, "warmup")
-                    step.see(self.run_forward(**step.arguments()))
-            finally:
-                self._pool.hand_over(owner or context)
-                saved.restore()
-                self._inputs.reset()
+        undo = Undo()
+        try:
+            undo.later(self._inputs.reset)
+            undo.later(saved.restore)
+            undo.later(partial(self._pool.give_back, self._pool.owner))
+            self._pool.owner = context
+            undo.later(context.leave)
+            with context:
+                self._prepare(step, "warmup")
+                step.see(self.run_forward(**step.arguments()))
+            undo.now()
+        except BaseException:
+            undo.now()
+            raise
 
     def _settle(self, saved: SavedState | None) -> None:
         """Find the batch axes of the outputs, if need be and `saved` is there with eager steps, and
@@ -278,31 +301,6 @@ class GraphSet:
         except OutputError:
             self.release()
 
-    def _wrap(self, forward: Callable[..., Any]) -> dict[GraphMode, GraphWrapper]:
-        """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them."""
-        options, mode = self._options, self._plan.mode
-        wrap = wrapper_class(self._pool.platform)
-        common: dict[str, Any] = {
-            "pool": self._pool,
-            # Only whole steps are captured lazily, by this set.
-            "options": options.merged({"lazy": False}),
-            "hooks": self._host.around_graph,
-        }
-        outputs = "static" if options.outputs == "static" else "pool"
-        for_pieces = options.merged({"lazy": False, "outputs": outputs, "breaks": ()})
-        self._compiled.tell_options(for_pieces, self._host.around_graph)
-        wrappers: dict[GraphMode, GraphWrapper] = {}
-        inner = forward
-        if mode.has_piecewise and self._plan.pieces is PieceProvider.BREAKABLE:
-            inner = wrappers[GraphMode.PIECEWISE] = wrap(
-                inner, GraphMode.PIECEWISE, breakable=True, **common
-            )
-        if mode.has_full:
-            wrappers[GraphMode.FULL] = wrap(inner, GraphMode.FULL, **common)
-        for wrapper in wrappers.values():
-            wrapper.return_what_is_held()
-        return wrappers
-
     def _step(self, mode: GraphMode, descriptor: BatchDescriptor) -> PaddedStep:
         # Pieces that the forward brings along itself are reached by running it.
         wrapper = None if self.eager_launch else self._wrappers.get(mode)
@@ -323,17 +321,31 @@ class GraphSet:
     def _publish(
         self, graph: PlannedGraph, record: GraphRecord, transaction: CaptureTransaction
     ) -> None:
-        captured = transaction.commit()
-        if not captured:
+        if not transaction.captured:
             raise CaptureError(
                 "nothing captured anything in the forward",
                 got=f"{graph.mode.name} [{graph.descriptor}] and no wrapper of that mode",
                 expected="a GraphWrapper for every piece",
                 advice='wrap the pieces, or use pieces="breakable"',
             )
-        self._captured += captured
+        self._kept[graph.slot] = list(transaction.captured)
         graph.step.task_names = frozenset(transaction.task_names)
         self._add(graph, record)
+        transaction.commit()
+
+    def _take_back(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
+        self.dispatcher.withdraw(graph.mode, graph.descriptor)
+        key = graph.mode, graph.descriptor
+        self.records[:] = [each for each in self.records if (each.mode, each.descriptor) != key]
+        transaction.rollback()
+        self._let_go({graph.slot})
+
+    def _let_go(self, slots: Collection[int]) -> None:
+        """Destroy what was captured for these slots, the last first; called again it goes on."""
+        for slot in [slot for slot in reversed(self._kept) if slot in slots]:
+            for each in reversed(self._kept[slot]):
+                each.undo()
+            del self._kept[slot]
 
     def _add(self, graph: PlannedGraph, record: GraphRecord) -> None:
         self.steps.extend([None] * (graph.slot + 1 - len(self.steps)))
@@ -344,13 +356,3 @@ class GraphSet:
 
     def _drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:
         self.dropped.append(DroppedGraph(graph.mode, graph.descriptor, str(error)))
-
-
-def _without_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward itself, which runs eagerly unless the context says otherwise."""
-
-    def run_forward(**arguments: Any) -> Any:
-        with torch.no_grad():
-            return forward(**arguments)
-
-    return run_forward

@@ -21,13 +21,13 @@ from graphrt.core.inputs import (
     wrong_requests,
 )
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import GraphPool
+from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner.compiled import pool_of, with_forward
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.host import Host
+from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.session import Progress
-from graphrt.core.runner.unpadded import UnpaddedSteps
+from graphrt.core.runner.unpadded import UnpaddedSteps, refuse_inside_capture
 from graphrt.core.runner.updates import LastUpdates
 from graphrt.core.trust import check_equal
 
@@ -155,13 +155,13 @@ class GraphRunner(Uncopied):
         `at_most_mode` are what ranks have agreed on."""
         if batch is None:
             batch = batch_of(self.inputs, values)
+        if under_way and is_inside_capture():
+            return self._unpadded.run_as_part(batch, values, updates, metadata)
         found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
         if self.graphs.sealing.may_capture:
             wanted = self.graphs.wanted(batch, found, at_least, at_most_mode)
             if wanted is not None:
-                # They may live in the buffers that a capture fills.
-                values = tree.map_tensors(torch.Tensor.clone, dict(values))
-                self.graphs.capture_wanted(wanted)
+                values = self.graphs.capture_wanted(wanted, values)
                 found = self.dispatcher.dispatch(
                     batch, at_least=at_least, at_most_mode=at_most_mode
                 )
@@ -170,12 +170,16 @@ class GraphRunner(Uncopied):
         if updates is not None:
             step = None if slot < 0 else self._steps[slot]
             updates = self._updates.resolve(updates, step, slot, self._steps)
-        if found.slot < 0:
-            self._check_open()
-            return self._unpadded.run(batch, found, values, updates, metadata)
-        mode = GraphMode.NONE if self._eager_launch else found.mode
-        context = ForwardContext(mode, found.descriptor, found.slot, updates, metadata)
-        outputs = self._run_padded(batch, found, values, context, eager=False)
+        try:
+            if found.slot < 0:
+                self._check_open()
+                return self._unpadded.run(batch, found, values, updates, metadata)
+            mode = GraphMode.NONE if self._eager_launch else found.mode
+            context = ForwardContext(mode, found.descriptor, found.slot, updates, metadata)
+            outputs = self._run_padded(batch, found, values, context, eager=False)
+        except BaseException:
+            self._updates.step_failed(updates)
+            raise
         self._live_tokens += batch[0]
         return outputs
 
@@ -188,6 +192,7 @@ class GraphRunner(Uncopied):
         metadata: Any = None,
     ) -> Any:
         """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
+        refuse_inside_capture("run_padded_eagerly()")
         if found.slot < 0:
             raise InvalidBatchError(
                 "there is no graph whose padding the step could have",
@@ -215,8 +220,10 @@ class GraphRunner(Uncopied):
         Raises `VerificationError` naming the output, if live rows are not equal bit for bit; do not
         verify forwards that draw random numbers.
         """
+        refuse_inside_capture("verify()")
         if batch is None:
             batch = batch_of(self.inputs, values)
+        self.pool.follow_stream()
         saved = SavedState(self.graphs.state, self.options.state_limit_bytes)
         outputs = self.step(batch, values, updates=updates, metadata=metadata)
         outputs = tree.map_tensors(torch.Tensor.clone, outputs)
@@ -303,24 +310,31 @@ class GraphRunner(Uncopied):
         if self.pool.closed:
             self.pool.check_open()
         # Held from here, so that nothing else fills the buffers between our fill and our replay.
-        with self.pool.owned_by(context):
-            stream = self.pool.follow_stream()
+        pool = self.pool
+        outer = pool.check_free(context)
+        try:
+            pool.owner = context
+            stream = pool.follow_stream()
             self.inputs.fill(values, step.layout, tokens, reqs, stream)
-            if self.pool.handed_out:
+            if pool.handed_out:
                 # Not before: they may have been among the inputs.
-                self.pool.expire_outputs()
+                pool.expire_outputs()
             if self._bind is not None:
-                self._bind(
-                    step.views,
-                    step.descriptor,
-                    "eager" if eager or self._eager_launch else "replay",
-                )
+                phase: Phase = "eager" if eager or self._eager_launch else "replay"
+                self._bind(step.views, step.descriptor, phase)
             call = self.graphs.run_forward if eager else step.call
             with context:
                 outputs = call(**step.arguments())
             if self._clones and call is self.graphs.run_forward:
                 outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-            return step.live(outputs, tokens, reqs, self.pool)
+            outputs = step.live(outputs, tokens, reqs, pool)
+            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
+            pool.owner = outer
+            return outputs
+        except BaseException:
+            pool.owner = outer
+            context.leave()
+            raise
 
     def _check_open(self) -> None:
         if self._closed:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from graphrt.core.base import (
     GraphRTError,
     GraphsDroppedWarning,
     ResourceExhaustedError,
-    frozen_gc,
+    Undo,
+    freeze_garbage,
+    thaw_garbage,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import CaptureTransaction, SavedState, SideDoors, side_doors
-from graphrt.core.replay import WORST_CASE, GraphPool
+from graphrt.core.replay import WORST_CASE, GraphPool, under_way, warming_up
 from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.step import PaddedStep
 
@@ -69,6 +72,7 @@ def capture_graphs(
     state: SavedState,
     host: Host,
     publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
+    take_back: Callable[[PlannedGraph, CaptureTransaction], None],
     drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
     settle: Callable[[], None],
     progress: Progress | None = None,
@@ -77,7 +81,8 @@ def capture_graphs(
 
     A graph that fails is rolled back and the error raised; those before it stay published. One
     that the device has no room for is rolled back and dropped: smaller ones after it may fit.
-    `enlist` is asked about every compiled module that takes part. `state` is restored after every
+    `take_back` undoes what a graph's capture, and `publish`, came to. `enlist` is asked about every
+    compiled module that takes part. `state` is restored after every
     forward, so that each starts from it. `settle` is called when all are captured. The pool is held
     all the time: a step of another thread would read buffers that a capture fills.
     """
@@ -85,21 +90,41 @@ def capture_graphs(
     if not graphs:
         return
     session = _Session(pool, warm_ups, bind, enlist, state, host)
-    with frozen_gc(), pool.owned_by(session), host.around_capture():
-        for done, graph in enumerate(graphs):
+    undo = Undo()
+    try:
+        undo.later(partial(thaw_garbage, session))
+        freeze_garbage(session)
+        undo.later(partial(pool.give_back, pool.check_free(session)))
+        pool.owner = session
+        with host.around_capture():
+            # Warm-ups write what the steps before may be reading still, on whichever stream.
+            pool.follow_stream()
+            for done, graph in enumerate(graphs):
+                if progress is not None:
+                    progress(done, len(graphs), graph.descriptor)
+                transaction = CaptureTransaction(
+                    graph.slot,
+                    graph.step.storages(),
+                    metadata_is_declared=host.metadata is not None,
+                )
+                try:
+                    publish(graph, session.capture(graph, transaction), transaction)
+                except BaseException as error:
+                    take_back(graph, transaction)
+                    if isinstance(error, ResourceExhaustedError):
+                        drop(graph, error)
+                        continue
+                    if hasattr(error, "add_note"):
+                        error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
+                    raise
+            settle()
             if progress is not None:
-                progress(done, len(graphs), graph.descriptor)
-            try:
-                publish(graph, *session.capture(graph))
-            except ResourceExhaustedError as error:
-                drop(graph, error)
-            except BaseException as error:
-                if hasattr(error, "add_note"):
-                    error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
-                raise
-        settle()
-        if progress is not None:
-            progress(len(graphs), len(graphs), graphs[-1].descriptor)
+                progress(len(graphs), len(graphs), graphs[-1].descriptor)
+        undo.now()
+    except BaseException:
+        undo.now()
+        state.restore()
+        raise
 
 
 def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
@@ -173,8 +198,8 @@ class _Session:
     def __repr__(self) -> str:
         return "capture()"
 
-    def capture(self, graph: PlannedGraph) -> tuple[GraphRecord, CaptureTransaction]:
-        """Warm up and capture one graph; nothing of it is left if that fails."""
+    def capture(self, graph: PlannedGraph, transaction: CaptureTransaction) -> GraphRecord:
+        """Warm up and capture one graph, in `transaction`, which can take it back."""
         pool, platform = self._pool, self._pool.platform
         started, before = time.perf_counter(), pool.bytes()
         warm = self._warm_ups.needed(graph)
@@ -182,22 +207,22 @@ class _Session:
             self._warm_up(graph)
         outside = platform.driver_bytes()
         try:
-            transaction = self._attempt(graph)
+            self._attempt(graph, transaction)
         except ResourceExhaustedError:
             raise
         except CaptureError:
             if warm or not self._warm_ups.count:
                 raise
+            transaction.rollback()
             self._warm_up(graph)
-            transaction = self._attempt(graph)
-        record = GraphRecord(
+            self._attempt(graph, transaction)
+        return GraphRecord(
             graph.mode,
             graph.descriptor,
             time.perf_counter() - started,
             _growth(before, pool.bytes()),
             _growth(outside, platform.driver_bytes()),
         )
-        return record, transaction
 
     def _warm_up(self, graph: PlannedGraph) -> None:
         try:
@@ -213,18 +238,9 @@ class _Session:
             raise
         self._warm_ups.done(graph)
 
-    def _attempt(self, graph: PlannedGraph) -> CaptureTransaction:
-        views = graph.step.views.values()
-        fixed = {view.untyped_storage().data_ptr() for view in views}
-        declared = self._host.metadata is not None
-        transaction = CaptureTransaction(graph.slot, fixed, metadata_is_declared=declared)
-        try:
-            self._bind(graph.step, "capture")
-            self._run(graph, graph.mode, transaction)
-        except BaseException:
-            transaction.rollback()
-            raise
-        return transaction
+    def _attempt(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
+        self._bind(graph.step, "capture")
+        self._run(graph, graph.mode, transaction)
 
     def _run(
         self, graph: PlannedGraph, mode: GraphMode, transaction: CaptureTransaction | None
@@ -238,15 +254,26 @@ class _Session:
             num_reqs=graph.step.reqs,
         )
         context.enlist = self._enlist
-        self._pool.hand_over(context)
-        token = side_doors.set(self._doors)
+        undo = Undo()
         try:
-            with torch.no_grad(), context:
+            undo.later(self._state.restore)
+            undo.later(partial(self._pool.give_back, self))
+            self._pool.owner = context
+            undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+            torch.set_grad_enabled(False)
+            undo.later(partial(warming_up.set, warming_up.get()))
+            warming_up.set(transaction is None)
+            undo.later(partial(side_doors.set, side_doors.get()))
+            side_doors.set(self._doors)
+            undo.later(partial(under_way.discard, id(context)))
+            under_way.add(id(context))
+            undo.later(context.leave)
+            with context:
                 graph.step.see(graph.step.call(**graph.step.arguments()))
-        finally:
-            side_doors.reset(token)
-            self._pool.hand_over(self)
-            self._state.restore()
+            undo.now()
+        except BaseException:
+            undo.now()
+            raise
 
 
 def _growth(before: int | None, after: int | None) -> int | None:

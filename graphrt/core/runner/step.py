@@ -70,6 +70,10 @@ class PaddedStep:
         """What the forward is called with; nested inputs anew each time, as it may change them."""
         return nest(self.views) if self._nested else self.views
 
+    def storages(self) -> frozenset[int]:
+        """The addresses of the storages in which every step finds its inputs."""
+        return frozenset(view.untyped_storage().data_ptr() for view in self.views.values())
+
     def see(self, outputs: Any) -> None:
         """Note what the forward returned at this size; raises `OutputError`."""
         self._axes.see(self.tokens, self.reqs, outputs)

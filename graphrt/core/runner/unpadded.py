@@ -1,4 +1,4 @@
-"""Steps that no graph serves: the forward itself, on the live rows alone."""
+"""Steps that no graph of the runner serves: the forward itself, on the live rows alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.base import FrozenMetadataError, NestedCaptureError, tree
+from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, current_context
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import StaticInputs, nest, reqs_of
 from graphrt.core.plan import Plan
-from graphrt.core.replay import GraphPool
+from graphrt.core.replay import GraphPool, current_capture, is_inside_capture
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.host import Bind
+from graphrt.core.runner.host import Bind, Phase
 
 
 class UnpaddedSteps:
@@ -55,7 +55,9 @@ class UnpaddedSteps:
         context = ForwardContext(
             GraphMode.NONE, found.descriptor, -1, updates, metadata, num_reqs=reqs
         )
-        with pool.owned_by(context):
+        outer = pool.check_free(context)
+        try:
+            pool.owner = context
             stream = pool.follow_stream()
             if tokens <= inputs.tokens and reqs <= inputs.reqs:
                 layout = inputs.layout(tokens, reqs)
@@ -68,7 +70,40 @@ class UnpaddedSteps:
                 self._bind(views, found.descriptor, "eager")
             with context:
                 outputs = graphs.run_forward(**(nest(views) if inputs.nested else views))
-            return tree.map_tensors(self._handed_out, outputs)
+            outputs = tree.map_tensors(self._handed_out, outputs)
+            pool.owner = outer
+            return outputs
+        except BaseException:
+            pool.owner = outer
+            context.leave()
+            raise
+
+    def run_as_part(
+        self, batch: Batch, values: Mapping[str, Any], updates: Any, metadata: Any
+    ) -> Any:
+        """The forward on copies of a step's live rows, inside the capture, or the warm-up, of
+        something else: it becomes part of the outer graph.
+
+        It runs in the outer context, whose updates and metadata every replay gives it. Raises
+        `NestedCaptureError` for others, which the graph would keep for ever, and
+        `InvalidInputError`.
+        """
+        context = current_context()
+        for name, given in (("updates", updates), ("metadata", metadata)):
+            if given is not None and given is not _of_outer_step(context, name):
+                raise NestedCaptureError(
+                    f"a runner inside the capture of another one was given {name} of its own",
+                    got=f"{name}={given!r}",
+                    expected=f"{name} of the outer step, which replays can change",
+                    advice=f"pass {name} to the outer runner, or mark the caller @eager_break",
+                )
+        inputs = self._inputs
+        tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
+        views = inputs.copies(values, tokens, reqs)
+        if self._bind is not None:
+            phase: Phase = "warmup" if current_capture() is None else "capture"
+            self._bind(views, BatchDescriptor(tokens, reqs), phase)
+        return self._graphs.run_forward(**(nest(views) if inputs.nested else views))
 
     def _handed_out(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._clones or self._inputs.hold(tensor):
@@ -82,3 +117,20 @@ class UnpaddedSteps:
         wanted = mode.decode_mode if decode else mode.mixed_mode
         missing = found.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
         return missing and wanted is not GraphMode.NONE
+
+
+def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
+    try:
+        return getattr(context, name, None)
+    except FrozenMetadataError:
+        return None  # a step's own, which is withheld from the capture
+
+
+def refuse_inside_capture(what: str) -> None:
+    """Raise `NestedCaptureError` where `what` would run as part of something else's capture."""
+    if is_inside_capture():
+        raise NestedCaptureError(
+            f"{what} was called inside the capture, or the warm-up, of something else",
+            expected="a call outside of captures, or in an eager part",
+            advice="call the runner itself: it becomes part of the outer graph",
+        )

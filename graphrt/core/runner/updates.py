@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import MissingUpdateError
 from graphrt.core.replay import UNCHANGED, check_names
 from graphrt.core.runner.step import PaddedStep
 
@@ -15,15 +16,21 @@ from graphrt.core.runner.step import PaddedStep
 class LastUpdates:
     """The updates of the last step that had some, and the graph that was given them last."""
 
-    __slots__ = ("_given", "_slot")
+    __slots__ = ("_failed", "_given", "_slot")
 
     def __init__(self) -> None:
         self._given: Any = None
         self._slot = -1
+        self._failed = False
 
     def forget_graphs(self) -> None:
         """Forget what graphs were given: they are destroyed, and others may take their slots."""
         self._slot = -1
+
+    def step_failed(self, updates: Any) -> None:
+        """Note that a step with these updates failed: nobody knows which of them its graph has."""
+        if updates is not None and updates is not UNCHANGED:
+            self._failed = True
 
     def resolve(
         self,
@@ -40,6 +47,13 @@ class LastUpdates:
         `steps`.
         """
         if updates is UNCHANGED:
+            if self._failed:
+                raise MissingUpdateError(
+                    "the step before failed half-way, so its host arguments cannot be repeated",
+                    got="UNCHANGED",
+                    expected="updates for every task",
+                    advice="pass the updates of this step",
+                )
             if 0 <= slot == self._slot:
                 return updates
             updates = self._given
@@ -47,6 +61,7 @@ class LastUpdates:
         else:
             # The host may change its own lists in place before it says UNCHANGED.
             given = _copied(updates)
+            self._failed = False
         if step is not None and (type(updates) is dict or isinstance(updates, Mapping)):
             if not updates.keys() <= step.task_names:
                 # The host need not know which of its batches run by pieces, without tasks.

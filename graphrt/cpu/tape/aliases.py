@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import inference_guard
 from graphrt.cpu.arena import Arena
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -79,7 +80,7 @@ class Aliases:
                 return self._alias(tensor)
         # A detached alias is a plain tensor whatever the caller's grad mode is at replay, and like
         # a device graph it stays at the address that was captured.
-        with torch.inference_mode(False), torch.no_grad():
+        with inference_guard(False), torch.no_grad():
             return tensor.detach()
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -93,6 +94,6 @@ class Aliases:
         )
         alias = self._aliases.get(key)
         if alias is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with inference_guard(False), torch.no_grad():
                 alias = self._aliases[key] = self.arena.alias(tensor)
         return alias

@@ -146,8 +146,9 @@ _HOST_READS = (
 )
 
 _lock = threading.Lock()
-_open_captures = 0
-_restore: Callable[[], None] | None = None
+# Those that are open, by name and not counted: closing twice changes nothing.
+_open: set[int] = set()
+_restores: list[Callable[[], None]] = []
 _thread = threading.local()
 
 
@@ -155,21 +156,20 @@ class HostReads:
     """Refuses the reads of this thread that no operator shows, from `open` to `close`."""
 
     def open(self) -> None:
-        global _open_captures, _restore
         _thread.refusing = True
         with _lock:
-            if _open_captures == 0:
-                _restore = replace_reads(_HOST_READS, _guarded)
-            _open_captures += 1
+            _open.add(id(self))
+            if not _restores:
+                replace_reads(_HOST_READS, _guarded, _restores)
 
     def close(self) -> None:
-        global _open_captures, _restore
+        """Allow them again; it may be called again, and where `open` came half-way."""
         _thread.refusing = False
         with _lock:
-            _open_captures -= 1
-            if _open_captures == 0 and _restore is not None:
-                _restore()
-                _restore = None
+            _open.discard(id(self))
+            while _restores and not _open:
+                _restores[-1]()
+                _restores.pop()
 
     def pause(self) -> Callable[[], None]:
         """Allow reads until the returned function is called."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import CaptureError, NestedCaptureError
+from graphrt.core.base import CaptureError
 from graphrt.core.batch import current_context
 from graphrt.core.capture import eager_break
 from graphrt.core.replay import GraphPool, current_capture
@@ -150,11 +150,12 @@ class FailureConformance(ConformanceBase):
             self.capture(self.wrap(failing, FULL, pool), FULL, x)
         assert self.first(self.step(good, FULL, x)) == [2, 3, 4, 5]
 
-    def test_a_capture_inside_an_open_segment_is_refused(self, pool: GraphPool) -> None:
+    def test_a_wrapper_inside_an_open_segment_becomes_part_of_it(self, pool: GraphPool) -> None:
         inner = self.wrap(lambda x: x + 1, FULL, pool)
         outer = self.wrap(lambda x: inner(x) * 2, FULL, pool)
-        with pytest.raises(NestedCaptureError):
-            self.capture(outer, FULL, self.tensor(1, 2, 3, 4))
-        assert not outer.entries
+        x = self.tensor(1, 2, 3, 4)
+        assert self.first(self.capture(outer, FULL, x)) == [4, 6, 8, 10]
         assert not inner.entries
+        x += 1
+        assert self.first(self.step(outer, FULL, x)) == [6, 8, 10, 12]
         self.check_usable(pool)

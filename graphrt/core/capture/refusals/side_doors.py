@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import SideDoorError, ThreadMode, remove_dispatch_mode, tree
+from graphrt.core.base import SideDoorError, ThreadMode, dispatch_modes, tree
 from graphrt.core.capture.refusals.source import Source, user_source
 from graphrt.core.replay import name_of
 
@@ -53,7 +54,6 @@ class SideDoors:
         self._made: dict[StorageWeakRef, _Made] = {}
         self._capture = 0
         self._reads: dict[tuple[str, Source | None], _Read] = {}
-        self._watch: _MakingWatch | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is left that a graph must not read."""
@@ -68,15 +68,9 @@ class SideDoors:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an eager part, and see what it makes; those inside of it are part of it."""
-        if self._watch is not None:
+        if any(isinstance(mode, _MakingWatch) and mode.doors is self for mode in dispatch_modes()):
             return function(*args, **kwargs)
-        self._watch = _MakingWatch(self, name_of(function))
-        self._watch.__enter__()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            remove_dispatch_mode(self._watch)
-            self._watch = None
+        return _MakingWatch(self, name_of(function)).around(partial(function, *args, **kwargs))
 
     def settle(self) -> None:
         """An eager part is over, and what it returned is where it belongs: forget what is gone.
@@ -130,7 +124,7 @@ class _MakingWatch(ThreadMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, doors: SideDoors, part: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._doors = doors
+        self.doors = doors
         self._part = part
 
     def __torch_dispatch__(
@@ -141,7 +135,7 @@ class _MakingWatch(ThreadMode):  # type: ignore[no-untyped-call]
         made = tree.tensors(result)
         if made:
             known = () if func is _LIFT_FRESH else (args, kwargs)
-            self._doors.note_made(self._part, made, known)
+            self.doors.note_made(self._part, made, known)
         return result
 
 

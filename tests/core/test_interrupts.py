@@ -1,0 +1,202 @@
+"""Ctrl-C at any place of a capture, a recapture, a lazy capture or a replay leaves all usable."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import interrupts
+import pytest
+import torch
+from test_runner import rows, runner
+
+from graphrt import (
+    GraphOptions,
+    GraphRunner,
+    Host,
+    HostArg,
+    Reason,
+    UpdatableTask,
+    current_context,
+    eager_break,
+)
+from graphrt.core.base import CaptureSyncError, dispatch_modes
+from graphrt.core.replay import current_capture, under_way, warming_up
+from graphrt.cpu import compiled
+from graphrt.cpu.tape import refusals
+
+SEED = int(os.environ.get("GRAPHRT_TEST_SEED", "0"))
+COUNT = int(os.environ.get("GRAPHRT_TEST_INTERRUPTS", "12"))
+"""How many interrupts of each kind and way; what a release is tested with is 500."""
+
+NUMPY = torch.Tensor.numpy
+
+
+class Served:
+    """A runner with everything that a capture has: segments, eager parts, tasks, state."""
+
+    def __init__(self, **options: Any) -> None:
+        self.steps = torch.zeros(1)
+        task = UpdatableTask(
+            "scale",
+            lambda x, out, factor: torch.mul(x, factor, out=out),
+            {"factor": HostArg(axis=None)},
+            at_capture=lambda descriptor: {"factor": 1.0},
+        )
+
+        @eager_break
+        def middle(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + 1
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            hidden = middle(x * 2)
+            out = torch.empty_like(hidden)
+            task(hidden, out)
+            return out + x
+
+        self.run: GraphRunner = runner(
+            forward,
+            mode="FULL_AND_PIECEWISE",
+            host=Host(state=(self.steps,)),
+            **options,
+        )
+
+    def step(self, count: int, value: float = 1.0, factor: float = 3.0) -> torch.Tensor:
+        return self.run(x=rows(count, value), updates={"scale": {"factor": factor}})
+
+    def check(self, *, hits: bool = True) -> None:
+        """Every batch is served, rightly, and by its graph."""
+        for count in (1, 2, 3, 4, 9):
+            for value, factor in ((1.0, 3.0), (-2.0, 0.5)):
+                out = self.step(count, value, factor)
+                assert torch.equal(out, rows(count, (value * 2 + 1) * factor + value))
+                found = self.run.last_dispatch
+                assert found is not None
+                assert found.reason is (Reason.TOO_LARGE if count == 9 else Reason.HIT) or not hits
+        keys = [(each.mode, each.descriptor) for each in self.run.graphs.records]
+        assert len(keys) == len(set(keys))
+        assert set(keys) == {(each.mode, each.descriptor) for each in self.run.dispatcher.published}
+
+
+def check_nothing_is_left(pool: Any) -> None:
+    assert current_context() is None
+    assert current_capture() is None
+    assert not warming_up.get() and not under_way
+    assert pool.owner is None
+    assert not dispatch_modes()
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    assert gc.isenabled() and gc.get_freeze_count() < 5000
+    assert torch.Tensor.numpy is NUMPY and not refusals._open and not compiled._open
+    free: list[bool] = []
+    thread = threading.Thread(target=lambda: free.append(takes(pool.capture_lock)))
+    thread.start()
+    thread.join()
+    assert free == [True]
+
+
+def takes(lock: Any) -> bool:
+    taken: bool = lock.acquire(timeout=5)
+    if taken:
+        lock.release()
+    return taken
+
+
+def reads_are_refused() -> None:
+    with pytest.raises(CaptureSyncError):
+        runner(lambda x: x + float(x.numpy().sum()), sizes=[2]).capture()
+
+
+def captured(**options: Any) -> Served:
+    served = Served(**options)
+    served.run.capture()
+    return served
+
+
+def prepare_capture() -> tuple[Served, Callable[[], Any]]:
+    served = Served()
+    return served, served.run.capture
+
+
+def prepare_recapture() -> tuple[Served, Callable[[], Any]]:
+    served = captured()
+    served.step(2)
+    return served, served.run.recapture
+
+
+def prepare_lazy_capture() -> tuple[Served, Callable[[], Any]]:
+    served = Served(options=GraphOptions(lazy=True))
+    return served, lambda: served.step(3)
+
+
+def prepare_replay() -> tuple[Served, Callable[[], Any]]:
+    served = captured()
+    return served, lambda: served.step(3, 5.0, 7.0)
+
+
+KINDS = {
+    "capture": prepare_capture,
+    "recapture": prepare_recapture,
+    "lazy": prepare_lazy_capture,
+    "replay": prepare_replay,
+}
+
+
+def check(kind: str, served: Served) -> None:
+    """What an interrupt of this kind must leave, and that all can go on."""
+    check_nothing_is_left(served.run.pool)
+    if kind in ("capture", "recapture"):
+        steps = served.steps.clone()
+        served.run.capture()
+        assert torch.equal(served.steps, steps)
+    served.check()
+    check_nothing_is_left(served.run.pool)
+
+
+def interrupt(kind: str, call: Callable[[Callable[[], Any]], Any]) -> bool:
+    """Whether the call was interrupted; everything is checked afterwards."""
+    served, function = KINDS[kind]()
+    stopped = False
+    try:
+        call(function)
+    except KeyboardInterrupt:
+        stopped = True
+    check(kind, served)
+    return stopped
+
+
+@pytest.mark.parametrize("lines", [False, True], ids=["signals", "lines"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_at_any_place_leaves_all_usable(kind, lines):
+    interrupt(kind, lambda function: function())  # what the first run caches is no place later
+    every = interrupts.Places(lines=lines)
+    interrupt(kind, every)
+    rng = random.Random(f"{SEED} {kind} {lines}")
+    for _ in range(COUNT):
+        places = interrupts.Places(rng.randrange(every.seen), lines=lines)
+        try:
+            assert interrupt(kind, places)
+        except BaseException as error:
+            raise AssertionError(f"interrupted at {places.where}, place {places.at}") from error
+    reads_are_refused()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_at_any_time_leaves_all_usable(kind):
+    rng = random.Random(f"{SEED} {kind}")
+    interrupt(kind, lambda function: function())
+    _, function = KINDS[kind]()
+    started = time.perf_counter()
+    function()
+    takes_s = time.perf_counter() - started
+    for _ in range(COUNT):
+        after_s = rng.uniform(1e-6, takes_s)
+        with contextlib.suppress(ValueError):
+            interrupt(kind, lambda call, s=after_s: interrupts.after_seconds(s, call))
+    reads_are_refused()
