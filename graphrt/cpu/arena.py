@@ -24,14 +24,12 @@ _LARGEST_STEP_BYTES = 64 * 1024 * 1024
 class _Chunk:
     """One mapping. Blocks and aliases keep the mapping alive, not the arena."""
 
-    __slots__ = ("base", "buffer", "free_by_end", "free_by_start", "nbytes", "storage")
+    __slots__ = ("base", "buffer", "free_by_end", "free_by_start", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.buffer = memoryview(mmap.mmap(-1, nbytes))
-        whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
-        self.storage = whole.untyped_storage()
-        self.base = self.storage.data_ptr()
+        self.buffer = memoryview(_map(nbytes))
+        self.base = _storage(self.buffer).data_ptr()
         self.free_by_start: dict[int, int] = {}
         self.free_by_end: dict[int, int] = {}
 
@@ -97,12 +95,14 @@ class Arena:
         nbytes = _extent_bytes(size, stride, dtype)
         if nbytes == 0:
             return torch.empty_strided(size, stride, dtype=dtype)
-        storage = torch.frombuffer(self._allocate(nbytes), dtype=torch.uint8).untyped_storage()
+        storage = _storage(self._allocate(nbytes))
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Same address, sizes and strides; keeps the memory mapped but not the block in use."""
-        address = tensor.data_ptr()
+        """Same address, sizes, strides and extent of its storage; keeps the memory mapped, but not
+        the block in use."""
+        whole = tensor.untyped_storage()
+        address = whole.data_ptr()
         chunk = self._chunk_of(address)
         if chunk is None:
             raise GraphRTError(
@@ -110,9 +110,14 @@ class Arena:
                 got=f"address {address:#x}",
                 expected="memory that this arena allocated",
             )
-        offset = (address - chunk.base) // tensor.element_size()
+        # Of the block's own extent: an operator that grows an output, or views the storage, does
+        # the same as to the tensor itself, and never reaches a neighbour.
+        start = address - chunk.base
         weak = torch.empty(0, dtype=tensor.dtype).set_(
-            chunk.storage, offset, tensor.size(), tensor.stride()
+            _storage(chunk.buffer[start : start + whole.nbytes()]),
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
         )
         if tensor.is_conj():
             weak = conjugated(weak)
@@ -242,6 +247,21 @@ class Arena:
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosedError("the arena was released")
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    # Private: a process that is forked gets memory of its own, as from any allocator.
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, nbytes)
+
+
+# Bound here: while a capture is open, torch.frombuffer is watched.
+_from_buffer = torch.frombuffer
+
+
+def _storage(memory: memoryview) -> torch.UntypedStorage:
+    return _from_buffer(memory, dtype=torch.uint8).untyped_storage()
 
 
 def _aligned(nbytes: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import MissingTorchNameError, PrivateNames
+from graphrt.core.base import MissingTorchNameError, PrivateNames, has_kernel
 
 NAMES = PrivateNames()
 
@@ -78,7 +78,8 @@ _OVERLOAD = "torch.ops.aten.add.Tensor"
 _overload_type = NAMES.declare("torch._ops.OpOverload", without=_NO_CAPTURES)
 NAMES.declare(f"{_OVERLOAD}._schema", without=_NO_CAPTURES)
 NAMES.declare(f"{_OVERLOAD}._op", without=_NO_CAPTURES)
-NAMES.declare(f"{_OVERLOAD}._can_decompose", without=_NO_CAPTURES)
+NAMES.declare(f"{_OVERLOAD}._op_dk", without=_NO_CAPTURES)
+_composite = NAMES.declare("torch._C.DispatchKey.CompositeImplicitAutograd", without=_NO_CAPTURES)
 
 
 def schema_of(overload: Any) -> Any:
@@ -93,9 +94,16 @@ def builtin_of(overload: Any) -> Callable[..., Any]:
     return builtin
 
 
-def can_decompose(overload: Any) -> bool:
-    """Whether an operator is made of others."""
-    return bool(overload._can_decompose())
+def is_composite(overload: Any) -> bool:
+    """Whether an operator's only kernel is made of other operators. torch's decompositions in
+    Python are for tracing, and do not compute the same bits."""
+    name = overload.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
+def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Issue the operators that a composite one is made of."""
+    return overload._op_dk(_composite.find(), *args, **kwargs)
 
 
 _SLOW = "some operators are replayed by slower calls"

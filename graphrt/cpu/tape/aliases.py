@@ -52,7 +52,7 @@ class Aliases:
             if value.numel() == 0 or not self.arena.owns(value):
                 return value
             self._read.add(self.arena.token_of(value))
-            key = (value.data_ptr(), value.size(), value.stride(), value.dtype, "compiled")
+            key = (*_place(value), "compiled")
             if key not in self._aliases:
                 self._aliases[key] = self.arena.alias(value)
             return self._aliases[key]
@@ -83,16 +83,21 @@ class Aliases:
             return tensor.detach()
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = (
-            tensor.data_ptr(),
-            tensor.size(),
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        key = _place(tensor)
         alias = self._aliases.get(key)
         if alias is None:
             with torch.inference_mode(False), torch.no_grad():
                 alias = self._aliases[key] = self.arena.alias(tensor)
         return alias
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (
+        tensor.data_ptr(),
+        tensor.storage_offset(),
+        tensor.size(),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

@@ -115,8 +115,8 @@ def lower_functional(
         if _computes(call, results, outs):
             return Lowered("copy_", call)
     variant = out_variant(op)
-    if variant is None:
-        return None
+    if variant is None or len(variant[1]) != len(outs):
+        return None  # some results may be undefined: no tensor stands for them
     out_op, names, dropped = variant
     if dropped:
         kwargs = {k: v for k, v in kwargs.items() if k not in dropped}

@@ -11,7 +11,7 @@ import torch
 from graphrt.core.base import RefusedOpError, TaskContractError, ThreadMode
 from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
-from graphrt.cpu.private_torch import disabled_dispatch
+from graphrt.cpu.private_torch import disabled_dispatch, dispatch_keys_now
 from graphrt.cpu.tape.aliases import PLAIN, Aliases
 from graphrt.cpu.tape.lowering import (
     Call,
@@ -64,6 +64,7 @@ class Tape(ThreadMode):
         self.constants: list[torch.Tensor] = []
         """What the forward made of Python data: outside of the arena, and nobody else's."""
         self._inference = inference
+        self._keys = dispatch_keys_now()
         self.aliases = Aliases(arena)
 
     def __torch_dispatch__(
@@ -87,10 +88,7 @@ class Tape(ThreadMode):
         if refuse is not None:
             refuse(op, args, kwargs)
         if op.composite:
-            with self:
-                whole = func.decompose(*args, **kwargs)
-            if whole is not NotImplemented:
-                return whole
+            return op.decompose(args, kwargs, mode=self, keys=self._keys)
         if op.metadata_only:
             return self._change_metadata(op, args, kwargs)
         if op.mutates:
