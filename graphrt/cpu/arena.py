@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
-from weakref import KeyedRef
+from weakref import KeyedRef, ref
 
 import torch
 
@@ -61,13 +61,18 @@ class Arena:
         self._peak = 0
         self._reserved = 0
         self._closed = False
+        self.wrapped: dict[int, Any] = {}
+        """Weak references to storages that a capture made of the host's memory, by their number."""
+        self._constants: Arena | None = None
+        """Apart: a block that was free before is written by the replays of those who had it."""
         self.requested_bytes_total = 0
         """What every allocation so far would need if each kept memory of its own."""
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes mapped from the system."""
-        return self._reserved
+        apart = 0 if self._constants is None else self._constants.reserved_bytes
+        return self._reserved + apart
 
     @property
     def live_bytes(self) -> int:
@@ -98,12 +103,28 @@ class Arena:
         storage = _storage(self._allocate(nbytes))
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
 
+    def constant(self, like: torch.Tensor) -> tuple[torch.Tensor, object, ref[memoryview]]:
+        """A tensor with the sizes and strides of `like`, in memory that no graph writes otherwise;
+        what keeps its block in use, even when the tensor is gone; and whether anything but that
+        still refers to it."""
+        with self._lock:
+            self._check_open()
+            if self._constants is None:
+                self._constants = Arena()
+        held = self._constants._allocate(_extent_bytes(like.size(), like.stride(), like.dtype))
+        seen = held[:]
+        tensor = torch.empty(0, dtype=like.dtype)
+        tensor.set_(_storage(seen), 0, like.size(), like.stride())
+        return tensor, held, ref(seen)
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Same address, sizes, strides and extent of its storage; keeps the memory mapped, but not
         the block in use."""
         whole = tensor.untyped_storage()
         address = whole.data_ptr()
         chunk = self._chunk_of(address)
+        if chunk is None and self._constants is not None:
+            return self._constants.alias(tensor)
         if chunk is None:
             raise GraphRTError(
                 "tensor does not live in this arena",
@@ -129,7 +150,9 @@ class Arena:
         """Whether `tensor` lives in this arena."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return False
-        return bisect_right(self._edges, tensor.data_ptr()) % 2 == 1
+        if bisect_right(self._edges, tensor.data_ptr()) % 2 == 1:
+            return True
+        return self._constants is not None and self._constants.owns(tensor)
 
     def token_of(self, tensor: torch.Tensor) -> int:
         """The number of the block whose storage `tensor` shares, or 0."""
@@ -137,8 +160,8 @@ class Arena:
 
     def is_live(self, token: int) -> bool:
         """Whether something still references that block."""
-        ref = self._refs.get(token)
-        return ref is not None and ref() is not None
+        known = self._refs.get(token)
+        return known is not None and known() is not None
 
     def release(self) -> None:
         """Give the memory back; tensors that still point into it keep their own mapping."""
@@ -149,6 +172,8 @@ class Arena:
             for entries in (self._chunks, self._edges, self._free, self._dropped):
                 entries.clear()
             self._live = self._reserved = 0
+            if self._constants is not None:
+                self._constants.release()
 
     def _chunk_of(self, address: int) -> _Chunk | None:
         edges = self._edges
@@ -165,7 +190,7 @@ class Arena:
             chunk, start = self._find(need)
             token = self._next_token
             self._next_token += 1
-            block = chunk.buffer[start : start + need]
+            block = chunk.buffer[start : start + nbytes]
             self._refs[token] = KeyedRef(block, self._dropped.append, token)
             self._spans[token] = (chunk, start, need)
             self._token_at[chunk.base + start] = token

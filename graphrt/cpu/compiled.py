@@ -113,6 +113,7 @@ class CompiledCalls:
         if capture is not None:
             capture.check_read((args, kwargs), "a compiled function is given")
         call = _Reissue(frame, values)
+        tape.births.write(None, (args, kwargs))
         weak_args, weak_kwargs = tape.aliases.weak_in_place((args, kwargs))
         # The forward keeps the tensors it was given, so those become the recorded outputs.
         _, copies, tokens = tape.keep_fresh(result, (args, kwargs))

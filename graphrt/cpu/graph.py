@@ -47,6 +47,8 @@ class TapeGraph:
 
     def _clear(self) -> None:
         self._steps: list[Step] = []
+        self._restores: list[Call] = []
+        self._constants: list[object] = []
         self._task_calls: dict[int, TaskCall] = {}
         self._run: Callable[[], None] | None = None
         self._inference = False
@@ -56,7 +58,7 @@ class TapeGraph:
     @property
     def kernels(self) -> int:
         """How many operators a replay issues."""
-        return len(self._steps)
+        return len(self._steps) + len(self._restores)
 
     # Capture ----------------------------------------------------------------------------------
 
@@ -89,7 +91,8 @@ class TapeGraph:
         for task in capture.tasks:
             for i in range(task.start, task.stop):
                 self._task_calls[i] = TaskCall(self._steps[i].lowered.call)
-        self._run = assemble(self._steps, self._task_calls)
+        self._restores, self._constants = capture.tape.births.finish()
+        self._run = assemble(self._steps, self._task_calls, self._restores)
 
     def capture_abort(self) -> None:
         """Drop an open or failed capture; never raises, and leaves no mode behind."""

@@ -13,6 +13,7 @@ from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch, dispatch_keys_now
 from graphrt.cpu.tape.aliases import PLAIN, Aliases
+from graphrt.cpu.tape.births import Births
 from graphrt.cpu.tape.lowering import (
     Call,
     Lowered,
@@ -26,6 +27,11 @@ from graphrt.cpu.tape.refusals import refusal_of
 from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
 
 _FROM_PYTHON = torch.ops.aten.lift_fresh.default
+
+
+# torch computes vectors that were not asked for under any dispatch mode (svdvals, eigvalsh, cond, the
+# nuclear norm): by where the vectors are among the results.
+_FACTORS = {"aten::_linalg_svd": (0, 2), "aten::_linalg_eigh": (1,), "aten::linalg_eig": (1,)}
 
 
 @dataclass
@@ -66,6 +72,8 @@ class Tape(ThreadMode):
         self._inference = inference
         self._keys = dispatch_keys_now()
         self.aliases = Aliases(arena)
+        self.births = Births(arena)
+        self._factors: list[tuple[Operator, Source | None, list[int]]] = []
 
     def __torch_dispatch__(
         self,
@@ -89,6 +97,8 @@ class Tape(ThreadMode):
             refuse(op, args, kwargs)
         if op.composite:
             return op.decompose(args, kwargs, mode=self, keys=self._keys)
+        if op.name == "aten::lift_fresh":
+            return self.births.take(args[0])
         if op.metadata_only:
             return self._change_metadata(op, args, kwargs)
         if op.mutates:
@@ -97,6 +107,7 @@ class Tape(ThreadMode):
 
     def finish(self) -> list[Step]:
         """The steps, without copies of outputs that nothing ever read."""
+        self._check_factors()
         for step in self.steps:
             copies = step.lowered.copies
             if not copies:
@@ -129,6 +140,7 @@ class Tape(ThreadMode):
             raise
 
     def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.births.write(op, op.written_arguments(args, kwargs))
         result = op.func(*args, **kwargs)
         fresh = fresh_among(tensors_in(result), (args, kwargs))
         if fresh:
@@ -169,6 +181,8 @@ class Tape(ThreadMode):
             placed = dict(zip(map(id, fresh), outs, strict=True))
             if lowered is not None:
                 self._add(op, weak_args, weak_kwargs, lowered)
+                if op.name in _FACTORS:
+                    self._note_factors(op, outs)
                 return replace_tensors(result, placed)
         return self._record_again(op, args, kwargs, result, fresh, placed)
 
@@ -182,10 +196,14 @@ class Tape(ThreadMode):
         placed: dict[int, torch.Tensor],
     ) -> Any:
         """Replay by running the operator again and copying what is fresh in its result."""
+        if not op.mutates:
+            self.births.write(op, op.written_arguments(args, kwargs))
         weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
         with replay_guard(inference=self._inference):
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
         replaced, copies, tokens = self.copy_fresh(result, fresh, op, placed)
+        if op.name in _FACTORS:
+            self._note_factors(op, tensors_in(replaced))
         flat = isinstance(result, list | tuple) and all(isinstance(t, torch.Tensor) for t in result)
         simple = op.built_in and (flat or isinstance(result, torch.Tensor))
         simple = simple and not any(0 in out.stride() for _, out in copies)
@@ -202,6 +220,23 @@ class Tape(ThreadMode):
         tokens: tuple[int, ...] = (),
     ) -> None:
         self.steps.append(Step(op, args, kwargs, lowered, user_source(), tokens))
+
+    def _note_factors(self, op: Operator, outs: Sequence[torch.Tensor]) -> None:
+        tokens = [self.arena.token_of(outs[i]) for i in _FACTORS[op.name] if outs[i].numel()]
+        if tokens:
+            self._factors.append((op, user_source(), tokens))
+
+    def _check_factors(self) -> None:
+        for op, source, tokens in self._factors:
+            if any(self.aliases.was_read(t) or self.arena.is_live(t) for t in tokens):
+                continue
+            raise RefusedOpError(
+                "singular or eigenvalues without their vectors come from another routine in eager "
+                "code, with other bits",
+                op=op.label,
+                source=_text(source),
+                advice="do this part in an eager break, or use the vectors too (linalg.svd, eigh)",
+            )
 
     # Memory -----------------------------------------------------------------------------------
 
