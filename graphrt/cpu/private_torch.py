@@ -155,10 +155,12 @@ def storage_ids(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def replace_reads(
-    methods: Sequence[str], guarded: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+    methods: Sequence[str],
+    functions: Sequence[str],
+    guarded: Callable[[str, Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[[], None]:
-    """Make what `guarded` returns for each of these methods of `torch.Tensor`, and for
-    `torch.tensor_split`, stand for it until the returned function is called."""
+    """Make what `guarded` returns for each of these methods of `torch.Tensor`, and functions of
+    `torch`, stand for it until the returned function is called."""
     # What torch.Tensor inherits is restored by deleting what hides it. A method that a torch has
     # not reads nothing.
     originals = {}
@@ -166,11 +168,13 @@ def replace_reads(
         if hasattr(torch.Tensor, name):
             originals[name] = torch.Tensor.__dict__.get(name)
             setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
-    tensor_split = torch.tensor_split
-    torch.tensor_split = guarded("tensor_split", tensor_split)
+    plain = {name: getattr(torch, name) for name in functions if hasattr(torch, name)}
+    for name, function in plain.items():
+        setattr(torch, name, guarded(name, function))
 
     def restore() -> None:
-        torch.tensor_split = tensor_split
+        for name, function in plain.items():
+            setattr(torch, name, function)
         for name, original in originals.items():
             if original is None:
                 delattr(torch.Tensor, name)

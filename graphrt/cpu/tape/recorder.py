@@ -23,7 +23,7 @@ from graphrt.cpu.tape.lowering import (
     replay_guard,
 )
 from graphrt.cpu.tape.operators import Operator, operator_of
-from graphrt.cpu.tape.refusals import refusal_of
+from graphrt.cpu.tape.refusals import reads_allowed, refusal_of
 from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
 
 _FROM_PYTHON = torch.ops.aten.lift_fresh.default
@@ -141,7 +141,7 @@ class Tape(ThreadMode):
 
     def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.births.write(op, op.written_arguments(args, kwargs))
-        result = op.func(*args, **kwargs)
+        result = _run(op, args, kwargs)
         fresh = fresh_among(tensors_in(result), (args, kwargs))
         if fresh:
             if self.in_task:
@@ -154,7 +154,7 @@ class Tape(ThreadMode):
         return result
 
     def _compute(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = op.func(*args, **kwargs)
+        result = _run(op, args, kwargs)
         tensors = tensors_in(result)
         if not tensors and op.schema.returns:
             return result
@@ -285,6 +285,14 @@ class Tape(ThreadMode):
         fresh = {id(t) for t in fresh_among(tensors, given)}
         copies = tuple((place, t) for place, t in enumerate(tensors) if id(t) in fresh)
         return result, copies, (0,) * len(copies)
+
+
+def _run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if op.built_in:
+        return op.func(*args, **kwargs)
+    # The body of a custom operator is Python, and runs again at every replay.
+    with reads_allowed():
+        return op.func(*args, **kwargs)
 
 
 def _has_own_dispatch(kind: type) -> bool:
