@@ -80,7 +80,7 @@ class TapeGraph:
     def capture_end(self) -> None:
         """Stop recording; afterwards `replay` works."""
         capture = self._open_capture()
-        capture.check_innermost()
+        capture.check()
         if capture.task_start is not None:
             raise TaskContractError("the capture ended inside a task", advice="call task_end()")
         capture.close()
@@ -230,9 +230,10 @@ class _OpenCapture:
         self._undo.callback(self._compiled.close)
         self._compiled.open()
 
-    def check_innermost(self) -> None:
+    def check(self) -> None:
         if self.tape.failure is not None:
             raise self.tape.failure
+        self._compiled.check()
         stack = dispatch_modes()
         if stack and stack[-1] is self.tape:
             return

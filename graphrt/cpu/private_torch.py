@@ -6,6 +6,7 @@ What a replay calls is bound here once, so that it costs what the bare call does
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -187,10 +188,61 @@ def replace_reads(
 # Dynamo ------------------------------------------------------------------------------------------
 
 _DYNAMO = "torch._dynamo.eval_frame"
-_ONE_BY_ONE = "compiled calls are recorded operator by operator"
+_ONE_BY_ONE = "compiled calls are recorded operator by operator, or refused where Inductor made them"
 _from_stance = NAMES.declare(f"{_DYNAMO}._callback_from_stance", without=_ONE_BY_ONE)
 _set_eval_frame = NAMES.declare(f"{_DYNAMO}.set_eval_frame", without=_ONE_BY_ONE)
 _skip_code = NAMES.declare(f"{_DYNAMO}.skip_code", without=_ONE_BY_ONE)
+
+
+_INDUCTOR = "torch._inductor.output_code"
+_UNSEEN = "nothing can be captured on the CPU once torch.compile is loaded, unless Dynamo can be asked"
+_inductor_code = NAMES.declare(f"{_INDUCTOR}.CompiledFxGraph", without=_UNSEEN)
+_NO_AOTI = "a capture does not notice a forward's calls of code that AOTInductor compiled"
+_aoti_code = [
+    NAMES.declare(f"torch._C._aoti.{kind}", without=_NO_AOTI)
+    for kind in ("AOTIModelPackageLoader", "AOTIModelContainerRunnerCpu")
+]
+
+
+def inductor_loaded() -> bool:
+    """Whether Inductor may have compiled something in this process."""
+    return _INDUCTOR in sys.modules
+
+
+def hook_compiled_code(before: Callable[[], None]) -> Callable[[], None] | None:
+    """Have `before` called by each call of Inductor's code, whoever makes it, until the returned
+    function is called; None if Inductor is loaded and its code cannot be hooked."""
+    kinds: list[Any] = []
+    if inductor_loaded():
+        try:
+            kinds.append(_inductor_code.find())
+        except MissingTorchNameError:
+            return None
+    for name in _aoti_code:
+        with contextlib.suppress(MissingTorchNameError):
+            kinds.append(name.find())
+    originals = [
+        (kind, method, getattr(kind, method))
+        for kind in kinds
+        for method in (("__call__",) if kind.__module__ == _INDUCTOR else ("run", "boxed_run"))
+        if hasattr(kind, method)
+    ]
+    for kind, method, original in originals:
+        setattr(kind, method, _preceded(original, before))
+
+    def restore() -> None:
+        for kind, method, original in originals:
+            setattr(kind, method, original)
+
+    return restore
+
+
+def _preceded(original: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return original(*args, **kwargs)
+
+    return call
 
 
 def hook_compiled_calls(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.cpu.arena import Arena
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -48,19 +49,16 @@ class Aliases:
 
         The alias is made in the forward's own inference mode, which the guards also look at.
         """
-        if isinstance(value, torch.Tensor):
-            if value.numel() == 0 or not self.arena.owns(value):
-                return value
-            self._read.add(self.arena.token_of(value))
-            key = (*_place(value), "compiled")
-            if key not in self._aliases:
-                self._aliases[key] = self.arena.alias(value)
-            return self._aliases[key]
-        if type(value) in (list, tuple):
-            return type(value)(self.weak_in_place(v) for v in value)
-        if type(value) is dict:
-            return {k: self.weak_in_place(v) for k, v in value.items()}
-        return value
+        return tree.map_tensors(self._weak_if_owned, value)
+
+    def _weak_if_owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0 or not self.arena.owns(tensor):
+            return tensor
+        self._read.add(self.arena.token_of(tensor))
+        key = (*_place(tensor), "compiled")
+        if key not in self._aliases:
+            self._aliases[key] = self.arena.alias(tensor)
+        return self._aliases[key]
 
     def weak_output(self, out: torch.Tensor) -> torch.Tensor:
         """The tape's reference to an output; does not count as a read."""
