@@ -188,14 +188,14 @@ def replace_reads(
 # Dynamo ------------------------------------------------------------------------------------------
 
 _DYNAMO = "torch._dynamo.eval_frame"
-_ONE_BY_ONE = "compiled calls are recorded operator by operator, or refused where Inductor made them"
+_ONE_BY_ONE = "compiled calls are recorded operator by operator, Inductor's refused"
 _from_stance = NAMES.declare(f"{_DYNAMO}._callback_from_stance", without=_ONE_BY_ONE)
 _set_eval_frame = NAMES.declare(f"{_DYNAMO}.set_eval_frame", without=_ONE_BY_ONE)
 _skip_code = NAMES.declare(f"{_DYNAMO}.skip_code", without=_ONE_BY_ONE)
 
 
 _INDUCTOR = "torch._inductor.output_code"
-_UNSEEN = "nothing can be captured on the CPU once torch.compile is loaded, unless Dynamo can be asked"
+_UNSEEN = "a capture does not notice a forward's calls of Inductor's code without Dynamo"
 _inductor_code = NAMES.declare(f"{_INDUCTOR}.CompiledFxGraph", without=_UNSEEN)
 _NO_AOTI = "a capture does not notice a forward's calls of code that AOTInductor compiled"
 _aoti_code = [

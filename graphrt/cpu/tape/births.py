@@ -60,7 +60,7 @@ class Births:
             del known[place]
         tensors = [t for t in tensors_in(value) if t.layout is torch.strided]
         for tensor, place in zip(tensors, storage_ids(tensors), strict=True):
-            known[place] = StorageWeakRef(tensor.untyped_storage())
+            known[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def write(self, op: Operator | None, given: Any) -> None:
         """Note that an operator, or a compiled callable, may write the tensors in `given`."""

@@ -26,11 +26,8 @@ from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.refusals import reads_allowed, refusal_of
 from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
 
-_FROM_PYTHON = torch.ops.aten.lift_fresh.default
-
-
-# torch computes vectors that were not asked for under any dispatch mode (svdvals, eigvalsh, cond, the
-# nuclear norm): by where the vectors are among the results.
+# Under any dispatch mode torch computes vectors that were not asked for (svdvals, eigvalsh, cond,
+# the nuclear norm): by where the vectors are among the results.
 _FACTORS = {"aten::_linalg_svd": (0, 2), "aten::_linalg_eigh": (1,), "aten::linalg_eig": (1,)}
 
 

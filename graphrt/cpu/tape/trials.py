@@ -57,9 +57,7 @@ def _try(
         if t.dtype.is_floating_point or t.dtype.is_complex
     }
     args = replace_tensors(args, made)
-    own = [
-        torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu") for t in outs
-    ]
+    own = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu") for t in outs]
     before = list(map(identity, own))
     try:
         results = tensors_in(op.raw(*args, **replace_tensors(kwargs, made)))
@@ -82,9 +80,7 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
         or tensor.is_neg()
     ):
         return tensor
-    extent = 1 + sum(
-        (n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True)
-    )
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
     numbers = torch.rand(
         extent,
         dtype=torch.complex64 if tensor.dtype.is_complex else torch.float32,
@@ -117,4 +113,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    whole = t.resolve_conj().resolve_neg().contiguous()
+    # One element may have any stride and be contiguous all the same.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
