@@ -53,7 +53,6 @@ class TapeGraph:
         self._run: Callable[[], None] | None = None
         self._inference = False
         self._arena: Arena | None = None
-        self._constants: list[torch.Tensor] = []
 
     @property
     def kernels(self) -> int:
@@ -87,7 +86,6 @@ class TapeGraph:
         _thread.graph = None
         self._capture = None
         self._steps = capture.tape.finish()
-        self._constants = capture.tape.constants
         for task in capture.tasks:
             for i in range(task.start, task.stop):
                 self._task_calls[i] = TaskCall(self._steps[i].lowered.call)
@@ -188,13 +186,10 @@ class TapeGraph:
         """The tensors outside of the arena that replays read or write, each once, but for those
         that the forward made of Python data."""
         arena = self._arena
-        own = {tensor.untyped_storage().data_ptr() for tensor in self._constants}
         found: dict[tuple[int, int], GraphRead] = {}
         for step in self._steps:
             for tensor in tensors_in((step.args, step.kwargs)):
                 if tensor.numel() == 0 or arena is None or arena.owns(tensor):
-                    continue
-                if tensor.untyped_storage().data_ptr() in own:
                     continue
                 source = None if step.source is None else str(step.source)
                 found.setdefault((tensor.data_ptr(), tensor.numel()), GraphRead(tensor, source))

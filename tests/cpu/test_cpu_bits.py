@@ -100,8 +100,8 @@ def test_a_forked_process_has_memory_of_its_own():
 # torch's own samples of every operator -----------------------------------------------------------
 
 _SAMPLES = 2
-# What memory nobody wrote holds is not defined.
-_UNDEFINED = ("empty", "new_empty", "resize_")
+# What memory holds that nobody wrote is not defined; the last are for GPUs.
+_LEFT_OUT = ("empty", "new_empty", "resize_", "jiterator")
 
 
 def op_infos():
@@ -138,7 +138,7 @@ def samples(info, seed):
     dtype = next((d for d in known if info.supports_dtype(d, "cpu")), None)
     if dtype is None:
         return []
-    found = list(islice(info.sample_inputs("cpu", dtype, requires_grad=False), 24))
+    found = list(islice(info.sample_inputs("cpu", dtype, requires_grad=False), 6))
     return found[:: max(1, len(found) // _SAMPLES)]
 
 
@@ -193,7 +193,7 @@ def differs(info, one, other, inference, zeros):
 def test_every_operator_of_torch_replays_as_eager_or_is_refused(inference, zeros):
     wrong = []
     for info in op_infos():
-        if info.name.startswith(_UNDEFINED):
+        if info.name.startswith(_LEFT_OUT):
             continue
         for one, other in zip(samples(info, 1), samples(info, 2), strict=False):
             if differs(info, one, other, inference, zeros):

@@ -64,8 +64,6 @@ class Tape(ThreadMode):
         self.in_task = False
         self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
-        self.constants: list[torch.Tensor] = []
-        """What the forward made of Python data: outside of the arena, and nobody else's."""
         self._inference = inference
         self._keys = dispatch_keys_now()
         self.aliases = Aliases(arena)
@@ -159,9 +157,6 @@ class Tape(ThreadMode):
         if fresh:
             fresh = [t for t in fresh if t.device.type != "meta"]
         if tensors and not fresh:
-            if op.func is _FROM_PYTHON:
-                # Memory that cannot grow is somebody's: an array of NumPy.
-                self.constants += [t for t in tensors if t.untyped_storage().resizable()]
             return result
         if self.in_task:
             _refuse_allocation(op)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.cpu.tape.operators import Operator
 from graphrt.cpu.tape.tensors import replace_tensors, tensors_in
 
@@ -109,10 +110,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equality of memory, so that a NaN equals itself."""
     if a.dtype != b.dtype or a.size() != b.size():
         return False
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    whole = t.resolve_conj().resolve_neg().contiguous()
-    # One element may have any stride and be contiguous all the same.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+    return torch.equal(tree.octets(a), tree.octets(b))
