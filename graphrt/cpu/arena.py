@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
-from weakref import KeyedRef
+from weakref import KeyedRef, ref
 
 import torch
 
@@ -24,14 +24,12 @@ _LARGEST_STEP_BYTES = 64 * 1024 * 1024
 class _Chunk:
     """One mapping. Blocks and aliases keep the mapping alive, not the arena."""
 
-    __slots__ = ("base", "buffer", "free_by_end", "free_by_start", "nbytes", "storage")
+    __slots__ = ("base", "buffer", "free_by_end", "free_by_start", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.buffer = memoryview(mmap.mmap(-1, nbytes))
-        whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
-        self.storage = whole.untyped_storage()
-        self.base = self.storage.data_ptr()
+        self.buffer = memoryview(_map(nbytes))
+        self.base = _storage(self.buffer).data_ptr()
         self.free_by_start: dict[int, int] = {}
         self.free_by_end: dict[int, int] = {}
 
@@ -65,13 +63,18 @@ class Arena:
         self._closed = False
         self._torn = False
         """Whether an interrupt may have left the tables half-way."""
+        self.wrapped: dict[int, Any] = {}
+        """Weak references to storages that a capture made of the host's memory, by their number."""
+        self._constants: Arena | None = None
+        """Apart: a block that was free before is written by the replays of those who had it."""
         self.requested_bytes_total = 0
         """What every allocation so far would need if each kept memory of its own."""
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes mapped from the system."""
-        return self._reserved
+        apart = 0 if self._constants is None else self._constants.reserved_bytes
+        return self._reserved + apart
 
     @property
     def live_bytes(self) -> int:
@@ -107,22 +110,45 @@ class Arena:
         nbytes = _extent_bytes(size, stride, dtype)
         if nbytes == 0:
             return torch.empty_strided(size, stride, dtype=dtype)
-        storage = torch.frombuffer(self._allocate(nbytes), dtype=torch.uint8).untyped_storage()
+        storage = _storage(self._allocate(nbytes))
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
 
+    def constant(self, like: torch.Tensor) -> tuple[torch.Tensor, object, ref[memoryview]]:
+        """A tensor with the sizes and strides of `like`, in memory that no graph writes otherwise;
+        what keeps its block in use, even when the tensor is gone; and whether anything but that
+        still refers to it."""
+        with self._lock:
+            self._check_open()
+            if self._constants is None:
+                self._constants = Arena()
+        held = self._constants._allocate(_extent_bytes(like.size(), like.stride(), like.dtype))
+        seen = held[:]
+        tensor = torch.empty(0, dtype=like.dtype)
+        tensor.set_(_storage(seen), 0, like.size(), like.stride())
+        return tensor, held, ref(seen)
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Same address, sizes and strides; keeps the memory mapped but not the block in use."""
-        address = tensor.data_ptr()
+        """Same address, sizes, strides and extent of its storage; keeps the memory mapped, but not
+        the block in use."""
+        whole = tensor.untyped_storage()
+        address = whole.data_ptr()
         chunk = self._chunk_of(address)
+        if chunk is None and self._constants is not None:
+            return self._constants.alias(tensor)
         if chunk is None:
             raise GraphRTError(
                 "tensor does not live in this arena",
                 got=f"address {address:#x}",
                 expected="memory that this arena allocated",
             )
-        offset = (address - chunk.base) // tensor.element_size()
+        # Of the block's own extent: an operator that grows an output, or views the storage, does
+        # the same as to the tensor itself, and never reaches a neighbour.
+        start = address - chunk.base
         weak = torch.empty(0, dtype=tensor.dtype).set_(
-            chunk.storage, offset, tensor.size(), tensor.stride()
+            _storage(chunk.buffer[start : start + whole.nbytes()]),
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
         )
         if tensor.is_conj():
             weak = conjugated(weak)
@@ -134,7 +160,9 @@ class Arena:
         """Whether `tensor` lives in this arena."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return False
-        return bisect_right(self._edges, tensor.data_ptr()) % 2 == 1
+        if bisect_right(self._edges, tensor.data_ptr()) % 2 == 1:
+            return True
+        return self._constants is not None and self._constants.owns(tensor)
 
     def token_of(self, tensor: torch.Tensor) -> int:
         """The number of the block whose storage `tensor` shares, or 0."""
@@ -142,8 +170,8 @@ class Arena:
 
     def is_live(self, token: int) -> bool:
         """Whether something still references that block."""
-        ref = self._refs.get(token)
-        return ref is not None and ref() is not None
+        known = self._refs.get(token)
+        return known is not None and known() is not None
 
     def release(self) -> None:
         """Give the memory back; tensors that still point into it keep their own mapping."""
@@ -154,6 +182,8 @@ class Arena:
             for entries in (self._chunks, self._edges, self._free, self._dropped):
                 entries.clear()
             self._live = self._reserved = 0
+            if self._constants is not None:
+                self._constants.release()
 
     def _chunk_of(self, address: int) -> _Chunk | None:
         edges = self._edges
@@ -173,7 +203,7 @@ class Arena:
             chunk, start = self._find(need)
             token = self._next_token
             self._next_token += 1
-            block = chunk.buffer[start : start + need]
+            block = chunk.buffer[start : start + nbytes]
             self._refs[token] = KeyedRef(block, self._dropped.append, token)
             self._spans[token] = (chunk, start, need)
             self._token_at[chunk.base + start] = token
@@ -284,6 +314,21 @@ class Arena:
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosedError("the arena was released")
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    # Private: a process that is forked gets memory of its own, as from any allocator.
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, nbytes)
+
+
+# Bound here: while a capture is open, torch.frombuffer is watched.
+_from_buffer = torch.frombuffer
+
+
+def _storage(memory: memoryview) -> torch.UntypedStorage:
+    return _from_buffer(memory, dtype=torch.uint8).untyped_storage()
 
 
 def _aligned(nbytes: int) -> int:

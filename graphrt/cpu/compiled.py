@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError
+from graphrt.core.base import BakedScalarError, CaptureError, dispatch_modes, tree
 from graphrt.core.capture import user_source
 from graphrt.core.replay import current_capture
 from graphrt.cpu.private_torch import (
     dispatch_keys,
     dispatch_keys_now,
     hook_compiled_calls,
+    hook_compiled_code,
+    inductor_loaded,
     set_grad_enabled,
 )
 from graphrt.cpu.tape import Call, HostReads, Lowered, Step, Tape
@@ -33,10 +35,13 @@ _NEEDED_LOCALS = frozenset({"args", "kwargs"})
 _RESULT_LOCALS = frozenset({"result", "call_succeeded"})
 _NEEDED_CELLS = frozenset({"fn", "self"})
 
+# Inductor's code that is called in any other way (compile_fx, standalone_compile, AOTInductor, a
+# Dynamo that cannot be hooked) is refused as it runs.
 _lock = threading.Lock()
 # Those that are open, by name and not counted: closing twice changes nothing.
 _open: set[int] = set()
 _restores: list[Callable[[], None]] = []
+_code_restores: list[Callable[[], None]] = []
 _thread = threading.local()
 
 
@@ -50,12 +55,34 @@ class CompiledCalls:
 
     def open(self) -> None:
         _thread.watch = self
-        _install(self)
+        self._blind = not _install(self)
 
     def close(self) -> None:
         _thread.watch = None
         self._region = None
         _uninstall(self)
+
+    def check(self) -> None:
+        """Raise `CaptureError` if compiled code may have run unseen."""
+        if self._blind and inductor_loaded():
+            raise CaptureError(
+                "torch.compile was loaded inside of the capture, which could not see its calls",
+                op="torch.compile",
+                advice="call what is compiled once before the capture (a warm-up does)",
+            )
+
+    def refuse_code(self) -> None:
+        """Raise `CaptureError` if what runs now would be missing in the recording."""
+        if self.tape.paused or self.tape not in dispatch_modes():
+            return
+        source = user_source()
+        raise CaptureError(
+            "compiled code was called other than through torch.compile, and cannot be recorded",
+            op="Inductor",
+            source=None if source is None else str(source),
+            advice="use torch.compile, wrap it in a custom operator (torch.library.custom_op), or "
+            "do this part in an eager break",
+        )
 
     def enter(self, frame: FrameType) -> bool:
         if self.tape.paused:
@@ -113,7 +140,8 @@ class CompiledCalls:
         capture = current_capture()
         if capture is not None:
             capture.check_read((args, kwargs), "a compiled function is given")
-        call = _Reissue(frame, values)
+        call = _Reissue(frame, values, _baked(result))
+        tape.births.write(None, (args, kwargs))
         weak_args, weak_kwargs = tape.aliases.weak_in_place((args, kwargs))
         # The forward keeps the tensors it was given, so those become the recorded outputs.
         _, copies, tokens = tape.keep_fresh(result, (args, kwargs))
@@ -124,7 +152,8 @@ class CompiledCalls:
 class _Reissue:
     """Calls the compiled function again as the forward called it."""
 
-    def __init__(self, frame: FrameType, values: Any) -> None:
+    def __init__(self, frame: FrameType, values: Any, baked: list[tuple[str, Any]]) -> None:
+        self._baked = baked
         # A function equal to the one that was called, which no frame object leads back to.
         self._fn = FunctionType(
             frame.f_code,
@@ -139,9 +168,45 @@ class _Reissue:
         with dispatch_keys(self._include, self._exclude):
             set_grad_enabled(self._grad)
             try:
-                return self._fn(*args, **kwargs)
+                result = self._fn(*args, **kwargs)
             finally:
                 set_grad_enabled(False)
+        if self._baked:
+            _same_values(self._baked, _baked(result))
+        return result
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def _baked(result: Any) -> list[tuple[str, Any]]:
+    """What is no tensor in the result of a compiled call, which the forward went on with."""
+    found = []
+    for path, leaf in tree.leaves(result):
+        if leaf is None or isinstance(leaf, torch.Tensor):
+            continue
+        if not isinstance(leaf, _PLAIN):
+            raise CaptureError(
+                "a compiled callable returned a container whose tensors cannot be found",
+                op="torch.compile",
+                got=f"{type(leaf).__name__}{' at ' + path if path else ''}",
+                expected="tensors, numbers and strings in tuples, lists, dicts and dataclasses",
+                advice="return one of these, or do this part in an eager break",
+            )
+        found.append((path, leaf))
+    return found
+
+
+def _same_values(captured: list[tuple[str, Any]], now: list[tuple[str, Any]]) -> None:
+    for (path, before), (_, value) in zip(captured, now, strict=True):
+        if type(before) is not type(value) or before != value:
+            raise BakedScalarError(
+                "a compiled callable returned another value than the graph holds"
+                f"{' at ' + path if path else ''}",
+                got=repr(value),
+                expected=repr(before),
+                advice="return it as a tensor, or do this part in an eager break",
+            )
 
 
 def _why_not(code: CodeType) -> CaptureError | None:
@@ -163,21 +228,32 @@ def _why_not(code: CodeType) -> CaptureError | None:
     return CaptureError(what, op="torch.compile", source=where, advice=advice)
 
 
-def _install(user: CompiledCalls) -> None:
+def _install(user: CompiledCalls) -> bool:
+    """Whether the calls of all compiled code that is loaded are seen from here on."""
     with _lock:
         _open.add(id(user))
         if not _restores:
             # These run while Dynamo watches for frames to compile.
             skipped = [Tape.__torch_dispatch__.__code__]
             hook_compiled_calls(_entering, _leaving, skipped, _restores)
+        if not _code_restores:
+            hook_compiled_code(_running, _code_restores)
+        return bool(_restores) or (bool(_code_restores) and inductor_loaded())
+
+
+def _running() -> None:
+    watch: CompiledCalls | None = getattr(_thread, "watch", None)
+    if watch is not None:
+        watch.refuse_code()
 
 
 def _uninstall(user: CompiledCalls) -> None:
     with _lock:
         _open.discard(id(user))
-        while _restores and not _open:
-            _restores[-1]()
-            _restores.pop()
+        for restores in (_restores, _code_restores):
+            while restores and not _open:
+                restores[-1]()
+                restores.pop()
 
 
 def _entering(original: Callable[[Any], Any]) -> FunctionType:

@@ -48,16 +48,17 @@ class TapeGraph:
 
     def _clear(self) -> None:
         self._steps: list[Step] = []
+        self._restores: list[Call] = []
+        self._constants: list[object] = []
         self._task_calls: dict[int, TaskCall] = {}
         self._run: Callable[[], None] | None = None
         self._inference = False
         self._arena: Arena | None = None
-        self._constants: list[torch.Tensor] = []
 
     @property
     def kernels(self) -> int:
         """How many operators a replay issues."""
-        return len(self._steps)
+        return len(self._steps) + len(self._restores)
 
     # Capture ----------------------------------------------------------------------------------
 
@@ -79,18 +80,18 @@ class TapeGraph:
     def capture_end(self) -> None:
         """Stop recording; afterwards `replay` works."""
         capture = self._open_capture()
-        capture.check_innermost()
+        capture.check()
         if capture.task_start is not None:
             raise TaskContractError("the capture ended inside a task", advice="call task_end()")
         capture.close()
         _thread.graph = None
         self._capture = None
         self._steps = capture.tape.finish()
-        self._constants = capture.tape.constants
         for task in capture.tasks:
             for i in range(task.start, task.stop):
                 self._task_calls[i] = TaskCall(self._steps[i].lowered.call)
-        self._run = assemble(self._steps, self._task_calls)
+        self._restores, self._constants = capture.tape.births.finish()
+        self._run = assemble(self._steps, self._task_calls, self._restores)
 
     def capture_abort(self) -> None:
         """Drop an open or failed capture; never raises, and leaves no mode behind."""
@@ -188,13 +189,10 @@ class TapeGraph:
         """The tensors outside of the arena that replays read or write, each once, but for those
         that the forward made of Python data."""
         arena = self._arena
-        own = {tensor.untyped_storage().data_ptr() for tensor in self._constants}
         found: dict[tuple[int, int], GraphRead] = {}
         for step in self._steps:
             for tensor in tensors_in((step.args, step.kwargs)):
                 if tensor.numel() == 0 or arena is None or arena.owns(tensor):
-                    continue
-                if tensor.untyped_storage().data_ptr() in own:
                     continue
                 source = None if step.source is None else str(step.source)
                 found.setdefault((tensor.data_ptr(), tensor.numel()), GraphRead(tensor, source))
@@ -217,7 +215,7 @@ class _OpenCapture:
         self.tape = Tape(arena, inference=inference)
         self.tasks: list[TaskHandle] = []
         self.task_start: int | None = None
-        self._host_reads = HostReads()
+        self._host_reads = HostReads(self.tape.births.wrapped)
         self._compiled = CompiledCalls(self.tape, self._host_reads)
         self._undo = Undo()
 
@@ -230,9 +228,10 @@ class _OpenCapture:
         self._undo.later(self._compiled.close)
         self._compiled.open()
 
-    def check_innermost(self) -> None:
+    def check(self) -> None:
         if self.tape.failure is not None:
             raise self.tape.failure
+        self._compiled.check()
         stack = dispatch_modes()
         if stack and stack[-1] is self.tape:
             return

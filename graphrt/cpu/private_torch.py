@@ -6,6 +6,7 @@ What a replay calls is bound here once, so that it costs what the bare call does
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import MissingTorchNameError, PrivateNames
+from graphrt.core.base import MissingTorchNameError, PrivateNames, has_kernel
 
 NAMES = PrivateNames()
 
@@ -79,7 +80,8 @@ _OVERLOAD = "torch.ops.aten.add.Tensor"
 _overload_type = NAMES.declare("torch._ops.OpOverload", without=_NO_CAPTURES)
 NAMES.declare(f"{_OVERLOAD}._schema", without=_NO_CAPTURES)
 NAMES.declare(f"{_OVERLOAD}._op", without=_NO_CAPTURES)
-NAMES.declare(f"{_OVERLOAD}._can_decompose", without=_NO_CAPTURES)
+NAMES.declare(f"{_OVERLOAD}._op_dk", without=_NO_CAPTURES)
+_composite = NAMES.declare("torch._C.DispatchKey.CompositeImplicitAutograd", without=_NO_CAPTURES)
 
 
 def schema_of(overload: Any) -> Any:
@@ -94,9 +96,16 @@ def builtin_of(overload: Any) -> Callable[..., Any]:
     return builtin
 
 
-def can_decompose(overload: Any) -> bool:
-    """Whether an operator is made of others."""
-    return bool(overload._can_decompose())
+def is_composite(overload: Any) -> bool:
+    """Whether an operator's only kernel is made of other operators. torch's decompositions in
+    Python are for tracing, and do not compute the same bits."""
+    name = overload.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
+def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Issue the operators that a composite one is made of."""
+    return overload._op_dk(_composite.find(), *args, **kwargs)
 
 
 _SLOW = "some operators are replayed by slower calls"
@@ -149,11 +158,12 @@ def storage_ids(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def replace_reads(
     methods: Sequence[str],
+    functions: Sequence[str],
     guarded: Callable[[str, Callable[..., Any]], Callable[..., Any]],
     restores: list[Callable[[], None]],
 ) -> None:
-    """Make what `guarded` returns for each of these methods of `torch.Tensor`, and for
-    `torch.tensor_split`, stand for it until `restores` are called, the last first.
+    """Make what `guarded` returns for each of these methods of `torch.Tensor`, and functions of
+    `torch`, stand for it until `restores` are called, the last first.
 
     Each is added before its change is made, and may be called twice.
     """
@@ -163,8 +173,11 @@ def replace_reads(
         if hasattr(torch.Tensor, name):
             restores.append(partial(_put_back, name, torch.Tensor.__dict__.get(name)))
             setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
-    restores.append(partial(setattr, torch, "tensor_split", torch.tensor_split))
-    torch.tensor_split = guarded("tensor_split", torch.tensor_split)
+    for name in functions:
+        function = getattr(torch, name, None)
+        if function is not None:
+            restores.append(partial(setattr, torch, name, function))
+            setattr(torch, name, guarded(name, function))
 
 
 def _put_back(name: str, original: Any) -> None:
@@ -177,10 +190,56 @@ def _put_back(name: str, original: Any) -> None:
 # Dynamo ------------------------------------------------------------------------------------------
 
 _DYNAMO = "torch._dynamo.eval_frame"
-_ONE_BY_ONE = "compiled calls are recorded operator by operator"
+_ONE_BY_ONE = "compiled calls are recorded operator by operator, Inductor's refused"
 _from_stance = NAMES.declare(f"{_DYNAMO}._callback_from_stance", without=_ONE_BY_ONE)
 _set_eval_frame = NAMES.declare(f"{_DYNAMO}.set_eval_frame", without=_ONE_BY_ONE)
 _skip_code = NAMES.declare(f"{_DYNAMO}.skip_code", without=_ONE_BY_ONE)
+
+
+_INDUCTOR = "torch._inductor.output_code"
+_UNSEEN = "a capture does not notice a forward's calls of Inductor's code without Dynamo"
+_inductor_code = NAMES.declare(f"{_INDUCTOR}.CompiledFxGraph", without=_UNSEEN)
+_NO_AOTI = "a capture does not notice a forward's calls of code that AOTInductor compiled"
+_aoti_code = [
+    NAMES.declare(f"torch._C._aoti.{kind}", without=_NO_AOTI)
+    for kind in ("AOTIModelPackageLoader", "AOTIModelContainerRunnerCpu")
+]
+
+
+def inductor_loaded() -> bool:
+    """Whether Inductor may have compiled something in this process."""
+    return _INDUCTOR in sys.modules
+
+
+def hook_compiled_code(before: Callable[[], None], restores: list[Callable[[], None]]) -> None:
+    """Have `before` called by each call of Inductor's code, whoever makes it, until `restores` are
+    called; none is added if Inductor is loaded and its code cannot be hooked.
+
+    Each is added before its change is made, and may be called twice.
+    """
+    kinds: list[Any] = []
+    if inductor_loaded():
+        try:
+            kinds.append(_inductor_code.find())
+        except MissingTorchNameError:
+            return
+    for name in _aoti_code:
+        with contextlib.suppress(MissingTorchNameError):
+            kinds.append(name.find())
+    for kind in kinds:
+        for method in ("__call__",) if kind.__module__ == _INDUCTOR else ("run", "boxed_run"):
+            original = getattr(kind, method, None)
+            if original is not None:
+                restores.append(partial(setattr, kind, method, original))
+                setattr(kind, method, _preceded(original, before))
+
+
+def _preceded(original: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return original(*args, **kwargs)
+
+    return call
 
 
 def hook_compiled_calls(

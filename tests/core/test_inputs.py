@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt import InputSpec
+from graphrt import GraphRunner, InputSpec
 from graphrt.core.base import InvalidInputError
 from graphrt.core.device import get_platform
 from graphrt.core.inputs import StaticInputs, nest
@@ -240,3 +240,27 @@ def test_nested_inputs_keep_their_structure():
     inputs.fill(step, inputs.layout(4, 4), 2, 2)
     seen = nest(inputs.layout(4, 4).views)
     assert seen["stage"]["hidden"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+
+
+def test_every_packed_input_has_a_storage_of_its_own():
+    inputs = StaticInputs(SPECS, platform=CpuPlatform(), tokens=4, reqs=2, device="cpu")
+    for view in inputs.layout(4, 2).views.values():
+        assert view.storage_offset() == 0
+        assert view.untyped_storage().nbytes() == view.nbytes
+    kept = inputs.layout(4, 2).views["mrope"]
+    kept.fill_(3)
+    del inputs
+    assert kept.eq(3).all()
+
+
+def test_a_forward_may_view_an_input_from_its_start():
+    def forward(first, second):
+        return second.as_strided(second.shape, (1,), 0) + first
+
+    specs = {name: InputSpec(torch.int64, ("tokens",)) for name in ("first", "second")}
+    runner = GraphRunner(
+        forward, mode="FULL", sizes=[2], max_num_tokens=2, inputs=specs, platform="cpu"
+    )
+    runner.capture()
+    out = runner(first=torch.tensor([1, 2]), second=torch.tensor([30, 40]))
+    assert out.tolist() == [31, 42]

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -168,3 +171,97 @@ def test_a_profiler_where_the_result_is_no_local_is_refused(monkeypatch):
     finally:
         sys.setprofile(None)
     assert modes_left() == 0
+
+
+@dataclass
+class Pair:
+    a: torch.Tensor
+    b: list
+
+
+def test_tensors_in_dataclasses_of_a_compiled_call_are_followed():
+    inner = torch.compile(lambda pair: Pair(pair.a * 2, [pair.a + pair.b[0]]), backend="eager")
+
+    def forward(x):
+        given = Pair(x + 1, [x * 3])
+        found = inner(given)
+        given.a = given.b = None
+        return found
+
+    x = torch.randn(4)
+    graph, out = capture(forward, x)
+    x.copy_(torch.randn(4))
+    graph.replay()
+    assert same(out.a, (x + 1) * 2)
+    assert same(out.b[0], (x + 1) + x * 3)
+
+
+def test_a_container_of_a_compiled_call_that_cannot_be_searched_is_refused():
+    from graphrt.core.base import CaptureError
+
+    class Box:
+        def __init__(self, x):
+            self.x = x
+
+    inner = torch.compile(lambda x: Box(x + 1), backend="eager")
+    with pytest.raises(CaptureError, match="container"):
+        capture(lambda x: inner(x).x + 1, torch.ones(2))
+
+
+def test_a_number_of_a_compiled_call_that_changes_is_named_at_replay():
+    from graphrt.core.base import BakedScalarError
+
+    inner = torch.compile(lambda x: (x + 1, x.sum().item()), backend="eager")
+    x = torch.ones(2)
+    graph, _ = capture(lambda x: inner(x)[0] * inner(x)[1], x)
+    graph.replay()
+    x.fill_(2)
+    with pytest.raises(BakedScalarError):
+        graph.replay()
+
+
+def test_code_of_inductor_that_is_called_without_dynamo_is_refused():
+    from graphrt.core.base import CaptureError
+
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        print("skipped: inductor on the CPU needs a C++ compiler")
+        pytest.skip("no C++ compiler")
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.randn(4)
+    compiled = compile_fx(make_fx(lambda x: (x * 2).sin())(x), [x])
+    with pytest.raises(CaptureError, match=r"other than through torch\.compile"):
+        capture(lambda x: compiled(x + 1), x)
+    compiled(x)
+    assert modes_left() == 0
+
+
+LATE = """
+import sys, torch
+from cpu_capturing import capture
+from graphrt.core.base import CaptureError
+
+assert "torch._dynamo" not in sys.modules
+try:
+    capture(lambda x: torch.compile(lambda y: (y * 2).sin())(x + 1), torch.randn(4))
+except CaptureError as error:
+    assert "inside of the capture" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+def test_a_compiler_that_is_loaded_inside_of_the_capture_is_refused():
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        print("skipped: inductor on the CPU needs a C++ compiler")
+        pytest.skip("no C++ compiler")
+    paths = [os.path.dirname(__file__), *sys.path]
+    ran = subprocess.run(
+        [sys.executable, "-c", LATE],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stderr

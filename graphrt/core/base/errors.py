@@ -241,7 +241,8 @@ class BreakShapeError(BreakError):
 
 
 class BakedScalarError(BreakError):
-    """An eager break returned another Python value than the one baked into the graph."""
+    """An eager break or a compiled callable returned another Python value than the one baked into
+    the graph."""
 
 
 class PoolError(GraphRTError):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from graphrt.core.base import inference_guard
 from graphrt.core.inputs.spec import InputSpec
@@ -177,7 +178,10 @@ class InputLayout:
         # Steps write them, in inference mode and outside of it.
         with inference_guard(False), torch.no_grad():
             for field in self.fields:
-                flat = slab[field.offset : field.end].view(field.spec.dtype)
+                part = slab[field.offset : field.end]
+                if part.is_cpu and field.nbytes:
+                    part = _own_storage(part)
+                flat = part.view(field.spec.dtype)
                 field.view = flat.view(field.spec.sizes(self.tokens, self.reqs))
                 self.views[field.name] = field.view
 
@@ -196,6 +200,12 @@ class InputLayout:
         """Make every row a padding row."""
         for field in self.fields:
             field.view.fill_(field.spec.pad_value)
+
+
+def _own_storage(part: torch.Tensor) -> torch.Tensor:
+    """The bytes of `part` as a storage of their own, as those of a tensor alone: a forward may ask
+    for `untyped_storage()`, or for `as_strided` from its start. It keeps the memory alive."""
+    return from_dlpack(to_dlpack(part))
 
 
 def pad_bytes(spec: InputSpec) -> Any:

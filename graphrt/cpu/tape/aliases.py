@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import inference_guard
+from graphrt.core.base import inference_guard, tree
 from graphrt.cpu.arena import Arena
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -49,19 +49,16 @@ class Aliases:
 
         The alias is made in the forward's own inference mode, which the guards also look at.
         """
-        if isinstance(value, torch.Tensor):
-            if value.numel() == 0 or not self.arena.owns(value):
-                return value
-            self._read.add(self.arena.token_of(value))
-            key = (value.data_ptr(), value.size(), value.stride(), value.dtype, "compiled")
-            if key not in self._aliases:
-                self._aliases[key] = self.arena.alias(value)
-            return self._aliases[key]
-        if type(value) in (list, tuple):
-            return type(value)(self.weak_in_place(v) for v in value)
-        if type(value) is dict:
-            return {k: self.weak_in_place(v) for k, v in value.items()}
-        return value
+        return tree.map_tensors(self._weak_if_owned, value)
+
+    def _weak_if_owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0 or not self.arena.owns(tensor):
+            return tensor
+        self._read.add(self.arena.token_of(tensor))
+        key = (*_place(tensor), "compiled")
+        if key not in self._aliases:
+            self._aliases[key] = self.arena.alias(tensor)
+        return self._aliases[key]
 
     def weak_output(self, out: torch.Tensor) -> torch.Tensor:
         """The tape's reference to an output; does not count as a read."""
@@ -84,16 +81,21 @@ class Aliases:
             return tensor.detach()
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = (
-            tensor.data_ptr(),
-            tensor.size(),
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        key = _place(tensor)
         alias = self._aliases.get(key)
         if alias is None:
             with inference_guard(False), torch.no_grad():
                 alias = self._aliases[key] = self.arena.alias(tensor)
         return alias
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (
+        tensor.data_ptr(),
+        tensor.storage_offset(),
+        tensor.size(),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

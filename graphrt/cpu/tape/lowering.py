@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import ThreadMode, tree
+from graphrt.core.base import ThreadMode
 from graphrt.cpu.private_torch import below_autograd, bindings_of, inference_mode, schema_of
 from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.tensors import tensors_in
+from graphrt.cpu.tape.trials import REFUSALS, agrees, identity, same_bits
 
 _COPY: Callable[..., torch.Tensor] = torch.Tensor.copy_
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
@@ -115,11 +116,12 @@ def lower_functional(
         if _computes(call, results, outs):
             return Lowered("copy_", call)
     variant = out_variant(op)
-    if variant is None:
-        return None
+    if variant is None or len(variant[1]) != len(outs):
+        return None  # some results may be undefined: no tensor stands for them
     out_op, names, dropped = variant
-    if dropped:
-        kwargs = {k: v for k, v in kwargs.items() if k not in dropped}
+    given, kwargs = kwargs, {k: v for k, v in kwargs.items() if k not in dropped}
+    if not agrees(op, out_op.raw, names, args, given, kwargs, outs):
+        return None
     reference = Call(out_op.raw, args, kwargs | dict(zip(names, outs, strict=True)))
     out = outs[0] if len(outs) == 1 else tuple(outs)
     scalars = _scalar_tensors(op, args, kwargs, results)
@@ -200,10 +202,6 @@ def _mutated(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return values[0] if len(values) == 1 else tuple(values)
 
 
-# How torch says that a call does not exist or does not fit. Anything else is a fault and is raised.
-_REFUSALS = (TypeError, ValueError, RuntimeError, IndexError)
-
-
 def _same_call(reference: Call, call: Call, answer: Any) -> bool:
     """Whether each of them issues one operator, both the same one with the same arguments."""
     try:
@@ -211,7 +209,7 @@ def _same_call(reference: Call, call: Call, answer: Any) -> bool:
             reference()
             issued = len(probe.seen)
             call()
-    except _REFUSALS:
+    except REFUSALS:
         return False  # this spelling does not exist; the caller tries the next
     return issued == 1 and len(probe.seen) == 2 and _equal(*probe.seen)
 
@@ -241,23 +239,12 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _computes(call: Call, results: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
-    before = list(map(_identity, outs))
+    before = list(map(identity, outs))
     try:
         call()
-    except _REFUSALS:
+    except REFUSALS:
         return False  # not every out variant takes every argument; the operator is run again
-    return list(map(_identity, outs)) == before and all(map(same_bits, results, outs))
-
-
-def _identity(t: torch.Tensor) -> tuple[object, ...]:
-    return t.data_ptr(), t.dtype, t.size(), t.stride()
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equality of memory, so that a NaN equals itself."""
-    if a.dtype != b.dtype or a.size() != b.size():
-        return False
-    return torch.equal(tree.octets(a), tree.octets(b))
+    return list(map(identity, outs)) == before and all(map(same_bits, results, outs))
 
 
 def _scalar_tensors(

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 
-from graphrt.cpu.private_torch import builtin_of, can_decompose, schema_of
+from graphrt.core.base import ThreadMode, has_kernel
+from graphrt.cpu.private_torch import (
+    builtin_of,
+    dispatch_keys,
+    is_composite,
+    run_composite,
+    schema_of,
+)
 
 _ALLOCATES = frozenset(
     "aten::" + name
@@ -20,10 +28,6 @@ _ALLOCATES = frozenset(
         "new_empty",
         "new_empty_strided",
     )
-)
-# These arrive whole under inference mode and have kernels of their own that are worth keeping.
-_KEPT_WHOLE = frozenset(
-    "aten::" + name for name in ("linear", "matmul", "scaled_dot_product_attention")
 )
 # Their schemas do not say that they update running statistics.
 _SILENT_MUTATION = ("batch_norm", "instance_norm", "fused_moving_avg_obs")
@@ -48,6 +52,7 @@ class Operator:
         "repeatable",
         "schema",
         "tags",
+        "tracked_view",
         "view",
     )
 
@@ -67,7 +72,8 @@ class Operator:
             r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
         )
         self.random = torch.Tag.nondeterministic_seeded in self.tags
-        self.composite = self.name not in _KEPT_WHOLE and can_decompose(func)
+        self.composite = is_composite(func)
+        self.tracked_view = has_kernel(func.name(), "ADInplaceOrView")
         self.repeatable = (
             self.built_in
             and not self.mutates
@@ -75,6 +81,28 @@ class Operator:
             and not any(word in self.name for word in _SILENT_MUTATION)
         )
         """Running it twice has the effect of running it once."""
+
+    def decompose(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, mode: ThreadMode, keys: Any
+    ) -> Any:
+        """Issue what a composite operator is made of under `mode`, from inside its handler.
+
+        `keys` are those of outside. With them a view of what requires a gradient does so too, by
+        which composite operators choose kernels; where torch does that for the whole operator, it
+        must not be done to its parts.
+        """
+        with nullcontext() if self.tracked_view else dispatch_keys(*keys), mode:
+            return run_composite(self.func, args, kwargs)
+
+    def written_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments that a call may write, also where its schema does not say so."""
+        if not self.mutates:
+            return [] if self.repeatable or self.random else [args, kwargs]
+        return [
+            args[place] if place < len(args) else kwargs.get(argument.name)
+            for place, argument in enumerate(self.schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
 
     def returned_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """For an operator that returns what it mutates: those arguments, in order of return."""

@@ -43,10 +43,13 @@ class _Names:
         return found
 
 
-def assemble(steps: Sequence[Step], tasks: dict[int, TaskCall]) -> Callable[[], None]:
-    """A function that issues every step in order; `tasks` are the steps that may be exchanged."""
+def assemble(
+    steps: Sequence[Step], tasks: dict[int, TaskCall], before: Sequence[Call] = ()
+) -> Callable[[], None]:
+    """A function that issues the calls `before`, then every step in order; `tasks` are the steps
+    that may be exchanged."""
     names = _Names()
-    lines = ["def run():"]
+    lines = ["def run():", *(f"    {_spell(call, names)}" for call in before)]
     for index, step in enumerate(steps):
         task = tasks.get(index)
         if task is not None:

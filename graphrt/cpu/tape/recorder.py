@@ -11,8 +11,9 @@ import torch
 from graphrt.core.base import RefusedOpError, TaskContractError, ThreadMode
 from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
-from graphrt.cpu.private_torch import disabled_dispatch
+from graphrt.cpu.private_torch import disabled_dispatch, dispatch_keys_now
 from graphrt.cpu.tape.aliases import PLAIN, Aliases
+from graphrt.cpu.tape.births import Births
 from graphrt.cpu.tape.lowering import (
     Call,
     Lowered,
@@ -22,10 +23,12 @@ from graphrt.cpu.tape.lowering import (
     replay_guard,
 )
 from graphrt.cpu.tape.operators import Operator, operator_of
-from graphrt.cpu.tape.refusals import refusal_of
+from graphrt.cpu.tape.refusals import reads_allowed, refusal_of
 from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
 
-_FROM_PYTHON = torch.ops.aten.lift_fresh.default
+# Under any dispatch mode torch computes vectors that were not asked for (svdvals, eigvalsh, cond,
+# the nuclear norm): by where the vectors are among the results.
+_FACTORS = {"aten::_linalg_svd": (0, 2), "aten::_linalg_eigh": (1,), "aten::linalg_eig": (1,)}
 
 
 @dataclass
@@ -61,10 +64,11 @@ class Tape(ThreadMode):
         self.in_task = False
         self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
-        self.constants: list[torch.Tensor] = []
-        """What the forward made of Python data: outside of the arena, and nobody else's."""
         self._inference = inference
+        self._keys = dispatch_keys_now()
         self.aliases = Aliases(arena)
+        self.births = Births(arena)
+        self._factors: list[tuple[Operator, Source | None, list[int]]] = []
 
     def __torch_dispatch__(
         self,
@@ -87,10 +91,9 @@ class Tape(ThreadMode):
         if refuse is not None:
             refuse(op, args, kwargs)
         if op.composite:
-            with self:
-                whole = func.decompose(*args, **kwargs)
-            if whole is not NotImplemented:
-                return whole
+            return op.decompose(args, kwargs, mode=self, keys=self._keys)
+        if op.name == "aten::lift_fresh":
+            return self.births.take(args[0])
         if op.metadata_only:
             return self._change_metadata(op, args, kwargs)
         if op.mutates:
@@ -99,6 +102,7 @@ class Tape(ThreadMode):
 
     def finish(self) -> list[Step]:
         """The steps, without copies of outputs that nothing ever read."""
+        self._check_factors()
         for step in self.steps:
             copies = step.lowered.copies
             if not copies:
@@ -131,7 +135,8 @@ class Tape(ThreadMode):
             raise
 
     def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = op.func(*args, **kwargs)
+        self.births.write(op, op.written_arguments(args, kwargs))
+        result = _run(op, args, kwargs)
         fresh = fresh_among(tensors_in(result), (args, kwargs))
         if fresh:
             if self.in_task:
@@ -144,7 +149,7 @@ class Tape(ThreadMode):
         return result
 
     def _compute(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = op.func(*args, **kwargs)
+        result = _run(op, args, kwargs)
         tensors = tensors_in(result)
         if not tensors and op.schema.returns:
             return result
@@ -152,9 +157,6 @@ class Tape(ThreadMode):
         if fresh:
             fresh = [t for t in fresh if t.device.type != "meta"]
         if tensors and not fresh:
-            if op.func is _FROM_PYTHON:
-                # Memory that cannot grow is somebody's: an array of NumPy.
-                self.constants += [t for t in tensors if t.untyped_storage().resizable()]
             return result
         if self.in_task:
             _refuse_allocation(op)
@@ -171,6 +173,8 @@ class Tape(ThreadMode):
             placed = dict(zip(map(id, fresh), outs, strict=True))
             if lowered is not None:
                 self._add(op, weak_args, weak_kwargs, lowered)
+                if op.name in _FACTORS:
+                    self._note_factors(op, outs)
                 return replace_tensors(result, placed)
         return self._record_again(op, args, kwargs, result, fresh, placed)
 
@@ -184,10 +188,14 @@ class Tape(ThreadMode):
         placed: dict[int, torch.Tensor],
     ) -> Any:
         """Replay by running the operator again and copying what is fresh in its result."""
+        if not op.mutates:
+            self.births.write(op, op.written_arguments(args, kwargs))
         weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
         with replay_guard(inference=self._inference):
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
         replaced, copies, tokens = self.copy_fresh(result, fresh, op, placed)
+        if op.name in _FACTORS:
+            self._note_factors(op, tensors_in(replaced))
         flat = isinstance(result, list | tuple) and all(isinstance(t, torch.Tensor) for t in result)
         simple = op.built_in and (flat or isinstance(result, torch.Tensor))
         simple = simple and not any(0 in out.stride() for _, out in copies)
@@ -204,6 +212,23 @@ class Tape(ThreadMode):
         tokens: tuple[int, ...] = (),
     ) -> None:
         self.steps.append(Step(op, args, kwargs, lowered, user_source(), tokens))
+
+    def _note_factors(self, op: Operator, outs: Sequence[torch.Tensor]) -> None:
+        tokens = [self.arena.token_of(outs[i]) for i in _FACTORS[op.name] if outs[i].numel()]
+        if tokens:
+            self._factors.append((op, user_source(), tokens))
+
+    def _check_factors(self) -> None:
+        for op, source, tokens in self._factors:
+            if any(self.aliases.was_read(t) or self.arena.is_live(t) for t in tokens):
+                continue
+            raise RefusedOpError(
+                "singular or eigenvalues without their vectors come from another routine in eager "
+                "code, with other bits",
+                op=op.label,
+                source=_text(source),
+                advice="do this part in an eager break, or use the vectors too (linalg.svd, eigh)",
+            )
 
     # Memory -----------------------------------------------------------------------------------
 
@@ -252,6 +277,14 @@ class Tape(ThreadMode):
         fresh = {id(t) for t in fresh_among(tensors, given)}
         copies = tuple((place, t) for place, t in enumerate(tensors) if id(t) in fresh)
         return result, copies, (0,) * len(copies)
+
+
+def _run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if op.built_in:
+        return op.func(*args, **kwargs)
+    # The body of a custom operator is Python, and runs again at every replay.
+    with reads_allowed():
+        return op.func(*args, **kwargs)
 
 
 def _has_own_dispatch(kind: type) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -136,14 +137,23 @@ def _where() -> str | None:
 # replaced while a capture is open, and refuse on the threads that capture.
 _HOST_READS = (
     "__array__",
+    # torch.tensor([t]), and what else makes a tensor of a list, asks its elements for numbers.
+    "__bool__",
+    "__complex__",
     "__dlpack__",
+    "__float__",
     "__format__",
+    "__index__",
+    "__int__",
     "__reduce_ex__",
     "__repr__",
     "numpy",
     "tensor_split",
     "tolist",
 )
+
+_WRAPPERS = ("frombuffer", "from_dlpack", "load")
+"""They make tensors of memory that no operator wrote."""
 
 _lock = threading.Lock()
 # Those that are open, by name and not counted: closing twice changes nothing.
@@ -155,16 +165,23 @@ _thread = threading.local()
 class HostReads:
     """Refuses the reads of this thread that no operator shows, from `open` to `close`."""
 
+    def __init__(self, wrapped: Callable[[Any], None]) -> None:
+        """`wrapped` is called with what was made of the host's memory."""
+        self._wrapped = wrapped
+
     def open(self) -> None:
         _thread.refusing = True
+        _thread.wrapped = self._wrapped
         with _lock:
             _open.add(id(self))
             if not _restores:
-                replace_reads(_HOST_READS, _guarded, _restores)
+                functions = ("tensor_split", *_WRAPPERS)
+                replace_reads(_HOST_READS, functions, _guarded, _restores)
 
     def close(self) -> None:
         """Allow them again; it may be called again, and where `open` came half-way."""
         _thread.refusing = False
+        _thread.wrapped = None
         with _lock:
             _open.discard(id(self))
             while _restores and not _open:
@@ -180,19 +197,35 @@ class HostReads:
         _thread.refusing = True
 
 
+@contextmanager
+def reads_allowed() -> Iterator[None]:
+    """Nothing is refused on this thread inside of the block."""
+    before = getattr(_thread, "refusing", False)
+    _thread.refusing = False
+    try:
+        yield
+    finally:
+        _thread.refusing = before
+
+
 # Made once: every segment puts the same guards in place of the same methods.
-@functools.lru_cache(maxsize=4 * len(_HOST_READS))
+@functools.lru_cache(maxsize=4 * (len(_HOST_READS) + len(_WRAPPERS)))
 def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if getattr(_thread, "refusing", False) and _reads(name, args, kwargs):
             _refuse_read(f"Tensor.{name}")
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if name in _WRAPPERS and getattr(_thread, "refusing", False):
+            _thread.wrapped(result)
+        return result
 
     return guarded
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name in _WRAPPERS:
+        return False
     if name != "tensor_split":
         return True
     # With sections or indices in a tensor it reads them through a pointer.

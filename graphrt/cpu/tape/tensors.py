@@ -10,7 +10,7 @@ from graphrt.cpu.private_torch import storage_ids
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts, in order."""
+    """The tensors in nested lists, tuples, dicts and dataclasses, in order."""
     found: list[torch.Tensor] = []
     left = [value]
     while left:
@@ -21,6 +21,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
             left.extend(item[::-1])
         elif isinstance(item, dict):
             left.extend([*item.values()][::-1])
+        elif hasattr(type(item), "__dataclass_fields__"):
+            left.extend([getattr(item, name) for name in type(item).__dataclass_fields__][::-1])
     return found
 
 

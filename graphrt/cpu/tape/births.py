@@ -1,0 +1,94 @@
+"""Memory that a forward makes of Python data: each replay begins with what the capture saw."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+from weakref import ReferenceType
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphrt.core.base import RefusedOpError
+from graphrt.core.capture import user_source
+from graphrt.cpu.arena import Arena
+from graphrt.cpu.private_torch import storage_ids
+from graphrt.cpu.tape.lowering import Call
+from graphrt.cpu.tape.operators import Operator
+from graphrt.cpu.tape.tensors import tensors_in
+
+
+class _Birth:
+    def __init__(self, held: Any, seen: ReferenceType[Any], call: Call) -> None:
+        self.held = held
+        """Keeps the block in use, so that nothing else is ever written into it."""
+        self.seen = seen
+        """Whether the forward still has it."""
+        self.restore = call
+        self.written = False
+
+
+class Births:
+    """The constants of one tape.
+
+    No operator makes them. One that is neither written nor kept by the forward costs a replay
+    nothing: its block is the graph's own.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._born: dict[int, _Birth] = {}
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the forward gets for a tensor that was just made of Python data."""
+        plain = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_quantized
+        if not plain or not tensor.numel() or self._arena.owns(tensor):
+            return tensor
+        if not tensor.untyped_storage().resizable():
+            self.wrapped(tensor)
+            return tensor
+        value = tensor.detach().clone()
+        out, held, seen = self._arena.constant(value)
+        out.copy_(value)
+        restore = Call(torch.Tensor.copy_, (self._arena.alias(out), value))
+        self._born[out.untyped_storage().data_ptr()] = _Birth(held, seen, restore)
+        return out
+
+    def wrapped(self, value: Any) -> None:
+        """Note tensors over memory that the host may hold too: an array, a buffer, a file."""
+        known = self._arena.wrapped
+        for place in [place for place, ref in known.items() if ref.expired()]:
+            del known[place]
+        tensors = [t for t in tensors_in(value) if t.layout is torch.strided]
+        for tensor, place in zip(tensors, storage_ids(tensors), strict=True):
+            known[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def write(self, op: Operator | None, given: Any) -> None:
+        """Note that an operator, or a compiled callable, may write the tensors in `given`."""
+        if not self._born and not self._arena.wrapped:
+            return
+        tensors = tensors_in(given)
+        for tensor, place in zip(tensors, storage_ids(tensors), strict=True):
+            if place in self._arena.wrapped and op is not None and op.mutates:
+                _refuse(op)
+            if tensor.layout is torch.strided:
+                birth = self._born.get(tensor.untyped_storage().data_ptr())
+                if birth is not None:
+                    birth.written = True
+
+    def finish(self) -> tuple[list[Call], list[Any]]:
+        """What a replay begins with, and what the graph keeps in use."""
+        births = list(self._born.values())
+        self._born.clear()
+        restores = [b.restore for b in births if b.written or b.seen() is not None]
+        return restores, [b.held for b in births]
+
+
+def _refuse(op: Operator) -> NoReturn:
+    source = user_source()
+    raise RefusedOpError(
+        "memory that was wrapped inside of the capture is written: whether a replay should begin "
+        "with its first values or with those of the step before cannot be told",
+        op=op.label,
+        source=None if source is None else str(source),
+        advice="make the tensor before the capture (state), or of a copy: torch.tensor(array)",
+    )
