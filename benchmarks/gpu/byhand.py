@@ -17,7 +17,7 @@ class Buffers:
     def __init__(self, model: Llama, tokens: int) -> None:
         device = model.embedding.device
         self.all = {
-            name: torch.full((tokens,), spec.pad, dtype=spec.dtype, device=device)
+            name: torch.full((tokens,), spec.pad_value, dtype=spec.dtype, device=device)
             for name, spec in model.input_specs().items()
         }
 

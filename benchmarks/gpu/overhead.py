@@ -45,7 +45,7 @@ def by_hand(graph: Any, device: str, given: dict[str, torch.Tensor]) -> Callable
     static = {name: value.to(device) for name, value in values(SIZE).items()}
     live = next(iter(given.values())).shape[0]
     tails = [
-        (static[name][rows_of(name, live) :], live if spec.pad == "repeat" else spec.pad)
+        (static[name][rows_of(name, live) :], live if spec.pad == "repeat" else spec.pad_value)
         for name, spec in SPECS.items()
         if live < SIZE
     ]

@@ -47,7 +47,7 @@ def padded(value: torch.Tensor, spec: InputSpec, rows: int) -> torch.Tensor:
     dim = next(place for place, size in enumerate(spec.shape) if isinstance(size, str))
     missing = rows - value.shape[dim]
     last = value.narrow(dim, value.shape[dim] - 1, 1)
-    row = last if spec.pad == "repeat" else torch.full_like(last, spec.pad)
+    row = last if spec.pad == "repeat" else torch.full_like(last, spec.pad_value)
     return torch.cat([value] + [row] * missing, dim)
 
 
@@ -55,8 +55,8 @@ def padded(value: torch.Tensor, spec: InputSpec, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_padding_rows_are_padding_at_every_step(mode: str, source: str) -> None:
     rng = random.Random(3)
-    # A shape of nothing but integers is cut nowhere, so the padding rows come out as well.
-    outputs: Any = dict.fromkeys(SPECS, (0,))
+    # Dimensions of any size are cut nowhere, so the padding rows come out as well.
+    outputs: Any = {name: (None,) * len(spec.shape) for name, spec in SPECS.items()}
     with GraphRunner(
         look_and_soil,
         mode=mode,

@@ -15,7 +15,7 @@ OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
 
 Declared = tuple[int | Axis | None, ...]
 """The axes of one tensor: a constant size, a batch axis, or None for a size that is not looked at.
-Dimensions behind the last one are not looked at either."""
+Dimensions behind the last one are constants, or are found where no batch axis is declared."""
 
 
 class DeclaredAxes:
