@@ -123,11 +123,11 @@ def interrupt(kind: str, call: Callable[[Callable[[], Any]], Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_place_leaves_all_usable(kind: str) -> None:
     interrupt(kind, lambda function: function())
-    every = interrupts.Places()
+    every = interrupts.Places(lines=True)
     interrupt(kind, every)
     rng = random.Random(f"{SEED} {kind}")
     for _ in range(COUNT):
-        places = interrupts.Places(rng.randrange(every.seen))
+        places = interrupts.Places(rng.randrange(every.seen), lines=True)
         try:
             interrupt(kind, places)
         except BaseException as error:

@@ -222,10 +222,17 @@ class Capture:
             return None
 
         def allocated() -> torch.Tensor:
-            with self.pool.allocate():
-                return torch.empty_strided(
+            undo = Undo()
+            try:
+                undo.enter(self.pool.allocate())
+                made = torch.empty_strided(
                     like.shape, separate_strides(like), dtype=like.dtype, device=like.device
                 )
+                undo.now()
+                return made
+            except BaseException:
+                undo.now()
+                raise
 
         found = unseen(allocated)
         return found if self.owns(found) else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 from weakref import WeakSet, ref
@@ -25,6 +24,31 @@ class Allocator:
     """Route this thread's allocations into a pool, and take a share of it."""
     stop_routing: Callable[[int, PoolHandle], object]
     release_share: Callable[[int, PoolHandle], object]
+
+
+class Routing:
+    """While it is entered, a thread's allocations come from a pool. Leaving it once more, or after
+    an interrupt kept it from being entered, changes nothing."""
+
+    def __init__(self, allocator: Allocator, device: int, handle: PoolHandle) -> None:
+        self._allocator = allocator
+        self._to = device, handle
+        self._entered = False
+
+    def __enter__(self) -> None:
+        self._entered = True
+        self._allocator.route_thread(*self._to)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self._entered:
+            return
+        try:
+            self._allocator.stop_routing(*self._to)
+        except RuntimeError:  # "not currently recording": it was left, or never entered
+            self._entered = False
+            return
+        self._entered = False
+        self._allocator.release_share(*self._to)
 
 
 class PoolMemory:
@@ -77,16 +101,9 @@ class PoolMemory:
         self.stop_routing()
         self._renew()
 
-    @contextmanager
-    def allocating(self) -> Iterator[None]:
+    def allocating(self) -> Routing:
         """Route this thread's allocations into the pool; no capture of it may be open."""
-        handle = self.handle()
-        self._allocator.route_thread(self.device, handle)
-        try:
-            yield
-        finally:
-            self._allocator.stop_routing(self.device, handle)
-            self._allocator.release_share(self.device, handle)
+        return Routing(self._allocator, self.device, self.handle())
 
     def owns(self, address: int) -> bool:
         """Whether an address is in the pool; to be asked while a graph keeps the pool alive.
