@@ -68,6 +68,11 @@ class CudaCaptures(Captures[GraphMemory]):
             graph.reset()  # it was ended, and what came after that failed
             return
         with torch.cuda.stream(opened.stream):
+            if not opened.begun and not torch.cuda.is_current_stream_capturing():
+                # Interrupted before its begin, or that failed: to end it would end nothing of it.
+                if opened.memory.stop_routing():
+                    opened.memory.abandon(graph)
+                return
             clean = _end_empty(graph, opened.stream.cuda_stream)
         graph.reset()
         if not clean:

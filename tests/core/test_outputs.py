@@ -351,6 +351,34 @@ def test_the_graphs_before_one_that_failed_serve():
     assert run(x=rows(3)).shape == (WIDTH, 3) and run.last_dispatch.descriptor.num_tokens == 8
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x.reshape(-1),
+        lambda x: x.repeat_interleave(2, 0),
+        lambda x: torch.cat([x, x[:1]]),
+        lambda x: x[1:],
+        lambda x: x[::2],
+        lambda x: torch.cat([x, x]),
+        lambda x: (x, x.shape[0]),
+        lambda x: (x, x.shape),
+        lambda x: {"x": x, "rows": float(len(x))},
+    ],
+    ids=["flat", "repeated", "longer", "shorter", "halved", "doubled", "count", "shape", "float"],
+)
+@pytest.mark.parametrize("sizes", [[8], [4], [4, 8]])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_grows_with_the_batch_in_another_way_is_refused_at_any_sizes(forward, sizes, lazy):
+    run = GraphRunner(forward, mode="FULL", sizes=sizes, inputs=X, options=GraphOptions(lazy=lazy))
+    with pytest.raises(OutputError):
+        run(x=rows(3)) if lazy else run.capture()
+
+
+def test_values_that_do_not_depend_on_the_batch_are_returned():
+    run = runner(lambda x: (x, 3, "three", None, float("nan")), sizes=[8])
+    assert repr(run(x=rows(3))[1:]) == "(3, 'three', None, nan)"
+
+
 # Containers --------------------------------------------------------------------------------------
 
 
@@ -363,6 +391,14 @@ class Both:
 class Opaque:
     def __init__(self, tensor):
         self.tensor = tensor
+
+
+class Attributed(collections.OrderedDict):
+    """Has its tensors as attributes too, which do not follow its items."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__.update(items)
 
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
@@ -402,8 +438,9 @@ def _plain(value):
         lambda x: {x},
         lambda x: x.to_sparse(),
         lambda x: lambda: x,
+        lambda x: Attributed(a=x * 2),
     ],
-    ids=["object", "in a dict", "iterator", "set", "sparse", "function"],
+    ids=["object", "in a dict", "iterator", "set", "sparse", "function", "attributes beside"],
 )
 def test_containers_that_are_not_known_are_refused_by_name(make):
     run = GraphRunner(make, mode="FULL", sizes=[2, 4], inputs=X)

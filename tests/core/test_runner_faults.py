@@ -29,8 +29,10 @@ from graphrt import (
     forward_context,
 )
 from graphrt.core.base import (
+    BreakShapeError,
     CaptureError,
     InvalidBatchError,
+    InvalidInputError,
     InvalidOptionError,
     InvalidUpdateError,
     MissingUpdateError,
@@ -542,3 +544,57 @@ def test_segment_hooks_run_before_segments_with_tasks_too():
     tasked.capture()
     tasked(x=rows(2), updates={"attention": {"lengths": [1]}})
     assert events == ["capture", "end", "replay"]
+
+
+def test_what_bind_is_given_cannot_be_changed():
+    def bind(views, descriptor, phase):
+        views["x"] = views["x"] * 2
+
+    with pytest.raises(TypeError, match="mappingproxy"):
+        runner(host=Host(bind=bind), sizes=[2]).capture()
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        {"attention": 5},
+        {"attention": {"lengths": None}},
+        {"attention": {"lengths": 5}},
+        {"attention": {"lengths": "abc"}},
+        {"attention": {"lengths": [2.7]}},
+        {"attention": {"lengths": torch.tensor([2.7])}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [2, 9])
+def test_odd_host_arguments_are_named_and_the_next_step_is_right(updates, count):
+    tasked = runner(lambda x: apply(scaling("attention"), x, "layer.0"), sizes=[2])
+    tasked.capture()
+    with pytest.raises(InvalidUpdateError):
+        tasked(x=rows(count), updates=updates)
+    right = {"attention": {"lengths": [4]}}
+    assert torch.equal(tasked(x=rows(count), updates=right), rows(count, 5.0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 3, None, "text", torch.arange(3).numpy()], ids=str)
+def test_an_eager_part_may_return_the_value_of_the_capture_again(value):
+    part = eager_break(lambda x: (x + 1, value))
+    run = runner(lambda x: part(x)[0] * 2, mode="PIECEWISE", sizes=[2])
+    run.capture()
+    assert torch.equal(run(x=rows(2)), rows(2, 4.0))
+
+
+def test_an_eager_part_that_returns_a_sparse_tensor_later_is_named():
+    sparse = []
+    part = eager_break(lambda x: (x + 1).to_sparse() if sparse else x + 1)
+    run = runner(lambda x: part(x) * 2, mode="PIECEWISE", sizes=[2])
+    run.capture()
+    sparse.append(True)
+    with pytest.raises(BreakShapeError, match="sparse"):
+        run(x=rows(2))
+
+
+@pytest.mark.parametrize("name", ["self", "updates", "metadata"])
+def test_an_input_that_a_call_could_not_be_given_is_refused(name):
+    with pytest.raises(InvalidInputError, match=name):
+        runner(inputs={name: InputSpec(torch.float32, ("tokens", 4))})

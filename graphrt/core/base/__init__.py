@@ -99,6 +99,7 @@ from graphrt.core.base.thread_mode import (
     without_gradients,
 )
 from graphrt.core.base.torch_names import (
+    can_make_tensor_over,
     can_mark_unreadable,
     copy_all,
     has_kernel,
@@ -106,6 +107,7 @@ from graphrt.core.base.torch_names import (
     mark_unreadable,
     schemas_of_operator,
     storage_at,
+    tensor_over,
 )
 
 __all__ = [
@@ -171,6 +173,7 @@ __all__ = [
     "UntrackedWeightsError",
     "UpdateRefusedError",
     "VerificationError",
+    "can_make_tensor_over",
     "can_mark_unreadable",
     "check_callable",
     "check_fields",
@@ -200,6 +203,7 @@ __all__ = [
     "sequence",
     "set_up_logging",
     "storage_at",
+    "tensor_over",
     "text",
     "thaw_garbage",
     "torch_import",

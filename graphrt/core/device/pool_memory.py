@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NewType
 from weakref import WeakSet, ref
@@ -26,7 +27,7 @@ class Allocator:
     release_share: Callable[[int, PoolHandle], object]
 
 
-class Routing:
+class _Routing(AbstractContextManager[None]):
     """While it is entered, a thread's allocations come from a pool. Leaving it once more, or after
     an interrupt kept it from being entered, changes nothing."""
 
@@ -101,9 +102,9 @@ class PoolMemory:
         self.stop_routing()
         self._renew()
 
-    def allocating(self) -> Routing:
+    def allocating(self) -> AbstractContextManager[None]:
         """Route this thread's allocations into the pool; no capture of it may be open."""
-        return Routing(self._allocator, self.device, self.handle())
+        return _Routing(self._allocator, self.device, self.handle())
 
     def owns(self, address: int) -> bool:
         """Whether an address is in the pool; to be asked while a graph keeps the pool alive.

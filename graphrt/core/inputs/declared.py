@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from graphrt.core.base import InvalidInputError
 from graphrt.core.inputs.spec import InputSpec
 
+_RESERVED = {"metadata", "self", "updates"}
+"""What a call of a runner, or of a wrapper, takes itself."""
+
 
 def declared_inputs(specs: object) -> dict[str, InputSpec]:
     """The specs of `inputs=` by (dotted) name; raises `InvalidInputError`."""
@@ -21,6 +24,8 @@ def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputS
     for name, spec in specs.items():
         if not isinstance(name, str) or not name or "." in name:
             raise _wrong_inputs(where, name, "names of arguments, without a dot")
+        if not prefix and name in _RESERVED:
+            raise _wrong_inputs(where, name, f"other names than {sorted(_RESERVED)}")
         if isinstance(spec, Mapping):
             yield from _specs(spec, f"{prefix}{name}.", f"inputs= at {prefix}{name}")
         elif isinstance(spec, InputSpec):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import index
 from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, OutputError
+from graphrt.core.base import InvalidOptionError, OutputError, tree
 from graphrt.core.batch import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
@@ -71,11 +72,14 @@ class DeclaredAxes:
 
 
 def _axis(axis: Any) -> int | Axis | None:
-    if axis is None or (isinstance(axis, int) and not isinstance(axis, bool) and axis >= 0):
-        return axis
+    if axis is None:
+        return None
     if isinstance(axis, str):
         return Axis.parse(axis)
-    raise _no_axes("", axis)
+    size = -1 if isinstance(axis, bool) or not hasattr(axis, "__index__") else index(axis)
+    if size < 0:
+        raise _no_axes("", axis)
+    return size
 
 
 def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
@@ -111,6 +115,30 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
             expected="a plain tensor",
             advice="return the tensors in it, as to_local() does of a DTensor",
         )
+
+
+def check_containers(outputs: Any) -> None:
+    """Raise `OutputError` for a dict that has its tensors as attributes too, if they do not follow
+    its items: the caller could find the graph's own there."""
+    if isinstance(outputs, torch.Tensor):
+        return
+    if isinstance(outputs, dict):
+        if type(outputs) is not dict and hasattr(outputs, "__dict__"):
+            own = {id(each) for each in vars(outputs).values() if isinstance(each, torch.Tensor)}
+            copied = tree.map_tensors(torch.Tensor.detach, outputs) if own else outputs
+            if own & {id(each) for each in vars(copied).values()}:
+                raise OutputError(
+                    "the forward returns a dict whose attributes are tensors, and stay what they "
+                    "are where its items are replaced",
+                    got=type(outputs).__qualname__,
+                    expected="a dict, a dataclass, or a dict whose attributes follow its items",
+                    advice="return dict(result)",
+                )
+        below: Iterable[Any] = outputs.values()
+    else:
+        below = outputs if isinstance(outputs, tuple | list) else ()
+    for each in below:
+        check_containers(each)
 
 
 def name_of_axis(axis: int | Axis | None) -> str:

@@ -19,6 +19,7 @@ from graphrt.core.inputs.output_axes import (
     DeclaredAxes,
     OutputAxes,
     at_path,
+    check_containers,
     check_tensor,
     name_of_axis,
 )
@@ -31,11 +32,13 @@ _VALUES = (numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device, tor
 
 
 class Seen(NamedTuple):
-    """The shapes that a forward returned in a batch of so many tokens and requests, by path."""
+    """The shapes, and the values that are no tensors, that a forward returned in a batch of so many
+    tokens and requests, by path."""
 
     tokens: int
     reqs: int
     shapes: dict[str, tuple[int, ...]]
+    values: dict[str, object]
 
 
 class OutputLayout:
@@ -56,7 +59,9 @@ class OutputLayout:
 
     def see(self, tokens: int, reqs: int, outputs: Any) -> None:
         """Note what a forward returned; raises `OutputError` for what cannot be handed out."""
+        check_containers(outputs)
         shapes: dict[str, tuple[int, ...]] = {}
+        values: dict[str, object] = {}
         for path, leaf in tree.leaves(outputs):
             if isinstance(leaf, torch.Tensor):
                 check_tensor(path, leaf)
@@ -68,7 +73,9 @@ class OutputLayout:
                     expected="tensors, numbers and strings in tuples, lists, dicts and dataclasses",
                     advice="return the tensors in it, or what it stands for by another way",
                 )
-        seen = Seen(tokens, reqs, shapes)
+            else:
+                values[path] = leaf
+        seen = Seen(tokens, reqs, shapes, values)
         self._check_declared(seen, outputs)
         self._check_resolved(seen)
         if (tokens, reqs) not in self._resolved and seen not in self._seen:
@@ -103,37 +110,44 @@ class OutputLayout:
         """
         if not self._seen or {(each.tokens, each.reqs) for each in self._seen} <= self._resolved:
             return
-        for tokens, reqs in self._other_sizes(query_len):
-            unclear = self._unclear()
-            if not unclear:
+        failed: Exception | None = None
+        for tokens, reqs in self._other_sizes(query_len) if probe is not None else ():
+            if not self._unclear():
                 break
-            if probe is None:
-                raise OutputError(
-                    "it cannot be told which dimensions of the outputs are batch axes"
-                    f"{at_path(unclear[0])}",
-                    expected="outputs of two sizes, or declared axes",
-                )
             try:
                 probe(tokens, reqs)
             except OutputError:
                 raise
             except Exception as error:
-                raise OutputError(
-                    "it cannot be told which dimensions of the outputs are batch axes"
-                    f"{at_path(unclear[0])}: an eager step of another size, to compare, failed",
-                    got=f"{type(error).__name__}: {error}",
-                    expected="outputs= with the axes of every tensor that the forward returns",
-                    advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
-                ) from error
+                # Perhaps of this size alone.
+                failed = error
+        if (failed is not None or probe is None) and self._unclear():
+            raise OutputError(
+                "it cannot be told which dimensions of the outputs are batch axes"
+                f"{at_path(self._unclear()[0])}: no eager step of another size, to compare",
+                got=None if failed is None else f"{type(failed).__name__}: {failed}",
+                expected="outputs= with the axes of every tensor that the forward returns",
+                advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
+            ) from failed
         first = self._seen[0]
         self._batch_dims = {path: self._dims_of(path) for path in first.shapes}
         self._resolved = {(each.tokens, each.reqs) for each in self._seen}
 
     def _unclear(self) -> list[str]:
-        return [path for path in self._seen[0].shapes if self._is_unclear(path)]
+        first = self._seen[0]
+        unclear = [path for path in first.shapes if self._is_unclear(path)]
+        if self._saw_one_size():
+            unclear += [path for path, value in first.values.items() if value is not None]
+        return unclear
+
+    def _saw_one_size(self) -> bool:
+        """Whether nothing is known of another size, and steps of another size are padded."""
+        return {seen.tokens for seen in self._seen} == {self._seen[0].tokens} != {1}
 
     def _is_unclear(self, path: str) -> bool:
         declared = self._axes.get(path)
+        if declared is None and self._saw_one_size():
+            return True
         columns = list(_columns(self._seen, path))
         for dim, column in enumerate(columns):
             fits = self._fits(column)
@@ -196,12 +210,11 @@ class OutputLayout:
         """Sizes of steps that tell tokens, requests and constants apart."""
         largest = max(self._seen, key=lambda seen: (seen.tokens, seen.reqs))
         tokens, reqs = largest.tokens, largest.reqs
+        # Far from the largest first: of one token less, half as many rows may be as many.
         if query_len is not None:
-            if reqs > 1:
-                yield (reqs - 1) * query_len, reqs - 1
+            yield from ((few * query_len, few) for few in (reqs // 2, reqs - 1) if few > 0)
             return
-        if tokens > 1:
-            yield tokens - 1, 1
+        yield from ((few, 1) for few in (tokens // 2, tokens - 1) if few > 0)
         if reqs > 1:
             yield tokens, reqs - 1
 
@@ -247,6 +260,16 @@ class OutputLayout:
                     advice="return as many tensors, of as many dimensions, at every size: "
                     "squeeze() without a dimension drops one at size 1",
                 )
+            for path, value in seen.values.items():
+                if repr(value) != repr(other.values.get(path)):
+                    raise OutputError(
+                        "the forward returns a value, no tensor, that depends on the batch: a graph"
+                        f" would return that of its padded size{at_path(path)}",
+                        got=f"{value!r} with {seen.tokens} tokens of {seen.reqs} requests",
+                        expected=f"{other.values.get(path)!r}, as with {other.tokens} of "
+                        f"{other.reqs}",
+                        advice="leave it out, and let the caller tell it from its batch",
+                    )
             for path, found in self._batch_dims.items():
                 batch = dict(found)
                 declared = self._axes.get(path) or ()

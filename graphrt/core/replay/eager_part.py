@@ -67,7 +67,7 @@ def deliver(
     for (path, before), (_, now) in zip(old, new, strict=True):
         if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
             _deliver_tensor(path, before, now, function, aliased)
-        elif type(before) is not type(now) or before != now:
+        elif type(before) is not type(now) or not _is_same_value(before, now):
             raise BakedScalarError(
                 f"eager break {name_of(function)} returned another value than the graph holds"
                 f"{' at ' + path if path else ''}",
@@ -77,6 +77,14 @@ def deliver(
             )
 
 
+def _is_same_value(before: Any, now: Any) -> bool:
+    if isinstance(before, float):
+        return repr(before) == repr(now)  # NaN is itself, and -0.0 is not 0.0
+    same: Any = before is now or before == now
+    # Of an array there is one answer for each element.
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
+
+
 def _deliver_tensor(
     path: str,
     recorded: torch.Tensor,
@@ -84,11 +92,16 @@ def _deliver_tensor(
     function: Callable[..., Any],
     aliased: frozenset[str],
 ) -> None:
-    if recorded.shape != result.shape or recorded.dtype != result.dtype:
+    if (
+        recorded.shape != result.shape
+        or recorded.dtype != result.dtype
+        or result.layout is not torch.strided
+    ):
         raise BreakShapeError(
             f"eager break {name_of(function)} returned another tensor than at capture"
             f"{' at ' + path if path else ''}",
-            got=f"{result.dtype} {tuple(result.shape)}",
+            got=f"{result.dtype} {tuple(result.shape)}"
+            f"{'' if result.layout is torch.strided else f', {result.layout}'}",
             expected=f"{recorded.dtype} {tuple(recorded.shape)}",
             advice="return the padded shape; mask the padding rows instead of dropping them",
         )

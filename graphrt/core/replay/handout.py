@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
-from graphrt.core.base import can_mark_unreadable, inference_guard, mark_unreadable, storage_at
+from graphrt.core.base import (
+    can_make_tensor_over,
+    can_mark_unreadable,
+    inference_guard,
+    mark_unreadable,
+    storage_at,
+    tensor_over,
+)
 
 HandedOut = list[tuple[torch.UntypedStorage, object]]
 """The storages behind what the last step handed out, with what keeps their memory till the next."""
@@ -48,7 +56,8 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool, keep: object = None)
     # Conjugation and negation that torch has put off are no part of the memory.
     lazy = tensor.is_conj() or tensor.is_neg()
     if raw_storages and can_mark_unreadable and not lazy:
-        return _Shell(tensor, keep)
+        one_call = tensor.is_cuda and can_make_tensor_over
+        return _CudaShell(tensor, keep) if one_call else _Shell(tensor, keep)
     copied = lazy or tensor.device.type == "cpu"
     views: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -92,3 +101,35 @@ class _Shell:
         handed_out.append((storage, self._keep))
         fresh: torch.Tensor = self._empty.new()
         return fresh.set_(storage, self._offset, shape, self._stride)
+
+
+class _CudaShell(_Shell):
+    """The same by one call of torch, made for its own graphs, in place of two."""
+
+    __slots__ = ("_described",)
+
+    def __init__(self, tensor: torch.Tensor, keep: object) -> None:
+        super().__init__(tensor, keep)
+        self._described: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def __call__(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+        described = self._described.get(shape)
+        if described is None:
+            described = self._describe(shape)
+        storage = storage_at(self._address, self._device, self._nbytes)
+        handed_out.append((storage, self._keep))
+        return tensor_over(described, storage)
+
+    def _describe(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        described = {
+            "size": shape,
+            "stride": self._stride,
+            "storage_offset": self._offset,
+            "dtype": self._empty.dtype,
+            "device": self._device,
+            "data_ptr": self._address,
+            "nbytes": self._nbytes,
+        }
+        if len(self._described) < _CACHED_VIEWS:
+            self._described[shape] = described
+        return described

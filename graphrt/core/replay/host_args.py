@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import index
 from typing import Any, Final, Literal
 
 from graphrt.core.base import InvalidUpdateError
@@ -63,7 +64,15 @@ class HostArg:
         if axis is None:
             # A copy, so that a list that the host changes in place is seen as changed.
             return value if type(value) is int else copy.copy(value)
-        values = list(map(int, value))
+        try:
+            values = list(map(index, value))
+        except TypeError as error:
+            raise InvalidUpdateError(
+                f"host argument {key!r} is no list of whole numbers",
+                got=repr(value)[:200],
+                expected=f"one whole number for each of the {axis.name}",
+                advice="pass a list of ints",
+            ) from error
         if self.pad == "cumulative":
             _check_rising(key, values, tokens)
         size = None if reqs is None and axis.name == "reqs" else axis.size(tokens, reqs or 0)

@@ -90,6 +90,12 @@ class UpdatableTask:
                 expected=f"{name!r} or its group {self.group!r}",
                 advice="a replay needs the host arguments of every task, or updates=UNCHANGED",
             )
+        if type(values) is not dict and not isinstance(values, Mapping):
+            raise InvalidUpdateError(
+                f"the update of task {name!r} is no mapping",
+                got=repr(values)[:200],
+                expected=f"a mapping of {sorted(self.host_args)} to this step's values",
+            )
         declared = self.host_args
         if values.keys() == declared.keys():
             return values

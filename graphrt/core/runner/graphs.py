@@ -316,7 +316,7 @@ class GraphSet:
     def _prepare(self, step: PaddedStep, phase: Phase) -> None:
         self._inputs.reset(step.layout)
         if self._host.bind is not None:
-            self._host.bind(step.views, step.descriptor, phase)
+            self._host.bind(step.readable, step.descriptor, phase)
 
     def _publish(
         self, graph: PlannedGraph, record: GraphRecord, transaction: CaptureTransaction

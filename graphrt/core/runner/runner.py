@@ -321,7 +321,7 @@ class GraphRunner(Uncopied):
                 pool.expire_outputs()
             if self._bind is not None:
                 phase: Phase = "eager" if eager or self._eager_launch else "replay"
-                self._bind(step.views, step.descriptor, phase)
+                self._bind(step.readable, step.descriptor, phase)
             call = self.graphs.run_forward if eager else step.call
             with context:
                 outputs = call(**step.arguments())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class PaddedStep:
         "call",
         "descriptor",
         "layout",
+        "readable",
         "reqs",
         "task_names",
         "tokens",
@@ -54,6 +56,8 @@ class PaddedStep:
         self.reqs = descriptor.num_reqs or min(descriptor.num_tokens, inputs.reqs)
         self.layout = inputs.layout(self.tokens, self.reqs)
         self.views = self.layout.views
+        # For the host: what it puts there itself no graph would read.
+        self.readable = MappingProxyType(self.views)
         self.call = call
         self.task_names: frozenset[str] = frozenset()
         self._nested = inputs.nested

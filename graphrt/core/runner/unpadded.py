@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from graphrt.core.base import FrozenMetadataError, NestedCaptureError, tree
-from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, current_context
+from graphrt.core.batch import Batch, ForwardContext, GraphMode, current_context
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import StaticInputs, nest, reqs_of
 from graphrt.core.plan import Plan
-from graphrt.core.replay import GraphPool, current_capture, is_inside_capture
+from graphrt.core.replay import GraphPool, is_inside_capture
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.host import Bind, Phase
+from graphrt.core.runner.host import Bind
 
 
 class UnpaddedSteps:
@@ -67,7 +68,7 @@ class UnpaddedSteps:
                 views = inputs.copies(values, tokens, reqs)
             pool.expire_outputs()
             if self._bind is not None:
-                self._bind(views, found.descriptor, "eager")
+                self._bind(MappingProxyType(views), found.descriptor, "eager")
             with context:
                 outputs = graphs.run_forward(**(nest(views) if inputs.nested else views))
             outputs = tree.map_tensors(self._handed_out, outputs)
@@ -97,12 +98,17 @@ class UnpaddedSteps:
                     expected=f"{name} of the outer step, which replays can change",
                     advice=f"pass {name} to the outer runner, or mark the caller @eager_break",
                 )
+        if self._bind is not None:
+            raise NestedCaptureError(
+                "a runner with a bind of its own was called inside the capture of another one: "
+                "replays would have what it bound then",
+                got=f"Host(bind={self._bind!r})",
+                expected="a runner without a bind, whose forward becomes part of the outer graph",
+                advice="bind in the outer runner's Host, or mark the caller @eager_break",
+            )
         inputs = self._inputs
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         views = inputs.copies(values, tokens, reqs)
-        if self._bind is not None:
-            phase: Phase = "warmup" if current_capture() is None else "capture"
-            self._bind(views, BatchDescriptor(tokens, reqs), phase)
         return self._graphs.run_forward(**(nest(views) if inputs.nested else views))
 
     def _handed_out(self, tensor: torch.Tensor) -> torch.Tensor:
