@@ -111,8 +111,8 @@ class OutputLayout:
         if not self._seen or {(each.tokens, each.reqs) for each in self._seen} <= self._resolved:
             return
         failed: Exception | None = None
-        for tokens, reqs in self._other_sizes(query_len) if probe is not None else ():
-            if not self._unclear():
+        for tokens, reqs in self._other_sizes(query_len):
+            if probe is None or not self._unclear():
                 break
             try:
                 probe(tokens, reqs)
