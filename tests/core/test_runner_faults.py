@@ -39,6 +39,7 @@ from graphrt.core.base import (
     OutputError,
     PoolBusyError,
     PoolClosedError,
+    StaleInputError,
 )
 from graphrt.cpu import CPUGraphWrapper
 
@@ -598,3 +599,47 @@ def test_an_eager_part_that_returns_a_sparse_tensor_later_is_named():
 def test_an_input_that_a_call_could_not_be_given_is_refused(name):
     with pytest.raises(InvalidInputError, match=name):
         runner(inputs={name: InputSpec(torch.float32, ("tokens", 4))})
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("warmups", [0, 1, 2])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x.t_().softmax(0).t(),
+        lambda x: x.unsqueeze_(0)[0] * 2,
+        lambda x: setattr(x, "data", x * 2) or x + 1,
+        lambda x: x.set_(x * 2) + 1,
+        lambda x: x.resize_(len(x) * 4).view(-1, 4) * 2,
+    ],
+    ids=["t_", "unsqueeze_", "data", "set_", "resize_"],
+)
+def test_what_a_forward_does_to_the_shape_of_its_inputs_is_gone_with_it(forward, warmups, mode):
+    run = runner(
+        forward, mode=mode, outputs=None, options=GraphOptions(warmups=warmups), sizes=[2, 3]
+    )
+    for _ in range(2):
+        for count in (1, 2, 3, 9):
+            x = torch.rand(count, 4)
+            assert torch.allclose(run(x=x), forward(x.clone()))
+        run.capture()
+
+
+@pytest.mark.parametrize("edit", ["data", "set_", "resize_"])
+def test_declared_state_that_is_given_other_memory_is_refused(edit):
+    state = torch.zeros(4)
+
+    def forward(x):
+        new = state * 0.5 + x.sum(0)
+        if edit == "data":
+            state.data = new
+        elif edit == "set_":
+            state.set_(new)
+        else:
+            state.resize_(2)
+        return x + new
+
+    run = runner(forward, host=Host(state=[state]), sizes=[2])
+    with pytest.raises(StaleInputError, match="declared state"):
+        run.capture()
+    assert torch.equal(state, torch.zeros(4))

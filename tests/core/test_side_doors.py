@@ -351,3 +351,66 @@ def test_compiled_functions_take_part(where: str):
         assert wrapper(x).tolist() == forward(x).tolist()
     with pytest.raises(SideDoorError):
         capture(lambda x: part(x + 1) + compiled(layer.kept), x)
+
+
+class Layers:
+    """Hands each layer's query to its attention through an attribute, as engines do."""
+
+    def __init__(self) -> None:
+        @eager_break
+        def attend() -> torch.Tensor:
+            return self.query.cumsum(0)
+
+        self.attend = attend
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for factor in (1.0, 2.0):
+            self.query = x * factor + factor
+            x = self.attend() + x
+        return x
+
+
+@pytest.mark.parametrize("sizes", [[4], [2, 4]])
+def test_an_eager_part_that_reads_what_a_graph_made_without_being_given_it_is_refused(sizes):
+    run = GraphRunner(
+        Layers(),
+        mode="PIECEWISE",
+        sizes=sizes,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 3))},
+        outputs=("tokens", 3),
+        platform="cpu",
+    )
+    with pytest.raises(SideDoorError, match="not given"):
+        run.capture()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda v, x: v.set_(x),
+        lambda v, x: v.unsqueeze_(0).squeeze_(0),
+        lambda v, x: setattr(v, "data", x * 3),
+        lambda v, x: v.unsqueeze_(0),
+    ],
+    ids=["set_", "there and back", "data", "unsqueeze_"],
+)
+def test_what_a_forward_does_to_the_result_of_an_eager_part_is_its_own(edit):
+    part = eager_break(lambda x: x + 1)
+
+    def forward(x):
+        value = part(x)
+        edit(value, x)
+        return (value + 1).reshape(-1, 3)
+
+    run = GraphRunner(
+        forward,
+        mode="PIECEWISE",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 3))},
+        platform="cpu",
+    )
+    run.capture()
+    for count in (2, 3, 4, 1):
+        x = torch.rand(count, 3)
+        assert torch.equal(run(x=x), forward(x.clone()))
+        assert run.last_dispatch.slot >= 0

@@ -155,7 +155,11 @@ class Capture:
         before = tree.leaves((args, kwargs))
         kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
         known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
-        result = self._doors.watched(function, args, kwargs)
+
+        def hidden(tensor: torch.Tensor) -> bool:
+            return tensor.untyped_storage().data_ptr() not in known and self.owns(tensor)
+
+        result = self._doors.watched(function, args, kwargs, hidden if self._watch else None)
         fresh: set[int] = set()
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
@@ -174,7 +178,7 @@ class Capture:
 
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
         readable, aliased = self.bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
-        recorded = tree.map_tensors(self.captured_ref, readable)
+        recorded = tree.map_tensors(self._kept_apart, readable)
         changed = not _are_same(before, tree.leaves((args, kwargs)))
         called = on_own_containers(function) if changed else function
         self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased))
@@ -214,6 +218,11 @@ class Capture:
         # What one step computes for all layers is an argument of every break.
         self._aliases[id(tensor)] = weakref.ref(tensor), alias
         return alias
+
+    def _kept_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`captured_ref`, but never the forward's own tensor, which may yet become another view."""
+        found = self.captured_ref(tensor)
+        return unseen(tensor.detach) if found is tensor else found
 
     def pooled_like(self, like: torch.Tensor) -> torch.Tensor | None:
         """Pool memory with the shape and dtype of `like`; None where there can be none."""

@@ -9,6 +9,7 @@ import torch
 
 from graphrt.core.base import (
     InvalidOptionError,
+    StaleInputError,
     StateTooLargeError,
     inference_guard,
     without_gradients,
@@ -68,11 +69,25 @@ class State:
         rows = ... if tensor.dim() == 0 else self._rows
         copy = without_gradients(lambda: tensor[rows].clone())
 
+        place = tensor.detach()
+
         def write() -> None:
             with inference_guard(tensor.is_inference()):
-                tensor[rows] = copy
+                place[rows] = copy
 
-        return lambda: without_gradients(write)
+        def restore_tensor() -> None:
+            without_gradients(write)
+            if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
+                tensor.data = place
+                raise StaleInputError(
+                    "the forward gave declared state other memory, or another shape: replays would "
+                    "go on from the old one",
+                    got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                    expected="state that is written in place: copy_(), add_(), index_copy_()",
+                    advice="write the new value into the tensor instead of replacing it",
+                )
+
+        return restore_tensor
 
 
 class SavedState:

@@ -267,7 +267,7 @@ class GraphSet:
             undo.later(context.leave)
             with context:
                 self._prepare(step, "warmup")
-                step.see(self.run_forward(**step.arguments()))
+                step.see(self.run_forward(**step.fresh_arguments()))
             undo.now()
         except BaseException:
             undo.now()

@@ -323,9 +323,11 @@ class GraphRunner(Uncopied):
                 phase: Phase = "eager" if eager or self._eager_launch else "replay"
                 self._bind(step.readable, step.descriptor, phase)
             call = self.graphs.run_forward if eager else step.call
+            runs = call is self.graphs.run_forward
+            arguments = step.fresh_arguments() if runs else step.arguments()
             with context:
-                outputs = call(**step.arguments())
-            if self._clones and call is self.graphs.run_forward:
+                outputs = call(**arguments)
+            if self._clones and runs:
                 outputs = tree.map_tensors(torch.Tensor.clone, outputs)
             outputs = step.live(outputs, tokens, reqs, pool)
             # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.

@@ -269,7 +269,7 @@ class _Session:
             under_way.add(id(context))
             undo.later(context.leave)
             with context:
-                graph.step.see(graph.step.call(**graph.step.arguments()))
+                graph.step.see(graph.step.call(**graph.step.fresh_arguments()))
             undo.now()
         except BaseException:
             undo.now()

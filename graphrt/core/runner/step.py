@@ -78,6 +78,12 @@ class PaddedStep:
         """The addresses of the storages in which every step finds its inputs."""
         return frozenset(view.untyped_storage().data_ptr() for view in self.views.values())
 
+    def fresh_arguments(self) -> dict[str, Any]:
+        """The same memory as tensors of its own, for a forward that runs: what it does to their
+        shapes, or to which memory they are of, is gone with it."""
+        fresh = {name: view.detach() for name, view in self.views.items()}
+        return nest(fresh) if self._nested else fresh
+
     def see(self, outputs: Any) -> None:
         """Note what the forward returned at this size; raises `OutputError`."""
         self._axes.see(self.tokens, self.reqs, outputs)

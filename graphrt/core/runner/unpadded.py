@@ -63,7 +63,7 @@ class UnpaddedSteps:
             if tokens <= inputs.tokens and reqs <= inputs.reqs:
                 layout = inputs.layout(tokens, reqs)
                 inputs.fill(values, layout, tokens, reqs, stream)
-                views = layout.views
+                views = {name: view.detach() for name, view in layout.views.items()}
             else:
                 views = inputs.copies(values, tokens, reqs)
             pool.expire_outputs()

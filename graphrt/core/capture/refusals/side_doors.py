@@ -65,12 +65,21 @@ class SideDoors:
         self._reads.clear()
 
     def watched(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hidden: Callable[[torch.Tensor], bool] | None = None,
     ) -> Any:
-        """Run an eager part, and see what it makes; those inside of it are part of it."""
+        """Run an eager part, and see what it makes; those inside of it are part of it.
+
+        `hidden` says of a tensor that a graph made it and that the part was not given it; to read
+        one raises `SideDoorError`.
+        """
         if any(isinstance(mode, _MakingWatch) and mode.doors is self for mode in dispatch_modes()):
             return function(*args, **kwargs)
-        return _MakingWatch(self, name_of(function)).around(partial(function, *args, **kwargs))
+        watch = _MakingWatch(self, name_of(function), hidden)
+        return watch.around(partial(function, *args, **kwargs))
 
     def settle(self) -> None:
         """An eager part is over, and what it returned is where it belongs: forget what is gone.
@@ -122,8 +131,11 @@ class _MakingWatch(ThreadMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, doors: SideDoors, part: str) -> None:
+    def __init__(
+        self, doors: SideDoors, part: str, hidden: Callable[[torch.Tensor], bool] | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._hidden = hidden
         self.doors = doors
         self._part = part
 
@@ -131,6 +143,10 @@ class _MakingWatch(ThreadMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._hidden is not None:
+            for tensor in tree.tensors((args, kwargs)):
+                if tensor.layout is torch.strided and self._hidden(tensor):
+                    _refuse_hidden(self._part, str(func), tensor)
         result = func(*args, **kwargs)
         made = tree.tensors(result)
         if made:
@@ -156,6 +172,19 @@ def _storages(tensor: torch.Tensor) -> Iterator[StorageWeakRef]:
 def _is_gone(ref: StorageWeakRef) -> bool:
     gone: bool = ref.expired()  # type: ignore[no-untyped-call]
     return gone
+
+
+def _refuse_hidden(part: str, op: str, tensor: torch.Tensor) -> NoReturn:
+    source = user_source()
+    raise SideDoorError(
+        f"eager break {part} reads a tensor that the graph made and that it was not given: replays "
+        "would find the one of the graph that was captured last",
+        op=op,
+        source=None if source is None else str(source),
+        got=f"{tensor.dtype} {tuple(tensor.shape)}",
+        expected="arguments of the eager part, or memory that no graph makes anew",
+        advice="pass it as an argument of the eager part",
+    )
 
 
 def _refuse(read: _Read, made: _Made, how: str = "") -> NoReturn:
