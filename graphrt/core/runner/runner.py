@@ -111,6 +111,7 @@ class GraphRunner(Uncopied):
         self.last_dispatch: Dispatch | None = None
         self._bind = host.bind
         self._steps = self.graphs.steps
+        self._run_forward = self.graphs.run_forward
         self._clones = self.options.outputs == "clone"
         self._unpadded = UnpaddedSteps(
             self.graphs, self.plan, host.bind, self.inputs, self.pool, clones=self._clones
@@ -322,8 +323,8 @@ class GraphRunner(Uncopied):
             if self._bind is not None:
                 phase: Phase = "eager" if eager or self._eager_launch else "replay"
                 self._bind(step.readable, step.descriptor, phase)
-            call = self.graphs.run_forward if eager else step.call
-            runs = call is self.graphs.run_forward
+            call = self._run_forward if eager else step.call
+            runs = call is self._run_forward
             arguments = step.fresh_arguments() if runs else step.arguments()
             with context:
                 outputs = call(**arguments)
