@@ -463,3 +463,18 @@ def test_a_budget_limits_what_is_captured_and_the_mode_may_step_down():
     assert {graph.mode for graph in planned.report().graphs} == {GraphMode.FULL}
     assert len(planned.plan.left_out) == 3
     assert torch.equal(planned(x=rows(3)), rows(3, 2.0))
+
+
+@pytest.mark.parametrize("warmups", [0, 1, 2])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_capture_draws_no_random_numbers_of_the_host(lazy, warmups):
+    options = GraphOptions(lazy=lazy, warmups=warmups)
+    drop = torch.nn.Dropout(0.5).train()
+    captured = runner(lambda x: drop(x), options=options, sizes=[2])
+    torch.manual_seed(1)
+    if not lazy:
+        captured.capture()
+    found = [captured(x=rows(2)).clone() for _ in range(3)]
+    torch.manual_seed(1)
+    assert all(torch.equal(each, drop(rows(2))) for each in found)
+    assert captured.last_dispatch.reason is Reason.HIT
