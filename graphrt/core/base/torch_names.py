@@ -79,8 +79,7 @@ storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = NAMES.tak
 )
 mark_unreadable: Callable[[int, str], object] = NAMES.take(
     "torch._C._set_storage_data_ptr_access_error_msg",
-    without="outputs of a runner are copies on the CPU, and on a device stay readable after the "
-    "next step has overwritten them",
+    without="outputs of a runner are copies",
     build="cuda",
 )
 tensor_over: Callable[[dict[str, Any], torch.UntypedStorage], torch.Tensor] = NAMES.take(

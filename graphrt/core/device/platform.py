@@ -57,7 +57,7 @@ class Platform(ABC):
     segment right after its capture, so that a capturing call has the effect of one eager call."""
     raw_storages: bool = False
     """Whether torch's own storages can be made over memory of this device at any address. What a
-    runner hands out is then unreadable as soon as the next step overwrites it."""
+    runner hands out is then no copy, but unreadable as soon as the next step overwrites it."""
     by_name_only: bool = False
     """Never the default: only `GRAPHRT_PLATFORM` and `platform=` choose it."""
 

@@ -48,8 +48,8 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool, keep: object = None)
     """What hands out `tensor` at every step.
 
     Where torch can make it unreadable after the step, the caller gets a fresh tensor over a storage
-    of its own; elsewhere, on the CPU a copy, on other devices (unless they have `raw_storages`) an
-    alias. `keep` is kept until the memory is given to the next step.
+    of its own; elsewhere, and where the device has no `raw_storages`, a copy. `keep` is kept until
+    the memory is given to the next step.
     """
     if tensor.numel() == 0:
         return lambda shape, handed_out: tensor.new_empty(shape)
@@ -58,10 +58,9 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool, keep: object = None)
     if raw_storages and can_mark_unreadable and not lazy:
         one_call = tensor.is_cuda and can_make_tensor_over
         return _CudaShell(tensor, keep) if one_call else _Shell(tensor, keep)
-    copied = lazy or tensor.device.type == "cpu"
     views: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def alias(shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+    def copy(shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
         live = views.get(shape)
         if live is None:
             live = tensor.detach()
@@ -69,9 +68,9 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool, keep: object = None)
                 live = live.narrow(dim, 0, size)
             if len(views) < _CACHED_VIEWS:
                 views[shape] = live
-        return live.clone() if copied else live.detach()
+        return live.clone()
 
-    return alias
+    return copy
 
 
 @cache
