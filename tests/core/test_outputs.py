@@ -92,6 +92,19 @@ def test_an_eager_step_of_more_rows_than_the_buffers_checks_its_inputs():
         run(x=torch.ones(9, WIDTH, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("launch", ["graph", "eager"])
+def test_a_tensor_that_is_given_other_memory_at_every_step_is_handed_out_anew(launch):
+    held = torch.zeros(3)
+
+    def forward(x):
+        held.data = x.sum(0)[:3] * 1
+        return held
+
+    run = runner(forward, mode="PIECEWISE", outputs=(3,), options=GraphOptions(launch=launch))
+    for value in (1.0, 2.0, 5.0):
+        assert torch.equal(run(x=rows(4, value)), torch.full((3,), 4 * value))
+
+
 def test_an_output_of_the_step_before_can_be_the_next_input():
     run = runner(lambda x: x * 2)
     value = rows(3)

@@ -124,14 +124,10 @@ def on_own_containers(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree.map_leaves(_itself, (args, kwargs))
+        args, kwargs = tree.copied((args, kwargs))
         return function(*args, **kwargs)
 
     return called
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf
 
 
 def name_of(function: Callable[..., Any]) -> str:

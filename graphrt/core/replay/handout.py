@@ -44,12 +44,11 @@ Handout = Callable[[tuple[int, ...], HandedOut], torch.Tensor]
 """Makes a fresh tensor of some shape (the live rows) over the memory of one output."""
 
 
-def handout_of(tensor: torch.Tensor, *, raw_storages: bool, keep: object = None) -> Handout:
+def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
     """What hands out `tensor` at every step.
 
     Where torch can make it unreadable after the step, the caller gets a fresh tensor over a storage
-    of its own; elsewhere, and where the device has no `raw_storages`, a copy. `keep` is kept until
-    the memory is given to the next step.
+    of its own; elsewhere, and where the device has no `raw_storages`, a copy.
     """
     if tensor.numel() == 0:
         return lambda shape, handed_out: tensor.new_empty(shape)
@@ -57,7 +56,7 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool, keep: object = None)
     lazy = tensor.is_conj() or tensor.is_neg()
     if raw_storages and can_mark_unreadable and not lazy:
         one_call = tensor.is_cuda and can_make_tensor_over
-        return _CudaShell(tensor, keep) if one_call else _Shell(tensor, keep)
+        return _CudaShell(tensor) if one_call else _Shell(tensor)
     views: dict[tuple[int, ...], torch.Tensor] = {}
 
     def copy(shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
@@ -83,9 +82,9 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class _Shell:
     """A storage made anew at every step, which owns nothing of the memory it is over."""
 
-    __slots__ = ("_address", "_device", "_empty", "_keep", "_nbytes", "_offset", "_stride")
+    __slots__ = ("_address", "_device", "_empty", "_nbytes", "_offset", "_owner", "_stride")
 
-    def __init__(self, tensor: torch.Tensor, keep: object) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._address = storage.data_ptr()
         self._nbytes = storage.nbytes()
@@ -93,11 +92,12 @@ class _Shell:
         self._offset = tensor.storage_offset()
         self._stride = tensor.stride()
         self._empty = _empty(tensor.dtype, tensor.device)
-        self._keep = keep
+        # The memory itself, wherever `tensor` may be moved to; of pool memory only an alias.
+        self._owner = tensor.detach()
 
     def __call__(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
         storage = storage_at(self._address, self._device, self._nbytes)
-        handed_out.append((storage, self._keep))
+        handed_out.append((storage, self._owner))
         fresh: torch.Tensor = self._empty.new()
         return fresh.set_(storage, self._offset, shape, self._stride)
 
@@ -107,8 +107,8 @@ class _CudaShell(_Shell):
 
     __slots__ = ("_described",)
 
-    def __init__(self, tensor: torch.Tensor, keep: object) -> None:
-        super().__init__(tensor, keep)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
         self._described: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def __call__(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
@@ -116,7 +116,7 @@ class _CudaShell(_Shell):
         if described is None:
             described = self._describe(shape)
         storage = storage_at(self._address, self._device, self._nbytes)
-        handed_out.append((storage, self._keep))
+        handed_out.append((storage, self._owner))
         return tensor_over(described, storage)
 
     def _describe(self, shape: tuple[int, ...]) -> dict[str, Any]:

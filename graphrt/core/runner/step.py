@@ -67,7 +67,7 @@ class PaddedStep:
         self._held: Any = None
         self._handouts: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
         self._shapes: dict[tuple[int, int], list[Shape]] = {}
-        # What pieces returned last: often the same tensor again.
+        # Where what pieces returned last is: often it is there again.
         self._last: tuple[Any, list[tuple[Handout, Shape, BatchDims]]] = None, []
 
     def arguments(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class PaddedStep:
         """Prepare for steps that return exactly these outputs."""
         if outputs is self._held:
             return
-        self._handouts = tuple(self._prepared(outputs, pool, keep=False))
+        self._handouts = tuple(self._prepared(outputs, pool))
         self._shapes = {}
         self._held = outputs
 
@@ -119,11 +119,13 @@ class PaddedStep:
         if self._owned:
             padded = tokens != self.tokens or reqs != self.reqs
             return self._narrowed(outputs, tokens, reqs) if padded else outputs
-        if outputs is self._last[0] and type(outputs) is torch.Tensor:
+        # The same object may have been given other memory, or another shape.
+        seen = tree.identity(outputs) if type(outputs) is torch.Tensor else None
+        if seen is not None and seen == self._last[0]:
             prepared = self._last[1]
         else:
-            prepared = self._prepared(outputs, pool, keep=True)
-            self._last = outputs, prepared
+            prepared = self._prepared(outputs, pool)
+            self._last = seen, prepared
         fresh = iter(
             [
                 hand_out(_live_shape(shape, dims, tokens, reqs), pool.handed_out)
@@ -142,13 +144,11 @@ class PaddedStep:
 
         return tree.map_tensors(narrowed, outputs)
 
-    def _prepared(
-        self, outputs: Any, pool: GraphPool, *, keep: bool
-    ) -> list[tuple[Handout, Shape, BatchDims]]:
+    def _prepared(self, outputs: Any, pool: GraphPool) -> list[tuple[Handout, Shape, BatchDims]]:
         raw_storages = pool.platform.raw_storages
         return [
             (
-                handout_of(leaf, raw_storages=raw_storages, keep=leaf if keep else None),
+                handout_of(leaf, raw_storages=raw_storages),
                 tuple(leaf.shape),
                 self._axes.batch_dims(path),
             )
