@@ -78,6 +78,13 @@ def test_an_output_that_is_an_input_is_not_the_callers_own(count, outputs):
     assert torch.equal(given, rows(count))
 
 
+def test_an_input_that_an_eager_step_hands_out_outlives_the_next_step():
+    run = GraphRunner(lambda x: x[:], mode="FULL", sizes=[8], inputs=X)
+    first = run(x=rows(2))
+    run(x=rows(2, 5))
+    assert torch.equal(first, rows(2))
+
+
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_an_input_that_the_forward_edits_stays_as_the_caller_has_it(count):
     run = runner(lambda x: x.add_(1))
