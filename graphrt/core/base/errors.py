@@ -296,6 +296,18 @@ class VerificationError(GraphRTError):
     """A replay differed from the same callable run eagerly on the same inputs."""
 
 
+class RowsMixedError(VerificationError):
+    """Live rows of a forward's results depend on its padding rows, or on how many there are."""
+
+
+class PythonStateError(VerificationError):
+    """A forward depends on Python state that it moves itself: replays repeat what it was."""
+
+
+class GraphQuarantinedWarning(UserWarning):
+    """Graphs that failed a check; their batches run eagerly from now on."""
+
+
 class CheckpointError(GraphRTError):
     """A checkpoint cannot be read; names the file and the missing key."""
 

@@ -90,3 +90,14 @@ tensor_over: Callable[[dict[str, Any], torch.UntypedStorage], torch.Tensor] = NA
 )
 can_make_tensor_over = bool(tensor_over)
 can_mark_unreadable = bool(mark_unreadable)  # a torch that was built without CUDA has it not
+
+# Settings ----------------------------------------------------------------------------------------
+
+state_guard: Any = NAMES.take(
+    "torch._C._dynamo.guards.GlobalStateGuard",
+    without="settings such as autocast are compared one by one at every step, which takes longer",
+)
+storage_use_count: Callable[[int], int] = NAMES.take(
+    "torch._C._storage_Use_Count",
+    without="nothing says which memory only graphs keep alive",
+)

@@ -69,6 +69,16 @@ class BatchDescriptor:
                 expected="num_tokens divisible by query_len",
             )
 
+    @property
+    def serves(self) -> tuple[Hashable, ...]:
+        """What batches have to be for graphs of one size, beside their lengths."""
+        return self.has_lora, self.num_active_loras, self.bounds, self.variant
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """What descriptors have in common whose forward runs the same code, whatever their size."""
+        return *self.serves, self.uniform, self.query_len
+
     def _is_plain(self) -> bool:
         """Whether all numbers are ints already, as those of every batch that is dispatched are."""
         reqs, query_len, variant = self.num_reqs, self.query_len, self.variant

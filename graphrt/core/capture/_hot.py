@@ -16,8 +16,9 @@ class Hot:
     """
 
     __slots__ = (
+        "always_checks",
         "by_slot",
-        "checked",
+        "checks",
         "clones",
         "fresh_containers",
         "mode",
@@ -35,7 +36,9 @@ class Hot:
         read_context: Callable[[], ForwardContext | None],
     ) -> None:
         self.by_slot: list[Entry | None] = [None]  # the slot -1 finds the last, which is None
-        self.checked = options.check_addresses
+        # Whether arguments are compared at an entry's first replay, and at every one.
+        self.checks = options.checks("capture")
+        self.always_checks = options.checks("always")
         self.clones = options.outputs == "clone"
         self.fresh_containers = True
         self.mode = mode

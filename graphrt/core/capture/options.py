@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from graphrt.core.base import (
     Check,
+    InvalidOptionError,
     check_fields,
     check_keys,
     choice,
@@ -22,6 +23,11 @@ from graphrt.core.base import (
     whole,
     wrong_type,
 )
+
+CHECK_LEVELS = ("off", "capture", "first", "sample", "always")
+"""How much is checked, each level with all of those before it."""
+
+CHECK_VARIABLE = "GRAPHRT_CHECK"
 
 _MIB = 1 << 20
 
@@ -37,9 +43,10 @@ class GraphOptions:
     which may not be captured in a PIECEWISE step at all. `lazy` captures a graph at the first step
     that asks for it, until `seal()`. `strict` raises where a step would run eagerly after `seal()`
     though it should have a graph, and where the mode that runs, or what is captured, is less than
-    was asked for. `check_addresses` compares every tensor argument of every replay with the
-    captured one. `share_executables` trades a switch between graphs of equal structure for the
-    memory of an executable each. `eager_after_failed_update` runs a step eagerly, once more, whose
+    was asked for. `check` is how much is done to find out whether graphs stand for their forward:
+    see `docs/trust.md`; `GRAPHRT_CHECK` sets it for a whole process. `share_executables`
+    trades a switch between graphs of equal structure for the memory of an executable each.
+    `eager_after_failed_update` runs a step eagerly, once more, whose
     update of tasks raised: for forwards that may run twice on the same inputs.
 
     Of runners alone: `warmups` is how often a forward runs before it is captured; with
@@ -55,7 +62,7 @@ class GraphOptions:
     breaks: tuple[str, ...] = ()
     lazy: bool = False
     strict: bool = False
-    check_addresses: bool = False
+    check: Literal["off", "capture", "first", "sample", "always"] = "capture"
     share_executables: bool = False
     eager_after_failed_update: bool = False
     warmups: int = 1
@@ -84,6 +91,20 @@ class GraphOptions:
         """Options from "key=value" settings, such as `-c` gives; later ones win."""
         return (base or cls()).merged(read_settings(settings))
 
+    def checks(self, level: str) -> bool:
+        """Whether what `level` does is done: `check` and all before it, or those of the process.
+
+        Raises `InvalidOptionError` for a `GRAPHRT_CHECK` that is no level.
+        """
+        asked = os.environ.get(CHECK_VARIABLE, "").strip().lower() or self.check
+        if asked not in CHECK_LEVELS:
+            raise InvalidOptionError(
+                f"{CHECK_VARIABLE} is no level of checking",
+                got=repr(asked),
+                expected=", ".join(CHECK_LEVELS),
+            )
+        return CHECK_LEVELS.index(asked) >= CHECK_LEVELS.index(level)
+
     def merged(self, changes: Mapping[str, object]) -> GraphOptions:
         """A copy with these values in place of its own."""
         if not isinstance(changes, Mapping):
@@ -105,7 +126,7 @@ _CHECKS: dict[str, Check] = {
     "breaks": operators,
     "lazy": flag,
     "strict": flag,
-    "check_addresses": flag,
+    "check": choice(*CHECK_LEVELS),
     "share_executables": flag,
     "eager_after_failed_update": flag,
     "warmups": whole(0, 1),

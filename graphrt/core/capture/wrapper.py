@@ -125,8 +125,9 @@ class GraphWrapper(Uncopied):
             entry = self._entry_or_none(context)
             if entry is None:
                 return self._first_call(context, args, kwargs)
-        if hot.checked:
-            check_arguments(entry, args, kwargs)
+        if entry.unchecked:
+            check_arguments(entry, args, kwargs, self.pool)
+            entry.unchecked = hot.always_checks
         pool = hot.pool
         owner = pool.owner
         if owner is not None and owner is not context:
@@ -203,9 +204,11 @@ class GraphWrapper(Uncopied):
         inner = self.runnable
         return inner.unwrap() if isinstance(inner, GraphWrapper) else inner
 
-    def return_what_is_held(self) -> None:
-        """Let replays return the entry's outputs themselves, for a caller that keeps them in."""
+    def serve_owner(self) -> None:
+        """Work for a caller that owns the arguments, which stay where they are, and that keeps the
+        outputs in: replays return the entry's themselves."""
         self._hot.fresh_containers = False
+        self._hot.checks = self._hot.always_checks = False
 
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
@@ -295,6 +298,7 @@ class GraphWrapper(Uncopied):
             outputs = tree.map_tensors(capture.captured_ref, result)
             inputs, step = arguments_of(args, kwargs), transaction or context.token
             entry = Entry(descriptor, tuple(capture.parts), outputs, inputs, step)
+            entry.unchecked = self._hot.checks
             if transaction is not None:
                 transaction.add(self, functools.partial(self.drop, descriptor))
             # The one store from which on it is captured.

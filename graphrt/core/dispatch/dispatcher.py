@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -10,7 +11,7 @@ from graphrt.core.base import InvalidBatchError, InvalidModeError
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, graphs_off
 from graphrt.core.dispatch.index import BEST_FIRST, GraphIndex, PlainTables, serves
 from graphrt.core.dispatch.limits import NO_MODES, Limits, checked_ratio, limits_of
-from graphrt.core.dispatch.reasons import OF_BATCHES, Dispatch, Reason
+from graphrt.core.dispatch.reasons import NOT_REPLAYED, OF_BATCHES, Dispatch, Reason
 from graphrt.core.dispatch.uniform import (
     checked_batch,
     checked_uniform,
@@ -50,7 +51,7 @@ class GraphDispatcher:
         self._contexts: list[ForwardContext] = []
         self._last_context = ForwardContext(GraphMode.NONE)
         self._misses: dict[Reason, int] = dict.fromkeys(OF_BATCHES, 0)
-        self._missing: dict[int, int] = {}
+        self._not_replayed: Counter[tuple[int, Reason]] = Counter()
         self._told: object = None
         self._reindex()
 
@@ -202,28 +203,39 @@ class GraphDispatcher:
         with self._lock:
             if step is not self._told and 0 <= context.slot < len(self._graphs):
                 self._told = step
-                self._missing[context.slot] = self._missing.get(context.slot, 0) + 1
+                self._not_replayed[context.slot, Reason.MISSING_GRAPH] += 1
+
+    def run_eagerly(self, found: Dispatch, batch: Batch, reason: Reason) -> Dispatch:
+        """Count a batch that was dispatched to a graph but is not replayed; returns how it runs
+        instead."""
+        with self._lock:
+            self._not_replayed[found.slot, reason] += 1
+        return Dispatch(GraphMode.NONE, unpadded(checked_batch(batch)), reason)
 
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""
-        missing = sum(self._missing.values())
-        hits = sum(self._hits) - missing
-        return {**self._misses, Reason.HIT: hits, Reason.MISSING_GRAPH: missing}
+        with self._lock:
+            counts = dict(self._misses)
+            counts[Reason.HIT] = sum(self._hits) - self._not_replayed.total()
+            counts.update(dict.fromkeys(NOT_REPLAYED, 0))
+            for (_, reason), count in self._not_replayed.items():
+                counts[reason] += count
+            return counts
 
     def hits(self, *, announced: bool = False) -> dict[tuple[GraphMode, BatchDescriptor], int]:
-        """How many batches each reserved graph has served; with `announced`, those too that a
-        wrapper could not replay."""
+        """How many batches each reserved graph has served; with `announced`, those too that were
+        not replayed after all."""
         with self._lock:
-            missing = {} if announced else self._missing
-            return {
-                key: self._hits[slot] - missing.get(slot, 0) for key, slot in self._slots.items()
-            }
+            hits = list(self._hits)
+            for (slot, _), count in self._not_replayed.items():
+                hits[slot] -= 0 if announced else count
+            return {key: hits[slot] for key, slot in self._slots.items()}
 
     def reset_counts(self) -> None:
         """Start counting anew."""
         with self._lock:
             self._misses = dict.fromkeys(OF_BATCHES, 0)
-            self._missing = {}
+            self._not_replayed.clear()
             self._hits = [0] * len(self._hits)
 
     def _hit(self, batch: Batch) -> int:

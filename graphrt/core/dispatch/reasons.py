@@ -9,9 +9,9 @@ from graphrt.core.batch import BatchDescriptor, GraphMode
 
 
 class Reason(enum.Enum):
-    """Why a step runs the way it does; the last four are of single calls inside of a step, which
-    wrappers count (`GraphWrapper.eager_calls`). Dispatch gives the others, and MISSING_GRAPH takes
-    the place of a HIT where a wrapper says that it could not replay."""
+    """Why a step runs the way it does; the last three are of single calls inside of a step, which
+    wrappers count (`GraphWrapper.eager_calls`). Dispatch gives the others; MISSING_GRAPH,
+    QUARANTINED and SETTINGS_CHANGED take the place of a HIT that was not replayed."""
 
     HIT = "a captured graph serves the batch"
     TOO_LARGE = "more tokens than any captured graph has"
@@ -22,6 +22,8 @@ class Reason(enum.Enum):
     NOT_CAPTURED = "a compatible graph is planned but not captured"
     RANKS_DISAGREE = "other ranks cannot run the graph that this one could"
     MISSING_GRAPH = "the step was announced as one of a graph that the wrapper does not have"
+    QUARANTINED = "the graph of the batch failed a check"
+    SETTINGS_CHANGED = "a setting such as autocast is not what it was at capture"
     NO_CONTEXT = "the call was made outside of a forward context"
     SEALED = "an unseen descriptor after seal() ran eagerly"
     UPDATE_FAILED = "the update of a replay's tasks failed, and the step was repeated eagerly"
@@ -41,9 +43,13 @@ class Dispatch(NamedTuple):
     slot: int = -1
 
 
+OF_CALLS = (Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
+"""The reasons that wrappers count."""
+
+NOT_REPLAYED = (Reason.MISSING_GRAPH, Reason.QUARANTINED, Reason.SETTINGS_CHANGED)
+"""The reasons why a batch that had a graph was not replayed."""
+
 OF_BATCHES: tuple[Reason, ...] = tuple(
-    reason
-    for reason in Reason
-    if reason not in (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
+    reason for reason in Reason if reason not in (*NOT_REPLAYED, *OF_CALLS)
 )
 """The reasons that dispatch gives."""

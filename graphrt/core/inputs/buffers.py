@@ -66,6 +66,36 @@ class StaticInputs:
         """How often the host had to wait until its staging memory was free."""
         return 0 if self._staging is None else self._staging.waits
 
+    @property
+    def index_pads(self) -> list[int]:
+        """The padding values of index inputs: rows in which padding may be written."""
+        return sorted({int(spec.pad_value.real) for spec in self._specs.values() if spec.index})
+
+    def padding_hit(self, values: Mapping[str, Any]) -> tuple[str, int] | None:
+        """An index input whose live rows hold the value of its padding, which is an address, and
+        that value; waits for the device. None without."""
+        for name, value in _flat(values):
+            spec = self._specs.get(name)
+            if spec is None or not spec.index or not isinstance(value, torch.Tensor):
+                continue
+            pad = int(spec.pad_value.real)
+            # A negative one addresses nothing.
+            if pad >= 0 and bool((value == pad).any()):
+                return name, pad
+        return None
+
+    def repeat_live_rows(self, layout: InputLayout, tokens: int, reqs: int) -> None:
+        """Let padding rows hold what the first live row holds, where their value is no address and
+        follows from no other row: as if they were live rows of the same kind."""
+        for name, (axis, dim) in self._axes.items():
+            spec = self._specs[name]
+            if axis is None or spec.index or spec.pad == "repeat":
+                continue
+            view, live = layout.views[name], axis.size(tokens, reqs)
+            if 0 < live < view.shape[dim]:
+                tail = view.narrow(dim, live, view.shape[dim] - live)
+                tail.copy_(view.narrow(dim, 0, 1).expand_as(tail))
+
     def layout(self, tokens: int, reqs: int) -> InputLayout:
         """Where the inputs of a batch of this size lie."""
         found = self._layouts.get((tokens, reqs))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from graphrt.core.base import StaleInputError, tree
+from graphrt.core.device import GraphRead
 from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.pool import GraphPool
 
 
 def arguments_of(
@@ -24,23 +27,42 @@ def arguments_of(
     return tuple(found)
 
 
-def check_arguments(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `StaleInputError` unless a graph's arguments are what it was captured with."""
+def check_arguments(
+    entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool
+) -> None:
+    """Raise `StaleInputError` unless a graph's arguments are what it was captured with; tensors
+    that it does not read, as far as the platform can tell, may be others."""
     now = arguments_of(args, kwargs)
     if now == entry.inputs:
         return
     before = dict(entry.inputs)
+    reads, _ = entry.reads(pool)
     for path, bound in now:
-        if before.get(path) != bound:
+        if before.get(path) != bound and not _is_unread(before.get(path), reads):
             raise StaleInputError(
                 f"argument {path} is not where the graph of [{entry.descriptor}] reads it",
                 got=bound,
                 expected=before.get(path, "no such tensor at capture"),
                 advice="copy into the captured tensor, or let GraphRunner own the buffers",
             )
+    if [path for path, _ in now] == [path for path, _ in entry.inputs]:
+        return
     raise StaleInputError(
         f"the graph of [{entry.descriptor}] was captured with other arguments",
         got=[path for path, _ in now],
         expected=[path for path, _ in entry.inputs],
         advice="call the wrapper with the same arguments at every step",
     )
+
+
+def _is_unread(captured: tuple[object, ...] | None, reads: Sequence[GraphRead] | None) -> bool:
+    """Whether a tensor argument, as it was captured, is known to be read by no graph."""
+    if captured is None or len(captured) == 1 or reads is None:
+        return False
+    address = captured[0]
+    assert isinstance(address, int)
+    for read in reads:
+        storage = read.tensor.untyped_storage()
+        if storage.data_ptr() <= address < storage.data_ptr() + max(storage.nbytes(), 1):
+            return False
+    return True

@@ -32,6 +32,7 @@ class Entry:
         "outputs",
         "parts",
         "tasks",
+        "unchecked",
         "update_failed",
     )
 
@@ -52,6 +53,8 @@ class Entry:
         # The caller may change what it gets, so a container is made anew for every step.
         self.container = _can_change(outputs)
         self._mixed = False
+        # Whether the next replay compares its arguments with those of the capture.
+        self.unchecked = False
         # Whether the last launch was ended by an update of its tasks, so that it may be repeated.
         self.update_failed = False
         tasked = [part for part in parts if isinstance(part, TaskedSegment)]

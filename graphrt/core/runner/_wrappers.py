@@ -43,7 +43,7 @@ def wrappers_of(
     if mode.has_full:
         wrappers[GraphMode.FULL] = wrap(inner, GraphMode.FULL, **common)
     for wrapper in wrappers.values():
-        wrapper.return_what_is_held()
+        wrapper.serve_owner()
     return wrappers
 
 

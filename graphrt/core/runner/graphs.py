@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,8 @@ from graphrt.core.runner.session import (
     capture_graphs,
     tell_dropped,
 )
-from graphrt.core.runner.step import PaddedStep
-from graphrt.core.trust import AddressBook
+from graphrt.core.runner.steps import Checks, PaddedStep
+from graphrt.core.trust import AddressBook, Reads, WarmedUp, WatchedState
 
 
 class GraphSet:
@@ -79,6 +79,14 @@ class GraphSet:
         named = [module.weights for module in self._compiled.modules]
         self.weights = AddressBook(host.parameters, forward, named)
         self.run_forward = without_graph(forward)
+        watches = options.checks("capture") and not self.eager_launch
+        self.reads = Reads(forward, named) if watches else None
+        self.warmed_up: dict[Hashable, WarmedUp] = {}
+        self.checks = Checks(options, self.reads, pool.platform.device_type)
+        if self.eager_launch:
+            self.checks.on = False
+        self.forward = forward
+        self.mixes_rows = host.mixes_rows
         self._wrappers = wrappers_of(
             forward, plan, options, pool, host.around_graph, self._compiled
         )
@@ -115,7 +123,7 @@ class GraphSet:
         if self.records:
             # Graphs that are captured already read the old addresses.
             self.weights.check()
-        saved = SavedState(self.state, self._options.state_limit_bytes)
+        saved = self._saved_state()
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._step(*key)) for key in keys
         ]
@@ -213,7 +221,11 @@ class GraphSet:
         self.sealing.open()
         self._outputs.forget()
         self._compiled.unseal()
+        self.warmed_up.clear()
+        self.checks.reset()
         self._let_go(self._kept.keys())
+        if self.reads is not None:
+            self.reads.forget()
 
     def owners(self) -> list[GraphOwner]:
         """The own wrappers, and whatever inside the forward captured a piece."""
@@ -235,11 +247,22 @@ class GraphSet:
                 own += results
         return found, own
 
+    def _saved_state(self) -> WatchedState:
+        limit = self._options.state_limit_bytes
+        return WatchedState(
+            SavedState(self.state, limit),
+            limit_bytes=limit,
+            forward=self.forward,
+            reads=self.reads,
+            warmed_up=self.warmed_up,
+            pads=self._inputs.index_pads,
+        )
+
     @property
     def _sizes(self) -> set[int]:
         return {descriptor.num_tokens for _, descriptor in self._plan.keys}
 
-    def _compile(self, step: PaddedStep | None, saved: SavedState) -> None:
+    def _compile(self, step: PaddedStep | None, saved: WatchedState) -> None:
         """Run one eager step if a module of the forward has yet to be compiled.
 
         Without a `step`, as where no graph is planned, it is one of all rows.
@@ -252,7 +275,7 @@ class GraphSet:
         with self._host.around_capture():
             self._see(step, saved)
 
-    def _see(self, step: PaddedStep, saved: SavedState) -> None:
+    def _see(self, step: PaddedStep, saved: WatchedState) -> None:
         """Run one eager step, as a warm-up, and note what it returns."""
         named = step.descriptor
         context = ForwardContext(GraphMode.NONE, named, updates=WORST_CASE, num_reqs=step.reqs)
@@ -267,15 +290,17 @@ class GraphSet:
             undo.later(context.leave)
             with context:
                 self._prepare(step, "warmup")
-                step.see(self.run_forward(**step.fresh_arguments()))
+                call = partial(self.run_forward, **step.fresh_arguments())
+                step.see(saved.run(named.kind, step.tokens, step.storages(), call))
             undo.now()
         except BaseException:
             undo.now()
             raise
 
-    def _settle(self, saved: SavedState | None) -> None:
+    def _settle(self, saved: WatchedState | None) -> None:
         """Find the batch axes of the outputs, if need be and `saved` is there with eager steps, and
-        prepare what hands them out."""
+        prepare what hands them out; then what the forward reads, and what its steps are to check.
+        """
 
         def probe(tokens: int, reqs: int) -> None:
             assert saved is not None
@@ -285,6 +310,11 @@ class GraphSet:
         lengths = {descriptor.query_len for _, descriptor in self._plan.keys}
         query_len = lengths.pop() if len(lengths) == 1 else None
         self._outputs.resolve(None if saved is None else probe, query_len=query_len)
+        if saved is not None:
+            saved.settle()
+        if self.reads is not None:
+            self.reads.settle()
+        self.checks.captured(self.dispatcher.published)
         if self.eager_launch or self._options.outputs == "clone":
             return
         for record in self.records:
@@ -293,7 +323,7 @@ class GraphSet:
             if wrapper is not None and step is not None:
                 step.hold(wrapper.entries[record.descriptor].outputs, self._pool)
 
-    def _settle_or_release(self, saved: SavedState | None) -> None:
+    def _settle_or_release(self, saved: WatchedState | None) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""
         try:
             with self._host.around_capture():

@@ -41,7 +41,9 @@ class Host:
     capture as a whole (registration with communicators), `around_graph` is called around each graph
     (weight offloaders). `metadata(descriptor)` is the context's metadata at warm-up and capture. To
     give it declares that graphs may read it and keep it for every step, so it must be at its bound
-    (the longest context, say); else only eager parts may read metadata. Raises `InvalidOptionError`
+    (the longest context, say); else only eager parts may read metadata. `mixes_rows` declares that
+    live rows depend on padding rows by design, as with the capacity of experts or a scale that is
+    found over a whole batch: no trial looks for it. Raises `InvalidOptionError`
     for a hook of another kind.
     """
 
@@ -51,6 +53,7 @@ class Host:
     around_capture: AroundCapture = nullcontext
     around_graph: SegmentHooks | None = None
     metadata: Callable[[BatchDescriptor], object] | None = None
+    mixes_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.bind is not None and not callable(self.bind):

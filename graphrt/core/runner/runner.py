@@ -7,29 +7,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import InvalidBatchError, PoolClosedError, Uncopied, check_kind, tree
+from graphrt.core.base import (
+    InvalidBatchError,
+    PoolClosedError,
+    Uncopied,
+    VerificationError,
+    check_kind,
+)
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
-from graphrt.core.capture import GraphOptions, SavedState
+from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Dispatch, live_query_len
+from graphrt.core.dispatch import Dispatch
 from graphrt.core.inputs import (
     InputSpec,
     OutputAxes,
     StaticInputs,
     batch_of,
-    reqs_of,
-    wrong_requests,
 )
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner.compiled import pool_of, with_forward
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.host import Host, Phase
+from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.session import Progress
-from graphrt.core.runner.unpadded import UnpaddedSteps, refuse_inside_capture
-from graphrt.core.runner.updates import LastUpdates
-from graphrt.core.trust import check_equal
+from graphrt.core.runner.steps import (
+    CheckedSteps,
+    LastUpdates,
+    PaddedSteps,
+    UnpaddedSteps,
+    refuse_inside_capture,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -109,15 +117,29 @@ class GraphRunner(Uncopied):
         )
         self.dispatcher = self.graphs.dispatcher
         self.last_dispatch: Dispatch | None = None
-        self._bind = host.bind
         self._steps = self.graphs.steps
-        self._run_forward = self.graphs.run_forward
-        self._clones = self.options.outputs == "clone"
+        clones = self.options.outputs == "clone"
         self._unpadded = UnpaddedSteps(
-            self.graphs, self.plan, host.bind, self.inputs, self.pool, clones=self._clones
+            self.graphs, self.plan, host.bind, self.inputs, self.pool, clones=clones
         )
         self._eager_launch = self.graphs.eager_launch
+        self._padded = PaddedSteps(
+            self.graphs,
+            host.bind,
+            self.inputs,
+            self.pool,
+            clones=clones,
+            eager_launch=self._eager_launch,
+        )
         self._updates = LastUpdates()
+        self._checks = self.graphs.checks
+        self._checked = CheckedSteps(
+            self.graphs,
+            self._padded,
+            self._unpadded,
+            self._updates,
+            limit_bytes=self.options.state_limit_bytes,
+        )
         self._live_tokens = 0
         self._closed = False
 
@@ -166,6 +188,12 @@ class GraphRunner(Uncopied):
                 found = self.dispatcher.dispatch(
                     batch, at_least=at_least, at_most_mode=at_most_mode
                 )
+        checks = self._checks
+        if checks.on and found.slot >= 0 and not checks.clear(found.slot, batch[0]):
+            found, outputs = self._checked.run(batch, found, values, updates, metadata)
+            self.last_dispatch = found
+            self._live_tokens += batch[0] if found.slot >= 0 else 0
+            return outputs
         self.last_dispatch = found
         slot = -1 if self._eager_launch else found.slot
         if updates is not None:
@@ -177,7 +205,7 @@ class GraphRunner(Uncopied):
                 return self._unpadded.run(batch, found, values, updates, metadata)
             mode = GraphMode.NONE if self._eager_launch else found.mode
             context = ForwardContext(mode, found.descriptor, found.slot, updates, metadata)
-            outputs = self._run_padded(batch, found, values, context, eager=False)
+            outputs = self._padded.run(batch, found, values, context, eager=False)
         except BaseException:
             self._updates.step_failed(updates)
             raise
@@ -203,7 +231,7 @@ class GraphRunner(Uncopied):
         if updates is not None:
             updates = self._updates.resolve(updates, self._steps[found.slot], -1, self._steps)
         context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
-        return self._run_padded(batch, found, values, context, eager=True)
+        return self._padded.run(batch, found, values, context, eager=True)
 
     def verify(
         self,
@@ -214,26 +242,32 @@ class GraphRunner(Uncopied):
         metadata: Any = None,
         **values: Any,
     ) -> Any:
-        """Run one step by replay and once more eagerly; returns clones of its live outputs.
+        """Try one step: by replay, and eagerly with the same padding, with another one and without;
+        returns clones of its live outputs, which the last eager run made.
 
-        The declared state is put back in between, so it is advanced once. Other effects (the writes
-        of a KV cache) happen twice, with equal values. A step that no graph serves is run once.
-        Raises `VerificationError` naming the output, if live rows are not equal bit for bit; do not
-        verify forwards that draw random numbers.
+        State, random numbers and Python numbers are put back in between, so that they are advanced
+        once. Other effects (the writes of a KV cache too large to be saved) happen several times,
+        with equal values. Raises `VerificationError` for what differs, naming the first operator
+        that is another one than at capture, and for a batch that no graph serves: see
+        `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
         if batch is None:
             batch = batch_of(self.inputs, values)
-        self.pool.follow_stream()
-        saved = SavedState(self.graphs.state, self.options.state_limit_bytes)
-        outputs = self.step(batch, values, updates=updates, metadata=metadata)
-        outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-        found = self.last_dispatch
-        if found is not None and found.slot >= 0:
-            saved.restore()
-            eager = self.run_padded_eagerly(batch, found, values, updates, metadata)
-            check_equal(outputs, eager, f"{found.mode.name} [{found.descriptor}]")
-        return outputs
+        found = self.dispatcher.dispatch(batch)
+        if found.slot < 0 or self._eager_launch:
+            raise VerificationError(
+                "there is no graph to verify: the step would run eagerly",
+                got=f"{batch}: {found.reason.value}",
+                expected="a batch that a captured graph serves",
+                advice="capture() first, or plan a size for it",
+            )
+        verdict = self._checked.verify(batch, found, values, updates, metadata)
+        self.last_dispatch = found
+        self._live_tokens += batch[0]
+        if verdict.failure is not None:
+            raise verdict.failure
+        return verdict.outputs
 
     def capture(self, progress: Progress | None = None) -> None:
         """Capture every planned graph that is not captured yet, then seal.
@@ -287,57 +321,6 @@ class GraphRunner(Uncopied):
         return report_of(
             self.plan.resolution, self.graphs, self.pool, self.inputs, self._live_tokens
         )
-
-    def _run_padded(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        values: Mapping[str, Any],
-        context: ForwardContext,
-        *,
-        eager: bool,
-    ) -> Any:
-        step = self._steps[found.slot]
-        assert step is not None
-        context.num_reqs = step.reqs
-        context.dispatcher = self.dispatcher
-        tokens, reqs = batch[0], batch[1]
-        if reqs is None:
-            reqs = reqs_of(self.inputs, batch, values)
-        if not 1 <= reqs <= step.reqs:
-            raise wrong_requests(reqs, step.reqs)
-        if found.mode is GraphMode.PIECEWISE:
-            context.query_len = live_query_len(batch)
-        if self.pool.closed:
-            self.pool.check_open()
-        # Held from here, so that nothing else fills the buffers between our fill and our replay.
-        pool = self.pool
-        outer = pool.check_free(context)
-        try:
-            pool.owner = context
-            stream = pool.follow_stream()
-            self.inputs.fill(values, step.layout, tokens, reqs, stream)
-            if pool.handed_out:
-                # Not before: they may have been among the inputs.
-                pool.expire_outputs()
-            if self._bind is not None:
-                phase: Phase = "eager" if eager or self._eager_launch else "replay"
-                self._bind(step.readable, step.descriptor, phase)
-            call = self._run_forward if eager else step.call
-            runs = call is self._run_forward
-            arguments = step.fresh_arguments() if runs else step.arguments()
-            with context:
-                outputs = call(**arguments)
-            if self._clones and runs:
-                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-            outputs = step.live(outputs, tokens, reqs, pool)
-            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
-            pool.owner = outer
-            return outputs
-        except BaseException:
-            pool.owner = outer
-            context.leave()
-            raise
 
     def _check_open(self) -> None:
         if self._closed:

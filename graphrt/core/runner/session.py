@@ -21,10 +21,11 @@ from graphrt.core.base import (
     thaw_garbage,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, SavedState, SideDoors, side_doors
+from graphrt.core.capture import CaptureTransaction, SideDoors, side_doors
 from graphrt.core.replay import WORST_CASE, GraphPool, under_way, warming_up
 from graphrt.core.runner.host import Host, Phase
-from graphrt.core.runner.step import PaddedStep
+from graphrt.core.runner.steps import PaddedStep
+from graphrt.core.trust import WatchedState
 
 Progress = Callable[[int, int, BatchDescriptor], None]
 
@@ -69,7 +70,7 @@ def capture_graphs(
     warm_ups: WarmUps,
     bind: Callable[[PaddedStep, Phase], None],
     enlist: Callable[[Any], None],
-    state: SavedState,
+    state: WatchedState,
     host: Host,
     publish: Callable[[PlannedGraph, GraphRecord, CaptureTransaction], None],
     take_back: Callable[[PlannedGraph, CaptureTransaction], None],
@@ -169,12 +170,10 @@ class WarmUps:
 
     def _kind(self, graph: PlannedGraph) -> Hashable:
         own, step = graph.descriptor, graph.step
-        serves = own.has_lora, own.num_active_loras, own.bounds, own.variant
-        decode = graph.mode, own.uniform, own.query_len
         if not self._each:
-            return *serves, *decode
+            return graph.mode, *own.kind
         size = step.tokens, step.reqs
-        return (*serves, *size) if self._alike else (*serves, *size, *decode)
+        return (*own.serves, *size) if self._alike else (graph.mode, *own.kind, *size)
 
 
 class _Session:
@@ -186,7 +185,7 @@ class _Session:
         warm_ups: WarmUps,
         bind: Callable[[PaddedStep, Phase], None],
         enlist: Callable[[Any], None],
-        state: SavedState,
+        state: WatchedState,
         host: Host,
     ) -> None:
         self._pool = pool
@@ -270,8 +269,15 @@ class _Session:
             undo.later(partial(under_way.discard, id(context)))
             under_way.add(id(context))
             undo.later(context.leave)
+            call = partial(graph.step.call, **graph.step.fresh_arguments())
             with context:
-                graph.step.see(graph.step.call(**graph.step.fresh_arguments()))
+                if transaction is None:
+                    outputs = self._state.run(
+                        graph.descriptor.kind, graph.step.tokens, graph.step.storages(), call
+                    )
+                else:
+                    outputs = call()
+                graph.step.see(outputs)
             undo.now()
         except BaseException:
             undo.now()

@@ -1,12 +1,27 @@
-"""Whether a graph still stands for its forward."""
+"""Whether a graph still stands for its forward: watching warm-ups, trying graphs, checks."""
 
-from graphrt.core.trust.verify import check_equal
+from graphrt.core.trust.ambient import Ambient
+from graphrt.core.trust.places import Link, places_of
+from graphrt.core.trust.reads import Reads, TensorUse
+from graphrt.core.trust.trial import Trial, TriedStep, Verdict
+from graphrt.core.trust.warm_up import WarmedUp, WatchedState
+from graphrt.core.trust.watching import Watch
 from graphrt.core.trust.weights import AddressBook, Parameters, Tensors, check_parameters
 
 __all__ = [
     "AddressBook",
+    "Ambient",
+    "Link",
     "Parameters",
+    "Reads",
+    "TensorUse",
     "Tensors",
-    "check_equal",
+    "Trial",
+    "TriedStep",
+    "Verdict",
+    "WarmedUp",
+    "Watch",
+    "WatchedState",
     "check_parameters",
+    "places_of",
 ]

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.core.base import MissingUpdateError
 from graphrt.core.replay import UNCHANGED, check_names
-from graphrt.core.runner.step import PaddedStep
+from graphrt.core.runner.steps.padded_step import PaddedStep
 
 
 class LastUpdates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +14,10 @@ from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import StaticInputs, nest, reqs_of
 from graphrt.core.plan import Plan
 from graphrt.core.replay import GraphPool, is_inside_capture
-from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Bind
+
+if TYPE_CHECKING:
+    from graphrt.core.runner.graphs import GraphSet
 
 
 class UnpaddedSteps:

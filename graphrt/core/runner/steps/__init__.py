@@ -1,0 +1,19 @@
+"""How a runner runs one step: padded or not, checked or not."""
+
+from graphrt.core.runner.steps.checked import CheckedSteps
+from graphrt.core.runner.steps.checks import Checks, TrialRecord
+from graphrt.core.runner.steps.padded import PaddedSteps
+from graphrt.core.runner.steps.padded_step import PaddedStep
+from graphrt.core.runner.steps.unpadded import UnpaddedSteps, refuse_inside_capture
+from graphrt.core.runner.steps.updates import LastUpdates
+
+__all__ = [
+    "CheckedSteps",
+    "Checks",
+    "LastUpdates",
+    "PaddedStep",
+    "PaddedSteps",
+    "TrialRecord",
+    "UnpaddedSteps",
+    "refuse_inside_capture",
+]

@@ -1,0 +1,145 @@
+"""Steps that are not simply replayed: tried ones, and those that a check lets run eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from graphrt.core.base import InvalidInputError
+from graphrt.core.batch import Batch, ForwardContext
+from graphrt.core.dispatch import Dispatch, Reason
+from graphrt.core.inputs import reqs_of
+from graphrt.core.runner.steps.padded import PaddedSteps
+from graphrt.core.runner.steps.tried import PaddedTrial, copied_values
+from graphrt.core.runner.steps.unpadded import UnpaddedSteps
+from graphrt.core.runner.steps.updates import LastUpdates
+from graphrt.core.trust import Trial, Verdict, places_of
+
+if TYPE_CHECKING:
+    from graphrt.core.runner.graphs import GraphSet
+
+
+class CheckedSteps:
+    """Runs the steps of one runner that its checks do not let through."""
+
+    def __init__(
+        self,
+        graphs: GraphSet,
+        padded: PaddedSteps,
+        unpadded: UnpaddedSteps,
+        updates: LastUpdates,
+        *,
+        limit_bytes: int,
+    ) -> None:
+        self._graphs = graphs
+        self._padded = padded
+        self._unpadded = unpadded
+        self._updates = updates
+        self._limit_bytes = limit_bytes
+
+    def run(
+        self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
+    ) -> tuple[Dispatch, Any]:
+        """Run a step that a graph would serve; returns how it ran, and its live outputs."""
+        checks = self._graphs.checks
+        reason = checks.why_eager(found)
+        padded = batch.num_tokens < found.descriptor.num_tokens
+        if reason is None and checks.wants_trial(found.slot, padded=padded):
+            step = self._step(batch, found, values, updates, metadata)
+            verdict = self._try(step, found, moves_numbers=True)
+            checks.tried(found.slot, verdict, padded=step.padded)
+            return found, verdict.outputs
+        if reason is None:
+            step_updates = self._resolved(updates, found, replayed=True)
+            context = ForwardContext(
+                found.mode, found.descriptor, found.slot, step_updates, metadata
+            )
+            try:
+                return found, self._padded.run(batch, found, values, context, eager=False)
+            except BaseException:
+                self._updates.step_failed(step_updates)
+                raise
+        eager = self._graphs.dispatcher.run_eagerly(found, batch, reason)
+        given = self._resolved(updates, None, replayed=False)
+        return eager, self._unpadded.run(batch, eager, values, given, metadata)
+
+    def verify(
+        self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
+    ) -> Verdict:
+        """Try one step of a graph, whatever the level of checks is."""
+        return self._try(
+            self._step(batch, found, values, updates, metadata), found, moves_numbers=True
+        )
+
+    def _step(
+        self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
+    ) -> PaddedTrial:
+        padded, unpadded = self._padded, self._unpadded
+        self._check_indices(batch, values)
+        # They may be outputs of the last step, or lie in the buffers.
+        padded.pool.follow_stream()
+        values = copied_values(values)
+        step = self._graphs.steps[found.slot]
+        assert step is not None
+        eager = self._resolved(updates, found, replayed=False)
+        replayed = self._resolved(updates, found, replayed=True)
+
+        def run_padded(context: ForwardContext, **how: Any) -> Any:
+            return padded.run(batch, found, values, context, **how)
+
+        def run_unpadded() -> Any:
+            alone = Dispatch(context_mode, found.descriptor, Reason.HIT)
+            return unpadded.run(batch, alone, values, updates, metadata)
+
+        context_mode = found.mode
+        return PaddedTrial(
+            batch,
+            reqs_of(padded.inputs, batch, values),
+            found,
+            step,
+            padded.inputs,
+            run_padded,
+            run_unpadded,
+            (eager, replayed),
+            metadata,
+        )
+
+    def _try(self, step: PaddedTrial, found: Dispatch, *, moves_numbers: bool) -> Verdict:
+        graphs = self._graphs
+        warm = graphs.warmed_up.get(found.descriptor.kind)
+        padded = graphs.steps[found.slot]
+        assert padded is not None
+        trial = Trial(
+            step,
+            name=f"{found.mode.name} [{found.descriptor}]",
+            own=padded.storages(),
+            device_type=self._padded.pool.platform.device_type,
+            limit_bytes=self._limit_bytes,
+            places=places_of(graphs.forward),
+            captured=None if warm is None else warm.trace,
+            same_size=warm is not None and warm.tokens == padded.tokens,
+            mixes_rows=graphs.mixes_rows,
+            moves_numbers=moves_numbers,
+        )
+        return trial.run()
+
+    def _resolved(self, updates: Any, found: Dispatch | None, *, replayed: bool) -> Any:
+        if updates is None:
+            return None
+        steps = self._graphs.steps
+        step = None if found is None else steps[found.slot]
+        slot = found.slot if found is not None and replayed else -1
+        return self._updates.resolve(updates, step, slot, steps)
+
+    def _check_indices(self, batch: Batch, values: Mapping[str, Any]) -> None:
+        """Raise `InvalidInputError` if a live row is addressed where padding rows write."""
+        hit = self._padded.inputs.padding_hit(values)
+        if hit is not None:
+            name, pad = hit
+            raise InvalidInputError(
+                f"live rows of index input {name!r} hold the value of its padding: padding rows "
+                "would read and write what is live",
+                got=f"{name} == {pad} in a batch of {batch.num_tokens} tokens",
+                expected="a padding value that no live row has",
+                advice="InputSpec(index=True, pad=...) with a row, slot or page kept for padding",
+            )

@@ -1,0 +1,216 @@
+"""The checks of a runner's steps: which are tried, which run eagerly, what is known of a graph."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from graphrt.core.base import GraphQuarantinedWarning, StaleInputError, VerificationError
+from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.capture import GraphOptions
+from graphrt.core.dispatch import Dispatch, Reason
+from graphrt.core.trust import Ambient, Link, Reads, Verdict
+
+_SAMPLED = 64
+"""Steps between two that are tried at the level `sample`."""
+
+
+@dataclass
+class TrialRecord:
+    """What trials have found of one graph. `notes` are differences that are no failure."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    status: Literal["untried", "tried", "quarantined"] = "untried"
+    steps: int = 0
+    """How many steps were tried."""
+    deterministic: bool = True
+    failure: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Checks:
+    """What is looked at before a step of a graph: `clear` says that nothing is to be done for it.
+
+    At `capture` the first step of each kind of graph is tried, its first padded step, and the
+    first of its largest and of its smallest graph; at `first` that of every graph, at `sample` one
+    step in 64 too, at `always` every step.
+    """
+
+    def __init__(self, options: GraphOptions, reads: Reads | None, device_type: str) -> None:
+        self.on = options.checks("capture")
+        self._each = options.checks("first")
+        self._sampled = options.checks("sample")
+        self._always = options.checks("always")
+        self._strict = options.strict
+        self._device_type = device_type
+        self._reads = reads
+        self._warned_of: set[str] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: there are no graphs."""
+        self.records: dict[int, TrialRecord] = {}
+        self._kinds: dict[int, Hashable] = {}
+        # Graphs to be tried whatever the step, kinds of which no step was, or no padded one.
+        self._to_try: set[int] = set()
+        self._untried: set[Hashable] = set()
+        self._unpadded: set[Hashable] = set()
+        # By slot, the batches that need no trial: of so many tokens; none for -1.
+        self._pending: dict[int, int] = {}
+        self._quarantined: dict[int, str] = {}
+        self._steps = 0
+        self._ambient: Ambient | None = None
+        self._links: Iterator[Link] = _round(())
+
+    def captured(self, graphs: Iterable[Dispatch]) -> None:
+        """Graphs were captured; called with all that there are."""
+        if not self.on:
+            return
+        if self._ambient is None:
+            self._ambient = Ambient(self._device_type)
+        links = () if self._reads is None else self._reads.links
+        self._links = _round(links)
+        kinds: dict[Hashable, list[tuple[int, int]]] = {}
+        for graph in graphs:
+            slot, descriptor = graph.slot, graph.descriptor
+            if slot not in self.records:
+                self.records[slot] = TrialRecord(graph.mode, descriptor)
+            kind: Hashable = (graph.mode, *descriptor.kind)
+            self._kinds[slot] = kind
+            kinds.setdefault(kind, []).append((descriptor.num_tokens, slot))
+        for kind, of_kind in kinds.items():
+            slots = [slot for _, slot in (of_kind if self._each else (min(of_kind), max(of_kind)))]
+            self._to_try |= {slot for slot in slots if self.records[slot].status == "untried"}
+            if all(self.records[slot].status == "untried" for _, slot in of_kind):
+                self._untried.add(kind)
+                self._unpadded.add(kind)
+        self._note_pending()
+
+    def clear(self, slot: int, tokens: int) -> bool:
+        """Whether the step of this graph, of so many live tokens, is simply replayed."""
+        ambient = self._ambient
+        return (
+            self._pending.get(slot, tokens) == tokens
+            and not self._sampled
+            and (ambient is None or ambient.holds())
+            and next(self._links).holds()
+        )
+
+    def why_eager(self, found: Dispatch) -> Reason | None:
+        """Why the step of a graph must not be replayed; None if it may.
+
+        Strictly, raises what is wrong.
+        """
+        ambient = self._ambient
+        if ambient is not None and not ambient.holds():
+            changed = ambient.differences()
+            if changed:
+                self._say(
+                    VerificationError(
+                        "a setting is not what it was when the graphs were captured; steps run "
+                        "eagerly as long as it is not",
+                        got="; ".join(changed),
+                        expected="the settings of the capture",
+                        advice="call capture() under the settings of the steps, or recapture()",
+                    )
+                )
+                return Reason.SETTINGS_CHANGED
+        if self._reads is not None and not all(link.holds() for link in self._reads.links):
+            self._look_for_moved(self._reads)
+        failure = self._quarantined.get(found.slot)
+        if failure is None:
+            return None
+        if self._strict:
+            raise VerificationError(
+                f"{found.mode.name} [{found.descriptor}] is in quarantine", got=failure
+            )
+        return Reason.QUARANTINED
+
+    def wants_trial(self, slot: int, *, padded: bool) -> bool:
+        """Whether this step of the graph is tried."""
+        kind = self._kinds[slot]
+        if slot in self._to_try or kind in self._untried or (padded and kind in self._unpadded):
+            return True
+        self._steps += 1
+        return self._always or (self._sampled and self._steps % _SAMPLED == 0)
+
+    def tried(self, slot: int, verdict: Verdict, *, padded: bool) -> None:
+        """Note what came of a trial; a graph that failed is quarantined, and those of its kind.
+
+        Strictly, raises the failure.
+        """
+        record, kind = self.records[slot], self._kinds[slot]
+        record.steps += 1
+        record.deterministic &= verdict.deterministic
+        record.notes = tuple(dict.fromkeys((*record.notes, *verdict.notes)))[:8]
+        if verdict.failure is not None:
+            alike = [other for other, its in self._kinds.items() if its == kind]
+            self.quarantine(alike, verdict.failure)
+            return
+        record.status = "tried"
+        self._to_try.discard(slot)
+        self._untried.discard(kind)
+        if padded:
+            self._unpadded.discard(kind)
+        self._note_pending()
+
+    def quarantine(self, slots: Iterable[int], failure: Exception) -> None:
+        """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
+        for slot in slots:
+            self._quarantined[slot] = str(failure)
+            record = self.records[slot]
+            record.status, record.failure = "quarantined", str(failure)
+        self._note_pending()
+        self._say(failure)
+
+    def _note_pending(self) -> None:
+        pending = {}
+        for slot, kind in self._kinds.items():
+            if slot in self._quarantined or slot in self._to_try or kind in self._untried:
+                pending[slot] = -1
+            elif kind in self._unpadded:
+                pending[slot] = self.records[slot].descriptor.num_tokens
+        self._pending = pending
+
+    def _look_for_moved(self, reads: Reads) -> None:
+        moved = reads.moved()
+        if not moved:
+            # Something on the way was replaced, and leads to the same tensors.
+            reads.settle()
+            self._links = _round(reads.links)
+            return
+        failure = StaleInputError(
+            "tensors are not where the graphs read them",
+            got=", ".join(moved[:8]) + (f" and {len(moved) - 8} more" * (len(moved) > 8)),
+            expected="every one where it was at capture",
+            advice="write new values into the old tensors, as by copy_(), or call recapture()",
+        )
+        self._links = _round(())
+        self.quarantine([*self.records], failure)
+
+    def _say(self, failure: Exception) -> None:
+        if self._strict:
+            raise failure
+        text = str(failure)
+        if text not in self._warned_of:
+            self._warned_of.add(text)
+            warnings.warn(
+                f"steps run eagerly from here on: {text}", GraphQuarantinedWarning, stacklevel=6
+            )
+
+
+def _round(links: Sequence[Link]) -> Iterator[Link]:
+    return itertools.cycle(links or (_Nothing(),))
+
+
+class _Nothing(Link):
+    """Stands for links where there are none."""
+
+    __slots__ = ()
+
+    def holds(self) -> bool:
+        return True

@@ -1,0 +1,102 @@
+"""Steps on padded inputs: by a graph, or by the forward itself as the graph would run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphrt.core.base import tree
+from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.dispatch import Dispatch, live_query_len
+from graphrt.core.inputs import StaticInputs, reqs_of, wrong_requests
+from graphrt.core.replay import GraphPool
+from graphrt.core.runner.host import Bind, Phase
+from graphrt.core.runner.steps.tried import Probe
+
+if TYPE_CHECKING:
+    from graphrt.core.runner.graphs import GraphSet
+
+
+class PaddedSteps:
+    """Runs the steps of one runner whose batches are dispatched to a graph."""
+
+    def __init__(
+        self,
+        graphs: GraphSet,
+        bind: Bind | None,
+        inputs: StaticInputs,
+        pool: GraphPool,
+        *,
+        clones: bool,
+        eager_launch: bool,
+    ) -> None:
+        self.inputs = inputs
+        self.pool = pool
+        self._bind = bind
+        self._steps = graphs.steps
+        self._run_forward = graphs.run_forward
+        self._dispatcher = graphs.dispatcher
+        self._clones = clones
+        self._eager_launch = eager_launch
+
+    def run(
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        context: ForwardContext,
+        *,
+        eager: bool,
+        probe: Probe | None = None,
+    ) -> Any:
+        """Run a step in `context`; returns the live rows of the outputs.
+
+        `probe` runs the forward in its own way. Raises `InvalidInputError`, `InvalidBatchError` and
+        `PoolBusyError`.
+        """
+        step = self._steps[found.slot]
+        assert step is not None
+        context.num_reqs = step.reqs
+        context.dispatcher = self._dispatcher
+        tokens, reqs = batch[0], batch[1]
+        if reqs is None:
+            reqs = reqs_of(self.inputs, batch, values)
+        if not 1 <= reqs <= step.reqs:
+            raise wrong_requests(reqs, step.reqs)
+        if found.mode is GraphMode.PIECEWISE:
+            context.query_len = live_query_len(batch)
+        if self.pool.closed:
+            self.pool.check_open()
+        # Held from here, so that nothing else fills the buffers between our fill and our replay.
+        pool = self.pool
+        outer = pool.check_free(context)
+        try:
+            pool.owner = context
+            stream = pool.follow_stream()
+            self.inputs.fill(values, step.layout, tokens, reqs, stream)
+            if pool.handed_out:
+                # Not before: they may have been among the inputs.
+                pool.expire_outputs()
+            if self._bind is not None:
+                phase: Phase = "eager" if eager or self._eager_launch else "replay"
+                self._bind(step.readable, step.descriptor, phase)
+            call = self._run_forward if eager else step.call
+            runs = call is self._run_forward
+            arguments = step.fresh_arguments() if runs else step.arguments()
+            with context:
+                outputs = (
+                    call(**arguments) if probe is None else probe.run(partial(call, **arguments))
+                )
+            if self._clones and runs:
+                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+            outputs = step.live(outputs, tokens, reqs, pool)
+            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
+            pool.owner = outer
+            return outputs
+        except BaseException:
+            pool.owner = outer
+            context.leave()
+            raise

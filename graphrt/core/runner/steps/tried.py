@@ -1,0 +1,101 @@
+"""One step of a runner that is run several times, by its graph and eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphrt.core.base import tree
+from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.dispatch import Dispatch
+from graphrt.core.inputs import StaticInputs
+from graphrt.core.runner.steps.padded_step import PaddedStep
+from graphrt.core.trust import Watch
+
+RunPadded = Callable[..., Any]
+
+
+class PaddedTrial:
+    """A step of `batch` that the graph of `found` would serve; `values` must outlive other steps.
+
+    `run_padded(context, eager, probe)` runs it on padded inputs, `run_unpadded(watch)` on its live
+    rows.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        reqs: int,
+        found: Dispatch,
+        step: PaddedStep,
+        inputs: StaticInputs,
+        run_padded: RunPadded,
+        run_unpadded: Callable[[], Any],
+        updates: tuple[Any, Any],
+        metadata: Any,
+    ) -> None:
+        self._tokens = batch.num_tokens
+        self._reqs = reqs
+        self._found = found
+        self._step = step
+        self._inputs = inputs
+        self._run_padded = run_padded
+        self._run_unpadded = run_unpadded
+        self._updates_eager, self._updates_replayed = updates
+        self._metadata = metadata
+        self.padded = self._tokens < step.tokens or reqs < step.reqs
+
+    def eager(self, watch: Watch | None) -> Any:
+        return self._eager(Probe(watch))
+
+    def replay(self) -> Any:
+        found = self._found
+        context = ForwardContext(
+            found.mode, found.descriptor, found.slot, self._updates_replayed, self._metadata
+        )
+        return _copies(self._run_padded(context, eager=False, probe=None))
+
+    def other_padding(self, watch: Watch) -> Any:
+        if not self.padded:
+            return None
+
+        def disturb() -> None:
+            self._inputs.repeat_live_rows(self._step.layout, self._tokens, self._reqs)
+
+        return self._eager(Probe(watch, disturb))
+
+    def unpadded(self, watch: Watch) -> Any:
+        return _copies(watch.around(self._run_unpadded)) if self.padded else None
+
+    def _eager(self, probe: Probe) -> Any:
+        context = ForwardContext(
+            GraphMode.NONE, self._found.descriptor, -1, self._updates_eager, self._metadata
+        )
+        return _copies(self._run_padded(context, eager=True, probe=probe))
+
+
+class Probe:
+    """How an eager run of a step differs from an ordinary one: it is watched, and what is in the
+    padding rows may be another."""
+
+    def __init__(self, watch: Watch | None, disturb: Callable[[], None] | None = None) -> None:
+        self._watch = watch
+        self._disturb = disturb
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """The forward, on inputs that are filled."""
+        if self._disturb is not None:
+            self._disturb()
+        return forward() if self._watch is None else self._watch.around(forward)
+
+
+def copied_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A step's inputs out of the reach of its runs, which may write into them."""
+    copied: Mapping[str, Any] = tree.map_tensors(torch.Tensor.clone, dict(values))
+    return copied
+
+
+def _copies(outputs: Any) -> Any:
+    return tree.map_tensors(torch.Tensor.clone, outputs)

@@ -1,0 +1,68 @@
+"""How far two results of one step are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from graphrt.core.base import tree
+
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+"""Of the root mean square: what kernels for another number of rows may make of it in many layers.
+8-bit types count as bfloat16."""
+
+
+class Difference(NamedTuple):
+    """Where two results differ, in words; `relative` is the largest difference over the root mean
+    square of the expected values: infinite where they cannot be rounded to one another, as for
+    integers and shapes, 0 where only the bits differ."""
+
+    text: str
+    relative: float
+
+
+def difference(got: Any, expected: Any) -> Difference | None:
+    """The largest difference of two trees of tensors and plain values; None if they have equal
+    bits. Waits for the device."""
+    ours, theirs = dict(tree.leaves(got)), dict(tree.leaves(expected))
+    if ours.keys() != theirs.keys():
+        return Difference(f"another structure: {[*ours]}, not {[*theirs]}", float("inf"))
+    found = [_of_leaf(path, value, theirs[path]) for path, value in ours.items()]
+    worst = [each for each in found if each is not None]
+    return max(worst, key=lambda each: each.relative) if worst else None
+
+
+def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
+    """How far results may be apart, over their root mean square, that were computed from tensors
+    of these dtypes by other kernels."""
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max((_ROUNDING.get(dtype, 1e-1) for dtype in floats), default=0.0)
+
+
+def _of_leaf(path: str, ours: Any, theirs: Any) -> Difference | None:
+    at = f" at {path}" if path else ""
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        equal = type(ours) is type(theirs) and (ours == theirs or ours is theirs)
+        return None if equal else Difference(f"{ours!r}, not {theirs!r}{at}", float("inf"))
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs)]
+        return Difference(f"{kinds[0]}, not {kinds[1]}{at}", float("inf"))
+    # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
+    if torch.equal(tree.octets(ours), tree.octets(theirs)):
+        return None
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    a, b = ours.detach().to(wide), theirs.detach().to(wide)
+    apart = (a - b).abs()
+    apart[(a == b) | (a.isnan() & b.isnan())] = 0
+    largest = apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
+    count = int((apart != 0).sum())
+    text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
+    if not (ours.is_floating_point() or ours.is_complex()):
+        return Difference(text, float("inf"))
+    finite = b[b.isfinite()].abs()
+    scale = float(finite.pow(2).mean().sqrt()) if finite.numel() else 0.0
+    if largest == 0:
+        return Difference(text, 0.0)
+    return Difference(text, largest / scale if scale else float("inf"))

@@ -1,0 +1,43 @@
+"""Where random numbers come from, so that several runs can draw the same ones."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Generators:
+    """Torch's default generators, of the CPU and of one device, Python's and NumPy's, as they were;
+    and those that `note` was told of before they were used."""
+
+    def __init__(self, device_type: str) -> None:
+        self._put_back: list[Callable[[], object]] = []
+        self._noted: set[int] = set()
+        self._keep(torch.get_rng_state, torch.set_rng_state)
+        if device_type != "cpu":
+            device = torch.get_device_module(device_type)
+            if hasattr(device, "get_rng_state"):
+                self._keep(device.get_rng_state, device.set_rng_state)
+        self._keep(random.getstate, random.setstate)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            self._keep(numpy.get_state, numpy.set_state)
+
+    def note(self, generator: torch.Generator) -> None:
+        """Keep a generator of the forward's own as it is now, unless it is kept already."""
+        if id(generator) not in self._noted:
+            self._noted.add(id(generator))
+            self._keep(generator.get_state, generator.set_state)
+
+    def restore(self) -> None:
+        """Let all of them go on from where they were."""
+        for put_back in self._put_back:
+            put_back()
+
+    def _keep(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        state = get()
+        self._put_back.append(lambda: put(state))

@@ -1,0 +1,105 @@
+"""The Python state that runs of a forward move: numbers, and which tensor is where."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from graphrt.core.trust.places import MISSING, Place, Places, same_value
+from graphrt.core.trust.watching import Use
+
+
+class Moving:
+    """What is at the places that a forward reaches, as it was; `look` notes what a run has moved.
+
+    `restore` puts all of that back. Whether there was something else, which no walk finds (the
+    state of an iterator, say), is not known.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._numbers = places.numbers
+        self._tensors = [place for place, _ in places.tensors]
+        self._values = places.values()
+        self._held = [place.get() for place in self._tensors]
+        self._moved: dict[str, tuple[Place, Any, Any]] = {}
+        self._replaced: list[tuple[Place, torch.Tensor, object]] = []
+
+    def look(self) -> None:
+        """Note what is not what it was."""
+        now = [place.get() for place in self._numbers]
+        for place, was, value in zip(self._numbers, self._values, now, strict=True):
+            if not same_value(was, value):
+                self._moved[place.path] = (place, was, value)
+        for place, held in zip(self._tensors, self._held, strict=True):
+            if isinstance(held, torch.Tensor) and place.get() is not held:
+                self._replaced.append((place, held, place.get()))
+
+    def names(self) -> list[str]:
+        """The paths of numbers that a run has moved and that can be moved further."""
+        return [
+            path
+            for path, (place, was, now) in self._moved.items()
+            if place.writable and _step(was, now) is not None
+        ]
+
+    def described(self, names: Iterable[str]) -> str:
+        """Numbers with what they were and what a run has made of them."""
+        moved = [(name, *self._moved[name][1:]) for name in names]
+        return ", ".join(f"{name} = {was!r}, then {now!r}" for name, was, now in moved)
+
+    def move(self, names: Iterable[str], steps: int) -> None:
+        """Move numbers as many steps further as `steps` says, from where they were."""
+        for name in names:
+            place, was, now = self._moved[name]
+            step = _step(was, now)
+            assert step is not None
+            place.set((not was) if isinstance(was, bool) else was + step * steps)
+
+    def rebound(self, uses: Mapping[int, Use]) -> list[str]:
+        """Where a run has put another tensor in the place of one that it had read."""
+        return [place.path for place, held, _ in self._replaced if _key(held) in uses]
+
+    def settle(self) -> None:
+        """After several runs: put back what still moves, and leave what was made once, such as a
+        table that the first run builds. `look` was called after the first of them."""
+        for place, was, first in self._moved.values():
+            if place.writable and not same_value(first, place.get()):
+                _set(place, was)
+        for place, held, first in self._replaced:
+            if place.writable and place.get() is not first:
+                _set(place, held)
+
+    def restore(self) -> None:
+        """Put back what was there at first."""
+        for place, was in zip(self._numbers, self._values, strict=True):
+            if place.writable and was is not MISSING and not same_value(was, place.get()):
+                _set(place, was)
+        for place, held in zip(self._tensors, self._held, strict=True):
+            if place.writable and held is not MISSING and place.get() is not held:
+                _set(place, held)
+
+
+def _set(place: Place, value: object) -> None:
+    # What cannot be set any more is gone, or read-only: no run of the forward has moved it.
+    with contextlib.suppress(TypeError, IndexError, AttributeError):
+        place.set(value)
+
+
+def _step(was: Any, now: Any) -> Any:
+    """By how much a number was moved; None for what is none."""
+    if isinstance(was, bool) and isinstance(now, bool):
+        return 1
+    if type(was) is not type(now) or not isinstance(was, int | float):
+        return None
+    return now - was
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    try:
+        key: int = tensor.untyped_storage()._cdata
+        return key
+    except (NotImplementedError, RuntimeError):
+        return None  # a tensor without memory of its own

@@ -1,0 +1,276 @@
+"""Trying a graph: one step by replay and several times eagerly, all from the same state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from graphrt.core.base import PythonStateError, RowsMixedError, VerificationError
+from graphrt.core.trust.compare import Difference, difference, rounding_of
+from graphrt.core.trust.generators import Generators
+from graphrt.core.trust.moving import Moving
+from graphrt.core.trust.places import Places
+from graphrt.core.trust.watching import Deviation, SavedWrites, Trace, Watch, first_difference
+
+_SPREADS = 4
+"""A replay may be so many times as far from eager as two eager runs are from one another."""
+
+_STEPS = (1, 1 << 20, -(1 << 20))
+"""How far Python numbers that a run moves are moved further, in steps of that run."""
+
+
+class TriedStep(Protocol):
+    """One step that can be run again and again; each returns copies of the live outputs."""
+
+    def eager(self, watch: Watch | None) -> Any:
+        """The forward on the padded inputs, under `watch`."""
+
+    def replay(self) -> Any:
+        """The graph on the same inputs."""
+
+    def other_padding(self, watch: Watch) -> Any:
+        """The forward, with the padding rows holding what live rows hold; None without any."""
+
+    def unpadded(self, watch: Watch) -> Any:
+        """The forward on the live rows alone; None where they are all."""
+
+
+@dataclass
+class Verdict:
+    """What came of a trial."""
+
+    outputs: Any = None
+    """Of the last run, which was eager and whose effects remain."""
+    failure: VerificationError | None = None
+    deterministic: bool = True
+    notes: list[str] = field(default_factory=list)
+
+
+class Trial:
+    """Tries one step of one graph: the same runs in the same order, whatever they give, so that
+    several ranks that try it at once wait for one another nowhere.
+
+    `own` are the addresses of the storages of the step's inputs, `captured` is what the warm-up of
+    the graph's kind did, `captured_at` whether at the same size; `mixes_rows` says that live rows
+    may depend on padding.
+    """
+
+    def __init__(
+        self,
+        step: TriedStep,
+        *,
+        name: str,
+        own: frozenset[int],
+        device_type: str,
+        limit_bytes: int,
+        places: Places,
+        captured: Trace | None = None,
+        same_size: bool = False,
+        mixes_rows: bool = False,
+        moves_numbers: bool = True,
+    ) -> None:
+        self._step = step
+        self._name = name
+        self._own = own
+        self._saves = SavedWrites(limit_bytes, sums=False)
+        self._generators = Generators(device_type)
+        self._moving = Moving(places)
+        self._captured = captured
+        self._same_size = same_size
+        self._mixes_rows = mixes_rows
+        self._moves_numbers = moves_numbers
+        self._verdict = Verdict()
+
+    def run(self) -> Verdict:
+        """Run the trial. What a forward itself raises is raised, with its state as it was."""
+        verdict, step = self._verdict, self._step
+        try:
+            first = self._watch()
+            eager = step.eager(first)
+            written = self._saves.values()
+            self._moving.look()
+            self._back()
+            replayed = step.replay()
+            left = self._saves.values()[: len(written)]
+            self._back()
+            if not self._mixes_rows:
+                self._try_padding(eager, rounding_of(use.dtype for use in first.uses.values()))
+            if self._moves_numbers:
+                self._move_numbers(first, eager, written)
+        except BaseException:
+            self._back()
+            raise
+        verdict.outputs = step.eager(None)
+        self._judge_repeats(eager, verdict.outputs, replayed, first)
+        if verdict.failure is None and self._moving.rebound(first.uses):
+            self._fail_rebound(first)
+        if verdict.failure is None:
+            self._judge_writes(written, self._saves.values()[: len(written)], left, first)
+        return verdict
+
+    def _watch(self, follows: Trace | None = None) -> Watch:
+        return Watch(self._own, self._saves, follows, self._generators)
+
+    def _back(self) -> None:
+        """Put back what a run has changed: memory, generators, Python numbers."""
+        self._saves.restore()
+        self._generators.restore()
+        self._moving.restore()
+
+    def _fail(self, failure: VerificationError) -> None:
+        self._verdict.failure = self._verdict.failure or failure
+
+    def _judge_repeats(self, eager: Any, again: Any, replayed: Any, first: Watch) -> None:
+        spread = difference(again, eager)
+        rounding = rounding_of(use.dtype for use in first.uses.values())
+        if spread is not None and spread.relative > max(rounding, 1e-6):
+            moved = ", ".join(self._moving.names()) or "nothing that could be found"
+            self._fail(
+                PythonStateError(
+                    f"{self._name}: two eager runs of one step, from the same state, differ, so no "
+                    "graph can stand for the forward",
+                    got=f"{spread.text}; Python state that moved: {moved}",
+                    expected="a function of its inputs and of tensors",
+                    advice="keep what advances in a tensor and write it in place (add_, copy_), "
+                    "read clocks and files outside of the forward, or run it in an eager break",
+                )
+            )
+            return
+        if spread is not None:
+            self._verdict.deterministic = False
+            self._verdict.notes.append(f"not deterministic: eager runs differ in {spread.text}")
+        apart = difference(replayed, again)
+        allowed = 0.0 if spread is None else _SPREADS * max(spread.relative, 1e-7)
+        if apart is not None and (spread is None or apart.relative > allowed):
+            self._fail(self._differs(apart, "", first))
+
+    def _judge_writes(self, eager: Any, again: Any, replayed: Any, first: Watch) -> None:
+        spread = difference(again, eager)
+        apart = difference(replayed, again)
+        if apart is None:
+            return
+        if spread is None or apart.relative > _SPREADS * spread.relative:
+            self._fail(self._differs(apart, " in the state that it writes", first))
+
+    def _differs(self, apart: Difference, what: str, first: Watch) -> VerificationError:
+        return VerificationError(
+            f"{self._name}: the replay of its graph differs from eager{what}",
+            got=f"{apart.text}{self._guilty(first)}",
+            expected="equal bits" if self._verdict.deterministic else "the spread of eager runs",
+            advice="pass what changes as an input or write it in place into a tensor; recapture() "
+            "after what the forward reads was replaced",
+        )
+
+    def _guilty(self, now: Watch) -> str:
+        """The first operator that this step does otherwise than the warm-up of the graph did."""
+        if self._captured is None:
+            return ""
+        found = first_difference(now.trace, self._captured, same_size=self._same_size)
+        if found is None:
+            return ""
+        place, text = found
+        source = now.sources.get(place)
+        return f"\n    the first operator that is another one now is {text}" + (
+            "" if source is None else f", at {source}"
+        )
+
+    def _try_padding(self, eager: Any, rounding: float) -> None:
+        try:
+            other = self._step.other_padding(self._watch())
+        finally:
+            self._back()
+        try:
+            alone = self._step.unpadded(self._watch())
+        finally:
+            self._back()
+        for result, how in (
+            (other, "other values in the padding rows change live rows"),
+            (alone, "live rows are not what they are without padding"),
+        ):
+            apart = None if result is None else difference(eager, result)
+            if apart is None:
+                continue
+            judged = result is other or apart.relative != float("inf") or not _integers(eager)
+            if judged and apart.relative > rounding:
+                self._fail(
+                    RowsMixedError(
+                        f"{self._name}: {how}",
+                        got=apart.text,
+                        expected=f"at most {rounding:.3g} of their root mean square",
+                        advice="let each row depend on its own request only (mask the padding "
+                        "rows, take the last token of each request by an index input); where rows "
+                        "are mixed by design, Host(mixes_rows=True) says so",
+                    )
+                )
+            else:
+                self._verdict.notes.append(f"{how}, by rounding: {apart.text}")
+
+    def _move_numbers(self, first: Watch, eager: Any, written: list[torch.Tensor]) -> None:
+        names = self._moving.names()
+        if not names:
+            return
+        found = self._depends_on(names, first, eager, written)
+        if found is None:
+            return
+        if len(names) > 1:
+            for name in names:
+                alone = self._depends_on([name], first, eager, written)
+                if alone is not None:
+                    names, found = [name], alone
+                    break
+        self._fail(
+            PythonStateError(
+                f"{self._name}: the forward moves a Python number at every call and does something "
+                "else when it has moved on; replays repeat what it was at capture",
+                got=f"{self._moving.described(names)}; moved on, {found}",
+                expected="Python state that changes nothing, as a count of calls does",
+                advice="keep it in a tensor that is written in place, or pass it as an input; for "
+                "a sliding-window cache use a static cache of full length",
+            )
+        )
+
+    def _depends_on(
+        self, names: list[str], first: Watch, eager: Any, written: list[torch.Tensor]
+    ) -> str | None:
+        for steps in _STEPS:
+            watch = self._watch(first.trace)
+            found = None
+            try:
+                self._moving.move(names, steps)
+                result = self._step.eager(watch)
+                if watch.deviates:
+                    left = self._saves.values()
+                    apart = difference(result, eager) or difference(left, written)
+                    found = None if apart is None else f"the results differ in {apart.text}"
+            except Deviation:
+                found = "it does other things"
+            except Exception as error:
+                # An assertion about the number, say: it says nothing about other steps.
+                self._verdict.notes.append(
+                    f"with {', '.join(names)} moved on: {type(error).__name__}: {error}"[:300]
+                )
+            finally:
+                self._back()
+            if found is not None:
+                return found + (f", first {watch.deviation}" if watch.deviation else "")
+        return None
+
+    def _fail_rebound(self, first: Watch) -> None:
+        self._fail(
+            PythonStateError(
+                f"{self._name}: the forward reads a tensor and puts another one in its place; "
+                "replays go on reading the one of the capture",
+                got=", ".join(self._moving.rebound(first.uses)),
+                expected="state that is written in place",
+                advice="self.h.copy_(new) in place of self.h = new",
+            )
+        )
+
+
+def _integers(outputs: Any) -> bool:
+    """Whether outputs are such as rounding may flip: the tokens that a sampler chose."""
+    from graphrt.core.base import tree
+
+    return any(not t.is_floating_point() for t in tree.tensors(outputs))

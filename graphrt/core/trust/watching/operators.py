@@ -1,0 +1,124 @@
+"""What an operator says of itself: what it writes, and in which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+Rows = Callable[[Sequence[Any]], tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]]
+"""Of an operator's arguments: what reads the rows that it will write, and what writes them back."""
+
+
+class OperatorFacts(NamedTuple):
+    """Of one overload: the arguments that it writes, by place and name; how to save only the rows
+    that it writes; and whether it is one of torch's own."""
+
+    writes: tuple[tuple[int, str], ...]
+    rows: Rows | None
+    is_aten: bool
+
+
+@cache
+def facts_of(func: Any) -> OperatorFacts:
+    """The facts of an overload; of a higher-order operator, which says nothing, that it writes
+    nothing."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return OperatorFacts((), None, False)
+    writes = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return OperatorFacts(writes, _ROWS.get(schema.name), schema.name.startswith("aten::"))
+
+
+def written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The tensors that a call writes."""
+    for place, name in facts.writes:
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (each for each in value if isinstance(each, torch.Tensor))
+
+
+def _by_index(args: Sequence[Any]) -> Any:
+    tensor, indices = args[0].detach(), tuple(slice(None) if i is None else i for i in args[1])
+    # The index may itself be written before the rows are put back.
+    kept = tuple(i.clone() if isinstance(i, torch.Tensor) else i for i in indices)
+    return lambda: tensor[kept], lambda values: tensor.__setitem__(kept, values)
+
+
+def _by_dim(args: Sequence[Any]) -> Any:
+    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
+    if tensor.dim() == 0:
+        return lambda: tensor.clone(), lambda values: tensor.copy_(values)
+    return (
+        lambda: tensor.index_select(dim, index),
+        lambda values: tensor.index_copy_(dim, index, values),
+    )
+
+
+def _by_element(args: Sequence[Any]) -> Any:
+    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
+    return lambda: tensor.gather(dim, index), lambda values: tensor.scatter_(dim, index, values)
+
+
+_ROWS: dict[str, Rows] = {
+    **dict.fromkeys(("aten::index_put_", "aten::_index_put_impl_"), _by_index),
+    **dict.fromkeys(
+        ("aten::index_copy_", "aten::index_add_", "aten::index_fill_", "aten::index_reduce_"),
+        _by_dim,
+    ),
+    **dict.fromkeys(("aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"), _by_element),
+}
+
+# Which argument holds indices of which: what a run with other numbers must not do out of bounds.
+INDEXED: dict[str, Callable[[Sequence[Any]], list[tuple[int, Any]]]] = {
+    "aten::embedding": lambda args: [(args[0].shape[0], args[1])],
+    "aten::index": lambda args: _sizes_of(args[0], args[1]),
+    "aten::index_put_": lambda args: _sizes_of(args[0], args[1]),
+    "aten::_index_put_impl_": lambda args: _sizes_of(args[0], args[1]),
+    **dict.fromkeys(
+        (
+            "aten::index_select",
+            "aten::gather",
+            "aten::index_copy_",
+            "aten::index_add_",
+            "aten::index_fill_",
+            "aten::scatter_",
+            "aten::scatter_add_",
+            "aten::scatter",
+        ),
+        lambda args: [(args[0].shape[args[1]], args[2])] if args[0].dim() else [],
+    ),
+}
+
+
+def in_bounds(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator of torch's reads and writes only inside of what it is given; waits for
+    the device."""
+    indexed = INDEXED.get(func._schema.name)
+    if indexed is None:
+        return True
+    return all(
+        index.numel() == 0 or (int(index.min()) >= -size and int(index.max()) < size)
+        for size, index in indexed(args)
+    )
+
+
+def _sizes_of(tensor: torch.Tensor, indices: Sequence[Any]) -> list[tuple[int, Any]]:
+    found, dim = [], 0
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            if index is not None:
+                found.append((tensor.shape[dim], index))
+            dim += 1
+        else:
+            dim += index.dim()
+    return found

@@ -1,0 +1,118 @@
+"""What a run of a forward did, operator by operator, so that two runs can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_SHORT = 64
+"""A tensor of Python data with at most so many values is described by them."""
+
+
+class Op(NamedTuple):
+    """One operator: its overload, and what describes its arguments, tensors not by their values."""
+
+    func: Any
+    arguments: tuple[object, ...]
+
+    def __str__(self) -> str:
+        return str(self.func)
+
+
+class At(NamedTuple):
+    """A tensor from outside, which a graph finds at this address at every replay."""
+
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Of(NamedTuple):
+    """A tensor that the run itself made."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Values(NamedTuple):
+    """A small tensor that was made of Python data."""
+
+    values: str
+
+
+Trace = list[Op]
+
+
+def described(value: Any, outside: Any) -> object:
+    """An argument as two runs can compare it; `outside(tensor)` says whose memory a tensor is."""
+    if isinstance(value, torch.Tensor):
+        shape = tuple(value.shape)
+        if outside(value):
+            return At(value.data_ptr(), shape, value.stride())
+        return Of(shape, value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(described(each, outside) for each in value)
+    if isinstance(value, float | complex):
+        return repr(value)  # nan is not equal to itself, and 0.0 is equal to -0.0
+    return value if isinstance(value, int | str | bool | torch.dtype | None) else repr(value)
+
+
+def made_of_data(tensor: torch.Tensor) -> object:
+    """What describes a tensor that was made of Python data."""
+    if not tensor.is_meta and tensor.numel() <= _SHORT:
+        return Values(repr(tensor.tolist()))
+    return Of(tuple(tensor.shape), tensor.dtype)
+
+
+def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any], outside: Any) -> tuple[Any, ...]:
+    """What describes the arguments of one operator."""
+    found = tuple([described(each, outside) for each in args])
+    if kwargs:
+        found += tuple([(name, described(each, outside)) for name, each in kwargs.items()])
+    return found
+
+
+def first_difference(now: Trace, then: Trace, *, same_size: bool) -> tuple[int, str] | None:
+    """The first operator that a graph's run did otherwise, as its place and what differs; None.
+
+    Between runs of two sizes only what does not follow from the size is compared: operators,
+    fractions, texts, and where memory from outside is.
+    """
+    for place, (ours, theirs) in enumerate(zip(now, then, strict=False)):
+        if ours.func is not theirs.func:
+            return place, f"{ours} where the graph has {theirs}"
+        if ours.arguments == theirs.arguments:
+            continue
+        if same_size or not _alike(ours.arguments, theirs.arguments):
+            return place, f"{ours}{_text(ours, theirs)}"
+    if len(now) != len(then):
+        longer = now if len(now) > len(then) else then
+        return min(len(now), len(then)), f"{longer[min(len(now), len(then))]}: only one has it"
+    return None
+
+
+def _text(ours: Op, theirs: Op) -> str:
+    for mine, other in zip(ours.arguments, theirs.arguments, strict=False):
+        if mine != other:
+            return f": {_short(mine)} where the graph has {_short(other)}"
+    return ""
+
+
+def _short(value: object) -> str:
+    if isinstance(value, At):
+        return f"a tensor {value.shape} at {value.address:#x}"
+    if isinstance(value, Of):
+        return f"a tensor {value.shape} of {value.dtype}"
+    return str(value)[:80]
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, At) and isinstance(theirs, At):
+        return ours.address == theirs.address
+    if isinstance(ours, Of | Values) or type(ours) is int:
+        return type(ours) is type(theirs)
+    if isinstance(ours, tuple) and isinstance(theirs, tuple) and not isinstance(ours, At):
+        return len(ours) == len(theirs) and all(map(_alike, ours, theirs))
+    return bool(ours == theirs)

@@ -1,0 +1,211 @@
+"""Watching a run of a forward: what memory from outside it reads and writes, operator by operator.
+
+A kernel that is no operator of torch's is not seen, nor what a custom operator touches beside what
+its schema says. What compiled code reads and writes by its own kernels is not seen either.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphrt.core.base import ThreadMode, unseen
+from graphrt.core.capture import Source, user_source
+from graphrt.core.trust.generators import Generators
+from graphrt.core.trust.watching.operators import facts_of, in_bounds, written
+from graphrt.core.trust.watching.trace import Op, Trace, arguments_of, made_of_data
+from graphrt.core.trust.watching.writes import SavedWrites
+
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
+"""What every tensor made from Python data, or from a NumPy array, goes through."""
+
+
+class Use:
+    """Memory from outside of a forward that a run used: one storage."""
+
+    __slots__ = ("dtype", "is_written", "op", "ref", "shape", "source", "stride")
+
+    def __init__(self, ref: StorageWeakRef, tensor: torch.Tensor, op: str) -> None:
+        self.ref = ref
+        self.shape = tuple(tensor.shape)
+        self.stride = (tensor.storage_offset(), *tensor.stride())
+        self.dtype = tensor.dtype
+        self.op = op
+        self.source: Source | None = user_source()
+        self.is_written = False
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The memory, if it is still there."""
+        if self.ref.expired():  # type: ignore[no-untyped-call]
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+
+    def __str__(self) -> str:
+        line = "" if self.source is None else f", used at {self.source}"
+        return f"{self.dtype} {self.shape}{line}"
+
+
+class Deviation(Exception):
+    """A run that was told what to do did something else, which was not done."""
+
+
+class Watch(ThreadMode):  # type: ignore[no-untyped-call]
+    """Sees what one run does with memory from outside; `own` is memory that is no news, by address
+    of its storage. Writes are saved in `saves` before they are done.
+
+    With `follows`, the trace of an earlier run, the first operator that differs from it is looked
+    at: if it could do harm (an operator of the host's own, an index out of bounds) `Deviation` is
+    raised before it is done.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        own: frozenset[int] = frozenset(),
+        saves: SavedWrites | None = None,
+        follows: Trace | None = None,
+        generators: Generators | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace: Trace = []
+        self.uses: dict[int, Use] = {}
+        self.saw_compiled_code = False
+        self.sources: dict[int, Source | None] = {}
+        self.deviates = False
+        self.deviation = ""
+        self._own = own
+        self._saves = saves
+        self._follows = follows
+        self._generators = generators
+        self._keeps_sources = generators is not None
+        # Weak references also keep a storage's name from being used again.
+        self._born: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is LIFT_FRESH:
+            self._note(Op(func, (unseen(lambda: made_of_data(args[0])),)), args)
+            result = func(*args, **kwargs)
+            self._bear(args[0])
+            self._bear(result)
+            return result
+        if self._generators is not None:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Generator):
+                    self._generators.note(value)
+        facts = facts_of(func)
+        if facts.writes:
+            self._before_writes(func, facts, args, kwargs)
+        self._note(Op(func, arguments_of(args, kwargs, self._outside)), args)
+        for tensor in _tensors(args, kwargs):
+            self._use(tensor, func)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            self._bear(result)
+        elif isinstance(result, list | tuple):
+            for each in _tensors(result, {}):
+                self._bear(each)
+        return result
+
+    def _note(self, op: Op, args: Sequence[Any]) -> None:
+        if self._follows is not None:
+            place = len(self.trace)
+            if not self.deviates:
+                then = self._follows
+                self.deviates = place >= len(then) or then[place] != op
+                if self.deviates:
+                    self.deviation = f"{op} at {user_source() or 'an unknown line'}"
+            if self.deviates:
+                is_aten = facts_of(op.func).is_aten
+                if not is_aten or not unseen(lambda: in_bounds(op.func, args)):
+                    raise Deviation(str(op))
+        if self._keeps_sources:
+            self.sources[len(self.trace)] = user_source()
+        self.trace.append(op)
+
+    def _before_writes(self, func: Any, facts: Any, args: Any, kwargs: Any) -> None:
+        for tensor in written(facts, args, kwargs):
+            key = _key(tensor)
+            if key is None or key in self._born or self._is_own(tensor):
+                continue
+            use = self.uses.get(key)
+            if use is None:
+                if _from_compiled_code():
+                    # Kernels of compiled code write into memory that no operator has made.
+                    self.saw_compiled_code = True
+                    self._born[key] = _weak(tensor)
+                    continue
+                use = self.uses[key] = Use(_weak(tensor), tensor, str(func))
+            use.is_written = True
+            if self._saves is not None:
+                self._saves.save(tensor, facts, args, kwargs, use.__str__)
+
+    def _use(self, tensor: torch.Tensor, func: Any) -> None:
+        for part in _parts(tensor):
+            key = _key(part)
+            if key is None or key in self.uses or key in self._born or self._is_own(part):
+                continue
+            self.uses[key] = Use(_weak(part), part, str(func))
+
+    def _bear(self, tensor: torch.Tensor) -> None:
+        for part in _parts(tensor):
+            key = _key(part)
+            news = key not in self._born and key not in self.uses
+            if key is not None and news and not self._is_own(part):
+                self._born[key] = _weak(part)
+
+    def _outside(self, tensor: torch.Tensor) -> bool:
+        key = _key(tensor)
+        return key is not None and key not in self._born
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._own
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value, {})
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor, or those that a subclass is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    """What a tensor's memory is known by while it lives; None where it has none of its own."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _from_compiled_code() -> bool:
+    """Whether code that Inductor has written issued this operator."""
+    frame = sys._getframe(2)
+    for _ in range(12):
+        if "empty_strided_cpu" in frame.f_globals and "async_compile" in frame.f_globals:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

@@ -1,0 +1,113 @@
+"""What a forward writes, saved before it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from graphrt.core.base import StateTooLargeError, inference_guard, unseen
+from graphrt.core.trust.watching.operators import OperatorFacts
+from graphrt.core.trust.watching.rows import Protected
+
+
+class _Region(NamedTuple):
+    """What one operator was about to write, as it was, and how to read and write it."""
+
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], object]
+    was: torch.Tensor
+    inference: bool
+
+
+class SavedWrites:
+    """Memory from outside as it was before a run wrote it; index writes save only their rows.
+
+    Of what would take more than `limit_bytes` only sums of its rows are kept: such memory has to be
+    protected by padding, which `check_protected` looks at.
+    """
+
+    def __init__(self, limit_bytes: int, *, sums: bool = True) -> None:
+        """Without `sums` what is too large is not looked at either."""
+        self.bytes = 0
+        self._sums = sums
+        self._limit = limit_bytes
+        self._regions: list[_Region] = []
+        self._whole: set[tuple[object, ...]] = set()
+        self._protected: dict[tuple[object, ...], Protected] = {}
+
+    def save(
+        self,
+        tensor: torch.Tensor,
+        facts: OperatorFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        name: Callable[[], str],
+    ) -> None:
+        """Save what an operator is about to write into `tensor`; `name` is what errors call it."""
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if place in self._whole or place in self._protected or tensor.numel() == 0:
+            return
+        unseen(lambda: self._save(tensor, facts, args, place, name))
+
+    def _save(
+        self,
+        tensor: torch.Tensor,
+        facts: OperatorFacts,
+        args: Sequence[Any],
+        place: tuple[object, ...],
+        name: Callable[[], str],
+    ) -> None:
+        whole = facts.rows is None or tensor is not args[0]
+        if whole:
+            view = tensor.detach()
+            if self.bytes + view.numel() * view.element_size() > self._limit:
+                if self._sums:
+                    self._protected[place] = Protected(view, name())
+                return
+            read: Callable[[], torch.Tensor] = view.clone
+            write: Callable[[torch.Tensor], object] = view.copy_
+        else:
+            assert facts.rows is not None
+            read, write = facts.rows(args)
+        was = read()
+        self.bytes += was.numel() * was.element_size()
+        if self.bytes > self._limit:
+            raise too_large(self.bytes, self._limit, name())
+        self._regions.append(_Region(read, write, was, tensor.is_inference()))
+        if whole:
+            self._whole.add(place)
+
+    def restore(self) -> None:
+        """Put everything back as it was, the last write first; called again it does so again."""
+        if self._regions:
+            unseen(self._restore)
+
+    def _restore(self) -> None:
+        for region in reversed(self._regions):
+            with inference_guard(region.inference):
+                region.write(region.was)
+
+    def values(self) -> list[torch.Tensor]:
+        """Copies of what is there now."""
+        return unseen(lambda: [region.read().clone() for region in self._regions])
+
+    def check_protected(self, pads: Sequence[int]) -> list[str]:
+        """The memory that was too large to be saved, and which rows of it were written.
+
+        Raises `StateTooLargeError` for rows that no padding of an index input, in `pads`, names.
+        """
+        return [unseen(lambda own=own: own.check(pads)) for own in self._protected.values()]  # type: ignore[misc]
+
+
+def too_large(needed: int, limit: int, name: str) -> StateTooLargeError:
+    """The error for state that is written and cannot be saved."""
+    return StateTooLargeError(
+        "saving the state that the forward writes takes too much memory",
+        got=f"{needed} bytes, the last of them {name}",
+        expected=f"at most {limit} bytes",
+        advice="pad the index inputs of a KV cache to a dummy page; or declare what changes: "
+        "Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...), or raise "
+        "state_limit_bytes",
+    )
