@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.trust.scenario import ROWS, Scenario, defect
 
-WINDOW = 40
+WINDOW = 60
 """The call at which a cache of the tests is full: long after those of warm-ups and trials."""
-MANY = ROWS * 5
+MANY = ROWS * 7
 
 
 class Position:

@@ -14,19 +14,26 @@ from collections import Counter
 
 from tests.trust import (
     ambient,
+    attributes,
     clean,
+    clean_tensors,
+    closures,
     counters,
     host_reads,
     modules,
+    outputs,
     pieces,
-    python_values,
     rows,
     tensor_state,
+    weights,
 )
 from tests.trust.scenario import Defect
 from tests.trust.twins import LEVELS, Outcome, run
 
-_GROUPS = (python_values, counters, modules, ambient, host_reads, rows, tensor_state, pieces, clean)
+_GROUPS = (
+    *(closures, attributes, counters, modules, weights, ambient, host_reads),
+    *(rows, tensor_state, outputs, pieces, clean, clean_tensors),
+)
 
 DEFECTS: tuple[Defect, ...] = tuple(
     each for group in _GROUPS for each in vars(group).values() if isinstance(each, Defect)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
 from tests.trust.scenario import Scenario, at_change, defect
 
@@ -53,7 +52,7 @@ def memory_read_through_ctypes(device):
     return Scenario(forward, between=at_change(lambda: scale.fill_(3)))
 
 
-@defect("host read", "silent", devices=("cpu",))
+@defect("host read", "named", devices=("cpu",))
 def weight_read_through_numpy(device):
     scale = torch.ones(8)
     return Scenario(
@@ -68,12 +67,12 @@ def numpy_array_taken_before(device):
     return Scenario(lambda x: x * float(array.sum()), between=at_change(lambda: scale.fill_(3)))
 
 
-@defect("host read", "silent", devices=("cpu",))
+@defect("host read", "named", devices=("cpu",))
 def input_read_through_numpy(device):
     return Scenario(lambda x: x * float(x.numpy()[0, 0]))
 
 
-@defect("host read", "silent", devices=("cpu",))
+@defect("host read", "named", devices=("cpu",))
 def weight_read_through_dlpack(device):
     scale = torch.ones(8)
 
@@ -255,17 +254,3 @@ def custom_autograd_function_reads_a_global(device):
 
     change = at_change(lambda: SETTINGS.update(scale=3.0))
     return Scenario(lambda x: Scaled.apply(x), between=change)
-
-
-@defect("attribute", "silent")
-def scalar_argument_of_an_operator(device):
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = 1.0
-
-        def forward(self, x):
-            return torch.lerp(x, x * 2, self.scale)
-
-    model = Scaled()
-    return Scenario(model, between=at_change(lambda: setattr(model, "scale", 0.25)))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt import current_context, eager_break
-from tests.trust.scenario import LONG, WIDTH, Scenario, at_change, defect
+from graphrt import Batch, current_context, eager_break
+from graphrt.compile import compile_module
+from tests.trust.scenario import CHANGE, LONG, WIDTH, Scenario, at_change, defect
 
 
 def piecewise(forward: Any, **more: Any) -> Scenario:
@@ -176,3 +177,95 @@ def autocast_turned_on_around_pieces(device):
         torch.set_autocast_enabled(device, True)
 
     return piecewise(lambda x: attend(x @ weight, weight) @ weight, between=at_change(change))
+
+
+def prompts_after_the_change(step: int, rows: int) -> Batch:
+    """Decode steps, and from the change on prompts of one request, which are of another kind."""
+    return Batch(rows, rows, 1) if step < CHANGE else Batch(rows, 1)
+
+
+@defect("kinds", "named")
+def number_changed_before_the_first_step_of_a_kind(device):
+    model = SimpleNamespace(weight=torch.randn(8, 8), scale=1.0)
+
+    def forward(x):
+        return attend(x * model.scale, model.weight) + 1
+
+    return Scenario(
+        forward,
+        between=at_change(lambda: setattr(model, "scale", 3.0)),
+        mode="FULL_AND_PIECEWISE",
+        batch=prompts_after_the_change,
+    )
+
+
+@defect("kinds", "named")
+def rows_mixed_by_one_kind_alone(device):
+    weight = torch.randn(8, 8)
+
+    @eager_break
+    def prompt_or_decode(x):
+        # An eager part of PIECEWISE steps; in FULL ones it is captured.
+        piecewise = current_context() is not None and current_context().mode.name == "PIECEWISE"
+        return x - x.mean(0) if piecewise else x * 1
+
+    def forward(x):
+        return prompt_or_decode(attend(x + 1, weight)) + 1
+
+    return Scenario(forward, mode="FULL_AND_PIECEWISE", batch=prompts_after_the_change)
+
+
+@defect("kinds", "silent")
+def number_baked_into_each_lazy_capture(device):
+    model = SimpleNamespace(scale=1.0)
+
+    def between(step):
+        model.scale = 1.0 + step
+
+    return Scenario(lambda x: x * model.scale, between=between, options={"lazy": True})
+
+
+@defect("kinds", "right")
+def state_advanced_by_lazy_captures(device):
+    total = torch.zeros(WIDTH)
+
+    def forward(x):
+        total.add_(1)
+        return x + total
+
+    return Scenario(forward, options={"lazy": True}, state=lambda: [total])
+
+
+class Small(nn.Module):
+    """A module to be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+def compiled(model: nn.Module, **more: Any) -> Scenario:
+    """The scenario of a compiled module, in one FULL graph."""
+    return Scenario(compile_module(model, dynamic_dims=["x"], in_place=False), plain=model, **more)
+
+
+@defect("compiled", "late")
+def weight_of_a_compiled_module_moved(device):
+    model = Small()
+
+    def change():
+        model.linear.weight = nn.Parameter(torch.randn(8, 8))
+
+    return compiled(model, between=at_change(change), rows=LONG)
+
+
+@defect("compiled", "named")
+def rows_mixed_in_a_compiled_module(device):
+    class Mixing(Small):
+        def forward(self, x):
+            return self.linear(x - x.mean(0))
+
+    return compiled(Mixing())

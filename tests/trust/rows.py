@@ -141,12 +141,12 @@ def tokens_counted_where_padding_counts(device):
 
 @defect("rows mixed", "named")
 def expert_capacity_taken_by_padding(device):
-    experts = torch.randn(2, WIDTH, WIDTH)
+    experts, expert_ids = torch.randn(2, WIDTH, WIDTH), torch.arange(2)
 
     def forward(x):
         # The last rows come first, two rows an expert; padding rows all want expert 0.
         wanted = (x[:, 0] > 0).long()
-        order = F.one_hot(wanted, 2).flip(0).cumsum(0).flip(0)
+        order = (wanted.unsqueeze(1) == expert_ids).long().flip(0).cumsum(0).flip(0)
         place = order.gather(1, wanted.unsqueeze(1))
         out = torch.einsum("te,teo->to", x, experts[wanted])
         return torch.where(place <= 2, out, x)
@@ -202,15 +202,16 @@ def cache_forward():
     return cache, forward
 
 
-def cache_values(first_slot: int, late: int | None = None):
-    """Slots one after the other; from step `late` on the first row's is the padding's."""
+def cache_values(first_slot: int, late: int = 0):
+    """Slots one after the other; from step `late` on slot 0, where the padding points, is read, and
+    at that step written by the first row."""
 
     def values(step, rows, generator):
         slots = first_slot + (torch.arange(rows) + 8 * step) % (SLOTS - 8)
-        if late is not None and step == late:
+        if step == late:
             slots[0] = 0
         table = slots.unsqueeze(1).repeat(1, 2)
-        if late is None or step >= late:
+        if step >= late:
             table[:, 1] = 0
         return {
             "x": torch.randn(rows, WIDTH, generator=generator),

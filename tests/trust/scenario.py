@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from graphrt import InputSpec
+from graphrt import Batch, InputSpec
 
 WIDTH = 8
 SIZES = (1, 2, 4, 8)
@@ -45,11 +45,15 @@ Values = dict[str, torch.Tensor]
 
 def rows_of_x(step: int, rows: int, generator: torch.Generator) -> Values:
     """One input `x` of (rows, WIDTH) float32."""
-    return {"x": torch.randn(rows, WIDTH, generator=generator)}
+    return {"x": torch.randn(rows, WIDTH, generator=generator, dtype=torch.float32)}
 
 
 def nothing(step: int) -> None:
     """A host that changes nothing between steps."""
+
+
+def plain_batch(step: int, rows: int) -> None:
+    """No batch: the shapes of the inputs say it."""
 
 
 @dataclass
@@ -57,10 +61,11 @@ class Scenario:
     """One program. The host calls `between(step)` before each step, gets the step's inputs of
     `values(step, rows, generator)` (CPU tensors) and runs `forward`; with `rows[step]` live rows.
 
-    `metadata(step)` is the context's metadata, `state()` tensors that must be equal to the twin's
-    after each step too, `judge(step, values, outputs)` decides instead of the twin where values are
-    not reproducible. `host` and `options` are keywords of `Host` and `GraphOptions`; what this
-    version of them does not have is left out.
+    `plain` is what the twin runs where that is not `forward` itself. `batch(step, rows)` is the
+    step's batch, `metadata(step)` its context's metadata, `state()` tensors that must be equal to
+    the twin's after each step too, `judge(step, values, outputs)` decides instead of the twin where
+    values are not reproducible. `host` and `options` are keywords of `Host` and `GraphOptions`;
+    what this version of them does not have is left out.
     """
 
     forward: Callable[..., Any]
@@ -74,6 +79,8 @@ class Scenario:
     host: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     metadata: Callable[[int], Any] | None = None
+    batch: Callable[[int, int], Batch | None] = plain_batch
+    plain: Callable[..., Any] | None = None
     state: Callable[[], list[torch.Tensor]] = list
     judge: Callable[[int, Values, Any], bool] | None = None
     in_new_threads: bool = False

@@ -43,15 +43,16 @@ class Outcome:
     hits: int
 
 
-def run(defect: Defect, level: str, device: str = "cpu") -> Outcome:
-    """Run the defect's program by graphs at this level, after its twin without any."""
+def run(defect: Defect, level: str, device: str = "cpu", mode: str | None = None) -> Outcome:
+    """Run the defect's program by graphs at this level, after its twin without any; in `mode`, if
+    it is given, in place of its own."""
     with ambient_state_put_back():
         expected = _twin(defect, device)
     with ambient_state_put_back():
-        return _judged(defect, level, device, expected)
+        return _judged(defect, level, device, mode, expected)
 
 
-class _Record:
+class Record:
     """What was said and which steps were wrong, in order; step -1 is before the first one."""
 
     def __init__(self) -> None:
@@ -101,13 +102,17 @@ class _Stopped(Exception):
     """The run ended with an error, which the record has."""
 
 
-def _judged(defect: Defect, level: str, device: str, expected: list[Any]) -> Outcome:
-    record, runner = _Record(), None
+def _judged(
+    defect: Defect, level: str, device: str, mode: str | None, expected: list[Any]
+) -> Outcome:
+    record, runner = Record(), None
     try:
         with record.listening(-1):
             scenario = _built(defect, device)
+            scenario.mode = mode or scenario.mode
             runner = runner_of(scenario, level, device)
-            runner.capture()
+            if not runner.options.lazy:
+                runner.capture()
         _seed(SEED + 1)
         for step, values in _steps(scenario, device):
             with record.listening(step):
@@ -146,7 +151,7 @@ def _known(of: type, keywords: Any) -> dict[str, Any]:
 
 def _call(runner: GraphRunner, scenario: Scenario, values: Any, step: int) -> Any:
     metadata = None if scenario.metadata is None else scenario.metadata(step)
-    return runner(metadata=metadata, **values)
+    return runner(scenario.batch(step, scenario.rows[step]), metadata=metadata, **values)
 
 
 def _twin(defect: Defect, device: str) -> list[Any]:
@@ -155,7 +160,7 @@ def _twin(defect: Defect, device: str) -> list[Any]:
     _seed(SEED + 1)
     found = []
     for _, values in _steps(scenario, device):
-        outputs = _in_thread(scenario, partial(scenario.forward, **values))
+        outputs = _in_thread(scenario, partial(scenario.plain or scenario.forward, **values))
         found.append(_observed(outputs, scenario))
     return found
 

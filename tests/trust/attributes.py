@@ -1,22 +1,15 @@
-"""Python values that a host changes between steps: closures, attributes, globals, defaults.
-
-A capture bakes them in, and at capture nobody can know that they will change: these are what the
-higher levels are for.
-"""
+"""Attributes of instances and classes, and methods, that a host changes between steps."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
-import threading
 from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from tests.trust.scenario import CHANGE, Scenario, at_change, defect
+from tests.trust.scenario import Scenario, at_change, defect
 
 
 def simple_model() -> nn.Module:
@@ -32,90 +25,6 @@ def simple_model() -> nn.Module:
             return self.linear(x) * self.scale
 
     return Scaled()
-
-
-@defect("closure", "silent")
-def nonlocal_number(device):
-    scale = 1.0
-
-    def between(step):
-        nonlocal scale
-        scale = 3.0 if step >= CHANGE else 1.0
-
-    return Scenario(lambda x: x * scale, between=between)
-
-
-@defect("closure", "silent")
-def number_that_changes_at_every_step(device):
-    scale = 1.0
-
-    def between(step):
-        nonlocal scale
-        scale = 1.0 + step
-
-    return Scenario(lambda x: x * scale, between=between)
-
-
-@defect("closure", "silent")
-def list_cell(device):
-    scale = [1.0]
-    return Scenario(
-        lambda x: x * scale[0], between=at_change(lambda: scale.append(scale.pop() * 3))
-    )
-
-
-@defect("closure", "silent")
-def tensor_of_a_closure_rebound(device):
-    weight = torch.ones(8)
-
-    def between(step):
-        nonlocal weight
-        if step == CHANGE:
-            weight = torch.full((8,), 3.0)
-
-    return Scenario(lambda x: x * weight, between=between)
-
-
-@defect("closure", "silent")
-def function_of_a_closure_rebound(device):
-    activation = torch.relu
-
-    def between(step):
-        nonlocal activation
-        if step == CHANGE:
-            activation = torch.tanh
-
-    return Scenario(lambda x: activation(x), between=between)
-
-
-@defect("closure", "silent")
-def set_of_skipped_layers(device):
-    weights, skipped = [torch.randn(8, 8) for _ in range(3)], set()
-
-    def forward(x):
-        for layer, weight in enumerate(weights):
-            if layer not in skipped:
-                x = torch.tanh(x @ weight)
-        return x
-
-    return Scenario(forward, between=at_change(lambda: skipped.add(1)))
-
-
-@defect("closure", "silent")
-def partial_with_a_list_that_changes(device):
-    scales = [1.0]
-    forward = functools.partial(lambda scales, x: x * scales[-1], scales)
-    return Scenario(forward, between=at_change(lambda: scales.append(3.0)))
-
-
-@defect("closure", "silent")
-def lora_chosen_by_a_python_index(device):
-    adapters, active = [torch.randn(8, 8) for _ in range(3)], [0]
-
-    def between(step):
-        active[0] = step % 3
-
-    return Scenario(lambda x: x + x @ adapters[active[0]], between=between)
 
 
 @defect("attribute", "silent")
@@ -227,6 +136,20 @@ def property_over_a_dict(device):
     return Scenario(model.step, between=at_change(lambda: model.settings.update(scale=3.0)))
 
 
+@defect("attribute", "silent")
+def scalar_argument_of_an_operator(device):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1.0
+
+        def forward(self, x):
+            return torch.lerp(x, x * 2, self.scale)
+
+    model = Scaled()
+    return Scenario(model, between=at_change(lambda: setattr(model, "scale", 0.25)))
+
+
 @defect("attribute", "named", drifts=True)
 def hidden_state_rebound_in_the_forward(device):
     class Recurrent(nn.Module):
@@ -252,39 +175,6 @@ def previous_output_rebound_and_read(device):
         return out
 
     return Scenario(forward)
-
-
-@defect("global", "silent")
-def global_number(device):
-    module = {"SCALE": 1.0}
-    exec("def forward(x):\n    return x * SCALE", module)
-    return Scenario(module["forward"], between=at_change(lambda: module.update(SCALE=3.0)))
-
-
-@defect("global", "silent")
-def global_tensor_rebound(device):
-    module = {"weight": torch.ones(8)}
-    exec("def forward(x):\n    return x * weight", module)
-    change = at_change(lambda: module.update(weight=torch.full((8,), 3.0)))
-    return Scenario(module["forward"], between=change)
-
-
-@defect("global", "silent")
-def global_dict_of_settings(device):
-    module: dict[str, Any] = {"SETTINGS": {"scale": 1.0}}
-    exec("def forward(x):\n    return x * SETTINGS['scale']", module)
-    return Scenario(
-        module["forward"], between=at_change(lambda: module["SETTINGS"].update(scale=3.0))
-    )
-
-
-@defect("global", "silent")
-def function_of_a_module_patched(device):
-    library = SimpleNamespace(activation=torch.relu)
-    return Scenario(
-        lambda x: library.activation(x),
-        between=at_change(lambda: setattr(library, "activation", torch.tanh)),
-    )
 
 
 @defect("class attribute", "silent")
@@ -317,56 +207,6 @@ def method_of_a_class_patched(device):
 
     change = at_change(lambda: setattr(Model, "gate", lambda self, x: torch.tanh(x)))
     return Scenario(Model(), between=change)
-
-
-@defect("default argument", "silent")
-def mutable_default(device):
-    default = {"scale": 1.0}
-
-    def forward(x, settings=default):
-        return x * settings["scale"]
-
-    return Scenario(forward, between=at_change(lambda: default.update(scale=3.0)))
-
-
-@defect("default argument", "silent")
-def defaults_replaced(device):
-    def forward(x, scale=1.0):
-        return x * scale
-
-    return Scenario(forward, between=at_change(lambda: setattr(forward, "__defaults__", (3.0,))))
-
-
-@defect("environment", "silent")
-def environment_variable(device):
-    os.environ["GRAPHRT_TESTS_SCALE"] = "1"
-
-    def forward(x):
-        return x * float(os.environ["GRAPHRT_TESTS_SCALE"])
-
-    return Scenario(forward, between=at_change(lambda: os.environ.update(GRAPHRT_TESTS_SCALE="3")))
-
-
-@defect("environment", "silent")
-def number_that_another_thread_changes(device):
-    settings = SimpleNamespace(scale=1.0)
-
-    def change():
-        thread = threading.Thread(target=setattr, args=(settings, "scale", 3.0))
-        thread.start()
-        thread.join()
-
-    return Scenario(lambda x: x * settings.scale, between=at_change(change))
-
-
-@defect("environment", "silent")
-def number_of_a_thread(device):
-    local = threading.local()
-
-    def forward(x):
-        return x * getattr(local, "scale", 1.0)
-
-    return Scenario(forward, between=at_change(lambda: setattr(local, "scale", 3.0)))
 
 
 @defect("replaced method", "silent")
