@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tests.trust.scenario import Scenario, at_change, defect
+from tests.trust.scenario import CHANGE, Scenario, at_change, defect
 
 
 def simple_model() -> nn.Module:
@@ -226,3 +226,26 @@ def method_of_an_instance_replaced(device):
     inner = model.linear
     change = at_change(lambda: setattr(inner, "forward", lambda x: x @ inner.weight))
     return Scenario(model, between=change)
+
+
+@defect("attribute", "named")
+def flag_of_the_host_that_is_on_at_capture_alone(device):
+    model = SimpleNamespace(warming_up=True)
+
+    def forward(x):
+        return x * 1 if model.warming_up else x * 3
+
+    def between(step):
+        model.warming_up = False
+
+    return Scenario(forward, between=between)
+
+
+@defect("attribute", "silent")
+def number_changed_for_one_step_alone(device):
+    model = SimpleNamespace(scale=1.0)
+
+    def between(step):
+        model.scale = 3.0 if step == CHANGE else 1.0
+
+    return Scenario(lambda x: x * model.scale, between=between)

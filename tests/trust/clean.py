@@ -203,3 +203,14 @@ def time_taken_by_a_call(device):
         return y
 
     return Scenario(forward)
+
+
+@defect("clean", "right")
+def hook_that_keeps_figures(device):
+    model, norms = nn.Linear(8, 8), []
+
+    def note(module, arguments, output):
+        norms.append((len(output), output.dtype))
+
+    model.register_forward_hook(note)
+    return Scenario(Net(model))

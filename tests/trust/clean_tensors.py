@@ -158,3 +158,37 @@ def scratch_written_before_it_is_read(device):
         return part * 2 + part.relu()
 
     return Scenario(forward)
+
+
+@defect("clean", "right")
+def cache_larger_than_the_limit_written_by_rows(device):
+    cache, forward = cache_forward()
+    return Scenario(
+        forward,
+        CACHE_INPUTS,
+        cache_values(1, late=100),
+        state=lambda: [cache[1:]],
+        options={"state_limit_bytes": 1024},
+    )
+
+
+@defect("clean", "right")
+def output_changed_in_place_by_the_host(device):
+    model = nn.Linear(8, 8)
+    return Scenario(Net(model), after=lambda step, out: out.fill_(float("nan")))
+
+
+@defect("clean", "right", devices=("cpu",))
+def constant_list_made_a_tensor(device):
+    return Scenario(lambda x: x * torch.tensor([1.0, 2.0] * 4))
+
+
+@defect("clean", "right")
+def output_that_is_a_global_tensor(device):
+    table = torch.randn(8, WIDTH)
+
+    def forward(x):
+        table[: len(x)].copy_(x * 2)
+        return table[: len(x)]
+
+    return Scenario(forward, outputs=("tokens", WIDTH))

@@ -241,7 +241,7 @@ def first_input_remembered(device):
     return Scenario(forward)
 
 
-@defect("cache", "silent")
+@defect("cache", "named")
 def lru_cache_of_a_table_that_is_cleared(device):
     settings = SimpleNamespace(scale=1.0)
 

@@ -188,7 +188,7 @@ def copied_to_the_host_and_back(device):
     return Scenario(forward)
 
 
-@defect("host read", "silent", on_cuda="named")
+@defect("host read", "named")
 def python_list_that_changes_made_a_tensor(device):
     lengths = [1.0] * 8
 

@@ -22,17 +22,6 @@ def output_that_is_the_state(device):
     return Scenario(forward, rows=(8, 8, 8, 8, 8, 8), sizes=(8,))
 
 
-@defect("output", "right")
-def output_that_is_a_global_tensor(device):
-    table = torch.randn(8, WIDTH)
-
-    def forward(x):
-        table[: len(x)].copy_(x * 2)
-        return table[: len(x)]
-
-    return Scenario(forward, outputs=("tokens", WIDTH))
-
-
 @defect("output", "silent")
 def output_of_another_structure_later(device):
     model = SimpleNamespace(details=False)
@@ -79,7 +68,7 @@ def metadata_of_a_step_read_in_a_full_graph(device):
     return Scenario(forward, between=between, metadata=lambda step: 2 + step % 4)
 
 
-@defect("metadata", "silent")
+@defect("metadata", "named")
 def metadata_in_a_global_of_the_host(device):
     # As engines do that have a forward context of their own.
     context = SimpleNamespace(lengths=torch.ones(8), longest=8)
@@ -94,7 +83,7 @@ def metadata_in_a_global_of_the_host(device):
     return Scenario(forward, between=between)
 
 
-@defect("metadata", "silent")
+@defect("metadata", "named")
 def tensor_of_the_host_that_is_new_at_every_step(device):
     model = SimpleNamespace(mask=torch.ones(WIDTH))
 

@@ -191,6 +191,26 @@ def last_token_of_each_request(device):
     return Scenario(forward, {"x": X, "starts": InputSpec(torch.int64, ("tokens",))}, values)
 
 
+@defect("rows mixed", "silent")
+def rows_mixed_at_one_size_alone(device):
+    # As by a kernel that is chosen by size; the first step of that size has no padding.
+    return Scenario(lambda x: x - x.mean(0) if len(x) == 4 else x - 0)
+
+
+@defect("rows mixed", "silent")
+def rows_mixed_by_the_data_of_a_later_step(device):
+    # As where experts run over only under load.
+    def forward(x, load):
+        crowded = (load.amax() > 5).float()
+        return x - crowded * x.mean(0)
+
+    def values(step, rows, generator):
+        load = torch.full((rows,), float(step))
+        return {"x": torch.randn(rows, WIDTH, generator=generator), "load": load}
+
+    return Scenario(forward, {"x": X, "load": InputSpec(torch.float32, ("tokens",))}, values)
+
+
 def cache_forward():
     """A forward that writes its rows to slots of a cache and adds the slots that are read."""
     cache, weight = torch.zeros(SLOTS, WIDTH), torch.randn(WIDTH, WIDTH)

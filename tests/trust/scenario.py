@@ -52,6 +52,10 @@ def nothing(step: int) -> None:
     """A host that changes nothing between steps."""
 
 
+def left_alone(step: int, outputs: Any) -> None:
+    """A host that only reads what a step gave."""
+
+
 def plain_batch(step: int, rows: int) -> None:
     """No batch: the shapes of the inputs say it."""
 
@@ -64,8 +68,9 @@ class Scenario:
     `plain` is what the twin runs where that is not `forward` itself. `batch(step, rows)` is the
     step's batch, `metadata(step)` its context's metadata, `state()` tensors that must be equal to
     the twin's after each step too, `judge(step, values, outputs)` decides instead of the twin where
-    values are not reproducible. `host` and `options` are keywords of `Host` and `GraphOptions`;
-    what this version of them does not have is left out.
+    values are not reproducible; `after(step, outputs)` is what the host does to them. `host` and
+    `options` are keywords of `Host` and `GraphOptions`; what this version of them does not have is
+    left out.
     """
 
     forward: Callable[..., Any]
@@ -79,6 +84,7 @@ class Scenario:
     host: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     metadata: Callable[[int], Any] | None = None
+    after: Callable[[int, Any], None] = left_alone
     batch: Callable[[int, int], Batch | None] = plain_batch
     plain: Callable[..., Any] | None = None
     state: Callable[[], list[torch.Tensor]] = list

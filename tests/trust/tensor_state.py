@@ -205,3 +205,14 @@ def state_moved_by_a_reset_of_the_host(device):
 
     model = Counting()
     return Scenario(model, between=at_change(model.reset), rows=LONG)
+
+
+@defect("state", "named")
+def state_larger_than_the_limit(device):
+    cache = torch.zeros(64, WIDTH)
+
+    def forward(x):
+        cache.mul_(0.5).add_(1)
+        return x + cache.sum(0)
+
+    return Scenario(forward, options={"state_limit_bytes": 1024}, state=lambda: [cache])

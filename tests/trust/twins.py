@@ -119,6 +119,7 @@ def _judged(
                 call = partial(_call, runner, scenario, values, step)
                 outputs = _in_thread(scenario, call)
                 seen = _observed(outputs, scenario)
+                scenario.after(step, outputs)
             if not _right(scenario, step, values, seen, expected[step]):
                 record.wrong.append(step)
     except _Stopped:
@@ -159,9 +160,10 @@ def _twin(defect: Defect, device: str) -> list[Any]:
     scenario = _built(defect, device)
     _seed(SEED + 1)
     found = []
-    for _, values in _steps(scenario, device):
+    for step, values in _steps(scenario, device):
         outputs = _in_thread(scenario, partial(scenario.plain or scenario.forward, **values))
         found.append(_observed(outputs, scenario))
+        scenario.after(step, outputs)
     return found
 
 

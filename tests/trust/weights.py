@@ -79,6 +79,7 @@ def memory_of_a_weight_given_away(device):
     return moved(lambda m: m.layers[0].weight.set_(torch.randn(8, 8)))
 
 
+# The next two: graphs of the CPU have the storage itself, wherever its memory is.
 @defect("moved weight", "right", on_cuda="late")
 def storage_of_a_weight_resized(device):
     def change(model):
