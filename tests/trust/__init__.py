@@ -1,0 +1,1 @@
+"""Seeded defects: forwards that a graph cannot stand for, and whether anybody says so."""
