@@ -84,17 +84,20 @@ class StaticInputs:
                 return name, pad
         return None
 
-    def repeat_live_rows(self, layout: InputLayout, tokens: int, reqs: int) -> None:
-        """Let padding rows hold what the first live row holds, where their value is no address and
-        follows from no other row: as if they were live rows of the same kind."""
-        for name, (axis, dim) in self._axes.items():
-            spec = self._specs[name]
-            if axis is None or spec.index or spec.pad == "repeat":
-                continue
-            view, live = layout.views[name], axis.size(tokens, reqs)
-            if 0 < live < view.shape[dim]:
-                tail = view.narrow(dim, live, view.shape[dim] - live)
-                tail.copy_(view.narrow(dim, 0, 1).expand_as(tail))
+    @property
+    def keep_rows(self) -> bool:
+        """Whether there are inputs whose padding rows are whatever was there."""
+        return any(spec.pad == "keep" for spec in self._specs.values())
+
+    def disturb_kept_rows(self, layout: InputLayout, tokens: int, reqs: int) -> None:
+        """Let padding rows that are kept hold what the first live row holds: an earlier step may
+        have left it there."""
+        for own in self._fixed:
+            if own.spec.pad == "keep" and own.axis is not None:
+                view, live = layout.views[own.name], own.axis.size(tokens, reqs)
+                if 0 < live < view.shape[own.dim]:
+                    tail = view.narrow(own.dim, live, view.shape[own.dim] - live)
+                    tail.copy_(view.narrow(own.dim, 0, 1).expand_as(tail))
 
     def layout(self, tokens: int, reqs: int) -> InputLayout:
         """Where the inputs of a batch of this size lie."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
+from graphrt.core.base import Undo, tree
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch
 from graphrt.core.inputs import StaticInputs
+from graphrt.core.replay import under_way, warming_up
 from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.trust import Watch
 
@@ -58,16 +60,18 @@ class PaddedTrial:
         return _copies(self._run_padded(context, eager=False, probe=None))
 
     def other_padding(self, watch: Watch) -> Any:
-        if not self.padded:
+        if not self.padded or not self._inputs.keep_rows:
             return None
 
         def disturb() -> None:
-            self._inputs.repeat_live_rows(self._step.layout, self._tokens, self._reqs)
+            self._inputs.disturb_kept_rows(self._step.layout, self._tokens, self._reqs)
 
         return self._eager(Probe(watch, disturb))
 
     def unpadded(self, watch: Watch) -> Any:
-        return _copies(watch.around(self._run_unpadded)) if self.padded else None
+        if not self.padded:
+            return None
+        return _copies(as_part_of_it(lambda: watch.around(self._run_unpadded), self))
 
     def _eager(self, probe: Probe) -> Any:
         context = ForwardContext(
@@ -85,10 +89,30 @@ class Probe:
         self._disturb = disturb
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """The forward, on inputs that are filled."""
+        """The forward, on inputs that are filled; what it calls is part of it, as in a warm-up."""
         if self._disturb is not None:
             self._disturb()
-        return forward() if self._watch is None else self._watch.around(forward)
+        watch = self._watch
+        return as_part_of_it(forward if watch is None else lambda: watch.around(forward), self)
+
+
+def as_part_of_it(function: Callable[[], Any], name: object) -> Any:
+    """Call `function`, in which runners and wrappers run what they wrap, as they do in a warm-up.
+
+    Their own graphs and buffers would look like state that the function writes.
+    """
+    undo = Undo()
+    try:
+        undo.later(partial(warming_up.set, warming_up.get()))
+        warming_up.set(True)
+        undo.later(partial(under_way.discard, id(name)))
+        under_way.add(id(name))
+        result = function()
+        undo.now()
+        return result
+    except BaseException:
+        undo.now()
+        raise
 
 
 def copied_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
