@@ -21,12 +21,13 @@ from graphrt.core.trust.places.slots import (
     TupleItem,
     bases_of,
     items_of,
+    module_globals,
+    name_of,
     namespace_of,
 )
 from graphrt.core.trust.places.walk import Walk
 
 _FUNCTION = vars(types.FunctionType)
-_NAMESPACE_DICT = vars(types.ModuleType)["__dict__"].__get__
 _RUN_UNSEEN = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
 """Methods that are only read where code says their name, though Python runs them unasked."""
 
@@ -90,13 +91,13 @@ def _globals(walk: Walk, owner: int, held: dict[str, Any], names: set[str]) -> N
     read = walk.globals_read.setdefault(own, set())
     for name in sorted(names - read):
         read.add(name)
-        if name in held:
+        if name in held and not _is_module(held[name]):
             walk.slot(own, Item(f"global {module}{name}", held, name), held[name])
     for name in sorted(names):
         # A module may also be imported in the function itself.
         found = held.get(name, sys.modules.get(name))
         if _is_module(found):
-            inner = _NAMESPACE_DICT(found)
+            inner = module_globals(found)
             key = (id(inner), frozenset(names))
             if not is_library(str(inner.get("__name__"))) and key not in walk.modules_read:
                 walk.modules_read.add(key)
@@ -133,7 +134,7 @@ def partial(walk: Walk, value: Any, place: Place, shape: Shape) -> None:
 
 def class_attributes(walk: Walk, value: Any, place: Place, shape: Shape) -> None:
     """The values of a user's class, and those of its methods whose name some code says."""
-    own, path = id(value), place.path
+    own, path = id(value), name_of(value)
     for name, each in list(namespace_of(value).items()):
         kind = walk.shape(type(each)).kind
         dunder = name.startswith("__") and name.endswith("__")

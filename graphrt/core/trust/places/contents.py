@@ -76,17 +76,16 @@ def items(walk: Walk, value: Any, place: Place, shape: Shape) -> None:
 
 
 def _read_items(walk: Walk, value: Any, path: str, own: int) -> None:
-    odd = 0
-    for key, each in items_of(value, max(walk.left, 0)) or ():
+    found = items_of(value, max(walk.left, 0)) or []
+    # One odd key is enough: a look-up of any other may compare with it.
+    plain = all(hashes_plainly(key) for key, _ in found)
+    if not plain and len(found) > _MOST_ODD:  # every look at one is a search
+        walk.opaque.append((path, f"{len(found)} items, some by keys with their own hash"))
+        del found[_MOST_ODD:]
+    item = Item if plain else ItemOfOddKey
+    for key, each in found:
         text = repr(key) if type(key) in (str, int) else f"<{type(key).__name__}>"
-        if hashes_plainly(key):
-            walk.slot(own, Item(f"{path}[{text}]", value, key), each)
-            continue
-        odd += 1
-        if odd > _MOST_ODD:  # every look at one is a search
-            walk.opaque.append((path, "items whose keys have their own hash"))
-            break
-        walk.slot(own, ItemOfOddKey(f"{path}[{text}]", value, key), each)
+        walk.slot(own, item(f"{path}[{text}]", value, key), each)
 
 
 def elements(walk: Walk, value: Any, place: Place, shape: Shape) -> None:

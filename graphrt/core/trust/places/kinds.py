@@ -107,7 +107,7 @@ _BASES: tuple[tuple[type, Kind], ...] = (
     *((base, Kind.PLAIN) for base in (int, float, complex, str, bytes)),
 )
 _ENTERED: frozenset[type] = frozenset({
-    types.SimpleNamespace, argparse.Namespace, threading.local, functools.partialmethod,
+    types.SimpleNamespace, argparse.Namespace, functools.partialmethod,
     collections.UserDict, collections.UserList, collections.ChainMap,
     weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet,
 })  # fmt: skip
@@ -145,6 +145,9 @@ def shape_of(of: type) -> Shape:
     if exact is not None:
         return Shape(exact, _function_dict if of is types.FunctionType else None)
     bases = bases_of(of)
+    if threading.local in bases:
+        # A subclass may run its `__init__` where a thread looks at it first.
+        return Shape(Kind.OBJECT, _thread_dict) if of is threading.local else Shape(Kind.OPAQUE)
     kind = next((kind for base, kind in _BASES if base in bases), None)
     if kind is None and is_numpy_number(of):
         kind = Kind.PLAIN
@@ -159,9 +162,17 @@ def shape_of(of: type) -> Shape:
     return Shape(kind, dict_of, slots, frozen is True, users)
 
 
+def _thread_dict(held: Any) -> dict[str, Any]:
+    found: dict[str, Any] = threading.local.__getattribute__(held, "__dict__")
+    return found
+
+
 def _function_dict(function: Any) -> dict[str, Any]:
     found: dict[str, Any] = types.FunctionType.__dict__["__dict__"].__get__(function)
     return found
+
+
+_BY_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 def _attributes(bases: tuple[type, ...]) -> tuple[Callable[[Any], Any] | None, Any]:
@@ -171,7 +182,7 @@ def _attributes(bases: tuple[type, ...]) -> tuple[Callable[[Any], Any] | None, A
         names = namespace_of(base)
         found = names.get("__dict__")
         # A property of that name is the user's, and is not run.
-        if dict_of is None and type(found) is types.GetSetDescriptorType and base is not type:
+        if dict_of is None and type(found) in _BY_C and base is not type:
             dict_of = found.__get__
         if "__slots__" in names:
             slots += [

@@ -123,7 +123,9 @@ class AttributesLink(Link):
         self._dict = dict_of(owner)
         self._count = len(self._dict)
         named: list[tuple[str, Any]] = [(name, self._dict.get(name)) for name in inner]
-        self._inner = tuple((n, held, len(held)) for n, held in named if type(held) in _DICTS)
+        self._inner: tuple[tuple[str, Any, int], ...] = tuple(
+            (name, held, len(held)) for name, held in named if type(held) in _DICTS
+        )
 
     @property
     def path(self) -> str:
@@ -136,7 +138,7 @@ class AttributesLink(Link):
         if len(held) != self._count:
             return False
         for name, inner, count in self._inner:
-            if held.get(name) is not inner or len(inner) != count:
+            if len(inner) != count or held.get(name) is not inner:
                 return False
         return True
 
@@ -151,8 +153,8 @@ class AttributesLink(Link):
             text = f"it has {len(held)} attributes, had {self._count}"
             return f"{text}; new: {latest}" if latest else text
         for name, inner, count in self._inner:
-            if held.get(name) is not inner:
-                return f"{name} is another one"
             if len(inner) != count:
                 return f"{name} has {len(inner)} entries, had {count}"
+            if held.get(name) is not inner:
+                return f"{name} is another one"
         return "nothing"

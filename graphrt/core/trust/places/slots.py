@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from types import CellType
+from types import CellType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,9 @@ namespace_of = type.__dict__["__dict__"].__get__
 
 name_of = type.__dict__["__name__"].__get__
 """The name of a class."""
+
+module_globals = vars(ModuleType)["__dict__"].__get__
+"""The globals of a module, lazy or not."""
 
 bases_of = type.__dict__["__mro__"].__get__
 """The method resolution order of a class."""
@@ -104,7 +107,7 @@ class FrozenItem(Item):
 
 
 class ItemOfOddKey(FrozenItem):
-    """The value of a key whose hash is the user's: found by identity, not written."""
+    """A value of a dict with keys whose hash is the user's: found by identity, not written."""
 
     __slots__ = ()
 
@@ -160,7 +163,7 @@ class Members(Place):
         self.path, self._set = path, holder
 
     def get(self) -> object:
-        return frozenset(set.copy(self._set)) if type(self._set) is set else MISSING
+        return frozenset(self._set)
 
     def set(self, value: Any) -> None:
         set.clear(self._set)

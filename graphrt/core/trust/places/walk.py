@@ -11,7 +11,7 @@ import torch
 
 from graphrt.core.trust.places.kinds import Kind, Shape, is_library, module_of, shape_of
 from graphrt.core.trust.places.links import Link
-from graphrt.core.trust.places.slots import MISSING, Fixed, Place
+from graphrt.core.trust.places.slots import MISSING, Fixed, Place, module_globals
 
 MOST_PLAIN = 4096
 """A container of more plain values than this is known by its identity and length only."""
@@ -65,6 +65,10 @@ class Walk:
             self.numbers.append(place)
         elif kind is Kind.SKIPPED or value is MISSING:
             pass
+        elif kind is Kind.NAMESPACE:
+            # Only read where code names what is in it.
+            if not is_library(str(module_globals(value).get("__name__"))):
+                self.opaque.append((place.path, "module"))
         elif kind is Kind.OPAQUE:
             self.opaque.append((place.path, type(value).__qualname__))
         elif (kind is Kind.TUPLE or kind is Kind.FROZENSET) and self.is_plain(value):
