@@ -184,7 +184,7 @@ def in_wrapped_by_torch(value):
 
 def in_partial(value):
     forward = functools.partial(torch.mul, other=value)
-    return forward, "self.keywords['other']", lambda new: forward.keywords.update(other=new)
+    return forward, "partial.keywords['other']", lambda new: forward.keywords.update(other=new)
 
 
 def in_callable(value):
@@ -639,6 +639,7 @@ def test_a_replaced_container_of_numbers_is_seen_by_its_link():
     assert [link.path for link in places.number_links if not link.holds()] == ["model.state"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_and_compiled_modules_are_seen_through():
     scripted = torch.jit.script(nn.Linear(2, 2))
     places = places_of(scripted)

@@ -231,6 +231,21 @@ def test_what_cannot_be_looked_into_is_told():
     assert next(generator) == 0 and next(iterator) == 1
 
 
+@pytest.mark.parametrize("size", [None, 4])
+def test_what_a_cached_function_holds_is_found(size):
+    scale = torch.ones(1)
+
+    @functools.lru_cache(maxsize=size)
+    def table(length):
+        return torch.arange(length) * scale
+
+    cached = table(3)
+    places = places_of(lambda x: x + table(3))
+    assert "closure table, closure scale" in paths(places.tensors)
+    assert "closure table, cached" in paths([(p, t) for p, t in places.tensors if t is cached])
+    assert ("closure table", "lru_cache") in places.opaque
+
+
 def test_numbers_of_numpy_are_numbers():
     held = [np.float32(0.5), np.int64(3)]
     places = places_of(lambda x: held)
@@ -277,6 +292,8 @@ def paths_of_numbers(forward: Any) -> list[str]:
         (torch.device("cpu"), torch.device("cpu"), True),
         (Frozen(3), Frozen(3), True),
         (Frozen(3), Frozen(4), False),
+        (slice(1, 2), slice(1, 2), True),
+        (slice(1, 2), slice(1, 2.0), False),
         (MISSING, None, False),
         ([1], [1], False),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
 from collections.abc import Iterator
@@ -135,7 +136,7 @@ def partial(walk: Walk, value: Any, place: Place, shape: Shape) -> None:
 def class_attributes(walk: Walk, value: Any, place: Place, shape: Shape) -> None:
     """The values of a user's class, and those of its methods whose name some code says."""
     own, path = id(value), name_of(value)
-    for name, each in list(namespace_of(value).items()):
+    for name, each in namespace_of(value).copy().items():
         kind = walk.shape(type(each)).kind
         dunder = name.startswith("__") and name.endswith("__")
         found = ClassAttribute(f"{path}.{name}", value, name)
@@ -163,6 +164,21 @@ def descriptor(walk: Walk, value: Any, place: Place, shape: Shape) -> None:
     if type(value) is functools.cached_property:
         inner = vars(value)["func"]
         walk.slot(id(value), Fixed(place.path, inner), inner)
+
+
+def cached(walk: Walk, value: Any, place: Place, shape: Shape) -> None:
+    """A function with an `lru_cache`: what is in the cache now, and the function."""
+    assert shape.dict_of is not None
+    own, path = id(value), place.path
+    walk.opaque.append((path, "lru_cache"))
+    held = gc.get_referents(value)
+    # Without a size the results are in a dict, else they are held one by one.
+    tables = [items_of(each) or () for each in held if type(each) is dict]
+    for each in held + [result for table in tables for _, result in table]:
+        if walk.shape(type(each)).kind is Kind.TENSOR or type(each) is tuple:
+            walk.slot(own, Fixed(f"{path}, cached", each), each)
+    inner = shape.dict_of(value).get("__wrapped__")
+    walk.slot(own, Fixed(path, inner), inner)
 
 
 def wrapper(walk: Walk, value: Any, place: Place, shape: Shape) -> None:

@@ -32,6 +32,7 @@ _READERS = {
     Kind.PARTIAL: code.partial,
     Kind.CLASS: code.class_attributes,
     Kind.DESCRIPTOR: code.descriptor,
+    Kind.CACHED: code.cached,
     Kind.WRAPPER: code.wrapper,
 }
 
@@ -85,13 +86,20 @@ def places_of(forward: Any, *, limit: int = 20_000) -> Places:
     walk = Walk(_READERS, limit)
     while walk.shape(type(forward)).kind is Kind.WRAPPER:
         forward = forward.unwrap()
-    kind = walk.shape(type(forward)).kind
-    owner = forward.__self__ if kind is Kind.BOUND else forward
-    is_module = walk.shape(type(owner)).kind in (Kind.MODULE, Kind.SCRIPT)
-    path = forward.__name__ if kind is Kind.FUNCTION else "model" if is_module else "self"
+    path = _name_of_root(walk, forward)
     walk.slot(0, Fixed(path, forward), forward)
     walk.run()
     return _sorted_out(walk)
+
+
+def _name_of_root(walk: Walk, forward: Any) -> str:
+    kind = walk.shape(type(forward)).kind
+    if kind is Kind.FUNCTION:
+        return str(forward.__name__)
+    if kind is Kind.BOUND:
+        return _name_of_root(walk, forward.__self__)
+    names = {Kind.MODULE: "model", Kind.SCRIPT: "model", Kind.PARTIAL: "partial"}
+    return names.get(kind, "self")
 
 
 def _sorted_out(walk: Walk) -> Places:

@@ -43,6 +43,7 @@ class Kind(enum.Enum):
     PROXY = enum.auto()
     REF = enum.auto()
     CONTEXT_VARIABLE = enum.auto()
+    CACHED = enum.auto()
     WRAPPER = enum.auto()
     SKIPPED = enum.auto()
     OPAQUE = enum.auto()
@@ -62,7 +63,7 @@ class Shape(NamedTuple):
 _EXACT: dict[type, Kind] = {
     **dict.fromkeys((int, float, complex, bool, str, bytes, type(None), type(...)), Kind.PLAIN),
     **dict.fromkeys((torch.dtype, torch.device, torch.Size, torch.layout), Kind.PLAIN),
-    **dict.fromkeys((torch.memory_format, range), Kind.PLAIN),
+    **dict.fromkeys((torch.memory_format, range, slice), Kind.PLAIN),
     types.FunctionType: Kind.FUNCTION,
     types.MethodType: Kind.BOUND,
     types.BuiltinMethodType: Kind.BOUND,
@@ -113,8 +114,10 @@ _ENTERED: frozenset[type] = frozenset({
 })  # fmt: skip
 """Types of the standard library whose objects hold what a user put in."""
 
-_SILENT = ("logging", "threading", "typing", "abc", "_abc", "re", "inspect")
-"""Of the standard library: what a forward takes no numbers from."""
+_SILENT = ("logging", "threading", "types", "typing", "abc", "_abc", "re", "inspect", "triton")
+"""Libraries whose objects a forward takes no numbers from."""
+
+_CACHED = type(functools.lru_cache(len))
 
 _LIBRARIES = sys.stdlib_module_names | {
     "builtins", "torch", "torch_npu", "torchvision", "torchaudio", "numpy", "triton", "cuda",
@@ -141,6 +144,8 @@ def module_of(of: type) -> str:
 
 def shape_of(of: type) -> Shape:
     """What a walk does with objects of the type `of`."""
+    if of is _CACHED:
+        return Shape(Kind.CACHED, of.__dict__["__dict__"].__get__)
     exact = _EXACT.get(of)
     if exact is not None:
         return Shape(exact, _function_dict if of is types.FunctionType else None)
@@ -203,10 +208,16 @@ def _kind_of_object(of: type, bases: tuple[type, ...], has_attributes: bool) -> 
         return Kind.OBJECT
     root = _root(of)
     if root == "torch":
-        # Its public objects, such as masks of attention, hold tensors of users.
-        inner = module_of(of).startswith("torch.nn.")
-        return Kind.OBJECT if inner and has_attributes else Kind.SKIPPED
+        return _kind_of_torchs(module_of(of), has_attributes)
     return Kind.SKIPPED if root in _SILENT or root == "graphrt" else Kind.OPAQUE
+
+
+def _kind_of_torchs(module: str, has_attributes: bool) -> Kind:
+    # Masks of attention and what is like them; objects of C++, which may hold tensors; the rest,
+    # such as streams, graphs and what the compiler keeps, is no state of a model.
+    if module.startswith("torch.nn."):
+        return Kind.OBJECT if has_attributes else Kind.SKIPPED
+    return Kind.OPAQUE if module in ("torch", "torch._C", "torch.jit._script") else Kind.SKIPPED
 
 
 def _root(of: type) -> str:

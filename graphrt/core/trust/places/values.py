@@ -34,6 +34,11 @@ def same_value(before: object, after: object) -> bool:
     if issubclass(kind, tuple):
         mine, others = members_of(before, tuple) or (), members_of(after, tuple) or ()
         return len(mine) == len(others) and all(map(same_value, mine, others))
+    if kind is slice:
+        return all(
+            same_value(getattr(before, end), getattr(after, end))
+            for end in ("start", "stop", "step")
+        )
     if kind is frozenset:
         # Only those of plain values are kept as values.
         return before == after
