@@ -274,6 +274,18 @@ def test_methods_that_no_code_names_are_not_read():
     assert paths_of_numbers(Own()) == ["Own.used, default scale"]
 
 
+def test_helpers_of_helpers_are_read_up_to_a_distance():
+    source = "\n".join(f"def f{i}(x, at={i}): return f{i + 1}(x)" for i in range(8))
+    names: dict[str, Any] = {"__name__": "helpers_of_user", "f8": 8}
+    exec(source, names)
+    found = paths_of_numbers(names["f0"])
+    assert found == ["default at", *(f"global f{i}, default at" for i in range(1, 4))]
+    # Whoever is near enough reads it, even where another one was too far away.
+    names["far"], names["near"] = names["f0"], names["f4"]
+    exec("def forward(x): return far(x) + near(x)", names)
+    assert "global near, default at" in paths_of_numbers(names["forward"])
+
+
 def paths_of_numbers(forward: Any) -> list[str]:
     return [place.path for place in places_of(forward).numbers]
 
