@@ -195,9 +195,12 @@ def test_circles_and_depth_end():
     ids=lambda held: type(held).__name__,
 )
 def test_long_containers_of_numbers_cost_nothing_and_are_told(held):
-    started = time.perf_counter()
-    places = places_of(lambda x: held)
-    assert time.perf_counter() - started < 0.05
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        places = places_of(lambda x: held)
+        took.append(time.perf_counter() - started)
+    assert min(took) < 0.01
     assert places.complete and not places.values()
     assert places.opaque == [("closure held", f"{len(held)} plain items")]
     if hasattr(held, "pop"):
