@@ -26,7 +26,7 @@ from graphrt.core.trust.places.slots import (
     name_of,
     namespace_of,
 )
-from graphrt.core.trust.places.walk import Walk
+from graphrt.core.trust.places.walk import MOST_HOPS, Walk
 
 _FUNCTION = vars(types.FunctionType)
 _RUN_UNSEEN = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
@@ -76,6 +76,8 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _say(walk: Walk, names: set[str]) -> None:
     """Read the methods of these names, which waited for that."""
+    if walk.hops >= MOST_HOPS:
+        return
     for name in sorted(names - walk.said):
         walk.said.add(name)
         for owner, place, value in walk.unsaid.pop(name, ()):
@@ -91,9 +93,10 @@ def _globals(walk: Walk, owner: int, held: dict[str, Any], names: set[str]) -> N
     walk.held_by.append((owner, own))
     read = walk.globals_read.setdefault(own, set())
     for name in sorted(names - read):
-        read.add(name)
         if name in held and not _is_module(held[name]):
-            walk.slot(own, Item(f"global {module}{name}", held, name), held[name])
+            place = Item(f"global {module}{name}", held, name)
+            if walk.by_name(own, place, held[name]):
+                read.add(name)
     for name in sorted(names):
         # A module may also be imported in the function itself.
         found = held.get(name, sys.modules.get(name))
@@ -151,7 +154,7 @@ def class_attributes(walk: Walk, value: Any, place: Place, shape: Shape) -> None
 
 def _method(walk: Walk, owner: int, place: Place, value: object) -> None:
     walk.code_links.append(SlotLink(place, value))
-    walk.slot(owner, Fixed(place.path, value), value)
+    walk.by_name(owner, Fixed(place.path, value), value)
 
 
 def descriptor(walk: Walk, value: Any, place: Place, shape: Shape) -> None:
@@ -171,7 +174,10 @@ def cached(walk: Walk, value: Any, place: Place, shape: Shape) -> None:
     assert shape.dict_of is not None
     own, path = id(value), place.path
     walk.opaque.append((path, "lru_cache"))
-    for each in gc.get_referents(value):
+    held = gc.get_referents(value)
+    # Without a size the results are in a dict, else they are held one by one.
+    tables = [items_of(each) or () for each in held if type(each) is dict]
+    for each in held + [result for table in tables for _, result in table]:
         if walk.shape(type(each)).kind is Kind.TENSOR or type(each) is tuple:
             walk.slot(own, Fixed(f"{path}, cached", each), each)
     inner = shape.dict_of(value).get("__wrapped__")

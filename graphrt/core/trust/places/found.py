@@ -79,9 +79,9 @@ def places_of(forward: Any, *, limit: int = 20_000) -> Places:
     and no code of a user runs. At most about `limit` slots are looked at, nearest first.
 
     Seen are attributes, closures, defaults, what code names of globals and of modules, class
-    attributes, hooks, and what all these hold. Not entered are torch, NumPy, the standard library,
-    and methods whose name no code says that was read. Paths read like `model.layers[0].scale`,
-    `closure scale`, `global SCALE`, `default scale`.
+    attributes, hooks, and what all these hold. Not entered are torch, NumPy and the standard
+    library, methods whose name no code says that was read, and code more than a few calls away.
+    Paths read like `model.layers[0].scale`, `closure scale`, `global SCALE`, `default scale`.
     """
     walk = Walk(_READERS, limit)
     while walk.shape(type(forward)).kind is Kind.WRAPPER:

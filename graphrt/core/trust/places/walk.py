@@ -16,6 +16,12 @@ from graphrt.core.trust.places.slots import MISSING, Fixed, Place, module_global
 MOST_PLAIN = 4096
 """A container of more plain values than this is known by its identity and length only."""
 
+MOST_HOPS = 3
+"""Code is read that is so many calls away from the forward, or from a method of what it holds; a
+walk without this end would read all of an installed package."""
+
+_CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
+
 
 class Walk:
     """A walk in breadth, so that an object gets the shortest path; `readers` hand the slots of an
@@ -26,7 +32,8 @@ class Walk:
     ) -> None:
         self.readers = readers
         self.left = limit
-        self.queue: deque[tuple[Any, Place, Shape]] = deque()
+        self.hops = 0
+        self.queue: deque[tuple[Any, Place, Shape, int]] = deque()
         self.tensors: list[tuple[int, Place, torch.Tensor]] = []
         self.slots: list[tuple[int, Place, object]] = []
         self.held_by: list[tuple[int, int]] = []
@@ -47,7 +54,7 @@ class Walk:
     def run(self) -> None:
         """Read everything that is found, until nothing or nothing of the limit is left."""
         while self.queue and self.left > 0:
-            value, place, shape = self.queue.popleft()
+            value, place, shape, self.hops = self.queue.popleft()
             self.readers[shape.kind](self, value, place, shape)
 
     def shape(self, of: type) -> Shape:
@@ -85,7 +92,20 @@ class Walk:
         self.held_by.append((owner, id(value)))
         if id(value) not in self._seen:
             self._seen[id(value)] = value
-            self.queue.append((value, place, self.shape(type(value))))
+            self.queue.append((value, place, self.shape(type(value)), self.hops))
+
+    def by_name(self, owner: int, place: Place, value: Any) -> bool:
+        """Take note of a slot that code names; code there is one hop further away. False if that
+        is too far."""
+        if self.shape(type(value)).kind not in _CODE:
+            self.slot(owner, place, value)
+            return True
+        if self.hops >= MOST_HOPS:
+            return False
+        self.hops += 1
+        self.slot(owner, place, value)
+        self.hops -= 1
+        return True
 
     def keep(self, value: object) -> int:
         """The id of an object, which stays its own while the walk lives."""
