@@ -256,6 +256,7 @@ class GraphSet:
             reads=self.reads,
             warmed_up=self.warmed_up,
             pads=self._inputs.index_pads,
+            device_type=self._pool.platform.device_type,
         )
 
     @property

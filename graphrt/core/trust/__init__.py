@@ -1,7 +1,7 @@
 """Whether a graph still stands for its forward: watching warm-ups, trying graphs, checks."""
 
 from graphrt.core.trust.ambient import Ambient
-from graphrt.core.trust.places import Link, places_of
+from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads, TensorUse
 from graphrt.core.trust.trial import Trial, TriedStep, Verdict
 from graphrt.core.trust.warm_up import WarmedUp, WatchedState
@@ -11,7 +11,6 @@ from graphrt.core.trust.weights import AddressBook, Parameters, Tensors, check_p
 __all__ = [
     "AddressBook",
     "Ambient",
-    "Link",
     "Parameters",
     "Reads",
     "TensorUse",

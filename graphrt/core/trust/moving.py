@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.core.trust.places import MISSING, Place, Places, same_value
-from graphrt.core.trust.watching import Use
+from graphrt.core.trust.watching import Use, storage_key
 
 
 class Moving:
@@ -60,7 +60,7 @@ class Moving:
 
     def rebound(self, uses: Mapping[int, Use]) -> list[str]:
         """Where a run has put another tensor in the place of one that it had read."""
-        return [place.path for place, held, _ in self._replaced if _key(held) in uses]
+        return [place.path for place, held, _ in self._replaced if storage_key(held) in uses]
 
     def settle(self) -> None:
         """After several runs: put back what still moves, and leave what was made once, such as a
@@ -95,11 +95,3 @@ def _step(was: Any, now: Any) -> Any:
     if type(was) is not type(now) or not isinstance(was, int | float):
         return None
     return now - was
-
-
-def _key(tensor: torch.Tensor) -> int | None:
-    try:
-        key: int = tensor.untyped_storage()._cdata
-        return key
-    except (NotImplementedError, RuntimeError):
-        return None  # a tensor without memory of its own

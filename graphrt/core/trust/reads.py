@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.core.base import storage_use_count, tree
-from graphrt.core.trust.places import Link, Places, TensorLink, places_of
+from graphrt.core.trust.places import Link, Places, SlotLink, TensorLink, places_of
 from graphrt.core.trust.watching import Use, Watch
+
+Glance = tuple[Callable[[], object], object, int | None]
+"""What reads a slot, what is there, and its address where it is a tensor."""
 
 Named = Callable[[], Mapping[str, torch.Tensor]]
 
@@ -46,7 +49,9 @@ class Reads:
         self._held: dict[int, tuple[torch.UntypedStorage, Use]] = {}
         self._where: dict[str, tuple[object, ...]] = {}
         self.links: tuple[Link, ...] = ()
-        """What to look at for a quick answer: all of them hold as long as nothing has moved."""
+        """All of them hold as long as nothing has moved."""
+        self.glances: list[Glance] = []
+        """The same for a glance at one of them a step: slots, and where the tensors in them are."""
 
     def note(self, watch: Watch) -> None:
         """Keep what a run used."""
@@ -67,6 +72,7 @@ class Reads:
         self.links = tuple(
             link for link in places.links if not isinstance(link, TensorLink) or link.path in read
         )
+        self.glances = [_glance(link) for link in self.links if isinstance(link, SlotLink)]
         return places
 
     def forget(self) -> None:
@@ -74,6 +80,7 @@ class Reads:
         self._held.clear()
         self._where.clear()
         self.links = ()
+        self.glances = []
         self.protected.clear()
 
     def moved(self) -> list[str]:
@@ -138,6 +145,12 @@ class Reads:
             if where is not None and where[-1] in self._held:
                 found[place.path] = where
         return found
+
+
+def _glance(link: SlotLink) -> Glance:
+    held = link.held
+    is_tensor = isinstance(link, TensorLink) and link.where is not None
+    return link.place.get, held, held.data_ptr() if is_tensor else None  # type: ignore[attr-defined]
 
 
 def _where(tensor: torch.Tensor) -> tuple[object, ...] | None:

@@ -95,23 +95,30 @@ class Trial:
             replayed = step.replay()
             left = self._saves.values()[: len(written)]
             self._back()
-            if not self._mixes_rows:
-                self._try_padding(eager, rounding_of(use.dtype for use in first.uses.values()))
+            again = step.eager(self._watch())
+            rewritten = self._saves.values()[: len(written)]
+            self._back()
+            other = None if self._mixes_rows else step.other_padding(self._watch())
+            self._back()
             if self._moves_numbers:
                 self._move_numbers(first, eager, written)
+            # Last, and for good: what the step is without graphs.
+            alone = None if self._mixes_rows else step.unpadded(self._watch())
+            verdict.outputs = step.eager(None) if alone is None else alone
         except BaseException:
             self._back()
             raise
-        verdict.outputs = step.eager(None)
-        self._judge_repeats(eager, verdict.outputs, replayed, first)
-        if verdict.failure is None and self._moving.rebound(first.uses):
-            self._fail_rebound(first)
-        if verdict.failure is None:
-            self._judge_writes(written, self._saves.values()[: len(written)], left, first)
+        rounding = rounding_of(use.dtype for use in first.uses.values())
+        self._judge_repeats(eager, again, replayed, first, rounding)
+        rebound = self._moving.rebound(first.uses)
+        if rebound:
+            self._fail_rebound(rebound)
+        self._judge_writes(written, rewritten, left, first)
+        self._judge_padding(eager, other, alone, rounding)
         return verdict
 
     def _watch(self, follows: Trace | None = None) -> Watch:
-        return Watch(self._own, self._saves, follows, self._generators)
+        return Watch(self._own, self._saves, follows, self._generators, keeps_sources=True)
 
     def _back(self) -> None:
         """Put back what a run has changed: memory, generators, Python numbers."""
@@ -122,9 +129,10 @@ class Trial:
     def _fail(self, failure: VerificationError) -> None:
         self._verdict.failure = self._verdict.failure or failure
 
-    def _judge_repeats(self, eager: Any, again: Any, replayed: Any, first: Watch) -> None:
+    def _judge_repeats(
+        self, eager: Any, again: Any, replayed: Any, first: Watch, rounding: float
+    ) -> None:
         spread = difference(again, eager)
-        rounding = rounding_of(use.dtype for use in first.uses.values())
         if spread is not None and spread.relative > max(rounding, 1e-6):
             moved = ", ".join(self._moving.names()) or "nothing that could be found"
             self._fail(
@@ -176,15 +184,7 @@ class Trial:
             "" if source is None else f", at {source}"
         )
 
-    def _try_padding(self, eager: Any, rounding: float) -> None:
-        try:
-            other = self._step.other_padding(self._watch())
-        finally:
-            self._back()
-        try:
-            alone = self._step.unpadded(self._watch())
-        finally:
-            self._back()
+    def _judge_padding(self, eager: Any, other: Any, alone: Any, rounding: float) -> None:
         for result, how, rounded in (
             (other, "what is in padding rows that are kept changes live rows", False),
             (alone, "live rows are not what they are without padding", True),
@@ -256,12 +256,12 @@ class Trial:
                 return found + (f", first {watch.deviation}" if watch.deviation else "")
         return None
 
-    def _fail_rebound(self, first: Watch) -> None:
+    def _fail_rebound(self, places: list[str]) -> None:
         self._fail(
             PythonStateError(
                 f"{self._name}: the forward reads a tensor and puts another one in its place; "
                 "replays go on reading the one of the capture",
-                got=", ".join(self._moving.rebound(first.uses)),
+                got=", ".join(places),
                 expected="state that is written in place",
                 advice="self.h.copy_(new) in place of self.h = new",
             )

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from graphrt.core.base import PythonStateError
 from graphrt.core.capture import SavedState
+from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads
-from graphrt.core.trust.watching import SavedWrites, Trace, Watch
+from graphrt.core.trust.watching import Kept, SavedWrites, Trace, Watch, storage_key
 
 T = TypeVar("T")
 
@@ -20,6 +22,7 @@ class WarmedUp(NamedTuple):
 
     tokens: int
     trace: Trace
+    writes: bool
 
 
 class WatchedState:
@@ -38,6 +41,7 @@ class WatchedState:
         reads: Reads | None,
         warmed_up: dict[Hashable, WarmedUp],
         pads: Sequence[int],
+        device_type: str,
     ) -> None:
         self._declared = declared
         self._forward = forward
@@ -47,6 +51,8 @@ class WatchedState:
         self._saves = SavedWrites(limit_bytes)
         self._moving: Moving | None = None
         self._looked = False
+        self._watched: set[Hashable] = set()
+        self._generators = Generators(device_type)
 
     def run(self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]) -> T:
         """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
@@ -60,16 +66,57 @@ class WatchedState:
         if self._moving is None:
             self._moving = Moving(places_of(self._forward))
         known = self._warmed_up.get(kind)
-        if known is not None and known.tokens >= tokens:
+        # What a forward writes has to be saved in every session.
+        is_saved = kind in self._watched or (known is not None and not known.writes)
+        if known is not None and known.tokens >= tokens and is_saved:
             return function()
-        watch = Watch(own, self._saves)
+        self._watched.add(kind)
+        watch = Watch(own, self._saves, generators=self._generators)
         result = watch.around(function)
-        reads.note(watch)
-        self._warmed_up[kind] = WarmedUp(tokens, watch.trace)
         if not self._looked:
             self._moving.look()
             self._looked = True
+        made = self._made_and_reachable(watch)
+        if made:
+            self.restore()
+            again = Watch(own, self._saves, generators=self._generators)
+            result = again.around(function)
+            self._refuse_state_of_padding(made, again)
+        reads.note(watch)
+        writes = any(use.is_written for use in watch.uses.values())
+        self._warmed_up[kind] = WarmedUp(tokens, watch.trace, writes)
         return result
+
+    def _made_and_reachable(self, watch: Watch) -> dict[int, tuple[str, Kept]]:
+        """What a run has computed from its inputs, or written twice, and left in Python."""
+        kept = {
+            key: each for key, each in watch.kept().items() if each.from_inputs or each.rewritten
+        }
+        if not kept:
+            return {}
+        found = {}
+        for place, tensor in places_of(self._forward).tensors:
+            key = storage_key(tensor)
+            if key in kept:
+                found[key] = place.path, kept[key]
+        return found
+
+    def _refuse_state_of_padding(self, made: dict[int, tuple[str, Kept]], again: Watch) -> None:
+        """Raise `PythonStateError` if a forward goes on from what its warm-up has made."""
+        for key, (path, kept) in made.items():
+            use = again.uses.get(key)
+            if use is None or not use.exposed or not (kept.from_inputs or use.is_written):
+                continue
+            assert self._moving is not None
+            self._moving.restore()
+            raise PythonStateError(
+                "the forward makes state when it runs first, and goes on from it: a warm-up has "
+                "left padding rows in it",
+                got=f"{path}: {use}",
+                expected="state that is there before capture()",
+                advice="make it before the capture (a cache often has a method for it, or run the "
+                "forward once on a real batch), in tensors that are written in place",
+            )
 
     def restore(self) -> None:
         """Put back what was declared and what was found."""
@@ -77,7 +124,9 @@ class WatchedState:
         self._saves.restore()
 
     def settle(self) -> None:
-        """Put back what still moves in Python, and look at memory that only padding protects."""
+        """Put back random numbers and what still moves in Python, and look at memory that only
+        padding protects."""
+        self._generators.restore()
         if self._moving is not None:
             self._moving.settle()
         if self._reads is not None:

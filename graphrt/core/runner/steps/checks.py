@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from graphrt.core.base import GraphQuarantinedWarning, StaleInputError, VerificationError
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.trust import Ambient, Link, Reads, Verdict
+from graphrt.core.trust import Ambient, Reads, Verdict
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
+
+
+_NOTHING = (lambda: None), None, None
+"""A glance where there is nothing to look at."""
 
 
 @dataclass
@@ -64,7 +68,7 @@ class Checks:
         self._quarantined: dict[int, str] = {}
         self._steps = 0
         self._ambient: Ambient | None = None
-        self._links: Iterator[Link] = _round(())
+        self._round: Iterator[Any] = itertools.repeat(_NOTHING)
 
     def captured(self, graphs: Iterable[Dispatch]) -> None:
         """Graphs were captured; called with all that there are."""
@@ -72,8 +76,7 @@ class Checks:
             return
         if self._ambient is None:
             self._ambient = Ambient(self._device_type)
-        links = () if self._reads is None else self._reads.links
-        self._links = _round(links)
+        self._go_round()
         kinds: dict[Hashable, list[tuple[int, int]]] = {}
         for graph in graphs:
             slot, descriptor = graph.slot, graph.descriptor
@@ -97,8 +100,13 @@ class Checks:
             self._pending.get(slot, tokens) == tokens
             and not self._sampled
             and (ambient is None or ambient.holds())
-            and next(self._links).holds()
+            and self._glance()
         )
+
+    def _glance(self) -> bool:
+        """Whether one tensor that graphs read, another one at every step, is where it was."""
+        get, held, address = next(self._round)
+        return get() is held and (address is None or held.data_ptr() == address)
 
     def why_eager(self, found: Dispatch) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may.
@@ -176,12 +184,16 @@ class Checks:
                 pending[slot] = self.records[slot].descriptor.num_tokens
         self._pending = pending
 
+    def _go_round(self) -> None:
+        glances = [] if self._reads is None else self._reads.glances
+        self._round = itertools.cycle(glances or [_NOTHING])
+
     def _look_for_moved(self, reads: Reads) -> None:
         moved = reads.moved()
         if not moved:
             # Something on the way was replaced, and leads to the same tensors.
             reads.settle()
-            self._links = _round(reads.links)
+            self._go_round()
             return
         failure = StaleInputError(
             "tensors are not where the graphs read them",
@@ -189,7 +201,7 @@ class Checks:
             expected="every one where it was at capture",
             advice="write new values into the old tensors, as by copy_(), or call recapture()",
         )
-        self._links = _round(())
+        self._round = itertools.repeat(_NOTHING)
         self.quarantine([*self.records], failure)
 
     def _say(self, failure: Exception) -> None:
@@ -201,16 +213,3 @@ class Checks:
             warnings.warn(
                 f"steps run eagerly from here on: {text}", GraphQuarantinedWarning, stacklevel=6
             )
-
-
-def _round(links: Sequence[Link]) -> Iterator[Link]:
-    return itertools.cycle(links or (_Nothing(),))
-
-
-class _Nothing(Link):
-    """Stands for links where there are none."""
-
-    __slots__ = ()
-
-    def holds(self) -> bool:
-        return True

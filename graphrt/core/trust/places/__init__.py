@@ -1,8 +1,17 @@
 """What the Python side of a forward holds: its tensors, its plain values, and the way to them."""
 
 from graphrt.core.trust.places.found import Places, places_of
-from graphrt.core.trust.places.links import Link, TensorLink
+from graphrt.core.trust.places.links import Link, SlotLink, TensorLink
 from graphrt.core.trust.places.slots import MISSING, Place
 from graphrt.core.trust.places.values import same_value
 
-__all__ = ["MISSING", "Link", "Place", "Places", "TensorLink", "places_of", "same_value"]
+__all__ = [
+    "MISSING",
+    "Link",
+    "Place",
+    "Places",
+    "SlotLink",
+    "TensorLink",
+    "places_of",
+    "same_value",
+]

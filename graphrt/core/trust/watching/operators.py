@@ -15,11 +15,14 @@ Rows = Callable[[Sequence[Any]], tuple[Callable[[], torch.Tensor], Callable[[tor
 
 class OperatorFacts(NamedTuple):
     """Of one overload: the arguments that it writes, by place and name; how to save only the rows
-    that it writes; and whether it is one of torch's own."""
+    that it writes; whether it is one of torch's own, makes a view and touches no memory, or reads
+    nothing of what it writes."""
 
     writes: tuple[tuple[int, str], ...]
     rows: Rows | None
     is_aten: bool
+    is_view: bool
+    overwrites: bool
 
 
 @cache
@@ -28,13 +31,22 @@ def facts_of(func: Any) -> OperatorFacts:
     nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return OperatorFacts((), None, False)
+        return OperatorFacts((), None, False, False, False)
     writes = tuple(
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        # Their schemas do not say so.
+        or ("batch_norm" in schema.name and argument.name in ("running_mean", "running_var"))
     )
-    return OperatorFacts(writes, _ROWS.get(schema.name), schema.name.startswith("aten::"))
+    aliases = [result.alias_info for result in schema.returns]
+    return OperatorFacts(
+        writes,
+        _ROWS.get(schema.name),
+        schema.name.startswith("aten::"),
+        not writes and any(alias is not None for alias in aliases),
+        schema.name in _OVERWRITING or any(name == "out" for _, name in writes),
+    )
 
 
 def written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -76,6 +88,11 @@ _ROWS: dict[str, Rows] = {
         _by_dim,
     ),
     **dict.fromkeys(("aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"), _by_element),
+}
+
+_OVERWRITING = {
+    f"aten::{name}_"
+    for name in ("copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli")
 }
 
 # Which argument holds indices of which: what a run with other numbers must not do out of bounds.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,7 +27,17 @@ LIFT_FRESH = torch.ops.aten.lift_fresh.default
 class Use:
     """Memory from outside of a forward that a run used: one storage."""
 
-    __slots__ = ("dtype", "is_written", "op", "ref", "shape", "source", "stride")
+    __slots__ = (
+        "dtype",
+        "exposed",
+        "is_written",
+        "op",
+        "overwritten",
+        "ref",
+        "shape",
+        "source",
+        "stride",
+    )
 
     def __init__(self, ref: StorageWeakRef, tensor: torch.Tensor, op: str) -> None:
         self.ref = ref
@@ -37,6 +47,9 @@ class Use:
         self.op = op
         self.source: Source | None = user_source()
         self.is_written = False
+        # Whether the run has read what was there before it; how many elements it wrote at first.
+        self.exposed = False
+        self.overwritten = 0
 
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, if it is still there."""
@@ -47,6 +60,15 @@ class Use:
     def __str__(self) -> str:
         line = "" if self.source is None else f", used at {self.source}"
         return f"{self.dtype} {self.shape}{line}"
+
+
+class Kept(NamedTuple):
+    """Memory that a run made and that outlived it: whether it was computed from the inputs, and
+    whether it was written again after it was made."""
+
+    ref: StorageWeakRef
+    from_inputs: bool
+    rewritten: bool
 
 
 class Deviation(Exception):
@@ -70,6 +92,8 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
         saves: SavedWrites | None = None,
         follows: Trace | None = None,
         generators: Generators | None = None,
+        *,
+        keeps_sources: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace: Trace = []
@@ -82,9 +106,11 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
         self._saves = saves
         self._follows = follows
         self._generators = generators
-        self._keeps_sources = generators is not None
+        self._keeps_sources = keeps_sources
         # Weak references also keep a storage's name from being used again.
         self._born: dict[int, StorageWeakRef] = {}
+        self._from_inputs: set[int] = set()
+        self._rewritten: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -104,15 +130,28 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
         if facts.writes:
             self._before_writes(func, facts, args, kwargs)
         self._note(Op(func, arguments_of(args, kwargs, self._outside)), args)
+        overwritten = {id(each) for each in self._overwritten(facts, args, kwargs)}
+        from_inputs = False
         for tensor in _tensors(args, kwargs):
-            self._use(tensor, func)
+            from_inputs |= self._use(tensor, func, facts.is_view, id(tensor) in overwritten)
         result = func(*args, **kwargs)
+        if facts.writes:
+            for tensor in written(facts, args, kwargs):
+                self._rewrite(tensor, from_inputs)
         if isinstance(result, torch.Tensor):
-            self._bear(result)
+            self._bear(result, from_inputs)
         elif isinstance(result, list | tuple):
             for each in _tensors(result, {}):
-                self._bear(each)
+                self._bear(each, from_inputs)
         return result
+
+    def kept(self) -> dict[int, Kept]:
+        """What the run made that is still there."""
+        return {
+            key: Kept(ref, key in self._from_inputs, key in self._rewritten)
+            for key, ref in self._born.items()
+            if not ref.expired()  # type: ignore[no-untyped-call]
+        }
 
     def _note(self, op: Op, args: Sequence[Any]) -> None:
         if self._follows is not None:
@@ -132,7 +171,7 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
 
     def _before_writes(self, func: Any, facts: Any, args: Any, kwargs: Any) -> None:
         for tensor in written(facts, args, kwargs):
-            key = _key(tensor)
+            key = storage_key(tensor)
             if key is None or key in self._born or self._is_own(tensor):
                 continue
             use = self.uses.get(key)
@@ -147,22 +186,50 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
             if self._saves is not None:
                 self._saves.save(tensor, facts, args, kwargs, use.__str__)
 
-    def _use(self, tensor: torch.Tensor, func: Any) -> None:
-        for part in _parts(tensor):
-            key = _key(part)
-            if key is None or key in self.uses or key in self._born or self._is_own(part):
-                continue
-            self.uses[key] = Use(_weak(part), part, str(func))
+    def _overwritten(self, facts: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+        return written(facts, args, kwargs) if facts.overwrites else iter(())
 
-    def _bear(self, tensor: torch.Tensor) -> None:
+    def _use(self, tensor: torch.Tensor, func: Any, is_view: bool, overwritten: bool) -> bool:
+        """Note that an operator uses a tensor; returns whether it was computed from the inputs."""
+        from_inputs = False
         for part in _parts(tensor):
-            key = _key(part)
+            key = storage_key(part)
+            if key is None:
+                continue
+            if self._is_own(part):
+                from_inputs = True
+                continue
+            from_inputs |= key in self._from_inputs
+            if key in self._born:
+                continue
+            use = self.uses.get(key)
+            if use is None:
+                use = self.uses[key] = Use(_weak(part), part, str(func))
+            if overwritten and not use.exposed:
+                use.overwritten = max(use.overwritten, part.numel())
+            elif not is_view and part.numel() > use.overwritten:
+                use.exposed = True
+        return from_inputs
+
+    def _rewrite(self, tensor: torch.Tensor, from_inputs: bool) -> None:
+        for part in _parts(tensor):
+            key = storage_key(part)
+            if key is not None:
+                self._rewritten.add(key)
+                if from_inputs:
+                    self._from_inputs.add(key)
+
+    def _bear(self, tensor: torch.Tensor, from_inputs: bool = False) -> None:
+        for part in _parts(tensor):
+            key = storage_key(part)
             news = key not in self._born and key not in self.uses
             if key is not None and news and not self._is_own(part):
                 self._born[key] = _weak(part)
+                if from_inputs:
+                    self._from_inputs.add(key)
 
     def _outside(self, tensor: torch.Tensor) -> bool:
-        key = _key(tensor)
+        key = storage_key(tensor)
         return key is not None and key not in self._born
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
@@ -187,11 +254,14 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _parts(getattr(tensor, name))
 
 
-def _key(tensor: torch.Tensor) -> int | None:
+def storage_key(tensor: torch.Tensor) -> int | None:
     """What a tensor's memory is known by while it lives; None where it has none of its own."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    key: int = tensor.untyped_storage()._cdata
+    try:
+        key: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
     return key
 
 
