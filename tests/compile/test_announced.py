@@ -253,10 +253,10 @@ def test_outputs_of_pieces_are_cloned_as_the_runner_says(module):
 def test_pieces_are_captured_with_the_options_of_the_runner(module):
     pool = GraphPool("cpu")
     compiled = compile_module(module, ["x"], pool=pool)
-    given = GraphOptions(check_addresses=True, strict=True)
+    given = GraphOptions(check="always", strict=True)
     with runner(module, pool, options=given) as run:
         run.capture()
-        assert all(each.options.check_addresses for each in compiled.wrappers)
+        assert all(each.options.check == "always" for each in compiled.wrappers)
         assert all(each.options.strict for each in compiled.wrappers)
 
 

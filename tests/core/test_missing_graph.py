@@ -54,10 +54,10 @@ def test_a_default_wrapper_never_captures_and_says_so_to_the_dispatcher():
 
 
 def test_a_wrapper_that_has_the_graph_leaves_the_hit_alone():
-    dispatcher, wrapped = published(), wrapper(lazy=True)
+    dispatcher, wrapped, x = published(), wrapper(lazy=True), torch.ones(4)
     for _ in range(3):
         with dispatcher.step(Batch(3, 3, 1)):
-            wrapped(torch.ones(4))
+            wrapped(x)
     assert len(wrapped.entries) == 1
     assert wrapped.eager_calls[Reason.MISSING_GRAPH] == 0
     assert dispatcher.counts()[Reason.HIT] == 3

@@ -42,7 +42,7 @@ OPTIONS = st.builds(
     lazy=st.booleans(),
     strict=st.booleans(),
     launch=st.sampled_from(["graph", "eager"]),
-    check_addresses=st.booleans(),
+    check=st.sampled_from(["off", "capture", "first", "sample", "always"]),
     state_limit_bytes=st.integers(0, 1 << 40),
     max_padding=st.none() | st.floats(1, 1e9),
 )
@@ -160,7 +160,7 @@ WRONG = [
     ("lazy", "yes"),
     ("strict", 1),
     ("launch", "graphs"),
-    ("check_addresses", None),
+    ("check", "sometimes"),
     ("state_limit_bytes", "64MiB"),
     ("max_padding", -0.1),
     ("max_padding", 0.5),

@@ -136,8 +136,8 @@ def test_an_unknown_keyword_is_a_named_error(owner: Any) -> None:
 
 
 def test_a_keyword_that_is_nearly_right_is_told() -> None:
-    with pytest.raises(InvalidOptionError, match="try: check_addresses"):
-        GraphOptions(check_adresses=True)  # type: ignore[call-arg]
+    with pytest.raises(InvalidOptionError, match="try: share_executables"):
+        GraphOptions(share_executable=True)  # type: ignore[call-arg]
 
 
 # Budgets -----------------------------------------------------------------------------------------

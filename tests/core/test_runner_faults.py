@@ -217,6 +217,7 @@ def test_releasing_one_runner_leaves_the_pieces_that_another_one_captured():
 
     wrappers = pieces(pool, piece)
     options = {"mode": "PIECEWISE", "pieces": "fx", "pool": pool}
+    options["options"] = GraphOptions(check="off")
     first = runner(chain(wrappers), sizes=[4], **options)
     second = runner(chain(wrappers), sizes=[2], **options)
     first.capture()
@@ -396,7 +397,7 @@ def test_a_lazy_capture_that_fails_is_not_tried_at_every_step():
             raise ValueError("cannot be captured")
         return x + 1
 
-    lazy = runner(forward, options=GraphOptions(lazy=True), sizes=[2])
+    lazy = runner(forward, options=GraphOptions(lazy=True, check="off"), sizes=[2])
     with pytest.raises(CaptureError, match="cannot be captured"):
         lazy(x=rows(2))
     assert torch.equal(lazy(x=rows(2)), rows(2, 2.0))
@@ -465,7 +466,11 @@ def test_host_arguments_are_padded_alike_in_every_mode():
     seen: list[Any] = []
     task = scaling("attention", seen)
     tasked = runner(
-        lambda x: apply(task, x, "layer.0"), mode="FULL_AND_PIECEWISE", sizes=[4], max_num_reqs=4
+        lambda x: apply(task, x, "layer.0"),
+        mode="FULL_AND_PIECEWISE",
+        sizes=[4],
+        max_num_reqs=4,
+        options=GraphOptions(check="off"),
     )
     tasked.capture()
     for query_len in (1, None):
@@ -588,7 +593,8 @@ def test_an_eager_part_may_return_the_value_of_the_capture_again(value):
 def test_an_eager_part_that_returns_a_sparse_tensor_later_is_named():
     sparse = []
     part = eager_break(lambda x: (x + 1).to_sparse() if sparse else x + 1)
-    run = runner(lambda x: part(x) * 2, mode="PIECEWISE", sizes=[2])
+    unchecked = GraphOptions(check="off")
+    run = runner(lambda x: part(x) * 2, mode="PIECEWISE", sizes=[2], options=unchecked)
     run.capture()
     sparse.append(True)
     with pytest.raises(BreakShapeError, match="sparse"):

@@ -100,9 +100,10 @@ def test_an_eager_part_may_copy_and_alias_weights_without_making_them_its_own():
         layer.copied = copy.deepcopy(weight)
         return x * layer.alias
 
-    wrapper = capture(lambda x: part(x + 1) + weight + layer.alias, torch.ones(4))
+    ones = torch.ones(4)
+    wrapper = capture(lambda x: part(x + 1) + weight + layer.alias, ones)
     with forward_context("PIECEWISE", D4):
-        assert wrapper(torch.ones(4)).tolist() == [4.0] * 4
+        assert wrapper(ones).tolist() == [4.0] * 4
 
 
 def test_parts_of_a_list_of_operators_are_watched_like_marked_functions():
@@ -186,7 +187,7 @@ def test_runners_do_not_see_what_eager_parts_of_another_made():
             forward, inputs=inputs, outputs=("tokens",), mode="PIECEWISE", sizes=[4], platform="cpu"
         )
 
-    runner(lambda x: part(x) + 1).capture()
+    runner(lambda x: part(x) + 1)(x=torch.ones(4))
     weight = shared.kept
     runner(lambda x: x + weight).capture()
 

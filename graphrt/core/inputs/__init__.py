@@ -1,7 +1,7 @@
 """Static inputs, filled and padded at every step, and the live rows of outputs."""
 
 from graphrt.core.inputs.buffers import StaticInputs, nest
-from graphrt.core.inputs.output_axes import OutputAxes
+from graphrt.core.inputs.output_axes import OutputAxes, check_tensor
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.spec import InputSpec
@@ -13,6 +13,7 @@ __all__ = [
     "OutputLayout",
     "StaticInputs",
     "batch_of",
+    "check_tensor",
     "nest",
     "reqs_of",
     "wrong_requests",

@@ -103,7 +103,7 @@ class Trial:
             if self._moves_numbers:
                 self._move_numbers(first, eager, written)
             # Last, and for good: what the step is without graphs.
-            alone = None if self._mixes_rows else step.unpadded(self._watch())
+            alone = None if self._mixes_rows else self._alone()
             verdict.outputs = step.eager(None) if alone is None else alone
         except BaseException:
             self._back()
@@ -116,6 +116,15 @@ class Trial:
         self._judge_writes(written, rewritten, left, first)
         self._judge_padding(eager, other, alone, rounding)
         return verdict
+
+    def _alone(self) -> Any:
+        try:
+            return self._step.unpadded(self._watch())
+        except Exception as error:
+            # It may be made for the sizes of graphs alone.
+            self._back()
+            self._verdict.notes.append(f"does not run without padding: {error}"[:200])
+            return None
 
     def _watch(self, follows: Trace | None = None) -> Watch:
         return Watch(self._own, self._saves, follows, self._generators, keeps_sources=True)

@@ -198,7 +198,7 @@ class CaptureConformance(ConformanceBase):
         assert (len(explicit.entries), len(lazy.entries)) == (0, 1)
 
     def test_address_checks_name_the_argument_that_moved(self, pool: GraphPool) -> None:
-        wrapper = self.wrap(lambda x: x + 1, FULL, pool, check_addresses=True)
+        wrapper = self.wrap(lambda x: x + 1, FULL, pool, check="always")
         x = self.tensor(1, 2, 3, 4)
         self.capture(wrapper, FULL, x)
         self.step(wrapper, FULL, x)

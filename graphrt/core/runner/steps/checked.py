@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from graphrt.core.base import InvalidInputError
+from graphrt.core.base import InvalidInputError, Undo
 from graphrt.core.batch import Batch, ForwardContext
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import reqs_of
@@ -36,6 +37,9 @@ class CheckedSteps:
         self._unpadded = unpadded
         self._updates = updates
         self._limit_bytes = limit_bytes
+
+    def __repr__(self) -> str:
+        return "a trial"
 
     def run(
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
@@ -75,7 +79,9 @@ class CheckedSteps:
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
     ) -> PaddedTrial:
         padded, unpadded = self._padded, self._unpadded
-        self._check_indices(batch, values)
+        padded.inputs.check(values, None, None)
+        if self._graphs.checks.always:
+            self._check_indices(batch, values)
         # They may be outputs of the last step, or lie in the buffers.
         padded.pool.follow_stream()
         values = copied_values(values)
@@ -85,11 +91,11 @@ class CheckedSteps:
         replayed = self._resolved(updates, found, replayed=True)
 
         def run_padded(context: ForwardContext, **how: Any) -> Any:
-            return padded.run(batch, found, values, context, **how)
+            return padded.run(batch, found, values, context, holder=self, **how)
 
         def run_unpadded() -> Any:
             alone = Dispatch(context_mode, found.descriptor, Reason.HIT)
-            return unpadded.run(batch, alone, values, updates, metadata)
+            return unpadded.run(batch, alone, values, updates, metadata, holder=self)
 
         context_mode = found.mode
         return PaddedTrial(
@@ -121,7 +127,17 @@ class CheckedSteps:
             mixes_rows=graphs.mixes_rows,
             moves_numbers=moves_numbers,
         )
-        return trial.run()
+        pool, undo = self._padded.pool, Undo()
+        try:
+            # All the time: a step of another thread would come between two runs.
+            undo.later(partial(pool.give_back, pool.check_free(self)))
+            pool.owner = self
+            verdict = trial.run()
+            undo.now()
+            return verdict
+        except BaseException:
+            undo.now()
+            raise
 
     def _resolved(self, updates: Any, found: Dispatch | None, *, replayed: bool) -> Any:
         if updates is None:

@@ -48,7 +48,7 @@ class Checks:
         self.on = options.checks("capture")
         self._each = options.checks("first")
         self._sampled = options.checks("sample")
-        self._always = options.checks("always")
+        self.always = options.checks("always")
         self._strict = options.strict
         self._device_type = device_type
         self._reads = reads
@@ -144,7 +144,7 @@ class Checks:
         if slot in self._to_try or kind in self._untried or (padded and kind in self._unpadded):
             return True
         self._steps += 1
-        return self._always or (self._sampled and self._steps % _SAMPLED == 0)
+        return self.always or (self._sampled and self._steps % _SAMPLED == 0)
 
     def tried(self, slot: int, verdict: Verdict, *, padded: bool) -> None:
         """Note what came of a trial; a graph that failed is quarantined, and those of its kind.

@@ -51,11 +51,12 @@ class PaddedSteps:
         *,
         eager: bool,
         probe: Probe | None = None,
+        holder: object = None,
     ) -> Any:
         """Run a step in `context`; returns the live rows of the outputs.
 
-        `probe` runs the forward in its own way. Raises `InvalidInputError`, `InvalidBatchError` and
-        `PoolBusyError`.
+        `probe` runs the forward in its own way; `holder` owns the pool already. Raises
+        `InvalidInputError`, `InvalidBatchError` and `PoolBusyError`.
         """
         step = self._steps[found.slot]
         assert step is not None
@@ -72,7 +73,7 @@ class PaddedSteps:
             self.pool.check_open()
         # Held from here, so that nothing else fills the buffers between our fill and our replay.
         pool = self.pool
-        outer = pool.check_free(context)
+        outer = pool.check_free(holder or context)
         try:
             pool.owner = context
             stream = pool.follow_stream()

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.batch import BatchDescriptor
-from graphrt.core.inputs import BatchDims, OutputLayout, StaticInputs, nest
+from graphrt.core.inputs import BatchDims, OutputLayout, StaticInputs, check_tensor, nest
 from graphrt.core.replay import GraphPool, Handout, handout_of
 
 _CACHED_SHAPES = 256
@@ -120,7 +120,8 @@ class PaddedStep:
             padded = tokens != self.tokens or reqs != self.reqs
             return self._narrowed(outputs, tokens, reqs) if padded else outputs
         # The same object may have been given other memory, or another shape.
-        seen = tree.identity(outputs) if type(outputs) is torch.Tensor else None
+        alone = type(outputs) is torch.Tensor and outputs.layout is torch.strided
+        seen = tree.identity(outputs) if alone else None
         if seen is not None and seen == self._last[0]:
             prepared = self._last[1]
         else:
@@ -146,6 +147,9 @@ class PaddedStep:
 
     def _prepared(self, outputs: Any, pool: GraphPool) -> list[tuple[Handout, Shape, BatchDims]]:
         raw_storages = pool.platform.raw_storages
+        for path, leaf in tree.leaves(outputs):
+            if _is_tensor(leaf):
+                check_tensor(path, leaf)
         return [
             (
                 handout_of(leaf, raw_storages=raw_storages),

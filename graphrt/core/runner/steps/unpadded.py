@@ -41,11 +41,18 @@ class UnpaddedSteps:
         self._clones = clones
 
     def run(
-        self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+        holder: object = None,
     ) -> Any:
         """Run a step; nothing that is done to what it returns reaches the forward's next one.
 
-        Raises what `strict` says, `InvalidInputError` and `PoolBusyError`.
+        `holder` owns the pool already. Raises what `strict` says, `InvalidInputError` and
+        `PoolBusyError`.
         """
         graphs, inputs, pool = self._graphs, self._inputs, self._pool
         if graphs.sealing.refuses and self._should_have_a_graph(batch, found):
@@ -58,7 +65,7 @@ class UnpaddedSteps:
         context = ForwardContext(
             GraphMode.NONE, found.descriptor, -1, updates, metadata, num_reqs=reqs
         )
-        outer = pool.check_free(context)
+        outer = pool.check_free(holder or context)
         try:
             pool.owner = context
             stream = pool.follow_stream()

@@ -44,7 +44,7 @@ def facts_of(func: Any) -> OperatorFacts:
         writes,
         _ROWS.get(schema.name),
         schema.name.startswith("aten::"),
-        not writes and any(alias is not None for alias in aliases),
+        schema.name in _TOUCHING or (not writes and any(each is not None for each in aliases)),
         schema.name in _OVERWRITING or any(name == "out" for _, name in writes),
     )
 
@@ -89,6 +89,9 @@ _ROWS: dict[str, Rows] = {
     ),
     **dict.fromkeys(("aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"), _by_element),
 }
+
+# They change a tensor, and no memory.
+_TOUCHING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 
 _OVERWRITING = {
     f"aten::{name}_"
