@@ -100,11 +100,12 @@ class Trial:
             self._back()
             other = None if self._mixes_rows else step.other_padding(self._watch())
             self._back()
+            alone = None if self._mixes_rows else self._alone()
+            left_alone = self._saves.values()
+            self._back()
             if self._moves_numbers:
                 self._move_numbers(first, eager, written)
-            # Last, and for good: what the step is without graphs.
-            alone = None if self._mixes_rows else self._alone()
-            verdict.outputs = step.eager(None) if alone is None else alone
+            verdict.outputs = step.eager(None)
         except BaseException:
             self._back()
             raise
@@ -115,6 +116,10 @@ class Trial:
             self._fail_rebound(rebound)
         self._judge_writes(written, rewritten, left, first)
         self._judge_padding(eager, other, alone, rounding)
+        if alone is not None and isinstance(verdict.failure, RowsMixedError):
+            # What padding has spoilt is not handed out; no run more, which other ranks do not do.
+            self._saves.write(left_alone)
+            verdict.outputs = alone
         return verdict
 
     def _alone(self) -> Any:
@@ -122,7 +127,6 @@ class Trial:
             return self._step.unpadded(self._watch())
         except Exception as error:
             # It may be made for the sizes of graphs alone.
-            self._back()
             self._verdict.notes.append(f"does not run without padding: {error}"[:200])
             return None
 

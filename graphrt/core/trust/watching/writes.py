@@ -93,6 +93,17 @@ class SavedWrites:
         """Copies of what is there now."""
         return unseen(lambda: [region.read().clone() for region in self._regions])
 
+    def write(self, values: Sequence[torch.Tensor]) -> None:
+        """Write what `values` returned earlier; what was saved since then stays as it is."""
+        regions = self._regions
+
+        def write() -> None:
+            for region, value in zip(regions, values, strict=False):
+                with inference_guard(region.inference):
+                    region.write(value)
+
+        unseen(write)
+
     def check_protected(self, pads: Sequence[int]) -> list[str]:
         """The memory that was too large to be saved, and which rows of it were written.
 
