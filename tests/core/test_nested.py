@@ -77,9 +77,7 @@ def test_a_runner_in_an_eager_part_replays_as_itself():
     def middle(hidden):
         return inner(x=hidden) + 0
 
-    outer = runner(
-        lambda x: middle(x + 1) + x, mode="PIECEWISE", sizes=[2, 4], options=unchecked
-    )
+    outer = runner(lambda x: middle(x + 1) + x, mode="PIECEWISE", sizes=[2, 4], options=unchecked)
     outer.capture()
     warm_ups = len(seen) - captured
     assert warm_ups == 2, seen

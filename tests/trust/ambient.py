@@ -15,23 +15,23 @@ from torch import nn
 from tests.trust.scenario import Net, Scenario, at_change, defect
 
 
-@defect("autocast", "right")
+@defect("autocast", "named")
 def autocast_turned_on(device):
     return Scenario(Net(nn.Linear(8, 8)), between=at_change(lambda: autocast(device, True)))
 
 
-@defect("autocast", "right")
+@defect("autocast", "named")
 def autocast_on_at_capture_and_off_later(device):
     autocast(device, True)
     return Scenario(Net(nn.Linear(8, 8)), between=at_change(lambda: autocast(device, False)))
 
 
-@defect("autocast", "right")
+@defect("autocast", "named")
 def autocast_on_at_every_other_step(device):
     return Scenario(Net(nn.Linear(8, 8)), between=lambda step: autocast(device, step % 2 == 1))
 
 
-@defect("autocast", "right")
+@defect("autocast", "named")
 def autocast_to_another_dtype(device):
     autocast(device, True)
 
@@ -59,7 +59,7 @@ def autocast(device: str, enabled: bool) -> None:
     torch.clear_autocast_cache()
 
 
-@defect("default dtype", "right")
+@defect("default dtype", "named")
 def default_dtype_changed(device):
     def forward(x):
         return x + torch.full((8,), 0.1, device=x.device)
@@ -67,7 +67,7 @@ def default_dtype_changed(device):
     return Scenario(forward, between=at_change(lambda: torch.set_default_dtype(torch.float64)))
 
 
-@defect("default dtype", "right")
+@defect("default dtype", "named")
 def default_dtype_of_a_conversion(device):
     def forward(x):
         return x.to(torch.get_default_dtype()) * 1.1
@@ -75,7 +75,7 @@ def default_dtype_of_a_conversion(device):
     return Scenario(forward, between=at_change(lambda: torch.set_default_dtype(torch.bfloat16)))
 
 
-@defect("numerics", "right")
+@defect("numerics", "named")
 def deterministic_algorithms_turned_on(device):
     def forward(x):
         return x * 2 if torch.are_deterministic_algorithms_enabled() else x * 2.1
@@ -83,7 +83,7 @@ def deterministic_algorithms_turned_on(device):
     return Scenario(forward, between=at_change(lambda: torch.use_deterministic_algorithms(True)))
 
 
-@defect("numerics", "right")
+@defect("numerics", "named")
 def tf32_flag_that_a_forward_reads(device):
     torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -211,7 +211,7 @@ def branch_by_the_thread_that_calls(device):
     return Scenario(forward, in_new_threads=True)
 
 
-@defect("thread", "right")
+@defect("thread", "named")
 def autocast_of_the_thread_that_calls(device):
     # On where graphs are captured, and in no other thread.
     autocast(device, True)

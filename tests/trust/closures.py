@@ -28,7 +28,7 @@ def nonlocal_number(device):
     return Scenario(lambda x: x * scale, between=between)
 
 
-@defect("closure", "silent")
+@defect("closure", "named")
 def number_that_changes_at_every_step(device):
     scale = 1.0
 
@@ -47,7 +47,7 @@ def list_cell(device):
     )
 
 
-@defect("closure", "silent")
+@defect("closure", "named")
 def tensor_of_a_closure_rebound(device):
     weight = torch.ones(8)
 
@@ -91,7 +91,7 @@ def partial_with_a_list_that_changes(device):
     return Scenario(forward, between=at_change(lambda: scales.append(3.0)))
 
 
-@defect("closure", "silent")
+@defect("closure", "named")
 def lora_chosen_by_a_python_index(device):
     adapters, active = [torch.randn(8, 8) for _ in range(3)], [0]
 
@@ -108,7 +108,7 @@ def global_number(device):
     return Scenario(module["forward"], between=at_change(lambda: module.update(SCALE=3.0)))
 
 
-@defect("global", "silent")
+@defect("global", "named")
 def global_tensor_rebound(device):
     module = {"weight": torch.ones(8)}
     exec("def forward(x):\n    return x * weight", module)

@@ -148,7 +148,7 @@ def schedule_by_an_int_of_the_module(device):
     return Scenario(Warmed(), rows=MANY)
 
 
-@defect("counter", "silent", drifts=True)
+@defect("counter", "named", drifts=True)
 def position_in_a_dict(device):
     weight, state = torch.randn(8, 8), {"length": 0}
 
@@ -159,7 +159,7 @@ def position_in_a_dict(device):
     return Scenario(forward, rows=MANY)
 
 
-@defect("counter", "silent", drifts=True)
+@defect("counter", "named", drifts=True)
 def position_in_a_list(device):
     weight, lengths = torch.randn(8, 8), [0, 0]
 
@@ -170,7 +170,7 @@ def position_in_a_list(device):
     return Scenario(forward, rows=MANY)
 
 
-@defect("counter", "silent", drifts=True)
+@defect("counter", "named", drifts=True)
 def position_in_an_object_without_dict(device):
     weight, position = torch.randn(8, 8), Position()
 

@@ -209,7 +209,7 @@ def count_made_a_tensor(device):
     return Scenario(forward)
 
 
-@defect("host read", "silent")
+@defect("host read", "named")
 def length_of_a_list_made_a_tensor(device):
     queue: list[int] = []
 

@@ -118,7 +118,7 @@ def layer_appended(device):
     return changed(lambda m: m.layers.append(nn.Linear(8, 8)))
 
 
-@defect("replaced part", "silent")
+@defect("replaced part", "late")
 def layers_reordered(device):
     model = Model()
     layers = list(model.layers)
@@ -132,7 +132,7 @@ def layers_reordered(device):
     return Scenario(forward, between=at_change(lambda: setattr(order, "layers", layers[::-1])))
 
 
-@defect("replaced part", "silent")
+@defect("replaced part", "late")
 def module_of_an_engine_replaced(device):
     engine = SimpleNamespace(worker=SimpleNamespace(model=Model()))
 

@@ -93,7 +93,7 @@ def tensor_of_the_host_that_is_new_at_every_step(device):
     return Scenario(lambda x: x * model.mask, between=between)
 
 
-@defect("metadata", "silent")
+@defect("metadata", "named")
 def longest_context_kept_as_a_number(device):
     model = SimpleNamespace(cache=torch.randn(32, WIDTH), longest=4)
 

@@ -34,7 +34,7 @@ def number_in_a_captured_piece(device):
     return piecewise(forward, between=at_change(lambda: setattr(model, "scale", 3.0)))
 
 
-@defect("pieces", "silent")
+@defect("pieces", "late")
 def tensor_given_to_an_eager_part_rebound(device):
     model = SimpleNamespace(weight=torch.randn(8, 8))
 
@@ -169,7 +169,7 @@ def metadata_read_in_a_captured_piece(device):
     return piecewise(forward, between=between, metadata=lambda step: 1.0 + step)
 
 
-@defect("pieces", "right")
+@defect("pieces", "named")
 def autocast_turned_on_around_pieces(device):
     weight = torch.randn(8, 8)
 
@@ -215,7 +215,7 @@ def rows_mixed_by_one_kind_alone(device):
     return Scenario(forward, mode="FULL_AND_PIECEWISE", batch=prompts_after_the_change)
 
 
-@defect("kinds", "silent")
+@defect("kinds", "named")
 def number_baked_into_each_lazy_capture(device):
     model = SimpleNamespace(scale=1.0)
 

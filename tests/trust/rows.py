@@ -139,7 +139,7 @@ def tokens_counted_where_padding_counts(device):
     return Scenario(forward, inputs, values)
 
 
-@defect("rows mixed", "named")
+@defect("rows mixed", "silent")
 def expert_capacity_taken_by_padding(device):
     experts, expert_ids = torch.randn(2, WIDTH, WIDTH), torch.arange(2)
 
@@ -191,7 +191,7 @@ def last_token_of_each_request(device):
     return Scenario(forward, {"x": X, "starts": InputSpec(torch.int64, ("tokens",))}, values)
 
 
-@defect("rows mixed", "silent")
+@defect("rows mixed", "named")
 def rows_mixed_at_one_size_alone(device):
     # As by a kernel that is chosen by size; the first step of that size has no padding.
     return Scenario(lambda x: x - x.mean(0) if len(x) == 4 else x - 0)

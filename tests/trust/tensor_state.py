@@ -173,7 +173,7 @@ def memory_of_the_state_replaced_in_the_forward(device):
     return Scenario(forward)
 
 
-@defect("state", "silent")
+@defect("state", "named")
 def request_state_exchanged_by_the_host(device):
     caches = [torch.full((WIDTH,), float(n)) for n in range(3)]
     active = SimpleNamespace(cache=caches[0])

@@ -34,7 +34,7 @@ def data_of_every_weight_replaced(device):
     return moved(change)
 
 
-@defect("moved weight", "late")
+@defect("moved weight", "named")
 def data_of_a_weight_of_a_closure_replaced(device):
     weight = torch.randn(8, 8)
 
@@ -80,7 +80,7 @@ def memory_of_a_weight_given_away(device):
 
 
 # The next two: graphs of the CPU have the storage itself, wherever its memory is.
-@defect("moved weight", "right", on_cuda="late")
+@defect("moved weight", "named", on_cuda="late")
 def storage_of_a_weight_resized(device):
     def change(model):
         storage = model.scale.untyped_storage()
@@ -93,7 +93,7 @@ def storage_of_a_weight_resized(device):
     return moved(change)
 
 
-@defect("moved weight", "right", on_cuda="late")
+@defect("moved weight", "named", on_cuda="late")
 def buffer_resized(device):
     def change(model):
         model.scale.resize_(4096).fill_(3)
@@ -142,7 +142,7 @@ def tied_weights_untied(device):
     return Scenario(model, between=at_change(change), rows=LONG)
 
 
-@defect("moved weight", "silent")
+@defect("moved weight", "late")
 def weight_that_turns_into_a_number(device):
     model = SimpleNamespace(scale=torch.full((8,), 2.0))
     return Scenario(
@@ -150,7 +150,7 @@ def weight_that_turns_into_a_number(device):
     )
 
 
-@defect("moved weight", "silent")
+@defect("moved weight", "late")
 def weights_in_a_dict_exchanged(device):
     weights = {"a": torch.randn(8, 8), "b": torch.randn(8, 8)}
 
@@ -173,7 +173,7 @@ def weight_norm_removed(device):
     return Scenario(Net(model), between=at_change(change), rows=LONG)
 
 
-@defect("parametrized weight", "silent")
+@defect("parametrized weight", "late")
 def parametrization_registered(device):
     class Symmetric(nn.Module):
         def forward(self, weight):

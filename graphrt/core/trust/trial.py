@@ -27,6 +27,9 @@ class TriedStep(Protocol):
     def eager(self, watch: Watch | None) -> Any:
         """The forward on the padded inputs, under `watch`."""
 
+    def of_padding(self, watch: Watch) -> Any:
+        """The forward with nothing but padding rows, as in a warm-up."""
+
     def replay(self) -> Any:
         """The graph on the same inputs."""
 
@@ -92,11 +95,11 @@ class Trial:
             written = self._saves.values()
             self._moving.look()
             self._back()
+            # What a run leaves where nobody looks must not be what the replay needs.
+            step.of_padding(self._watch())
+            self._back()
             replayed = step.replay()
             left = self._saves.values()[: len(written)]
-            self._back()
-            again = step.eager(self._watch())
-            rewritten = self._saves.values()[: len(written)]
             self._back()
             other = None if self._mixes_rows else step.other_padding(self._watch())
             self._back()
@@ -105,7 +108,8 @@ class Trial:
             self._back()
             if self._moves_numbers:
                 self._move_numbers(first, eager, written)
-            verdict.outputs = step.eager(None)
+            again = verdict.outputs = step.eager(self._watch())
+            rewritten = self._saves.values()[: len(written)]
         except BaseException:
             self._back()
             raise

@@ -52,6 +52,9 @@ class PaddedTrial:
     def eager(self, watch: Watch | None) -> Any:
         return self._eager(Probe(watch))
 
+    def of_padding(self, watch: Watch) -> Any:
+        return self._eager(Probe(watch, lambda: self._inputs.reset(self._step.layout)))
+
     def replay(self) -> Any:
         found = self._found
         context = ForwardContext(
