@@ -58,6 +58,10 @@ UNKNOWN = {
 }
 
 
+UNCHECKED = GraphOptions(check="off")
+"""No warm-up is watched: only the host, and some devices, say what graphs read."""
+
+
 def replace_weight(model: Scaled) -> None:
     model.linear.weight = nn.Parameter(torch.eye(4) * 3)
 
@@ -107,12 +111,30 @@ def test_the_weights_of_a_module_are_found_without_being_named(way, change, mode
 @pytest.mark.parametrize("way", UNKNOWN)
 def test_where_weights_are_unknown_it_says_so(way, platform, mode):
     model = Scaled()
-    run = runner(UNKNOWN[way](model), platform=platform(), mode=mode)
+    run = runner(UNKNOWN[way](model), platform=platform(), mode=mode, options=UNCHECKED)
     run.weights_changed()
     run.capture()
     with pytest.raises(UntrackedWeightsError, match=r"Host\(parameters="):
         run.weights_changed()
     run.release()
+    run.weights_changed()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("platform", [CpuPlatform, SilentPlatform])
+@pytest.mark.parametrize("way", ["function", "engine's method"])
+def test_a_watched_warm_up_finds_them_without_the_hosts_help(way, platform, change, mode):
+    model = Scaled()
+    run = runner(UNKNOWN[way](model), platform=platform(), mode=mode)
+    run.capture()
+    run.weights_changed()
+    write(model)
+    run.weights_changed()
+    change(model)
+    with pytest.raises(StaleInputError, match=r"model\.(linear\.weight|scale)"):
+        run.weights_changed()
+    run.recapture()
     run.weights_changed()
 
 
@@ -129,7 +151,12 @@ def test_weights_that_the_host_names_are_compared(way, change, platform):
         lambda: iter([model.linear.weight, model.scale]),
     ]
     runs = [
-        runner(UNKNOWN[way](model), platform=platform(), host=Host(parameters=parameters))
+        runner(
+            UNKNOWN[way](model),
+            platform=platform(),
+            host=Host(parameters=parameters),
+            options=UNCHECKED,
+        )
         for parameters in named
     ]
     for run in runs:
@@ -217,7 +244,7 @@ def test_what_an_eager_part_is_given_counts_as_read():
     def middle(x, w):
         return x * w
 
-    run = runner(lambda x: middle(x + 1, weight) + 1, mode="PIECEWISE")
+    run = runner(lambda x: middle(x + 1, weight) + 1, mode="PIECEWISE", options=UNCHECKED)
     run.capture()
     with pytest.raises(UntrackedWeightsError):
         run.weights_changed()
@@ -225,7 +252,7 @@ def test_what_an_eager_part_is_given_counts_as_read():
 
 def test_the_error_names_the_tensor_and_the_line_that_reads_it():
     scale = torch.ones(4)
-    run = runner(lambda x: x * scale)
+    run = runner(lambda x: x * scale, options=UNCHECKED)
     run.capture()
     with pytest.raises(UntrackedWeightsError, match=r"float32 \(4,\).*test_weights\.py:\d+"):
         run.weights_changed()
@@ -242,7 +269,7 @@ def test_steps_without_graphs_read_no_addresses():
 
 def test_a_lazy_capture_does_not_ask_for_what_cannot_be_known():
     model = Scaled()
-    run = runner(lambda x: model(x), options=GraphOptions(lazy=True))
+    run = runner(lambda x: model(x), options=UNCHECKED.merged({"lazy": True}))
     run(x=rows(1))
     run(x=rows(3))
     assert len(run.report().graphs) == 2

@@ -252,7 +252,7 @@ def compiled(model: nn.Module, **more: Any) -> Scenario:
     return Scenario(compile_module(model, dynamic_dims=["x"], in_place=False), plain=model, **more)
 
 
-@defect("compiled", "late")
+@defect("compiled", "late", drifts=True)
 def weight_of_a_compiled_module_moved(device):
     model = Small()
 

@@ -99,9 +99,10 @@ class Scenario:
 class Defect:
     """One line of the table; `expected` is what comes of it at the level "capture".
 
-    `on_cuda` is that on CUDA where it differs. With `drifts`, a warm-up or a trial advances Python
-    numbers of the forward for good, so eager steps after it are not the twin's; else what is handed
-    out with a warning, and after it, must be right.
+    `on_cuda` is that on CUDA where it differs. With `drifts`, eager steps after the warning are
+    not the twin's either: wrong steps before it have left state behind, a trial has advanced what
+    no walk finds, or the forward itself keeps the old weight; else what is handed out with a
+    warning, and after it, must be right.
     """
 
     name: str

@@ -188,7 +188,7 @@ def request_state_exchanged_by_the_host(device):
     return Scenario(forward, between=between, state=lambda: caches)
 
 
-@defect("state", "late")
+@defect("state", "late", drifts=True)
 def state_moved_by_a_reset_of_the_host(device):
     class Counting(nn.Module):
         def __init__(self) -> None:

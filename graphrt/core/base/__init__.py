@@ -111,6 +111,7 @@ from graphrt.core.base.torch_names import (
     schemas_of_operator,
     state_guard,
     storage_at,
+    storage_of_weak,
     storage_use_count,
     tensor_over,
 )
@@ -212,6 +213,7 @@ __all__ = [
     "set_up_logging",
     "state_guard",
     "storage_at",
+    "storage_of_weak",
     "storage_use_count",
     "tensor_over",
     "text",

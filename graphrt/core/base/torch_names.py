@@ -101,3 +101,8 @@ storage_use_count: Callable[[int], int] = NAMES.take(
     "torch._C._storage_Use_Count",
     without="nothing says which memory only graphs keep alive",
 )
+
+storage_of_weak: Callable[[int], torch.UntypedStorage | None] = NAMES.take(
+    "torch.UntypedStorage._new_with_weak_ptr",
+    without="what graphs read is not kept alive",
+)

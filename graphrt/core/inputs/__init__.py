@@ -1,6 +1,7 @@
 """Static inputs, filled and padded at every step, and the live rows of outputs."""
 
-from graphrt.core.inputs.buffers import StaticInputs, nest
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.inputs.declared import nest
 from graphrt.core.inputs.output_axes import OutputAxes, check_tensor
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from ctypes import memmove, memset
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 
 from graphrt.core.base import InvalidInputError, copy_all
 from graphrt.core.device import Platform
-from graphrt.core.inputs.declared import declared_inputs
+from graphrt.core.inputs.declared import declared_inputs, flat_of
 from graphrt.core.inputs.layout import FieldMove, InputLayout
+from graphrt.core.inputs.padding_rows import PaddingRows
 from graphrt.core.inputs.single_address import FixedInput
 from graphrt.core.inputs.spec import InputSpec, check_memory, check_other, check_value
 from graphrt.core.inputs.staging import Staging, Window
@@ -42,6 +43,7 @@ class StaticInputs:
             for name, spec in self._specs.items()
             if not spec.packed
         ]
+        self.padding = PaddingRows(self._specs, self._fixed)
         self._axes = {name: spec.batch_axis() for name, spec in self._specs.items()}
         self._pads = {name: _PadSource(spec) for name, spec in self._packed.items()}
         self._layouts: dict[tuple[int, int], InputLayout] = {}
@@ -65,39 +67,6 @@ class StaticInputs:
     def staging_waits(self) -> int:
         """How often the host had to wait until its staging memory was free."""
         return 0 if self._staging is None else self._staging.waits
-
-    @property
-    def index_pads(self) -> list[int]:
-        """The padding values of index inputs: rows in which padding may be written."""
-        return sorted({int(spec.pad_value.real) for spec in self._specs.values() if spec.index})
-
-    def padding_hit(self, values: Mapping[str, Any]) -> tuple[str, int] | None:
-        """An index input whose live rows hold the value of its padding, which is an address, and
-        that value; waits for the device. None without."""
-        for name, value in _flat(values):
-            spec = self._specs.get(name)
-            if spec is None or not spec.index or not isinstance(value, torch.Tensor):
-                continue
-            pad = int(spec.pad_value.real)
-            # A negative one addresses nothing.
-            if pad >= 0 and bool((value == pad).any()):
-                return name, pad
-        return None
-
-    @property
-    def keep_rows(self) -> bool:
-        """Whether there are inputs whose padding rows are whatever was there."""
-        return any(spec.pad == "keep" for spec in self._specs.values())
-
-    def disturb_kept_rows(self, layout: InputLayout, tokens: int, reqs: int) -> None:
-        """Let padding rows that are kept hold what the first live row holds: an earlier step may
-        have left it there."""
-        for own in self._fixed:
-            if own.spec.pad == "keep" and own.axis is not None:
-                view, live = layout.views[own.name], own.axis.size(tokens, reqs)
-                if 0 < live < view.shape[own.dim]:
-                    tail = view.narrow(own.dim, live, view.shape[own.dim] - live)
-                    tail.copy_(view.narrow(own.dim, 0, 1).expand_as(tail))
 
     def layout(self, tokens: int, reqs: int) -> InputLayout:
         """Where the inputs of a batch of this size lie."""
@@ -128,7 +97,7 @@ class StaticInputs:
         # Free where nothing goes wrong: what a tensor lacks shows when it is used.
         try:
             if self.nested:
-                values = dict(_flat(values))
+                values = dict(flat_of(values))
             if len(values) != len(self._specs):
                 self.check_names(values)
             moves = layout.moves(tokens, reqs, _CACHED_MOVES)
@@ -241,7 +210,7 @@ class StaticInputs:
         """Tokens and requests as the shapes of the inputs say; None where they say nothing."""
         found: dict[str, int] = {}
         try:
-            flat = dict(_flat(values)) if self.nested else values
+            flat = dict(flat_of(values)) if self.nested else values
             self.check_names(flat)
             for name, (axis, dim) in self._axes.items():
                 if axis is None:
@@ -267,7 +236,7 @@ class StaticInputs:
                 expected=f"a mapping of {sorted(self._specs)} to tensors",
                 advice="pass each input by its name",
             )
-        found = dict(_flat(values))
+        found = dict(flat_of(values))
         self.check_names(found)
         return found
 
@@ -349,23 +318,3 @@ def _repeat(row: int, to: int, row_bytes: int, size: int) -> None:
 
 def _has_lazy_bits(value: torch.Tensor) -> bool:
     return value.is_neg() or value.is_conj()
-
-
-def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as nested dicts again, which is how the forward gets them."""
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, leaf = name.split(".")
-        place = nested
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = value
-    return nested
-
-
-def _flat(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, spec in specs.items():
-        if isinstance(spec, Mapping):
-            yield from _flat(spec, f"{prefix}{name}.")
-        else:
-            yield prefix + name, spec

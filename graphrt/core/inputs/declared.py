@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from graphrt.core.base import InvalidInputError
 from graphrt.core.inputs.spec import InputSpec
@@ -32,6 +33,27 @@ def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputS
             yield prefix + name, spec
         else:
             raise _wrong_inputs(f"inputs= at {prefix}{name}", spec, "an InputSpec")
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as nested dicts again, which is how the forward gets them."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, leaf = name.split(".")
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = value
+    return nested
+
+
+def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as dotted names and what is there."""
+    for name, spec in specs.items():
+        if isinstance(spec, Mapping):
+            yield from flat_of(spec, f"{prefix}{name}.")
+        else:
+            yield prefix + name, spec
 
 
 def _wrong_inputs(where: str, value: object, expected: str) -> InvalidInputError:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import partial
 from typing import Any
 
-import torch
-
-from graphrt.core.base import CaptureError, OutputError, ResourceExhaustedError, Undo, logger, tree
-from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.base import CaptureError, OutputError, ResourceExhaustedError, Undo, logger
+from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import (
     Captured,
     CaptureTransaction,
     GraphOptions,
     GraphOwner,
-    GraphWrapper,
     SavedState,
     Sealing,
     as_states,
     inside_capture,
 )
-from graphrt.core.device import GraphRead
-from graphrt.core.dispatch import Dispatch, GraphDispatcher, preferred
+from graphrt.core.dispatch import GraphDispatcher
 from graphrt.core.inputs import OutputAxes, OutputLayout, StaticInputs
 from graphrt.core.plan import CaptureKey, Plan
 from graphrt.core.replay import WORST_CASE, GraphPool, current_capture
+from graphrt.core.runner._lazy import LazyCaptures
+from graphrt.core.runner._reads import check_reads
 from graphrt.core.runner._wrappers import without_graph, wrappers_of
 from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host, Phase
@@ -80,19 +78,18 @@ class GraphSet:
         self.weights = AddressBook(host.parameters, forward, named)
         self.run_forward = without_graph(forward)
         watches = options.checks("capture") and not self.eager_launch
-        self.reads = Reads(forward, named) if watches else None
+        self.reads = Reads(forward) if watches else None
         self.warmed_up: dict[Hashable, WarmedUp] = {}
         self.checks = Checks(options, self.reads, pool.platform.device_type)
         if self.eager_launch:
             self.checks.on = False
-        self.forward = forward
-        self.mixes_rows = host.mixes_rows
+        self._forward = forward
         self._wrappers = wrappers_of(
             forward, plan, options, pool, host.around_graph, self._compiled
         )
         # By slot. What the dispatcher does not serve is left of a release that was interrupted.
         self._kept: dict[int, list[Captured]] = {}
-        self._failed: set[int] = set()
+        self.lazy = LazyCaptures(self.dispatcher, pool, self.dropped)
 
     def capture_missing(self, progress: Progress | None = None) -> None:
         """Capture what is not captured yet, then seal."""
@@ -164,44 +161,15 @@ class GraphSet:
                 self._pool.follow_stream()
                 self._inputs.reset()
 
-    def wanted(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        at_least: int = 0,
-        at_most_mode: GraphMode | None = None,
-    ) -> Dispatch | None:
-        """The planned graph that would serve `batch` better than what was found, or None."""
-        planned = self.dispatcher.planned_for(batch, at_least=at_least, at_most_mode=at_most_mode)
-        if planned is None or planned.slot in self._failed:
-            return None
-        better = found.slot < 0 or preferred(planned, found)
-        return planned if better else None
-
-    def capture_wanted(self, wanted: Dispatch, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Capture one graph while serving, a failing one only once; returns the step's inputs, out
-        of the reach of the capture."""
-        # They may live in the buffers that it fills, and be the last step's, on its stream.
-        self._pool.follow_stream()
-        values = tree.map_tensors(torch.Tensor.clone, dict(values))
-        dropped = len(self.dropped)
-        try:
-            self.capture([(wanted.mode, wanted.descriptor)])
-        except Exception:
-            self._failed.add(wanted.slot)
-            raise
-        if len(self.dropped) > dropped:
-            self._failed.add(wanted.slot)
-        return values
-
     def check_weights(self) -> None:
         """Raise `StaleInputError` if weights are no longer where the graphs read them, and
         `UntrackedWeightsError` if nobody can say."""
         if not self.records or self.eager_launch:
             return
         self.weights.check()
-        reads, own = self._reads()
-        self.weights.check_known(reads, own)
+        own = [*self._inputs.buffers.values()]
+        own += [s.tensor for s in as_states(self.state) if s.tensor is not None]
+        check_reads(self.weights, self.reads, self.owners(), self._pool, own)
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
@@ -217,7 +185,7 @@ class GraphSet:
         self.records.clear()
         self.dropped.clear()
         self.steps.clear()
-        self._failed.clear()
+        self.lazy.failed.clear()
         self.sealing.open()
         self._outputs.forget()
         self._compiled.unseal()
@@ -234,28 +202,15 @@ class GraphSet:
             found.update((id(each.owner), each.owner) for each in kept)
         return list(found.values())
 
-    def _reads(self) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
-        """The tensors that the graphs read, None where that cannot be told, and those of them that
-        are no weights: inputs, results of other parts, declared state."""
-        own = [*self._inputs.buffers.values()]
-        own += [s.tensor for s in as_states(self.state) if s.tensor is not None]
-        found: list[GraphRead] | None = []
-        for owner in self.owners():
-            for entry in owner.entries.values() if isinstance(owner, GraphWrapper) else ():
-                reads, results = entry.reads(self._pool)
-                found = None if found is None or reads is None else found + reads
-                own += results
-        return found, own
-
     def _saved_state(self) -> WatchedState:
         limit = self._options.state_limit_bytes
         return WatchedState(
             SavedState(self.state, limit),
             limit_bytes=limit,
-            forward=self.forward,
+            forward=self._forward,
             reads=self.reads,
             warmed_up=self.warmed_up,
-            pads=self._inputs.index_pads,
+            pads=self._inputs.padding.addresses,
             device_type=self._pool.platform.device_type,
         )
 

@@ -117,28 +117,41 @@ class GraphRunner(Uncopied):
         )
         self.dispatcher = self.graphs.dispatcher
         self.last_dispatch: Dispatch | None = None
-        self._steps = self.graphs.steps
+        graphs = self.graphs
+        self._steps = graphs.steps
+        self._checks = graphs.checks
+        self._eager_launch = graphs.eager_launch
+        self._updates = LastUpdates()
         clones = self.options.outputs == "clone"
         self._unpadded = UnpaddedSteps(
-            self.graphs, self.plan, host.bind, self.inputs, self.pool, clones=clones
-        )
-        self._eager_launch = self.graphs.eager_launch
-        self._padded = PaddedSteps(
-            self.graphs,
+            graphs.run_forward,
+            graphs.sealing,
+            self.plan,
             host.bind,
             self.inputs,
             self.pool,
             clones=clones,
+        )
+        self._padded = PaddedSteps(
+            graphs.steps,
+            graphs.run_forward,
+            host.bind,
+            self.inputs,
+            self.pool,
+            graphs.dispatcher,
+            clones=clones,
             eager_launch=self._eager_launch,
         )
-        self._updates = LastUpdates()
-        self._checks = self.graphs.checks
         self._checked = CheckedSteps(
-            self.graphs,
+            forward,
+            graphs.checks,
+            graphs.steps,
+            graphs.warmed_up,
             self._padded,
             self._unpadded,
             self._updates,
             limit_bytes=self.options.state_limit_bytes,
+            mixes_rows=host.mixes_rows,
         )
         self._live_tokens = 0
         self._closed = False
@@ -182,9 +195,9 @@ class GraphRunner(Uncopied):
             return self._unpadded.run_as_part(batch, values, updates, metadata)
         found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
         if self.graphs.sealing.may_capture:
-            wanted = self.graphs.wanted(batch, found, at_least, at_most_mode)
+            wanted = self.graphs.lazy.wanted(batch, found, at_least, at_most_mode)
             if wanted is not None:
-                values = self.graphs.capture_wanted(wanted, values)
+                values = self.graphs.lazy.capture(self.graphs.capture, wanted, values)
                 found = self.dispatcher.dispatch(
                     batch, at_least=at_least, at_most_mode=at_most_mode
                 )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import storage_use_count, tree
+from graphrt.core.base import StaleInputError, storage_use_count, tree
+from graphrt.core.device import GraphRead
 from graphrt.core.trust.places import Link, Places, SlotLink, TensorLink, places_of
 from graphrt.core.trust.watching import Use, Watch
 
 Glance = tuple[Callable[[], object], object, int | None]
 """What reads a slot, what is there, and its address where it is a tensor."""
-
-Named = Callable[[], Mapping[str, torch.Tensor]]
 
 
 class TensorUse(NamedTuple):
@@ -40,12 +39,11 @@ class Reads:
     gone by the end of a run was a temporary one, which compiled code does not show as such.
     """
 
-    def __init__(self, forward: Any, more: Iterable[Named] = ()) -> None:
+    def __init__(self, forward: Any) -> None:
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.saw_compiled_code = False
         self._forward = forward
-        self._more = [*more]
         self._held: dict[int, tuple[torch.UntypedStorage, Use]] = {}
         self._where: dict[str, tuple[object, ...]] = {}
         self.links: tuple[Link, ...] = ()
@@ -94,17 +92,29 @@ class Reads:
                 found.append(path)
         return found
 
-    def unknown(self, known: Iterable[torch.Tensor]) -> list[str]:
-        """What graphs read and nobody can name; `known` are tensors that need no name."""
-        starts = {each.untyped_storage().data_ptr() for each in known}
-        for named in self._more:
-            starts |= {each.untyped_storage().data_ptr() for each in named().values()}
-        names = self._names()
-        return [
-            str(use)
-            for key, (storage, use) in self._held.items()
-            if key not in names and storage.data_ptr() not in starts
-        ]
+    def stale(self, moved: Sequence[str]) -> StaleInputError:
+        """The error for what `moved` returned."""
+        return StaleInputError(
+            "tensors are not where the graphs read them",
+            got=", ".join(moved[:8]) + (f" and {len(moved) - 8} more" * (len(moved) > 8)),
+            expected="every one where it was at capture",
+            advice="write new values into the old tensors, as by copy_(), or call recapture()",
+        )
+
+    def reachable(self) -> list[torch.Tensor]:
+        """The tensors that the forward reaches now: who looks there sees them move."""
+        found = [tensor for _, tensor in places_of(self._forward).tensors]
+        return [tensor for tensor in found if _where(tensor) is not None]
+
+    def as_graph_reads(self) -> list[GraphRead]:
+        """What is held, each as a tensor over its storage."""
+        found = []
+        for storage, use in self._held.values():
+            offset, *stride = use.stride
+            tensor = torch.empty(0, dtype=use.dtype, device=storage.device)
+            tensor.set_(storage, offset, use.shape, stride)
+            found.append(GraphRead(tensor, None if use.source is None else str(use.source)))
+        return found
 
     def storages(self) -> dict[int, Use]:
         """What is held, by the addresses of the storages."""

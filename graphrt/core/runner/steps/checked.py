@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphrt.core.base import InvalidInputError, Undo
 from graphrt.core.batch import Batch, ForwardContext
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import reqs_of
+from graphrt.core.runner.steps.checks import Checks
 from graphrt.core.runner.steps.padded import PaddedSteps
+from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.tried import PaddedTrial, copied_values
 from graphrt.core.runner.steps.unpadded import UnpaddedSteps
 from graphrt.core.runner.steps.updates import LastUpdates
-from graphrt.core.trust import Trial, Verdict, places_of
-
-if TYPE_CHECKING:
-    from graphrt.core.runner.graphs import GraphSet
+from graphrt.core.trust import Trial, Verdict, WarmedUp, places_of
 
 
 class CheckedSteps:
@@ -25,14 +24,22 @@ class CheckedSteps:
 
     def __init__(
         self,
-        graphs: GraphSet,
+        forward: Any,
+        checks: Checks,
+        steps: Sequence[PaddedStep | None],
+        warmed_up: Mapping[Hashable, WarmedUp],
         padded: PaddedSteps,
         unpadded: UnpaddedSteps,
         updates: LastUpdates,
         *,
         limit_bytes: int,
+        mixes_rows: bool,
     ) -> None:
-        self._graphs = graphs
+        self._forward = forward
+        self._checks = checks
+        self._steps = steps
+        self._warmed_up = warmed_up
+        self._mixes_rows = mixes_rows
         self._padded = padded
         self._unpadded = unpadded
         self._updates = updates
@@ -45,7 +52,7 @@ class CheckedSteps:
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
     ) -> tuple[Dispatch, Any]:
         """Run a step that a graph would serve; returns how it ran, and its live outputs."""
-        checks = self._graphs.checks
+        checks = self._checks
         reason = checks.why_eager(found)
         padded = batch.num_tokens < found.descriptor.num_tokens
         if reason is None and checks.wants_trial(found.slot, padded=padded):
@@ -63,7 +70,7 @@ class CheckedSteps:
             except BaseException:
                 self._updates.step_failed(step_updates)
                 raise
-        eager = self._graphs.dispatcher.run_eagerly(found, batch, reason)
+        eager = self._padded.dispatcher.run_eagerly(found, batch, reason)
         given = self._resolved(updates, None, replayed=False)
         return eager, self._unpadded.run(batch, eager, values, given, metadata)
 
@@ -80,12 +87,12 @@ class CheckedSteps:
     ) -> PaddedTrial:
         padded, unpadded = self._padded, self._unpadded
         padded.inputs.check(values, None, None)
-        if self._graphs.checks.always:
+        if self._checks.always:
             self._check_indices(batch, values)
         # They may be outputs of the last step, or lie in the buffers.
         padded.pool.follow_stream()
         values = copied_values(values)
-        step = self._graphs.steps[found.slot]
+        step = self._steps[found.slot]
         assert step is not None
         eager = self._resolved(updates, found, replayed=False)
         replayed = self._resolved(updates, found, replayed=True)
@@ -111,9 +118,8 @@ class CheckedSteps:
         )
 
     def _try(self, step: PaddedTrial, found: Dispatch, *, moves_numbers: bool) -> Verdict:
-        graphs = self._graphs
-        warm = graphs.warmed_up.get(found.descriptor.kind)
-        padded = graphs.steps[found.slot]
+        warm = self._warmed_up.get(found.descriptor.kind)
+        padded = self._steps[found.slot]
         assert padded is not None
         trial = Trial(
             step,
@@ -121,10 +127,10 @@ class CheckedSteps:
             own=padded.storages(),
             device_type=self._padded.pool.platform.device_type,
             limit_bytes=self._limit_bytes,
-            places=places_of(graphs.forward),
+            places=places_of(self._forward),
             captured=None if warm is None else warm.trace,
             same_size=warm is not None and warm.tokens == padded.tokens,
-            mixes_rows=graphs.mixes_rows,
+            mixes_rows=self._mixes_rows,
             moves_numbers=moves_numbers,
         )
         pool, undo = self._padded.pool, Undo()
@@ -142,14 +148,14 @@ class CheckedSteps:
     def _resolved(self, updates: Any, found: Dispatch | None, *, replayed: bool) -> Any:
         if updates is None:
             return None
-        steps = self._graphs.steps
+        steps = self._steps
         step = None if found is None else steps[found.slot]
         slot = found.slot if found is not None and replayed else -1
         return self._updates.resolve(updates, step, slot, steps)
 
     def _check_indices(self, batch: Batch, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` if a live row is addressed where padding rows write."""
-        hit = self._padded.inputs.padding_hit(values)
+        hit = self._padded.inputs.padding.hit_by(values)
         if hit is not None:
             name, pad = hit
             raise InvalidInputError(

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphrt.core.base import GraphQuarantinedWarning, StaleInputError, VerificationError
+from graphrt.core.base import GraphQuarantinedWarning, VerificationError
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.dispatch import Dispatch, Reason
@@ -195,14 +195,8 @@ class Checks:
             reads.settle()
             self._go_round()
             return
-        failure = StaleInputError(
-            "tensors are not where the graphs read them",
-            got=", ".join(moved[:8]) + (f" and {len(moved) - 8} more" * (len(moved) > 8)),
-            expected="every one where it was at capture",
-            advice="write new values into the old tensors, as by copy_(), or call recapture()",
-        )
         self._round = itertools.repeat(_NOTHING)
-        self.quarantine([*self.records], failure)
+        self.quarantine([*self.records], reads.stale(moved))
 
     def _say(self, failure: Exception) -> None:
         if self._strict:

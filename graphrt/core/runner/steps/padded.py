@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphrt.core.base import tree
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
-from graphrt.core.dispatch import Dispatch, live_query_len
+from graphrt.core.dispatch import Dispatch, GraphDispatcher, live_query_len
 from graphrt.core.inputs import StaticInputs, reqs_of, wrong_requests
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner.host import Bind, Phase
+from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.tried import Probe
-
-if TYPE_CHECKING:
-    from graphrt.core.runner.graphs import GraphSet
 
 
 class PaddedSteps:
@@ -25,20 +23,23 @@ class PaddedSteps:
 
     def __init__(
         self,
-        graphs: GraphSet,
+        steps: Sequence[PaddedStep | None],
+        run_forward: Callable[..., Any],
         bind: Bind | None,
         inputs: StaticInputs,
         pool: GraphPool,
+        dispatcher: GraphDispatcher,
         *,
         clones: bool,
         eager_launch: bool,
     ) -> None:
+        """`steps` are those of graphs, by slot."""
         self.inputs = inputs
         self.pool = pool
         self._bind = bind
-        self._steps = graphs.steps
-        self._run_forward = graphs.run_forward
-        self._dispatcher = graphs.dispatcher
+        self._steps = steps
+        self._run_forward = run_forward
+        self.dispatcher = dispatcher
         self._clones = clones
         self._eager_launch = eager_launch
 
@@ -61,7 +62,7 @@ class PaddedSteps:
         step = self._steps[found.slot]
         assert step is not None
         context.num_reqs = step.reqs
-        context.dispatcher = self._dispatcher
+        context.dispatcher = self.dispatcher
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = reqs_of(self.inputs, batch, values)

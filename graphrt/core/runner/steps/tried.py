@@ -47,6 +47,7 @@ class PaddedTrial:
         self._run_unpadded = run_unpadded
         self._updates_eager, self._updates_replayed = updates
         self._metadata = metadata
+        self._kept = inputs.padding.kept()
         self.padded = self._tokens < step.tokens or reqs < step.reqs
 
     def eager(self, watch: Watch | None) -> Any:
@@ -57,17 +58,18 @@ class PaddedTrial:
 
     def replay(self) -> Any:
         found = self._found
+        self._inputs.padding.put_back(self._kept)
         context = ForwardContext(
             found.mode, found.descriptor, found.slot, self._updates_replayed, self._metadata
         )
         return _copies(self._run_padded(context, eager=False, probe=None))
 
     def other_padding(self, watch: Watch) -> Any:
-        if not self.padded or not self._inputs.keep_rows:
+        if not self.padded or not self._inputs.padding.are_kept:
             return None
 
         def disturb() -> None:
-            self._inputs.disturb_kept_rows(self._step.layout, self._tokens, self._reqs)
+            self._inputs.padding.disturb(self._step.layout, self._tokens, self._reqs)
 
         return self._eager(Probe(watch, disturb))
 
@@ -77,6 +79,7 @@ class PaddedTrial:
         return _copies(as_part_of_it(lambda: watch.around(self._run_unpadded), self))
 
     def _eager(self, probe: Probe) -> Any:
+        self._inputs.padding.put_back(self._kept)
         context = ForwardContext(
             GraphMode.NONE, self._found.descriptor, -1, self._updates_eager, self._metadata
         )

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphrt.core.base import FrozenMetadataError, NestedCaptureError, tree
 from graphrt.core.batch import Batch, ForwardContext, GraphMode, current_context
+from graphrt.core.capture import Sealing
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import StaticInputs, nest, reqs_of
 from graphrt.core.plan import Plan
 from graphrt.core.replay import GraphPool, is_inside_capture
 from graphrt.core.runner.host import Bind
-
-if TYPE_CHECKING:
-    from graphrt.core.runner.graphs import GraphSet
 
 
 class UnpaddedSteps:
@@ -25,7 +23,8 @@ class UnpaddedSteps:
 
     def __init__(
         self,
-        graphs: GraphSet,
+        run_forward: Callable[..., Any],
+        sealing: Sealing,
         plan: Plan,
         bind: Bind | None,
         inputs: StaticInputs,
@@ -33,7 +32,8 @@ class UnpaddedSteps:
         *,
         clones: bool,
     ) -> None:
-        self._graphs = graphs
+        self._run_forward = run_forward
+        self._sealing = sealing
         self._plan = plan
         self._bind = bind
         self._inputs = inputs
@@ -54,9 +54,9 @@ class UnpaddedSteps:
         `holder` owns the pool already. Raises what `strict` says, `InvalidInputError` and
         `PoolBusyError`.
         """
-        graphs, inputs, pool = self._graphs, self._inputs, self._pool
-        if graphs.sealing.refuses and self._should_have_a_graph(batch, found):
-            graphs.sealing.refuse(
+        sealing, inputs, pool = self._sealing, self._inputs, self._pool
+        if sealing.refuses and self._should_have_a_graph(batch, found):
+            sealing.refuse(
                 f"no graph serves the batch: {found.reason.value}",
                 got=batch,
                 expected=f"a batch that one of {len(self._plan.keys)} graphs serves",
@@ -79,7 +79,7 @@ class UnpaddedSteps:
             if self._bind is not None:
                 self._bind(MappingProxyType(views), found.descriptor, "eager")
             with context:
-                outputs = graphs.run_forward(**(nest(views) if inputs.nested else views))
+                outputs = self._run_forward(**(nest(views) if inputs.nested else views))
             outputs = tree.map_tensors(self._handed_out, outputs)
             pool.owner = outer
             return outputs
@@ -118,7 +118,7 @@ class UnpaddedSteps:
         inputs = self._inputs
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         views = inputs.copies(values, tokens, reqs)
-        return self._graphs.run_forward(**(nest(views) if inputs.nested else views))
+        return self._run_forward(**(nest(views) if inputs.nested else views))
 
     def _handed_out(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._clones or self._inputs.hold(tensor):

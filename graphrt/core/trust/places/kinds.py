@@ -217,7 +217,9 @@ def _kind_of_torchs(module: str, has_attributes: bool) -> Kind:
     # such as streams, graphs and what the compiler keeps, is no state of a model.
     if module.startswith("torch.nn."):
         return Kind.OBJECT if has_attributes else Kind.SKIPPED
-    return Kind.OPAQUE if module in ("torch", "torch._C", "torch.jit._script") else Kind.SKIPPED
+    # Torch's own in C, and scripted modules.
+    of_torch = module == "torch" or module.endswith(("._C", ".jit._script"))
+    return Kind.OPAQUE if of_torch else Kind.SKIPPED
 
 
 def _root(of: type) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import ThreadMode, unseen
+from graphrt.core.base import ThreadMode, storage_of_weak, unseen
 from graphrt.core.capture import Source, user_source
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.watching.operators import facts_of, in_bounds, written
@@ -55,7 +55,7 @@ class Use:
         """The memory, if it is still there."""
         if self.ref.expired():  # type: ignore[no-untyped-call]
             return None
-        return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+        return storage_of_weak(self.ref.cdata)
 
     def __str__(self) -> str:
         line = "" if self.source is None else f", used at {self.source}"

@@ -1,0 +1,65 @@
+"""Graphs that are captured by the first step that asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphrt.core.base import tree
+from graphrt.core.batch import Batch, GraphMode
+from graphrt.core.dispatch import Dispatch, GraphDispatcher, preferred
+from graphrt.core.plan import CaptureKey
+from graphrt.core.replay import GraphPool
+from graphrt.core.runner.session import DroppedGraph
+
+
+class LazyCaptures:
+    """Captures while serving; `failed` are the slots that no step tries again."""
+
+    def __init__(
+        self,
+        dispatcher: GraphDispatcher,
+        pool: GraphPool,
+        dropped: Sequence[DroppedGraph],
+    ) -> None:
+        self.failed: set[int] = set()
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._dropped = dropped
+
+    def wanted(
+        self,
+        batch: Batch,
+        found: Dispatch,
+        at_least: int = 0,
+        at_most_mode: GraphMode | None = None,
+    ) -> Dispatch | None:
+        """The planned graph that would serve `batch` better than what was found, or None."""
+        planned = self._dispatcher.planned_for(batch, at_least=at_least, at_most_mode=at_most_mode)
+        if planned is None or planned.slot in self.failed:
+            return None
+        better = found.slot < 0 or preferred(planned, found)
+        return planned if better else None
+
+    def capture(
+        self,
+        capture: Callable[[Iterable[CaptureKey]], None],
+        wanted: Dispatch,
+        values: Mapping[str, Any],
+    ) -> Mapping[str, Any]:
+        """Capture one graph while serving, a failing one only once; returns the step's inputs, out
+        of the reach of the capture."""
+        # They may live in the buffers that it fills, and be the last step's, on its stream.
+        self._pool.follow_stream()
+        values = tree.map_tensors(torch.Tensor.clone, dict(values))
+        dropped = len(self._dropped)
+        try:
+            capture([(wanted.mode, wanted.descriptor)])
+        except Exception:
+            self.failed.add(wanted.slot)
+            raise
+        if len(self._dropped) > dropped:
+            self.failed.add(wanted.slot)
+        return values
