@@ -103,6 +103,13 @@ class Reads:
         """What is held, by the addresses of the storages."""
         return {storage.data_ptr(): use for storage, use in self._held.values()}
 
+    def addresses(self) -> set[int]:
+        """Where the storages begin that are held, and those of what compiled modules name."""
+        found = {storage.data_ptr() for storage, _ in self._held.values()}
+        for named in self._more:
+            found |= {each.untyped_storage().data_ptr() for each in named().values()}
+        return found
+
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that is held."""
         names, moved = self._names(), set(self.moved())
