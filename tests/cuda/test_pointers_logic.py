@@ -315,6 +315,9 @@ def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
         assert found.keys() == {TABLE.data_ptr(), stranger.data_ptr()}
         assert "TABLE" in found[TABLE.data_ptr()].name
         assert found[stranger.data_ptr()][1:] == (28, 2, "")
+        largest = [runner.graphs.records[0].descriptor]
+        some = unknown_memory_of(runner.graphs, runner.pool, runner.inputs, largest)
+        assert {each.nodes for each in some.blocks} == {1}
 
 
 def test_nothing_is_told_of_what_nobody_watched():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture import GraphWrapper, as_states
 from graphrt.core.device import DeviceGraph
 from graphrt.core.inputs import StaticInputs
@@ -11,12 +14,16 @@ from graphrt.core.trust import UnknownMemory, address_of, places_of, unknown_mem
 
 
 def unknown_memory_of(
-    graphs: GraphSet, pool: GraphPool, inputs: StaticInputs
+    graphs: GraphSet,
+    pool: GraphPool,
+    inputs: StaticInputs,
+    only: Collection[BatchDescriptor] | None = None,
 ) -> UnknownMemory | None:
-    """The memory outside of the pool that nodes of the graphs point to and that is neither an
-    input, a result, declared state, nor what a watched warm-up used: what kernels outside of
-    torch's operators read, and compiled code.
+    """The memory outside of graph pools that nodes of the graphs point to and that is neither an
+    input, a result, declared state, nor what a watched warm-up used: what is read by kernels
+    outside of torch's operators, and by compiled code.
 
+    With `only`, the graphs of these descriptors, as the tried ones: each takes milliseconds.
     Blocks are named by where the forward has them. None if there are no graphs, nothing was
     watched, or the platform cannot tell.
     """
@@ -27,7 +34,8 @@ def unknown_memory_of(
     found: list[DeviceGraph] = []
     for owner in graphs.owners():
         for entry in owner.entries.values() if isinstance(owner, GraphWrapper) else ():
-            found += graphs_of(entry.parts)
+            if only is None or entry.descriptor in only:
+                found += graphs_of(entry.parts)
             own += entry.reads(pool)[1]
     known = graphs.reads.addresses() | set(map(address_of, own))
     unknown = unknown_memory(pool.platform, found, known)
