@@ -34,7 +34,7 @@ from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
 from graphrt.core.inputs import InputSpec
 from graphrt.core.plan import Budget, GraphCost, Plan
 from graphrt.core.replay import UNCHANGED, GraphPool, HostArg, SegmentHooks, UpdatableTask
-from graphrt.core.runner import GraphRunner, Host, RunnerReport
+from graphrt.core.runner import Example, GraphRunner, Host, RunnerReport
 
 if TYPE_CHECKING:
     from graphrt.compile import CompileOptions, opaque, support_compile
@@ -50,6 +50,7 @@ __all__ = [
     "Budget",
     "CompileOptions",
     "Dispatch",
+    "Example",
     "ForwardContext",
     "GraphCost",
     "GraphDispatcher",

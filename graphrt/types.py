@@ -20,10 +20,13 @@ from graphrt.core.runner import (
     Bind,
     DroppedGraph,
     GraphRecord,
+    MakeExample,
     Phase,
     Progress,
+    TrialRecord,
+    TrustReport,
 )
-from graphrt.core.trust import Parameters, Tensors
+from graphrt.core.trust import Parameters, Tensors, TensorUse, UnknownBlock, UnknownMemory
 
 __all__ = [
     "AllowedCapture",
@@ -39,6 +42,7 @@ __all__ = [
     "HoldsGraphs",
     "HostValues",
     "LeftOut",
+    "MakeExample",
     "ModeResolution",
     "OutputAxes",
     "Parameters",
@@ -48,7 +52,12 @@ __all__ = [
     "PlannedCapture",
     "Progress",
     "ResolutionStep",
+    "TensorUse",
     "Tensors",
     "Traffic",
+    "TrialRecord",
+    "TrustReport",
+    "UnknownBlock",
+    "UnknownMemory",
     "Updates",
 ]

@@ -14,6 +14,8 @@ from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
     Availability,
     Capability,
+    GraphPointers,
+    MemoryBlock,
     MemoryFigures,
     Platform,
     SharingFigures,
@@ -21,8 +23,9 @@ from graphrt.core.device import (
     UpdateFigures,
     weak_alias,
 )
+from graphrt.cuda.blocks import blocks_of, internal_sizes
 from graphrt.cuda.captures import CudaCaptures
-from graphrt.cuda.driver import driver_available
+from graphrt.cuda.driver import driver_available, pointers_of
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory
 from graphrt.cuda.private_torch import current_device, memory_stats, raw_stream_of
@@ -121,6 +124,22 @@ class CudaPlatform(Platform):
     def release_memory(self, memory: GraphMemory) -> None:
         memory.clear()
         torch.cuda.empty_cache()
+
+    def pointers(self, graph: Any) -> GraphPointers | None:
+        if not driver_available():
+            return None
+        try:
+            template = graph.raw_cuda_graph()
+        except RuntimeError:  # it keeps no template, or has none
+            return None
+        return pointers_of(template)
+
+    def memory_blocks(self) -> Sequence[MemoryBlock] | None:
+        # No other allocator of torch lists its blocks.
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
+        snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return blocks_of(snapshot, internal_sizes())
 
     # Streams ---------------------------------------------------------------------------------
 

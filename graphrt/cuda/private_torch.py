@@ -53,6 +53,21 @@ current_device: Callable[[], int] = NAMES.take(
     build="cuda",
 )
 
+_NO_WORKSPACE_SIZE = "workspaces of cuBLAS are told by the sizes that this torch is known to use"
+
+cublas_workspace_bytes: Callable[[], int] | None = NAMES.take(
+    "torch._C._cuda_getCublasWorkspaceSize",
+    without=_NO_WORKSPACE_SIZE,
+    seen=("2.13",),
+    build="cuda",
+)
+cublaslt_workspace_bytes: Callable[[], int] | None = NAMES.take(
+    "torch._C._cuda_getCublasLtWorkspaceSize",
+    without=_NO_WORKSPACE_SIZE,
+    seen=("2.13",),
+    build="cuda",
+)
+
 Wait = Callable[..., None]
 
 _EVENT_WAIT = NAMES.declare(

@@ -38,8 +38,8 @@ class ShareableGraph:
         return self.graph.pool()
 
     def raw_cuda_graph(self) -> int:
-        """The template, for the update of tasks."""
-        return self.graph.raw_cuda_graph()
+        """The template: of a graph on another one's executable, the copy that is its own."""
+        return self.graph.raw_cuda_graph() if self.group is None else self.template
 
     def instantiate(self) -> None:
         """Make the executable anew from the template, for the update of tasks."""

@@ -12,7 +12,7 @@ from graphrt import Host
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from graphrt import UNCHANGED, AttentionSupport, Batch, GraphRunner, InputSpec
+from graphrt import UNCHANGED, AttentionSupport, Batch, GraphOptions, GraphRunner, InputSpec
 from graphrt.attention import (
     AttentionShape,
     GroupedShape,
@@ -189,6 +189,7 @@ def _runner(
     mode: str = "FULL_AND_PIECEWISE",
     forward: Any = None,
     bounds: Any = ((),),
+    options: GraphOptions | None = None,
 ) -> GraphRunner:
     def twice(
         query: torch.Tensor,
@@ -209,6 +210,7 @@ def _runner(
         max_num_tokens=8,
         query_lens=tuple(range(1, backend.max_query_len + 1)),
         bounds=bounds,
+        options=options,
         platform="cuda" if ON_GPU else "cpu",
         inputs={
             "query": InputSpec(torch.float32, ("tokens", shape.num_heads, shape.query_dim)),
@@ -277,7 +279,8 @@ def test_uniform_batches_by_pieces_take_the_decode_kernels_and_plan_once_a_step(
         SHAPES[0], max_num_reqs=4, max_query_len=2, dtype=torch.float32, device=DEVICE
     )
     problem = random_problem(SHAPES[0], [600, 64], 1, max_blocks=40, device=DEVICE)
-    runner = _runner(backend, problem.caches, mode="PIECEWISE")
+    unchecked = GraphOptions(check="off")
+    runner = _runner(backend, problem.caches, mode="PIECEWISE", options=unchecked)
     runner.capture()
     ran, begun = [], []
     run, begin = TritonAttention.run, TritonAttention.begin

@@ -339,9 +339,12 @@ def test_verify_advances_declared_state_once_and_returns_the_step():
     captured.capture()
     assert torch.equal(captured.verify(x=rows(3))["sum"], rows(3, 2.0))
     assert counter == 1
-    with pytest.raises(VerificationError, match="no graph to verify"):
-        captured.verify(x=rows(9))
-    assert counter == 1
+    assert torch.equal(captured.verify(x=rows(9))["sum"], rows(9, 3.0))
+    assert counter == 2
+    captured.release()
+    with pytest.raises(VerificationError, match="no graph yet"):
+        captured.verify(x=rows(3))
+    assert counter == 2
 
 
 def test_verify_finds_a_python_value_that_the_graph_has_baked_in():

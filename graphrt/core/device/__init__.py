@@ -5,7 +5,14 @@ from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_c
 from graphrt.core.device.error_chain import error_chain
 from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
 from graphrt.core.device.found import FoundPlatform, PluginWarning
-from graphrt.core.device.graph import DeviceEvent, DeviceGraph, GraphRead, TaskUpdate
+from graphrt.core.device.graph import (
+    DeviceEvent,
+    DeviceGraph,
+    GraphPointers,
+    GraphRead,
+    MemoryBlock,
+    TaskUpdate,
+)
 from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import CONTRACT_VERSION, Availability, Capability, Platform
 from graphrt.core.device.pool_memory import (
@@ -36,9 +43,11 @@ __all__ = [
     "DeviceEvent",
     "DeviceGraph",
     "FoundPlatform",
+    "GraphPointers",
     "GraphRead",
     "Limits",
     "Memory",
+    "MemoryBlock",
     "MemoryFigures",
     "OpenCapture",
     "Platform",

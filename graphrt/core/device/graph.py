@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +24,33 @@ class GraphRead(NamedTuple):
 
     tensor: torch.Tensor
     source: str | None
+
+
+class GraphPointers(NamedTuple):
+    """What the nodes of a graph hold that may be addresses of device memory.
+
+    `nodes` has the words of each node that has some; a word need not be an address. `unread` counts
+    the nodes that may touch memory without the device telling where.
+    """
+
+    nodes: Sequence[Collection[int]]
+    unread: int
+
+
+class MemoryBlock(NamedTuple):
+    """A block that torch's allocator has given away, from `address` up to `end`, of which `bytes`
+    were asked for.
+
+    `in_graph_pool` says that it is memory of a graph pool, whosever that is. `may_be_internal` says
+    that it has the size of what torch allocates for itself and makes no tensor of, such as the
+    workspace of a library.
+    """
+
+    address: int
+    end: int
+    bytes: int
+    in_graph_pool: bool = False
+    may_be_internal: bool = False
 
 
 class DeviceEvent(Protocol):

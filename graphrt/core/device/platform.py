@@ -13,7 +13,14 @@ import torch
 
 from graphrt.core.base import CaptureError, MissingCapabilityError
 from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
-from graphrt.core.device.graph import DeviceEvent, DeviceGraph, GraphRead, TaskUpdate
+from graphrt.core.device.graph import (
+    DeviceEvent,
+    DeviceGraph,
+    GraphPointers,
+    GraphRead,
+    MemoryBlock,
+    TaskUpdate,
+)
 
 CONTRACT_VERSION = 1
 """Of the device contract. It grows when a platform that was right before may not be any longer."""
@@ -182,6 +189,17 @@ class Platform(ABC):
     def reads(self, graph: Any) -> Sequence[GraphRead] | None:
         """Every tensor outside of graph memory that a replay of `graph` reads or writes, or None
         if that cannot be told. Asked for when weights were changed."""
+        return None
+
+    def pointers(self, graph: Any) -> GraphPointers | None:
+        """The words that the nodes of a captured `graph` hold and that may be addresses, or None if
+        that cannot be told: a word too many is harmless, a missing one is a read that nobody knows
+        of. Asked for after a capture; it must not wait for the device."""
+        return None
+
+    def memory_blocks(self) -> Sequence[MemoryBlock] | None:
+        """Every block that torch's allocator has given away on devices of this kind, or None if
+        that cannot be told. Asked for together with `pointers`."""
         return None
 
     # Streams ---------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import nest
-from graphrt.core.inputs.output_axes import OutputAxes, check_tensor
+from graphrt.core.inputs.output_axes import OutputAxes, at_path, check_tensor
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.spec import InputSpec
@@ -13,6 +13,7 @@ __all__ = [
     "OutputAxes",
     "OutputLayout",
     "StaticInputs",
+    "at_path",
     "batch_of",
     "check_tensor",
     "nest",

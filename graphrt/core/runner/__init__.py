@@ -1,20 +1,25 @@
 """`GraphRunner`: all of it for one forward."""
 
 from graphrt.core.runner.command_line import runner_settings
-from graphrt.core.runner.host import AroundCapture, Bind, Host, Phase
-from graphrt.core.runner.report import RunnerReport
+from graphrt.core.runner.host import AroundCapture, Bind, Example, Host, MakeExample, Phase
+from graphrt.core.runner.report import RunnerReport, TrustReport
 from graphrt.core.runner.runner import GraphRunner
 from graphrt.core.runner.session import DroppedGraph, GraphRecord, Progress
+from graphrt.core.runner.steps import TrialRecord
 
 __all__ = [
     "AroundCapture",
     "Bind",
     "DroppedGraph",
+    "Example",
     "GraphRecord",
     "GraphRunner",
     "Host",
+    "MakeExample",
     "Phase",
     "Progress",
     "RunnerReport",
+    "TrialRecord",
+    "TrustReport",
     "runner_settings",
 ]

@@ -83,7 +83,8 @@ class GraphSet:
         self.checks = Checks(options, self.reads, pool.platform.device_type)
         if self.eager_launch:
             self.checks.on = False
-        self._forward = forward
+        self.forward = forward
+        self.mixes_rows = host.mixes_rows
         self._wrappers = wrappers_of(
             forward, plan, options, pool, host.around_graph, self._compiled
         )
@@ -207,7 +208,7 @@ class GraphSet:
         return WatchedState(
             SavedState(self.state, limit),
             limit_bytes=limit,
-            forward=self._forward,
+            forward=self.forward,
             reads=self.reads,
             warmed_up=self.warmed_up,
             pads=self._inputs.padding.addresses,

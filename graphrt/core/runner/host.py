@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from graphrt.core.base import InvalidOptionError, only_known
-from graphrt.core.batch import BatchDescriptor
+from graphrt.core.batch import Batch, BatchDescriptor
 from graphrt.core.capture import State
 from graphrt.core.replay import SegmentHooks
 from graphrt.core.trust import Parameters, check_parameters
@@ -23,6 +23,21 @@ Bind = Callable[[Mapping[str, torch.Tensor], BatchDescriptor, Phase], None]
 
 AroundCapture = Callable[[], AbstractContextManager[object]]
 """Makes what is entered once around everything that one call captures."""
+
+
+@only_known
+@dataclass(frozen=True)
+class Example:
+    """One step that a graph can be tried with: its inputs by name, in live shapes, and what its
+    context has beside them. Index rows must be of scratch memory: what they address is written."""
+
+    values: Mapping[str, Any]
+    updates: Any = None
+    metadata: Any = None
+
+
+MakeExample = Callable[[Batch, torch.Generator], Example]
+"""Makes a step of a batch, with random numbers of the generator, which is of the CPU."""
 
 
 @only_known
@@ -43,7 +58,9 @@ class Host:
     give it declares that graphs may read it and keep it for every step, so it must be at its bound
     (the longest context, say); else only eager parts may read metadata. `mixes_rows` declares that
     live rows depend on padding rows by design, as with the capacity of experts or a scale that is
-    found over a whole batch: no trial looks for it. Raises `InvalidOptionError`
+    found over a whole batch: no trial looks for it. `example(batch, generator)` makes a step, so
+    that graphs are tried in `capture()`: the largest and the smallest of each kind, where a failure
+    is raised. Without it the first served steps are the trials. Raises `InvalidOptionError`
     for a hook of another kind.
     """
 
@@ -54,6 +71,7 @@ class Host:
     around_graph: SegmentHooks | None = None
     metadata: Callable[[BatchDescriptor], object] | None = None
     mixes_rows: bool = False
+    example: MakeExample | None = None
 
     def __post_init__(self) -> None:
         if self.bind is not None and not callable(self.bind):
@@ -75,6 +93,8 @@ class Host:
             if not isinstance(each, State | torch.Tensor):
                 raise _wrong_hook("state", each, "State and tensors")
         check_parameters(self.parameters)
+        if self.example is not None and not callable(self.example):
+            raise _wrong_hook("example", self.example, "a function of a batch and a generator")
         if self.metadata is not None and not callable(self.metadata):
             raise _wrong_hook("metadata", self.metadata, "a function of a descriptor")
 

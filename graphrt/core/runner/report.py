@@ -14,6 +14,32 @@ from graphrt.core.plan import ModeResolution
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import DroppedGraph, GraphRecord
+from graphrt.core.runner.steps import TrialRecord
+from graphrt.core.runner.touched import unknown_memory_of
+from graphrt.core.trust import TensorUse, UnknownMemory
+
+
+@dataclass(frozen=True)
+class TrustReport:
+    """What is known of whether the graphs stand for their forward.
+
+    `reads` is what watched warm-ups read and wrote beside the inputs, kept alive until `release()`;
+    `trials` what came of trying each graph, "untried" until a step or `Host(example=)` has.
+    `protected` is memory too large to be saved, and which rows of it warm-ups wrote. `unknown` is
+    what nodes of tried graphs point to and nobody has named, None where a device cannot tell. With
+    `mixes_rows` live rows depend on padding by design.
+    """
+
+    reads: tuple[TensorUse, ...] = ()
+    trials: tuple[TrialRecord, ...] = ()
+    protected: tuple[str, ...] = ()
+    unknown: UnknownMemory | None = None
+    mixes_rows: bool = False
+
+    @property
+    def only_graphs_bytes(self) -> int:
+        """Bytes that only graphs hold: the forward has let go of them."""
+        return sum(use.bytes for use in self.reads if use.moved)
 
 
 @dataclass(frozen=True)
@@ -43,6 +69,7 @@ class RunnerReport:
     """Of the tasks of the whole pool, where the platform counts them."""
     staging_waits: int = 0
     """Steps whose host had to wait until the memory that stages inputs was free again."""
+    trust: TrustReport = TrustReport()
 
     @property
     def saved_bytes(self) -> int | None:
@@ -87,6 +114,21 @@ def report_of(
         updates=pool.update_figures(),
         dropped=tuple(graphs.dropped),
         staging_waits=inputs.staging_waits,
+        trust=_trust(graphs, pool, inputs),
+    )
+
+
+def _trust(graphs: GraphSet, pool: GraphPool, inputs: StaticInputs) -> TrustReport:
+    trials, reads = tuple(graphs.checks.records.values()), graphs.reads
+    if reads is None:
+        return TrustReport(trials=trials, mixes_rows=graphs.mixes_rows)
+    tried = [record.descriptor for record in trials if record.steps]
+    return TrustReport(
+        reads.table(),
+        trials,
+        tuple(reads.protected),
+        unknown_memory_of(graphs, pool, inputs, tried) if tried else None,
+        graphs.mixes_rows,
     )
 
 

@@ -17,7 +17,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Dispatch
+from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import (
     InputSpec,
     OutputAxes,
@@ -118,6 +118,7 @@ class GraphRunner(Uncopied):
         self.dispatcher = self.graphs.dispatcher
         self.last_dispatch: Dispatch | None = None
         graphs = self.graphs
+        self._example = host.example
         self._steps = graphs.steps
         self._checks = graphs.checks
         self._eager_launch = graphs.eager_launch
@@ -260,20 +261,22 @@ class GraphRunner(Uncopied):
 
         State, random numbers and Python numbers are put back in between, so that they are advanced
         once. Other effects (the writes of a KV cache too large to be saved) happen several times,
-        with equal values. Raises `VerificationError` for what differs, naming the first operator
-        that is another one than at capture, and for a batch that no graph serves: see
-        `docs/trust.md`.
+        with equal values. A step that by the plan runs eagerly is run once. Raises
+        `VerificationError` for what differs, naming the first operator that is another one than at
+        capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
         if batch is None:
             batch = batch_of(self.inputs, values)
         found = self.dispatcher.dispatch(batch)
-        if found.slot < 0 or self._eager_launch:
+        if self._eager_launch or found.slot < 0:
+            if not self._eager_launch and found.reason is not Reason.NOT_CAPTURED:
+                return self._checked.eagerly(batch, found, values, updates, metadata)
             raise VerificationError(
-                "there is no graph to verify: the step would run eagerly",
+                "there is no graph yet that could be verified",
                 got=f"{batch}: {found.reason.value}",
-                expected="a batch that a captured graph serves",
-                advice="capture() first, or plan a size for it",
+                expected="a captured graph",
+                advice="capture() first",
             )
         verdict = self._checked.verify(batch, found, values, updates, metadata)
         self.last_dispatch = found
@@ -285,13 +288,17 @@ class GraphRunner(Uncopied):
     def capture(self, progress: Progress | None = None) -> None:
         """Capture every planned graph that is not captured yet, then seal.
 
-        `progress(done, total, descriptor)` is called before each graph and at the end. A failed
+        `progress(done, total, descriptor)` is called before each graph and at the end. With
+        `Host(example=)` graphs are tried then; one that fails its trial raises
+        `VerificationError`, and nothing is captured. A failed
         capture raises; the graphs before it serve, and a further call tries the rest again. Graphs
         that the device has no room for are dropped (`report().dropped`) with a
         `GraphsDroppedWarning`, or under `strict` a `ResourceExhaustedError` when the rest is done.
         """
         self._check_open()
         self.graphs.capture_missing(progress)
+        if self._example is not None:
+            self._checked.try_examples(self._example, self.graphs.release)
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper of this runner."""

@@ -5,7 +5,13 @@ from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads, TensorUse
 from graphrt.core.trust.trial import Trial, TriedStep, Verdict
 from graphrt.core.trust.warm_up import WarmedUp, WatchedState
-from graphrt.core.trust.watching import Watch
+from graphrt.core.trust.watching import (
+    UnknownBlock,
+    UnknownMemory,
+    Watch,
+    address_of,
+    unknown_memory,
+)
 from graphrt.core.trust.weights import AddressBook, Parameters, Tensors, check_parameters
 
 __all__ = [
@@ -17,10 +23,14 @@ __all__ = [
     "Tensors",
     "Trial",
     "TriedStep",
+    "UnknownBlock",
+    "UnknownMemory",
     "Verdict",
     "WarmedUp",
     "Watch",
     "WatchedState",
+    "address_of",
     "check_parameters",
     "places_of",
+    "unknown_memory",
 ]

@@ -120,6 +120,11 @@ class Reads:
         """What is held, by the addresses of the storages."""
         return {storage.data_ptr(): use for storage, use in self._held.values()}
 
+    def addresses(self) -> set[int]:
+        """Where the storages begin that are held, and all that the forward reaches."""
+        held = {storage.data_ptr() for storage, _ in self._held.values()}
+        return held | {each.untyped_storage().data_ptr() for each in self.reachable()}
+
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that is held."""
         names, moved = self._names(), set(self.moved())

@@ -32,6 +32,7 @@ from graphrt.cuda.driver.nodes import (
     nodes_of,
     update_executable,
 )
+from graphrt.cuda.driver.pointers import pointers_of
 
 __all__ = [
     "ForkWatch",
@@ -60,6 +61,7 @@ __all__ = [
     "node_count",
     "node_type",
     "nodes_of",
+    "pointers_of",
     "restart_capture",
     "update_executable",
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import InvalidInputError, Undo
-from graphrt.core.batch import Batch, ForwardContext
+import torch
+
+from graphrt.core.base import InvalidInputError, InvalidOptionError, Undo, tree
+from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import reqs_of
+from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.steps.checks import Checks
 from graphrt.core.runner.steps.padded import PaddedSteps
 from graphrt.core.runner.steps.padded_step import PaddedStep
@@ -17,6 +20,9 @@ from graphrt.core.runner.steps.tried import PaddedTrial, copied_values
 from graphrt.core.runner.steps.unpadded import UnpaddedSteps
 from graphrt.core.runner.steps.updates import LastUpdates
 from graphrt.core.trust import Trial, Verdict, WarmedUp, places_of
+
+_SEED = 0
+"""Of the generator that examples are made with: the same on every rank."""
 
 
 class CheckedSteps:
@@ -73,6 +79,38 @@ class CheckedSteps:
         eager = self._padded.dispatcher.run_eagerly(found, batch, reason)
         given = self._resolved(updates, None, replayed=False)
         return eager, self._unpadded.run(batch, eager, values, given, metadata)
+
+    def try_examples(self, make: MakeExample, release: Callable[[], None]) -> None:
+        """Try the graphs that have to be with steps of the host's own: with padding where there is
+        room for it. Raises the first failure, after `release`."""
+        generator = torch.Generator().manual_seed(_SEED)
+        try:
+            for found in self._checks.to_try():
+                batch = _example_of(found.descriptor)
+                example = make(batch, generator)
+                if not isinstance(example, Example):
+                    raise InvalidOptionError(
+                        "Host(example=) made no step",
+                        got=type(example).__name__,
+                        expected="a graphrt.Example",
+                        advice="return Example(values={...})",
+                    )
+                step = self._step(batch, found, example.values, example.updates, example.metadata)
+                verdict = self._try(step, found, moves_numbers=True)
+                if verdict.failure is not None:
+                    raise verdict.failure
+                self._checks.tried(found.slot, verdict, padded=step.padded)
+        except BaseException:
+            release()
+            raise
+
+    def eagerly(
+        self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
+    ) -> Any:
+        """Run a step that no graph serves; returns copies of its outputs."""
+        given = self._resolved(updates, None, replayed=False)
+        outputs = self._unpadded.run(batch, found, values, given, metadata)
+        return tree.map_tensors(torch.Tensor.clone, outputs)
 
     def verify(
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
@@ -165,3 +203,23 @@ class CheckedSteps:
                 expected="a padding value that no live row has",
                 advice="InputSpec(index=True, pad=...) with a row, slot or page kept for padding",
             )
+
+
+def _example_of(descriptor: BatchDescriptor) -> Batch:
+    """A batch that the graph of a descriptor serves, with padding rows if there may be some."""
+    reqs, query_len = descriptor.num_reqs, descriptor.query_len
+    if descriptor.uniform and query_len is not None:
+        reqs = max(descriptor.num_tokens // query_len - 1, 1)
+        tokens = reqs * query_len
+    else:
+        tokens = max(descriptor.num_tokens - 1, 1)
+        reqs = min(reqs or 1, tokens)
+        query_len = None
+    return Batch(
+        tokens,
+        reqs,
+        query_len,
+        bounds=descriptor.bounds,
+        num_active_loras=descriptor.num_active_loras,
+        variant=descriptor.variant,
+    )

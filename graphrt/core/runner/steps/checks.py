@@ -93,6 +93,13 @@ class Checks:
                 self._unpadded.add(kind)
         self._note_pending()
 
+    def to_try(self) -> list[Dispatch]:
+        """The graphs that are tried whatever the step, the largest first."""
+        slots = sorted(self._to_try, key=lambda s: -self.records[s].descriptor.num_tokens)
+        return [
+            Dispatch(self.records[s].mode, self.records[s].descriptor, Reason.HIT, s) for s in slots
+        ]
+
     def clear(self, slot: int, tokens: int) -> bool:
         """Whether the step of this graph, of so many live tokens, is simply replayed."""
         ambient = self._ambient

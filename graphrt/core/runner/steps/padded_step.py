@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
+from graphrt.core.base import OutputError, tree
 from graphrt.core.batch import BatchDescriptor
-from graphrt.core.inputs import BatchDims, OutputLayout, StaticInputs, check_tensor, nest
+from graphrt.core.inputs import BatchDims, OutputLayout, StaticInputs, at_path, check_tensor, nest
 from graphrt.core.replay import GraphPool, Handout, handout_of
 
 _CACHED_SHAPES = 256
@@ -150,6 +150,7 @@ class PaddedStep:
         for path, leaf in tree.leaves(outputs):
             if _is_tensor(leaf):
                 check_tensor(path, leaf)
+                self._check_rows(path, leaf)
         return [
             (
                 handout_of(leaf, raw_storages=raw_storages),
@@ -159,6 +160,18 @@ class PaddedStep:
             for path, leaf in tree.leaves(outputs)
             if _is_tensor(leaf)
         ]
+
+    def _check_rows(self, path: str, tensor: torch.Tensor) -> None:
+        """Raise `OutputError` for a tensor without the rows that its declared axes give it."""
+        for dim, axis in self._axes.batch_dims(path):
+            rows = axis.size(self.tokens, self.reqs)
+            if tensor.dim() <= dim or tensor.shape[dim] != rows:
+                raise OutputError(
+                    f"the forward returns another number of rows than before{at_path(path)}",
+                    got=f"shape {tuple(tensor.shape)} for [{self.descriptor}]",
+                    expected=f"{rows} in dimension {dim}",
+                    advice="return the same shape for every batch of one size",
+                )
 
     def _find_shapes(self, tokens: int, reqs: int) -> list[Shape]:
         shapes = [_live_shape(shape, dims, tokens, reqs) for _, shape, dims in self._handouts]

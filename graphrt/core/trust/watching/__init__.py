@@ -1,5 +1,11 @@
 """What a run of a forward does with memory from outside."""
 
+from graphrt.core.trust.watching.pointers import (
+    UnknownBlock,
+    UnknownMemory,
+    address_of,
+    unknown_memory,
+)
 from graphrt.core.trust.watching.trace import Trace, first_difference
 from graphrt.core.trust.watching.watch import Deviation, Kept, Use, Watch, storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
@@ -9,8 +15,12 @@ __all__ = [
     "Kept",
     "SavedWrites",
     "Trace",
+    "UnknownBlock",
+    "UnknownMemory",
     "Use",
     "Watch",
+    "address_of",
     "first_difference",
     "storage_key",
+    "unknown_memory",
 ]

@@ -259,9 +259,12 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
     try:
-        key: int = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        # A tracer's tensors have a storage, and no memory.
+        storage.data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
+    key: int = storage._cdata
     return key
 
 

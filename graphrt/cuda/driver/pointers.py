@@ -1,0 +1,153 @@
+"""The words in the nodes of a template that may be addresses of memory they touch.
+
+The search is conservative: every aligned word of eight bytes in the arguments of a kernel, or in
+the parameters of a copy or a fill, that is large enough to be an address. What lies between the
+fields of a struct was never written, so a word may also be left from an earlier call. Not found are
+addresses in packed structs, in arrays on the device (grouped matrix products), in TMA descriptors,
+which encode them, and in `__device__` variables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+from graphrt.core.device import GraphPointers
+from graphrt.cuda.driver.api import DriverError, check, need, pointer
+from graphrt.cuda.driver.nodes import (
+    KernelParameters,
+    argument_sizes,
+    function_of,
+    kernel_parameters,
+    memory_parameters,
+    node_type,
+    nodes_of,
+)
+
+_KERNEL, _MEMCPY, _MEMSET, _CHILD = 0, 1, 2, 4  # CUgraphNodeType
+_TOUCH_NOTHING = frozenset({5, 6, 7, 8, 9, 10, 11})
+"""Nodes that only order others, and those that allocate and free memory of the graph's own."""
+_WORD = 8
+_LEAST, _MOST = 1 << 20, 1 << 57
+"""Smaller numbers are lengths and strides, larger ones are no addresses of any machine."""
+_END, _BUFFER, _BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
+
+
+def pointers_of(graph: int) -> GraphPointers:
+    """What the kernels, copies and fills of a template hold, those of its child graphs too.
+
+    Unread are nodes of other kinds that may touch memory (host functions, conditional bodies, waits
+    and writes of memory), and kernels where the driver does not tell the sizes of arguments, as
+    before CUDA 12.4. Raises `DriverError` if it does not list the nodes of `graph`.
+    """
+    scan = _Scan()
+    found: list[tuple[int, ...]] = []
+    unread = 0
+    pending = nodes_of(graph)
+    while pending:
+        node = pending.pop()
+        try:
+            kind = node_type(node)
+            if kind == _CHILD:
+                pending += nodes_of(_child(node))
+                continue
+            words = scan.words(node, kind)
+        except DriverError:
+            words = None
+        if words is None:
+            unread += 1
+        elif words:
+            found.append(words)
+    return GraphPointers(found, unread)
+
+
+class _Scan:
+    """Reads the words of nodes; the layout of arguments is asked for once for each function."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[int, int], _Layout | None] = {}
+
+    def words(self, node: int, kind: int) -> tuple[int, ...] | None:
+        """What may be addresses; None if the driver does not tell, or touching is not of a known
+        kind."""
+        if kind == _KERNEL:
+            return self._of_kernel(kernel_parameters(node))
+        if kind in (_MEMCPY, _MEMSET):
+            parameters = memory_parameters(node, kind)
+            return _plausible(memoryview(parameters).cast("Q"))
+        return () if kind in _TOUCH_NOTHING else None
+
+    def _of_kernel(self, parameters: KernelParameters) -> tuple[int, ...] | None:
+        if not parameters.arguments and parameters.extra:
+            return _of_packed(parameters.extra)
+        key = (parameters.function or 0, parameters.kernel or 0)
+        if key not in self._layouts:
+            self._layouts[key] = _layout_of(parameters)
+        layout = self._layouts[key]
+        if layout is None or (layout.count and not parameters.arguments):
+            return None
+        return _plausible(layout.words(parameters.arguments))
+
+
+class _Layout:
+    """Which arguments of a function have room for an address."""
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        sizes = list(sizes)
+        self.count = len(sizes)
+        self._places = ctypes.c_void_p * self.count
+        self._wide = [
+            (place, ctypes.c_uint64 * (size // _WORD))
+            for place, size in enumerate(sizes)
+            if size >= _WORD
+        ]
+
+    def words(self, arguments: int) -> list[int]:
+        """All whole words, `arguments` being where the addresses of the arguments are."""
+        found: list[int] = []
+        if self._wide:
+            places = self._places.from_address(arguments)
+            for place, array in self._wide:
+                address = places[place]
+                if address:
+                    found += array.from_address(address)[:]
+        return found
+
+
+def _layout_of(parameters: KernelParameters) -> _Layout | None:
+    function = function_of(parameters)
+    sizes = None if function is None else argument_sizes(function)
+    return None if sizes is None else _Layout(sizes)
+
+
+def _of_packed(extra: int) -> tuple[int, ...] | None:
+    """The words of arguments that were handed over as one buffer; None without its size."""
+    buffer = size = 0
+    while (key := _word_at(extra)) != _END:
+        value = _word_at(extra + _WORD)
+        if key == _BUFFER:
+            buffer = value
+        elif key == _BUFFER_SIZE:
+            size = _word_at(value)
+        else:
+            return None
+        extra += 2 * _WORD
+    if not buffer:
+        return None
+    return _plausible((ctypes.c_uint64 * (size // _WORD)).from_address(buffer))
+
+
+def _word_at(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
+def _plausible(words: Iterable[int]) -> tuple[int, ...]:
+    return tuple([word for word in words if _LEAST <= word < _MOST])
+
+
+def _child(node: int) -> int:
+    """The template of a child graph, which its node owns."""
+    graph = ctypes.c_void_p()
+    status = need().cuGraphChildGraphNodeGetGraph(pointer(node), ctypes.byref(graph))
+    check("cuGraphChildGraphNodeGetGraph", status)
+    return graph.value or 0

@@ -1,0 +1,111 @@
+"""A driver that answers questions about the nodes of templates, on any machine."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphrt.cuda.driver import KernelParameters
+
+KERNEL, MEMCPY, MEMSET, HOST, CHILD, EMPTY = 0, 1, 2, 3, 4, 5
+_OK, _INVALID_VALUE = 0, 1
+_OF_LIBRARY = 1000
+"""Larger functions are kernels of a library, which have a function in each context."""
+
+
+def words(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+@dataclass
+class Node:
+    kind: int
+    arguments: Sequence[bytes] = ()
+    function: int = 1
+    packed: bool = False
+    child: int = 0
+    refused: bool = False
+    kept: list[Any] = field(default_factory=list)
+
+
+def kernel(*arguments: bytes, function: int = 1, packed: bool = False) -> Node:
+    return Node(KERNEL, arguments, function, packed)
+
+
+@dataclass
+class FakeNodes:
+    """The templates by number; a node is called by ten times its template's and its place."""
+
+    graphs: dict[int, list[Node]]
+    asked_sizes: int = 0
+
+    def _node(self, handle: Any) -> Node:
+        graph, place = divmod(handle.value, 10)
+        return self.graphs[graph][place]
+
+    def cuGraphGetNodes(self, graph: Any, found: Any, count: Any) -> int:
+        if graph.value not in self.graphs:
+            return _INVALID_VALUE
+        nodes = self.graphs[graph.value]
+        count._obj.value = len(nodes)
+        for place in range(len(nodes) if found is not None else 0):
+            found[place] = 10 * graph.value + place
+        return _OK
+
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
+        kind._obj.value = self._node(node).kind
+        return _OK
+
+    def cuGraphKernelNodeGetParams_v2(self, node: Any, parameters: Any) -> int:
+        asked, found = self._node(node), parameters._obj
+        assert isinstance(found, KernelParameters)
+        if asked.refused:
+            return _INVALID_VALUE
+        if asked.function > _OF_LIBRARY:
+            found.kernel = asked.function
+        else:
+            found.function = asked.function
+        if asked.packed:
+            data = ctypes.create_string_buffer(b"".join(asked.arguments))
+            size = ctypes.c_size_t(len(data) - 1)
+            extra = (ctypes.c_uint64 * 5)(1, ctypes.addressof(data), 2, ctypes.addressof(size), 0)
+            asked.kept += [data, size, extra]
+            found.extra = ctypes.addressof(extra)
+            return _OK
+        buffers = [ctypes.create_string_buffer(each, len(each)) for each in asked.arguments]
+        places = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+        asked.kept += [buffers, places]
+        found.arguments = ctypes.addressof(places)
+        return _OK
+
+    def cuKernelGetFunction(self, function: Any, kernel: Any) -> int:
+        function._obj.value = kernel.value - _OF_LIBRARY
+        return _OK
+
+    def cuFuncGetParamInfo(self, function: Any, place: Any, offset: Any, size: Any) -> int:
+        self.asked_sizes += place.value == 0
+        found = (
+            node.arguments
+            for nodes in self.graphs.values()
+            for node in nodes
+            if node.kind == KERNEL and node.function % _OF_LIBRARY == function.value
+        )
+        arguments = next(found)
+        if place.value >= len(arguments):
+            return _INVALID_VALUE
+        size._obj.value = len(arguments[place.value])
+        return _OK
+
+    def cuGraphMemcpyNodeGetParams(self, node: Any, found: Any) -> int:
+        (parameters,) = self._node(node).arguments
+        found[: len(parameters)] = parameters
+        return _OK
+
+    cuGraphMemsetNodeGetParams = cuGraphMemcpyNodeGetParams
+
+    def cuGraphChildGraphNodeGetGraph(self, node: Any, graph: Any) -> int:
+        graph._obj.value = self._node(node).child
+        return _OK
