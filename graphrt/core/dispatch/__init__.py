@@ -3,7 +3,7 @@
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.index import preferred
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.dispatch.uniform import live_query_len
+from graphrt.core.dispatch.uniform import live_query_len, unpadded
 
 __all__ = [
     "Dispatch",
@@ -11,4 +11,5 @@ __all__ = [
     "Reason",
     "live_query_len",
     "preferred",
+    "unpadded",
 ]

@@ -24,6 +24,10 @@ _STEPS = (1, 1 << 20, -(1 << 20))
 class TriedStep(Protocol):
     """One step that can be run again and again; each returns copies of the live outputs."""
 
+    rows: int
+    """Tokens of the graph."""
+    live_rows: int
+
     def eager(self, watch: Watch | None) -> Any:
         """The forward on the padded inputs, under `watch`."""
 
@@ -72,7 +76,6 @@ class Trial:
         captured: Trace | None = None,
         same_size: bool = False,
         mixes_rows: bool = False,
-        moves_numbers: bool = True,
     ) -> None:
         self._step = step
         self._name = name
@@ -83,14 +86,14 @@ class Trial:
         self._captured = captured
         self._same_size = same_size
         self._mixes_rows = mixes_rows
-        self._moves_numbers = moves_numbers
         self._verdict = Verdict()
 
-    def run(self) -> Verdict:
-        """Run the trial. What a forward itself raises is raised, with its state as it was."""
+    def run(self, *, undone: bool = False) -> Verdict:
+        """Run the trial; `undone`, its last run leaves no effects either. What a forward itself
+        raises is raised, with its state as it was."""
         verdict, step = self._verdict, self._step
         try:
-            first = self._watch()
+            first = self._watch(rows=(step.rows, step.live_rows))
             eager = step.eager(first)
             written = self._saves.values()
             self._moving.look()
@@ -103,11 +106,11 @@ class Trial:
             self._back()
             other = None if self._mixes_rows else step.other_padding(self._watch())
             self._back()
-            alone = None if self._mixes_rows else self._alone()
+            without = self._watch(rows=(step.live_rows, step.live_rows))
+            alone = None if self._mixes_rows else self._alone(without)
             left_alone = self._saves.values()
             self._back()
-            if self._moves_numbers:
-                self._move_numbers(first, eager, written)
+            self._move_numbers(first, eager, written)
             again = verdict.outputs = step.eager(self._watch())
             rewritten = self._saves.values()[: len(written)]
         except BaseException:
@@ -119,23 +122,27 @@ class Trial:
         if rebound:
             self._fail_rebound(rebound)
         self._judge_writes(written, rewritten, left, first)
-        self._judge_padding(eager, other, alone, rounding)
+        self._judge_padding(eager, other, alone, rounding, (first, without))
         if alone is not None and isinstance(verdict.failure, RowsMixedError):
             # What padding has spoilt is not handed out; no run more, which other ranks do not do.
             self._saves.write(left_alone)
             verdict.outputs = alone
+        if undone:
+            self._back()
         return verdict
 
-    def _alone(self) -> Any:
+    def _alone(self, watch: Watch) -> Any:
         try:
-            return self._step.unpadded(self._watch())
+            return self._step.unpadded(watch)
         except Exception as error:
             # It may be made for the sizes of graphs alone.
             self._verdict.notes.append(f"does not run without padding: {error}"[:200])
             return None
 
-    def _watch(self, follows: Trace | None = None) -> Watch:
-        return Watch(self._own, self._saves, follows, self._generators, keeps_sources=True)
+    def _watch(self, follows: Trace | None = None, rows: tuple[int, int] | None = None) -> Watch:
+        return Watch(
+            self._own, self._saves, follows, self._generators, keeps_sources=True, rows=rows
+        )
 
     def _back(self) -> None:
         """Put back what a run has changed: memory, generators, Python numbers."""
@@ -201,7 +208,14 @@ class Trial:
             "" if source is None else f", at {source}"
         )
 
-    def _judge_padding(self, eager: Any, other: Any, alone: Any, rounding: float) -> None:
+    def _judge_padding(
+        self,
+        eager: Any,
+        other: Any,
+        alone: Any,
+        rounding: float,
+        runs: tuple[Watch, Watch],
+    ) -> None:
         for result, how, rounded in (
             (other, "what is in padding rows that are kept changes live rows", False),
             (alone, "live rows are not what they are without padding", True),
@@ -215,7 +229,7 @@ class Trial:
             self._fail(
                 RowsMixedError(
                     f"{self._name}: {how}",
-                    got=apart.text,
+                    got=apart.text + (_mixing(*runs, rounding) if result is alone else ""),
                     expected=f"differences of at most {rounding:.3g} of their root mean square",
                     advice="let each row depend on its own request only (mask the padding rows, "
                     "take the last token of each request by an index input); where rows are mixed "
@@ -283,3 +297,26 @@ class Trial:
                 advice="self.h.copy_(new) in place of self.h = new",
             )
         )
+
+
+def _mixing(padded: Watch, alone: Watch, rounding: float) -> str:
+    """The first operator whose live rows are not what they are without padding, in words."""
+    if [op.func for op in padded.trace] != [op.func for op in alone.trace]:
+        found = first_difference(padded.trace, alone.trace, same_size=False)
+        place = len(padded.trace) if found is None else found[0]
+    else:
+        place = len(padded.trace)
+    for index, (ours, theirs) in enumerate(zip(padded.sums, alone.sums, strict=False)):
+        if index >= place:
+            break
+        if ours is None or theirs is None:
+            continue
+        a, b = ours.item(), theirs.item()
+        if abs(a - b) > rounding * max(abs(a), abs(b)) or (a != a) != (b != b):
+            place = index
+            break
+    if place >= len(padded.trace):
+        return ""
+    source = padded.sources.get(place)
+    at = "" if source is None else f" at {source}"
+    return f"\n    the first operator that mixes rows is {padded.trace[place]}{at}"

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from graphrt.core.base import InvalidInputError, InvalidOptionError, Undo, tree
-from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext
+from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch, Reason
+from graphrt.core.dispatch import unpadded as unpadded_of
 from graphrt.core.inputs import reqs_of
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.steps.checks import Checks
@@ -63,7 +64,7 @@ class CheckedSteps:
         padded = batch.num_tokens < found.descriptor.num_tokens
         if reason is None and checks.wants_trial(found.slot, padded=padded):
             step = self._step(batch, found, values, updates, metadata)
-            verdict = self._try(step, found, moves_numbers=True)
+            verdict = self._try(step, found)
             checks.tried(found.slot, verdict, padded=step.padded)
             return found, verdict.outputs
         if reason is None:
@@ -96,7 +97,7 @@ class CheckedSteps:
                         advice="return Example(values={...})",
                     )
                 step = self._step(batch, found, example.values, example.updates, example.metadata)
-                verdict = self._try(step, found, moves_numbers=True)
+                verdict = self._try(step, found, undone=True)
                 if verdict.failure is not None:
                     raise verdict.failure
                 self._checks.tried(found.slot, verdict, padded=step.padded)
@@ -116,9 +117,7 @@ class CheckedSteps:
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
     ) -> Verdict:
         """Try one step of a graph, whatever the level of checks is."""
-        return self._try(
-            self._step(batch, found, values, updates, metadata), found, moves_numbers=True
-        )
+        return self._try(self._step(batch, found, values, updates, metadata), found)
 
     def _step(
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
@@ -132,17 +131,18 @@ class CheckedSteps:
         values = copied_values(values)
         step = self._steps[found.slot]
         assert step is not None
+        alone = Dispatch(GraphMode.NONE, unpadded_of(batch), Reason.HIT)
+        # The last of them is what the graph is given.
+        given = self._resolved(updates, None, replayed=False)
         eager = self._resolved(updates, found, replayed=False)
         replayed = self._resolved(updates, found, replayed=True)
 
         def run_padded(context: ForwardContext, **how: Any) -> Any:
             return padded.run(batch, found, values, context, holder=self, **how)
 
-        def run_unpadded() -> Any:
-            alone = Dispatch(context_mode, found.descriptor, Reason.HIT)
-            return unpadded.run(batch, alone, values, updates, metadata, holder=self)
+        def run_unpadded(around: Callable[[Callable[[], Any]], Any]) -> Any:
+            return unpadded.run(batch, alone, values, given, metadata, holder=self, around=around)
 
-        context_mode = found.mode
         return PaddedTrial(
             batch,
             reqs_of(padded.inputs, batch, values),
@@ -155,7 +155,7 @@ class CheckedSteps:
             metadata,
         )
 
-    def _try(self, step: PaddedTrial, found: Dispatch, *, moves_numbers: bool) -> Verdict:
+    def _try(self, step: PaddedTrial, found: Dispatch, *, undone: bool = False) -> Verdict:
         warm = self._warmed_up.get(found.descriptor.kind)
         padded = self._steps[found.slot]
         assert padded is not None
@@ -169,14 +169,13 @@ class CheckedSteps:
             captured=None if warm is None else warm.trace,
             same_size=warm is not None and warm.tokens == padded.tokens,
             mixes_rows=self._mixes_rows,
-            moves_numbers=moves_numbers,
         )
         pool, undo = self._padded.pool, Undo()
         try:
             # All the time: a step of another thread would come between two runs.
             undo.later(partial(pool.give_back, pool.check_free(self)))
             pool.owner = self
-            verdict = trial.run()
+            verdict = trial.run(undone=undone)
             undo.now()
             return verdict
         except BaseException:

@@ -22,8 +22,8 @@ RunPadded = Callable[..., Any]
 class PaddedTrial:
     """A step of `batch` that the graph of `found` would serve; `values` must outlive other steps.
 
-    `run_padded(context, eager, probe)` runs it on padded inputs, `run_unpadded(watch)` on its live
-    rows.
+    `run_padded(context, eager, probe)` runs it on padded inputs, `run_unpadded(around)` on its live
+    rows, where `around` calls the forward.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PaddedTrial:
         step: PaddedStep,
         inputs: StaticInputs,
         run_padded: RunPadded,
-        run_unpadded: Callable[[], Any],
+        run_unpadded: Callable[[Callable[[Callable[[], Any]], Any]], Any],
         updates: tuple[Any, Any],
         metadata: Any,
     ) -> None:
@@ -47,6 +47,7 @@ class PaddedTrial:
         self._run_unpadded = run_unpadded
         self._updates_eager, self._updates_replayed = updates
         self._metadata = metadata
+        self.rows, self.live_rows = step.tokens, batch.num_tokens
         self._kept = inputs.padding.kept()
         self.padded = self._tokens < step.tokens or reqs < step.reqs
 
@@ -76,7 +77,7 @@ class PaddedTrial:
     def unpadded(self, watch: Watch) -> Any:
         if not self.padded:
             return None
-        return _copies(as_part_of_it(lambda: watch.around(self._run_unpadded), self))
+        return _copies(self._run_unpadded(Probe(watch).run))
 
     def _eager(self, probe: Probe) -> Any:
         self._inputs.padding.put_back(self._kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -48,11 +49,12 @@ class UnpaddedSteps:
         updates: Any,
         metadata: Any,
         holder: object = None,
+        around: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> Any:
         """Run a step; nothing that is done to what it returns reaches the forward's next one.
 
-        `holder` owns the pool already. Raises what `strict` says, `InvalidInputError` and
-        `PoolBusyError`.
+        `holder` owns the pool already, `around` calls the forward. Raises what `strict` says,
+        `InvalidInputError` and `PoolBusyError`.
         """
         sealing, inputs, pool = self._sealing, self._inputs, self._pool
         if sealing.refuses and self._should_have_a_graph(batch, found):
@@ -78,8 +80,9 @@ class UnpaddedSteps:
             pool.expire_outputs()
             if self._bind is not None:
                 self._bind(MappingProxyType(views), found.descriptor, "eager")
+            forward = partial(self._run_forward, **(nest(views) if inputs.nested else views))
             with context:
-                outputs = self._run_forward(**(nest(views) if inputs.nested else views))
+                outputs = forward() if around is None else around(forward)
             outputs = tree.map_tensors(self._handed_out, outputs)
             pool.owner = outer
             return outputs

@@ -94,15 +94,20 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
         generators: Generators | None = None,
         *,
         keeps_sources: bool = False,
+        rows: tuple[int, int] | None = None,
     ) -> None:
+        """With `rows`, (all, live), `sums` has a number for the live rows of each operator's result
+        that has so many rows in all."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace: Trace = []
         self.uses: dict[int, Use] = {}
         self.saw_compiled_code = False
         self.sources: dict[int, Source | None] = {}
+        self.sums: list[torch.Tensor | None] = []
         self.deviates = False
         self.deviation = ""
         self._own = own
+        self._rows = rows
         self._saves = saves
         self._follows = follows
         self._generators = generators
@@ -119,6 +124,7 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
         if func is LIFT_FRESH:
             self._note(Op(func, (unseen(lambda: made_of_data(args[0])),)), args)
             result = func(*args, **kwargs)
+            self.sums.append(None)
             self._bear(args[0])
             self._bear(result)
             return result
@@ -135,6 +141,8 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(args, kwargs):
             from_inputs |= self._use(tensor, func, facts.is_view, id(tensor) in overwritten)
         result = func(*args, **kwargs)
+        if self._rows is not None:
+            self.sums.append(_sum_of_rows(result, *self._rows))
         if facts.writes:
             for tensor in written(facts, args, kwargs):
                 self._rewrite(tensor, from_inputs)
@@ -234,6 +242,15 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._own
+
+
+def _sum_of_rows(result: Any, rows: int, live: int) -> torch.Tensor | None:
+    """The sum over the first `live` of so many rows, without waiting for the device."""
+    if not isinstance(result, torch.Tensor) or result.dim() == 0 or result.shape[0] != rows:
+        return None
+    if result.layout is not torch.strided or result.is_complex():
+        return None
+    return unseen(lambda: result.detach()[:live].to(torch.float64).abs().sum())
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
