@@ -146,12 +146,17 @@ class Noisy(nn.Module):
         return self.linear(x) + torch.rand_like(x)
 
 
-def layers():
-    return nn.Sequential(nn.Linear(WIDTH, 4096), nn.GELU(), nn.Linear(4096, WIDTH))
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4096), nn.Linear(4096, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("model", [layers, Attention, Noisy])
+@pytest.mark.parametrize("model", [Layers, Attention, Noisy])
 def test_a_clean_model_touches_nothing_unknown(model, dtype):
     # What lies about must not be found.
     others = [torch.randn(WIDTH, 4096, device="cuda") for _ in range(8)]

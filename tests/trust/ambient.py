@@ -31,7 +31,7 @@ def autocast_on_at_every_other_step(device):
     return Scenario(Net(nn.Linear(8, 8)), between=lambda step: autocast(device, step % 2 == 1))
 
 
-@defect("autocast", "named")
+@defect("autocast", "named", on_cuda="right")
 def autocast_to_another_dtype(device):
     autocast(device, True)
 
@@ -96,7 +96,7 @@ def tf32_flag_that_a_forward_reads(device):
     return Scenario(forward, between=at_change(change))
 
 
-@defect("numerics", "right", devices=("cuda",))
+@defect("numerics", "named", devices=("cuda",))
 def tf32_of_a_matrix_product(device):
     torch.backends.cuda.matmul.allow_tf32 = False
     weight = torch.randn(8, 512) @ torch.randn(512, 512)

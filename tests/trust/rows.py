@@ -261,7 +261,8 @@ def slot_padding_on_a_slot_that_is_live_later(device):
     return Scenario(forward, CACHE_INPUTS, cache_values(1, late=7))
 
 
-@defect("index padding", "named")
+# Which of two writes of one row wins is not determined on a GPU.
+@defect("index padding", "named", devices=("cpu",))
 def padding_that_counts_from_the_end(device):
     # -1 is the last row for torch, and that one is live.
     cache, weight = torch.zeros(8, WIDTH), torch.randn(WIDTH, WIDTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ from graphrt.core.runner.steps import (
     UnpaddedSteps,
     refuse_inside_capture,
 )
+from graphrt.core.runner.touched import keep_touched
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -153,6 +155,7 @@ class GraphRunner(Uncopied):
             self._updates,
             limit_bytes=self.options.state_limit_bytes,
             mixes_rows=host.mixes_rows,
+            keep_touched=partial(keep_touched, graphs, self.pool, self.inputs),
         )
         self._live_tokens = 0
         self._closed = False

@@ -10,7 +10,7 @@ from graphrt.core.device import DeviceGraph
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.replay import GraphPool, graphs_of
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.trust import UnknownMemory, address_of, places_of, unknown_memory
+from graphrt.core.trust import UnknownMemory, Use, address_of, places_of, unknown_memory
 
 
 def unknown_memory_of(
@@ -40,6 +40,20 @@ def unknown_memory_of(
     known = graphs.reads.addresses() | set(map(address_of, own))
     unknown = unknown_memory(pool.platform, found, known)
     return unknown if unknown is None or not unknown.blocks else _named(unknown, graphs.forward)
+
+
+def keep_touched(
+    graphs: GraphSet, pool: GraphPool, inputs: StaticInputs, only: Collection[BatchDescriptor]
+) -> None:
+    """Count as read what nodes of these graphs point to and the forward holds."""
+    unknown = unknown_memory_of(graphs, pool, inputs, only)
+    if graphs.reads is None or unknown is None or not unknown.blocks:
+        return
+    touched = {block.address for block in unknown.blocks}
+    for tensor in graphs.reads.reachable():
+        if address_of(tensor) in touched:
+            graphs.reads.add(tensor, Use.of(tensor, "a kernel that is no operator of torch's"))
+    graphs.reads.settle()
 
 
 def _named(unknown: UnknownMemory, forward: object) -> UnknownMemory:

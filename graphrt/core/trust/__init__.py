@@ -8,6 +8,7 @@ from graphrt.core.trust.warm_up import WarmedUp, WatchedState
 from graphrt.core.trust.watching import (
     UnknownBlock,
     UnknownMemory,
+    Use,
     Watch,
     address_of,
     unknown_memory,
@@ -25,6 +26,7 @@ __all__ = [
     "TriedStep",
     "UnknownBlock",
     "UnknownMemory",
+    "Use",
     "Verdict",
     "WarmedUp",
     "Watch",

@@ -45,6 +45,7 @@ class Reads:
         self.saw_compiled_code = False
         self._forward = forward
         self._held: dict[int, tuple[torch.UntypedStorage, Use]] = {}
+        self._kept: list[torch.UntypedStorage] = []
         self._where: dict[str, tuple[object, ...]] = {}
         self.links: tuple[Link, ...] = ()
         """All of them hold as long as nothing has moved."""
@@ -62,6 +63,14 @@ class Reads:
             if storage is not None and storage_use_count(storage._cdata) > 1:
                 self._held[key] = storage, use
 
+    def add(self, tensor: torch.Tensor, use: Use) -> None:
+        """Keep a tensor that graphs read though no operator did."""
+        self._held.setdefault(use.ref.cdata, (tensor.untyped_storage(), use))
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor that graphs may read, wherever the forward has it later."""
+        self._kept.append(tensor.untyped_storage())
+
     def settle(self) -> Places:
         """Find names for what is held, and note where it is; returns the walk."""
         places = places_of(self._forward)
@@ -76,6 +85,7 @@ class Reads:
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
+        self._kept.clear()
         self._where.clear()
         self.links = ()
         self.glances = []
@@ -121,9 +131,9 @@ class Reads:
         return {storage.data_ptr(): use for storage, use in self._held.values()}
 
     def addresses(self) -> set[int]:
-        """Where the storages begin that are held, and all that the forward reaches."""
+        """Where the storages begin that are held."""
         held = {storage.data_ptr() for storage, _ in self._held.values()}
-        return held | {each.untyped_storage().data_ptr() for each in self.reachable()}
+        return held | {storage.data_ptr() for storage in self._kept}
 
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that is held."""

@@ -123,8 +123,8 @@ class Trial:
             self._fail_rebound(rebound)
         self._judge_writes(written, rewritten, left, first)
         self._judge_padding(eager, other, alone, rounding, (first, without))
-        if alone is not None and isinstance(verdict.failure, RowsMixedError):
-            # What padding has spoilt is not handed out; no run more, which other ranks do not do.
+        if alone is not None and verdict.failure is not None:
+            # What the step is without graphs; by no run more, which other ranks would not do.
             self._saves.write(left_alone)
             verdict.outputs = alone
         if undone:

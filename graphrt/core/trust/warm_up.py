@@ -81,6 +81,7 @@ class WatchedState:
             self.restore()
             again = Watch(own, self._saves, generators=self._generators)
             result = again.around(function)
+            reads.note(again)
             self._refuse_state_of_padding(made, again)
         reads.note(watch)
         writes = any(use.is_written for use in watch.uses.values())
@@ -89,16 +90,18 @@ class WatchedState:
 
     def _made_and_reachable(self, watch: Watch) -> dict[int, tuple[str, Kept]]:
         """What a run has computed from its inputs, or written twice, and left in Python."""
-        kept = {
-            key: each for key, each in watch.kept().items() if each.from_inputs or each.rewritten
-        }
+        kept = watch.kept()
         if not kept:
             return {}
+        assert self._reads is not None
         found = {}
         for place, tensor in places_of(self._forward).tensors:
             key = storage_key(tensor)
-            if key in kept:
-                found[key] = place.path, kept[key]
+            if key is not None and key in kept:
+                # A table that is built once, say: it may be built anew beside the graphs.
+                self._reads.keep(tensor)
+                if kept[key].from_inputs or kept[key].rewritten:
+                    found[key] = place.path, kept[key]
         return found
 
     def _refuse_state_of_padding(self, made: dict[int, tuple[str, Kept]], again: Watch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,11 @@ class CheckedSteps:
         *,
         limit_bytes: int,
         mixes_rows: bool,
+        keep_touched: Callable[[Collection[BatchDescriptor]], None],
     ) -> None:
+        """`keep_touched` is called when graphs have been tried: what their nodes point to, and no
+        operator has shown, is read too."""
+        self._keep_touched = keep_touched
         self._forward = forward
         self._checks = checks
         self._steps = steps
@@ -177,10 +181,13 @@ class CheckedSteps:
             pool.owner = self
             verdict = trial.run(undone=undone)
             undo.now()
-            return verdict
         except BaseException:
             undo.now()
             raise
+        if verdict.failure is None and not self._checks.records[found.slot].steps:
+            self._keep_touched([found.descriptor])
+            self._checks.look_again()
+        return verdict
 
     def _resolved(self, updates: Any, found: Dispatch | None, *, replayed: bool) -> Any:
         if updates is None:

@@ -191,6 +191,10 @@ class Checks:
                 pending[slot] = self.records[slot].descriptor.num_tokens
         self._pending = pending
 
+    def look_again(self) -> None:
+        """More is known of what graphs read."""
+        self._go_round()
+
     def _go_round(self) -> None:
         glances = [] if self._reads is None else self._reads.glances
         self._round = itertools.cycle(glances or [_NOTHING])

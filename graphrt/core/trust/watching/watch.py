@@ -51,6 +51,11 @@ class Use:
         self.exposed = False
         self.overwritten = 0
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, op: str) -> Use:
+        """The use of a plain tensor by `op`."""
+        return cls(_weak(tensor), tensor, op)
+
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, if it is still there."""
         if self.ref.expired():  # type: ignore[no-untyped-call]
