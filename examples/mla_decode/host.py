@@ -93,6 +93,8 @@ class Host:
             query_lens=(work.query_len,),
             attention=supports_of(attention),
             host=graphrt.Host(bind=bind_all(attention), around_graph=hooks),
+            # Every launch is counted: a trial would add its own.
+            options=graphrt.GraphOptions(check="off"),
         )
 
     def generate(self, step: Step) -> Tensor:

@@ -286,7 +286,10 @@ def ambient_state_put_back() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_float32_matmul_precision(precision)
-        matmul.allow_tf32, cudnn.allow_tf32 = tf32
+        matmul.allow_tf32 = tf32[0]
+        # Torch's own test helpers, once imported, let nobody write it.
+        if cudnn.allow_tf32 != tf32[1]:
+            cudnn.allow_tf32 = tf32[1]
         torch.set_rng_state(of_torch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)

@@ -24,7 +24,34 @@ from graphrt.core.inputs.output_axes import (
     name_of_axis,
 )
 
-BatchDims = tuple[tuple[int, Axis], ...]
+
+class OneSize(NamedTuple):
+    """What may be a batch axis of the output at `path`: nothing but its size in one batch is known,
+    as the forward runs at no other size."""
+
+    name: str
+    extra: int
+    tokens: int
+    reqs: int
+    known: int
+    path: str
+
+    def size(self, tokens: int, reqs: int) -> int:
+        """The size in a batch of so many tokens and requests; raises `OutputError` for another one
+        than was seen."""
+        if (tokens, reqs) != (self.tokens, self.reqs):
+            raise OutputError(
+                "it cannot be told which dimensions of the outputs are batch axes"
+                f"{at_path(self.path)}: the forward runs at no other size than "
+                f"{self.tokens} tokens, to compare",
+                got=f"a step of {tokens} tokens of {reqs} requests",
+                expected="outputs= with the axes of every tensor that the forward returns",
+                advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
+            )
+        return self.known
+
+
+BatchDims = tuple[tuple[int, Axis | OneSize], ...]
 """The dimensions of one tensor that are cut to the live rows."""
 
 _FOUND = (Axis("tokens"), Axis("reqs"))
@@ -121,6 +148,11 @@ class OutputLayout:
             except Exception as error:
                 # Perhaps of this size alone.
                 failed = error
+        if failed is not None and self._saw_one_size() and not self._unclear_values():
+            seen = self._seen[0]
+            self._batch_dims = {path: self._of_one_size(path, seen) for path in seen.shapes}
+            self._resolved = {(seen.tokens, seen.reqs)}
+            return
         if (failed is not None or probe is None) and self._unclear():
             raise OutputError(
                 "it cannot be told which dimensions of the outputs are batch axes"
@@ -136,9 +168,23 @@ class OutputLayout:
     def _unclear(self) -> list[str]:
         first = self._seen[0]
         unclear = [path for path in first.shapes if self._is_unclear(path)]
-        if self._saw_one_size():
-            unclear += [path for path, value in first.values.items() if value is not None]
-        return unclear
+        return unclear + self._unclear_values()
+
+    def _unclear_values(self) -> list[str]:
+        """What is no tensor, and may be another at another size."""
+        values = self._seen[0].values if self._saw_one_size() else {}
+        return [path for path, value in values.items() if value is not None]
+
+    def _of_one_size(self, path: str, seen: Seen) -> BatchDims:
+        """The dimensions that may be batch axes of a forward that runs at one size alone: steps
+        that fill it need no cut, and others are refused."""
+        if self._axes.get(path) is not None:
+            return self._dims_of(path)
+        return tuple(
+            (dim, OneSize("tokens", 0, seen.tokens, seen.reqs, size, path))
+            for dim, (size, *same) in enumerate(_columns(self._seen, path))
+            if len(self._fits([size, *same])) > 1
+        )
 
     def _saw_one_size(self) -> bool:
         """Whether nothing is known of another size, and steps of another size are padded."""

@@ -248,7 +248,7 @@ class GraphSet:
             with context:
                 self._prepare(step, "warmup")
                 call = partial(self.run_forward, **step.fresh_arguments())
-                step.see(saved.run(named.kind, step.tokens, step.storages(), call))
+                step.see(saved.run(None, step.tokens, step.storages(), call))
             undo.now()
         except BaseException:
             undo.now()

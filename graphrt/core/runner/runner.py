@@ -274,6 +274,7 @@ class GraphRunner(Uncopied):
         found = self.dispatcher.dispatch(batch)
         if self._eager_launch or found.slot < 0:
             if not self._eager_launch and found.reason is not Reason.NOT_CAPTURED:
+                self.last_dispatch = found
                 return self._checked.eagerly(batch, found, values, updates, metadata)
             raise VerificationError(
                 "there is no graph yet that could be verified",

@@ -56,7 +56,7 @@ class WatchedState:
 
     def run(self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]) -> T:
         """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
-        so far. `own` are the addresses of the storages of its inputs.
+        so far, or of no kind. `own` are the addresses of the storages of its inputs.
 
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
         """
@@ -68,7 +68,7 @@ class WatchedState:
         known = self._warmed_up.get(kind)
         # What a forward writes has to be saved in every session.
         is_saved = kind in self._watched or (known is not None and not known.writes)
-        if known is not None and known.tokens >= tokens and is_saved:
+        if kind is not None and known is not None and known.tokens >= tokens and is_saved:
             return function()
         self._watched.add(kind)
         watch = Watch(own, self._saves, generators=self._generators)
@@ -85,7 +85,8 @@ class WatchedState:
             self._refuse_state_of_padding(made, again)
         reads.note(watch)
         writes = any(use.is_written for use in watch.uses.values())
-        self._warmed_up[kind] = WarmedUp(tokens, watch.trace, writes)
+        if kind is not None:
+            self._warmed_up[kind] = WarmedUp(tokens, watch.trace, writes)
         return result
 
     def _made_and_reachable(self, watch: Watch) -> dict[int, tuple[str, Kept]]:
