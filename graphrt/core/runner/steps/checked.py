@@ -69,7 +69,7 @@ class CheckedSteps:
         if reason is None and checks.wants_trial(found.slot, padded=padded):
             step = self._step(batch, found, values, updates, metadata)
             verdict = self._try(step, found)
-            checks.tried(found.slot, verdict, padded=step.padded)
+            self._note(found, verdict, padded=step.padded)
             return found, verdict.outputs
         if reason is None:
             step_updates = self._resolved(updates, found, replayed=True)
@@ -104,7 +104,7 @@ class CheckedSteps:
                 verdict = self._try(step, found, undone=True)
                 if verdict.failure is not None:
                     raise verdict.failure
-                self._checks.tried(found.slot, verdict, padded=step.padded)
+                self._note(found, verdict, padded=step.padded)
         except BaseException:
             release()
             raise
@@ -181,13 +181,18 @@ class CheckedSteps:
             pool.owner = self
             verdict = trial.run(undone=undone)
             undo.now()
+            return verdict
         except BaseException:
             undo.now()
             raise
-        if verdict.failure is None and not self._checks.records[found.slot].steps:
+
+    def _note(self, found: Dispatch, verdict: Verdict, *, padded: bool) -> None:
+        """Note what came of a trial; strictly, raises the failure."""
+        checks = self._checks
+        if verdict.failure is None and not checks.records[found.slot].steps:
             self._keep_touched([found.descriptor])
-            self._checks.look_again()
-        return verdict
+            checks.look_again()
+        checks.tried(found.slot, verdict, padded=padded)
 
     def _resolved(self, updates: Any, found: Dispatch | None, *, replayed: bool) -> Any:
         if updates is None:
