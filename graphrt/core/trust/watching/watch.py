@@ -283,6 +283,8 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     try:
         storage = tensor.untyped_storage()
         # A tracer's tensors have a storage, and no memory.
+        if storage.device.type == "meta":
+            return None
         storage.data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
