@@ -175,7 +175,7 @@ class Reads:
 def _glance(link: SlotLink) -> Glance:
     held = link.held
     is_tensor = isinstance(link, TensorLink) and link.where is not None
-    return link.place.get, held, held.data_ptr() if is_tensor else None  # type: ignore[attr-defined]
+    return link.place.getter(), held, held.data_ptr() if is_tensor else None  # type: ignore[attr-defined]
 
 
 def _where(tensor: torch.Tensor) -> tuple[object, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,10 @@ from graphrt.core.trust import Ambient, Reads, Verdict
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
+
+
+def _hold() -> bool:
+    return True
 
 
 _NOTHING = (lambda: None), None, None
@@ -68,6 +72,7 @@ class Checks:
         self._quarantined: dict[int, str] = {}
         self._steps = 0
         self._ambient: Ambient | None = None
+        self._settings_hold: Callable[[], bool] = _hold
         self._round: Iterator[Any] = itertools.repeat(_NOTHING)
 
     def captured(self, graphs: Iterable[Dispatch]) -> None:
@@ -76,6 +81,7 @@ class Checks:
             return
         if self._ambient is None:
             self._ambient = Ambient(self._device_type)
+            self._settings_hold = self._ambient.holds
         self._go_round()
         kinds: dict[Hashable, list[tuple[int, int]]] = {}
         for graph in graphs:
@@ -102,16 +108,9 @@ class Checks:
 
     def clear(self, slot: int, tokens: int) -> bool:
         """Whether the step of this graph, of so many live tokens, is simply replayed."""
-        ambient = self._ambient
-        return (
-            self._pending.get(slot, tokens) == tokens
-            and not self._sampled
-            and (ambient is None or ambient.holds())
-            and self._glance()
-        )
-
-    def _glance(self) -> bool:
-        """Whether one tensor that graphs read, another one at every step, is where it was."""
+        if self._pending.get(slot, tokens) != tokens or self._sampled or not self._settings_hold():
+            return False
+        # One slot that leads to what graphs read, another one at every step.
         get, held, address = next(self._round)
         return get() is held and (address is None or held.data_ptr() == address)
 
@@ -123,6 +122,7 @@ class Checks:
         ambient = self._ambient
         if ambient is not None and not ambient.holds():
             changed = ambient.differences()
+            self._settings_hold = ambient.holds
             if changed:
                 self._say(
                     VerificationError(

@@ -5,6 +5,7 @@ Nothing that a user defined is run: no `__getattr__`, property, `__eq__`, `__has
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import OrderedDict
@@ -56,6 +57,10 @@ class Place:
         """What is there now; `MISSING` if the slot is gone or empty."""
         raise NotImplementedError
 
+    def getter(self) -> Callable[[], object]:
+        """What does the same as `get`, as fast as may be."""
+        return self.get
+
     def set(self, value: object) -> None:
         """Put `value` there; `MISSING` empties the slot where that is possible.
 
@@ -88,6 +93,9 @@ class Item(Place):
     def get(self) -> object:
         return dict.get(self._dict, self._key, MISSING)
 
+    def getter(self) -> Callable[[], object]:
+        return functools.partial(dict.get, self._dict, self._key, MISSING)
+
     def set(self, value: object) -> None:
         # OrderedDict's own: it also keeps a list of its keys.
         base = OrderedDict if OrderedDict in bases_of(type(self._dict)) else dict
@@ -110,6 +118,9 @@ class ItemOfOddKey(FrozenItem):
     """A value of a dict with keys whose hash is the user's: found by identity, not written."""
 
     __slots__ = ()
+
+    def getter(self) -> Callable[[], object]:
+        return self.get
 
     def get(self) -> object:
         for key, value in items_of(self._dict) or ():
