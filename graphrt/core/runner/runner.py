@@ -207,7 +207,8 @@ class GraphRunner(Uncopied):
                 )
         checks = self._checks
         if checks.on and found.slot >= 0 and not checks.clear(found.slot, batch[0]):
-            found, outputs = self._checked.run(batch, found, values, updates, metadata)
+            agreed = at_least > 0 or at_most_mode is not None
+            found, outputs = self._checked.run(batch, found, values, updates, metadata, agreed)
             self.last_dispatch = found
             self._live_tokens += batch[0] if found.slot >= 0 else 0
             return outputs

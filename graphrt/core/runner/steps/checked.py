@@ -60,14 +60,24 @@ class CheckedSteps:
         return "a trial"
 
     def run(
-        self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+        agreed: bool = False,
     ) -> tuple[Dispatch, Any]:
-        """Run a step that a graph would serve; returns how it ran, and its live outputs."""
+        """Run a step that a graph would serve; returns how it ran, and its live outputs.
+
+        Where ranks have `agreed` on its size each has its own live rows: what would then be done by
+        some of them only, or at other sizes, is left out.
+        """
         checks = self._checks
         reason = checks.why_eager(found)
-        padded = batch.num_tokens < found.descriptor.num_tokens
+        padded = batch.num_tokens < found.descriptor.num_tokens and not agreed
         if reason is None and checks.wants_trial(found.slot, padded=padded):
-            step = self._step(batch, found, values, updates, metadata)
+            step = self._step(batch, found, values, updates, metadata, agreed)
             verdict = self._try(step, found)
             self._note(found, verdict, padded=step.padded)
             return found, verdict.outputs
@@ -82,6 +92,15 @@ class CheckedSteps:
                 self._updates.step_failed(step_updates)
                 raise
         eager = self._padded.dispatcher.run_eagerly(found, batch, reason)
+        if agreed:
+            context = ForwardContext(
+                GraphMode.NONE,
+                found.descriptor,
+                -1,
+                self._resolved(updates, found, replayed=False),
+                metadata,
+            )
+            return eager, self._padded.run(batch, found, values, context, eager=True)
         given = self._resolved(updates, None, replayed=False)
         return eager, self._unpadded.run(batch, eager, values, given, metadata)
 
@@ -124,7 +143,13 @@ class CheckedSteps:
         return self._try(self._step(batch, found, values, updates, metadata), found)
 
     def _step(
-        self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+        agreed: bool = False,
     ) -> PaddedTrial:
         padded, unpadded = self._padded, self._unpadded
         padded.inputs.check(values, None, None)
@@ -157,6 +182,7 @@ class CheckedSteps:
             run_unpadded,
             (eager, replayed),
             metadata,
+            agreed=agreed,
         )
 
     def _try(self, step: PaddedTrial, found: Dispatch, *, undone: bool = False) -> Verdict:

@@ -37,6 +37,8 @@ class PaddedTrial:
         run_unpadded: Callable[[Callable[[Callable[[], Any]], Any]], Any],
         updates: tuple[Any, Any],
         metadata: Any,
+        *,
+        agreed: bool = False,
     ) -> None:
         self._tokens = batch.num_tokens
         self._reqs = reqs
@@ -49,7 +51,7 @@ class PaddedTrial:
         self._metadata = metadata
         self.rows, self.live_rows = step.tokens, batch.num_tokens
         self._kept = inputs.padding.kept()
-        self.padded = self._tokens < step.tokens or reqs < step.reqs
+        self.padded = not agreed and (self._tokens < step.tokens or reqs < step.reqs)
 
     def eager(self, watch: Watch | None) -> Any:
         return self._eager(Probe(watch))
