@@ -25,7 +25,7 @@ GROUPS = {
     "attribute": "a number, flag, text or tensor in an attribute changes",
     "class attribute": "the same in a class, a method of a class patched",
     "replaced method": "`model.forward = ...`, a method of one instance replaced",
-    "counter": "the forward counts its calls in Python and goes by it; an `int` position in a cache",
+    "counter": "the forward counts its calls in Python and goes by it: a position in a cache",
     "cache": "results or tables that are kept by shape, by a setting or for ever",
     "hook": "a hook registered, removed, or with a memory",
     "train and eval": "`train()` after capture",
@@ -51,15 +51,19 @@ GROUPS = {
 }
 """What the programs of each group do, in the order of the page."""
 
+_HEAD = (
+    *("group", "what happens", "programs", "right", "named", "some steps late", "not by default"),
+    *("otherwise on CUDA", "a step pays"),
+)
+
 COST = "see below"
 
 
 def table() -> str:
     """The rows of the page, as Markdown."""
     lines = [
-        "| group | what happens | programs | right | named | some steps late | not by default "
-        "| otherwise on CUDA | a step pays |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(_HEAD)} |",
+        "|---" * len(_HEAD) + "|",
     ]
     for group, text in GROUPS.items():
         counts = _counts([each for each in DEFECTS if each.group == group])
