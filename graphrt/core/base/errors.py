@@ -87,7 +87,7 @@ class UntrackedWeightsError(GraphRTError):
 
 
 class StateTooLargeError(GraphRTError):
-    """Saving the declared state around warm-up would exceed the byte limit."""
+    """Saving the state around warm-up, declared or found, would exceed the byte limit."""
 
 
 class PlatformError(GraphRTError):

@@ -53,7 +53,7 @@ class GraphOptions:
     `warm_up_each=False` only the largest graph of each kind is warmed up, and another one only if
     its capture fails without. `launch="eager"` runs every step eagerly, padded as its graph would
     be. `max_padding` is the largest ratio of a graph's tokens to the batch's, 1 or more.
-    `state_limit_bytes` is how much declared state is saved.
+    `state_limit_bytes` is how much state is saved, declared or found.
 
     Values are checked when the options are made; raises `InvalidOptionError`.
     """

@@ -46,22 +46,24 @@ class Host:
     """What a host hooks into a runner; everything has a default.
 
     `bind(buffers, descriptor, phase)` is called before every warm-up, capture, replay and eager
-    step; the buffers have the padded shapes of the descriptor, in an eager step the live ones. At
-    warm-up and capture all rows of the inputs are padding: what decides which kernels run (query
-    lengths, the longest context) must be written there at its worst case. `state` is what the
-    forward advances: it is saved once for each capture and restored. `parameters` says where the
-    weights are that `weights_changed()` compares: their module, a dict or list that the forward
-    itself reads, or a function that returns the tensors in use (`model.parameters`); a forward that
-    is a module, or a method of one, needs none. `around_capture` makes a context manager for each
-    capture as a whole (registration with communicators), `around_graph` is called around each graph
-    (weight offloaders). `metadata(descriptor)` is the context's metadata at warm-up and capture. To
-    give it declares that graphs may read it and keep it for every step, so it must be at its bound
-    (the longest context, say); else only eager parts may read metadata. `mixes_rows` declares that
-    live rows depend on padding rows by design, as with the capacity of experts or a scale that is
-    found over a whole batch: no trial looks for it. `example(batch, generator)` makes a step, so
-    that graphs are tried in `capture()`: the largest and the smallest of each kind, where a failure
-    is raised. Without it the first served steps are the trials. Raises `InvalidOptionError`
-    for a hook of another kind.
+    step; the buffers have the padded shapes of the descriptor, in an eager step the live ones.
+    At warm-up and capture all rows of the inputs are padding: what decides which kernels run
+    (query lengths, the longest context) must be written there at its worst case. `state` is
+    what the forward advances and no watched warm-up shows (kernels without a schema, Python
+    objects, all of it with `check="off"`): it is saved once for each capture and restored.
+    `parameters` says where weights are that `weights_changed()` compares: their module, a dict
+    or list that the forward itself reads, or a function that returns the tensors in use
+    (`model.parameters`); where warm-ups are watched, and where the forward is a module or a
+    method of one, none need be named. `around_capture` makes a context manager for each capture
+    as a whole (registration with communicators), `around_graph` is called around each graph
+    (weight offloaders). `metadata(descriptor)` is the context's metadata at warm-up and
+    capture. To give it declares that graphs may read it and keep it for every step, so it must
+    be at its bound (the longest context, say); else only eager parts may read metadata.
+    `mixes_rows` declares that live rows depend on padding rows by design, as with the capacity
+    of experts or a scale that is found over a whole batch: no trial looks for it.
+    `example(batch, generator)` makes a step, so that graphs are tried in `capture()`: the
+    largest and the smallest of each kind, where a failure is raised. Without it the first
+    served steps are the trials. Raises `InvalidOptionError` for a hook of another kind.
     """
 
     bind: Bind | None = None

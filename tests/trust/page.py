@@ -1,0 +1,114 @@
+"""The table of docs/trust.md, by group of seeded defects: `python -m tests.trust.page --write`.
+
+It is made from what each defect is expected to give at the level "capture", which
+`test_defects.py` compares with what it gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tests.trust.defects import DEFECTS
+from tests.trust.scenario import Defect
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "trust.md"
+BEGIN, END = "<!-- made by tests/trust/page.py -->\n", "<!-- end -->\n"
+
+GROUPS = {
+    "closure": "a number, list, function or tensor of a closure is replaced",
+    "global": "the same in a global",
+    "default argument": "the same in a default argument",
+    "environment": "an environment variable, a number that another thread has or changes",
+    "attribute": "a number, flag, text or tensor in an attribute changes",
+    "class attribute": "the same in a class, a method of a class patched",
+    "replaced method": "`model.forward = ...`, a method of one instance replaced",
+    "counter": "the forward counts its calls in Python and goes by it: a position in a cache",
+    "cache": "results or tables that are kept by shape, by a setting or for ever",
+    "hook": "a hook registered, removed, or with a memory",
+    "train and eval": "`train()` after capture",
+    "replaced part": "a submodule or layer replaced, appended, in another order",
+    "moved weight": "`load_state_dict(assign=True)`, `.data =`, `.to()`, `set_()`, weights untied",
+    "parametrized weight": "weight norm removed, a parametrization added, a scale in Python",
+    "autocast": "turned on or off, or another dtype",
+    "default dtype": "changed",
+    "numerics": "deterministic algorithms, TF32",
+    "random": "seeds and generators made in the forward, `random`, NumPy, the clock",
+    "thread": "operators of another thread, a forward that asks which thread it is in",
+    "host read": "values read by the host: `item()`, branches, masks, NumPy, `ctypes`",
+    "operator": "custom operators and autograd functions with Python state or hidden writes",
+    "rows mixed": "mean, softmax, sort, last row, batch norm ... over rows with padding",
+    "index padding": "padding of an index input that points at a live row",
+    "state": "tensors that the forward advances, undeclared",
+    "output": "outputs that are state, numbers, or of another structure later",
+    "metadata": "a step's metadata, or a tensor of the host that is new at each step",
+    "pieces": "the same in pieces and between them",
+    "kinds": "what only one kind of batch does, lazy captures",
+    "compiled": "compiled modules",
+    "clean": "nothing is wrong: counters, logging, lazy tables, dropout, declared mixing ...",
+}
+"""What the programs of each group do, in the order of the page."""
+
+_HEAD = (
+    *("group", "what happens", "programs", "right", "named", "some steps late", "not by default"),
+    *("otherwise on CUDA", "a step pays"),
+)
+
+COST = "see below"
+
+
+def table() -> str:
+    """The rows of the page, as Markdown."""
+    lines = [
+        f"| {' | '.join(_HEAD)} |",
+        "|---" * len(_HEAD) + "|",
+    ]
+    for group, text in GROUPS.items():
+        counts = _counts([each for each in DEFECTS if each.group == group])
+        lines.append(f"| {group} | {text} | {counts} | {_on_cuda(group)} | {COST} |")
+    wrong = _counts([each for each in DEFECTS if not each.clean])
+    lines.append(f"| **all but clean** | | {wrong} | | |")
+    return "\n".join(lines) + "\n"
+
+
+def _counts(defects: list[Defect]) -> str:
+    words = Counter(each.expected for each in defects)
+    numbers = [len(defects), *(words[word] for word in ("right", "named", "late", "silent"))]
+    return " | ".join(str(number or "") for number in numbers)
+
+
+def _on_cuda(group: str) -> str:
+    words = {"silent": "not by default", "late": "some steps late"}
+    parts = []
+    for each in DEFECTS:
+        expected = each.expected_on("cuda")
+        if each.group == group and "cuda" in each.devices and expected != each.expected:
+            parts.append(f"{each.name}: {words.get(expected, expected)}")
+    for device, others in (("cuda", "not tried"), ("cpu", "only there")):
+        count = sum(each.group == group and device not in each.devices for each in DEFECTS)
+        parts += [f"{count} {others}"] if count else []
+    return "; ".join(parts)
+
+
+def written(page: str) -> str:
+    """The page with the table of now in it."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, or write it into the page."""
+    parser = argparse.ArgumentParser(prog="python -m tests.trust.page", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"into docs/{PAGE.name}")
+    if parser.parse_args(arguments).write:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(table(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
