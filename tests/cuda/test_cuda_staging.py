@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from graphrt import GraphRunner, Host, InputSpec, Reason
+from graphrt import GraphOptions, GraphRunner, Host, InputSpec, Reason
 
 pytestmark = pytest.mark.cuda
 
@@ -45,6 +45,7 @@ def logging_runner(width: int, steps: int) -> tuple[GraphRunner, torch.Tensor]:
         inputs={"ids": rows, "offset": ONE, "step": ONE},
         outputs=("tokens", width),
         platform=DEVICE,
+        options=GraphOptions(check="off"),
     )
     runner.capture()
     return runner, log
@@ -143,6 +144,7 @@ def owning_runner() -> tuple[GraphRunner, dict[str, Any]]:
         outputs=("tokens", 8),
         platform=DEVICE,
         host=Host(bind=bind),
+        options=GraphOptions(check="off"),
     )
     runner.capture()
     return runner, views
