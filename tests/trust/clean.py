@@ -92,7 +92,7 @@ def tables_built_by_shape(device):
     return Scenario(forward)
 
 
-@defect("clean", "right")
+@defect("clean", "right", watched=True)
 def positions_cached_at_the_largest_size(device):
     model = SimpleNamespace(positions=torch.arange(2))
 

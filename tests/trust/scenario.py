@@ -111,6 +111,9 @@ class Defect:
     expected: Word
     on_cuda: Word | None = None
     drifts: bool = False
+    watched: bool = False
+    """Of a clean one: on CUDA it is right only where its warm-up is watched, which keeps alive what
+    it has made."""
     devices: tuple[str, ...] = ("cpu", "cuda")
 
     @property

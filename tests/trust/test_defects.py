@@ -40,6 +40,8 @@ def test_nothing_is_silent_or_said_too_late_at_always(each: Defect, device: str)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("each", "device"), cases(clean=True))
 def test_a_clean_forward_is_replayed_and_nothing_is_said(each: Defect, device: str, level: str):
+    if each.watched and level == "off" and device == "cuda":
+        pytest.skip("at off nobody keeps alive what a warm-up has made")
     outcome = run(each, level, device)
     assert outcome.word == "right", outcome
     assert outcome.hits >= 6, outcome

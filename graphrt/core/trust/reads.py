@@ -45,7 +45,7 @@ class Reads:
         self.saw_compiled_code = False
         self._forward = forward
         self._held: dict[int, tuple[torch.UntypedStorage, Use]] = {}
-        self._kept: list[torch.UntypedStorage] = []
+        self._kept: dict[int, torch.UntypedStorage] = {}
         self._where: dict[str, tuple[object, ...]] = {}
         self.links: tuple[Link, ...] = ()
         """All of them hold as long as nothing has moved."""
@@ -53,9 +53,11 @@ class Reads:
         """The same for a glance at one of them a step: slots, and where the tensors in them are."""
 
     def note(self, watch: Watch) -> None:
-        """Keep what a run used."""
+        """Keep what a run used; what an earlier run has made may be made anew at any time."""
         self.saw_compiled_code |= watch.saw_compiled_code
         for key, use in watch.uses.items():
+            if key in self._kept:
+                continue
             if key in self._held:
                 self._held[key][1].is_written |= use.is_written
                 continue
@@ -69,7 +71,8 @@ class Reads:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor that graphs may read, wherever the forward has it later."""
-        self._kept.append(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        self._kept[storage._cdata] = storage
 
     def settle(self) -> Places:
         """Find names for what is held, and note where it is; returns the walk."""
@@ -133,7 +136,7 @@ class Reads:
     def addresses(self) -> set[int]:
         """Where the storages begin that are held."""
         held = {storage.data_ptr() for storage, _ in self._held.values()}
-        return held | {storage.data_ptr() for storage in self._kept}
+        return held | {storage.data_ptr() for storage in self._kept.values()}
 
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that is held."""
