@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -195,14 +196,19 @@ def equal_to_eager(model: Llama, contestant: Contestant, sizes: list[int]) -> di
     return found
 
 
-def in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """`measure` in a fresh process."""
+def in_process(
+    name: str,
+    options: argparse.Namespace,
+    tree: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """`measure` in a fresh process, of the tree with this root and in this environment."""
     command = [*ITSELF, "--contestant", name, "--device", options.device]
     command += ["--model", options.model, "--context", str(options.context), "--sizes"]
     command += map(str, options.sizes)
     command += [f"--{flag}" for flag in ("breakdown", "cold") if getattr(options, flag)]
     command += ["--first-only"] if options.first_only else []
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tree)
     if done.returncode:
         raise SystemExit(f"{TITLES[name]} failed:\n{done.stdout}{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
