@@ -44,7 +44,7 @@ WEIGHTS_EVERY = 37
 RECAPTURES = 20
 """How often all graphs are captured anew in a run; not more often than every 50 steps."""
 LEVEL_FROM = 2000
-"""Steps after which the bounded caches of layouts and copies are full."""
+"""Steps before which the bounded caches of layouts and copies still fill."""
 
 
 @dataclass
@@ -65,12 +65,12 @@ class Totals:
     """What trials have noted that is no finding, without its figures."""
 
     def levelled(self) -> bool:
-        """Whether no tensors gather: in the second half of a run of at least `LEVEL_FROM` steps
+        """Whether no tensors gather: in the last third of a run of at least `LEVEL_FROM` steps
         fewer than one in a hundred steps comes to one more."""
-        half = len(self.tensors) // 2
-        if self.steps < LEVEL_FROM or not half:
+        if self.steps < LEVEL_FROM:
             return True
-        return self.tensors[-1] - self.tensors[half] < self.steps / 2 / 100
+        before = self.tensors[len(self.tensors) * 2 // 3]
+        return self.tensors[-1] - before < self.steps / 3 / 100
 
     def lines(self) -> list[str]:
         """The same for people."""
