@@ -169,6 +169,8 @@ class GraphSet:
             return
         self.weights.check()
         own = [*self._inputs.buffers.values()]
+        # On the CPU every view is a storage of its own, and starts elsewhere at another size.
+        own += [view for step in self.steps if step for view in step.layout.views.values()]
         own += [s.tensor for s in as_states(self.state) if s.tensor is not None]
         check_reads(self.weights, self.reads, self.owners(), self._pool, own)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, repeat
+from operator import eq, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +15,13 @@ from graphrt.core.device import GraphRead
 from graphrt.core.trust.places import Link, Places, SlotLink, TensorLink, places_of
 from graphrt.core.trust.watching import Use, Watch
 
-Glance = tuple[Callable[[], object], object, int | None]
-"""What reads a slot, what is there, and its address where it is a tensor."""
+
+def call(function: Callable[[], object]) -> object:
+    """As `operator.call`, which Python 3.10 has not."""
+    return function()
+
+
+call = getattr(operator, "call", call)
 
 
 class TensorUse(NamedTuple):
@@ -49,8 +57,6 @@ class Reads:
         self._where: dict[str, tuple[object, ...]] = {}
         self.links: tuple[Link, ...] = ()
         """All of them hold as long as nothing has moved."""
-        self.glances: list[Glance] = []
-        """The same for a glance at one of them a step: slots, and where the tensors in them are."""
 
     def note(self, watch: Watch) -> None:
         """Keep what a run used; what an earlier run has made may be made anew at any time."""
@@ -82,8 +88,27 @@ class Reads:
         self.links = tuple(
             link for link in places.links if not isinstance(link, TensorLink) or link.path in read
         )
-        self.glances = [_glance(link) for link in self.links if isinstance(link, SlotLink)]
         return places
+
+    def glances(self) -> Iterator[bool]:
+        """Without end: whether one slot on the way to what is held has what it had, then whether
+        one tensor is where it was, and so on round.
+
+        Put together of what runs in C: a step takes one of them.
+        """
+        slots = [link for link in self.links if isinstance(link, SlotLink)]
+        tensors = [
+            link for link in slots if isinstance(link, TensorLink) and link.where is not None
+        ]
+        rounds: list[Iterator[bool]] = []
+        if slots:
+            found = map(call, cycle([link.place.getter() for link in slots]))
+            rounds.append(map(is_, found, cycle([link.held for link in slots])))
+        if tensors:
+            addresses = map(torch.Tensor.data_ptr, cycle([link.held for link in tensors]))
+            was = [link.held.data_ptr() for link in tensors]
+            rounds.append(map(eq, addresses, cycle(was)))
+        return map(next, cycle(rounds)) if rounds else repeat(True)
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
@@ -91,7 +116,6 @@ class Reads:
         self._kept.clear()
         self._where.clear()
         self.links = ()
-        self.glances = []
         self.protected.clear()
 
     def moved(self) -> list[str]:
@@ -173,12 +197,6 @@ class Reads:
             if where is not None and where[-1] in self._held:
                 found[place.path] = where
         return found
-
-
-def _glance(link: SlotLink) -> Glance:
-    held = link.held
-    is_tensor = isinstance(link, TensorLink) and link.where is not None
-    return link.place.getter(), held, held.data_ptr() if is_tensor else None  # type: ignore[attr-defined]
 
 
 def _where(tensor: torch.Tensor) -> tuple[object, ...] | None:

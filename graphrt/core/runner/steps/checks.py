@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from graphrt.core.base import GraphQuarantinedWarning, VerificationError
 from graphrt.core.batch import BatchDescriptor, GraphMode
@@ -20,10 +20,6 @@ _SAMPLED = 64
 
 def _hold() -> bool:
     return True
-
-
-_NOTHING = (lambda: None), None, None
-"""A glance where there is nothing to look at."""
 
 
 @dataclass
@@ -73,7 +69,7 @@ class Checks:
         self._steps = 0
         self._ambient: Ambient | None = None
         self._settings_hold: Callable[[], bool] = _hold
-        self._round: Iterator[Any] = itertools.repeat(_NOTHING)
+        self._glances: Iterator[bool] = itertools.repeat(True)
 
     def captured(self, graphs: Iterable[Dispatch]) -> None:
         """Graphs were captured; called with all that there are."""
@@ -108,11 +104,12 @@ class Checks:
 
     def clear(self, slot: int, tokens: int) -> bool:
         """Whether the step of this graph, of so many live tokens, is simply replayed."""
-        if self._pending.get(slot, tokens) != tokens or self._sampled or not self._settings_hold():
-            return False
-        # One slot that leads to what graphs read, another one at every step.
-        get, held, address = next(self._round)
-        return get() is held and (address is None or held.data_ptr() == address)
+        return (
+            self._pending.get(slot, tokens) == tokens
+            and self._settings_hold()
+            # One slot that leads to what graphs read, or where it is; another one at every step.
+            and next(self._glances)
+        )
 
     def why_eager(self, found: Dispatch) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may.
@@ -185,7 +182,8 @@ class Checks:
     def _note_pending(self) -> None:
         pending = {}
         for slot, kind in self._kinds.items():
-            if slot in self._quarantined or slot in self._to_try or kind in self._untried:
+            always = self._sampled or slot in self._quarantined
+            if always or slot in self._to_try or kind in self._untried:
                 pending[slot] = -1
             elif kind in self._unpadded:
                 pending[slot] = self.records[slot].descriptor.num_tokens
@@ -196,8 +194,7 @@ class Checks:
         self._go_round()
 
     def _go_round(self) -> None:
-        glances = [] if self._reads is None else self._reads.glances
-        self._round = itertools.cycle(glances or [_NOTHING])
+        self._glances = itertools.repeat(True) if self._reads is None else self._reads.glances()
 
     def _look_for_moved(self, reads: Reads) -> None:
         moved = reads.moved()
@@ -206,7 +203,7 @@ class Checks:
             reads.settle()
             self._go_round()
             return
-        self._round = itertools.repeat(_NOTHING)
+        self._glances = itertools.repeat(True)
         self.quarantine([*self.records], reads.stale(moved))
 
     def _say(self, failure: Exception) -> None:
