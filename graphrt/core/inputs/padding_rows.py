@@ -27,18 +27,17 @@ class PaddingRows:
         """The padding values of index inputs: rows in which padding may be written."""
         return sorted({int(spec.pad_value.real) for spec in self._specs.values() if spec.index})
 
-    def hit_by(self, values: Mapping[str, Any]) -> tuple[str, int] | None:
-        """An index input whose live rows hold the value of its padding, which is an address, and
-        that value; waits for the device. None without."""
+    def nobodys(self, values: Mapping[str, Any]) -> list[int]:
+        """The padding values of index inputs that no live row of theirs holds: what they address is
+        nobody's. Waits for the device."""
+        found: set[int] = set()
+        hit: set[int] = set()
         for name, value in flat_of(values):
             spec = self._specs.get(name)
-            if spec is None or not spec.index or not isinstance(value, torch.Tensor):
-                continue
-            pad = int(spec.pad_value.real)
-            # A negative one addresses nothing.
-            if pad >= 0 and bool((value == pad).any()):
-                return name, pad
-        return None
+            if spec is not None and spec.index and isinstance(value, torch.Tensor):
+                pad = int(spec.pad_value.real)
+                (hit if pad < 0 or bool((value == pad).any()) else found).add(pad)
+        return sorted(found - hit)
 
     def kept(self) -> list[torch.Tensor]:
         """Copies of the buffers whose padding rows no step writes."""

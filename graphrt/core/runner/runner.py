@@ -155,6 +155,7 @@ class GraphRunner(Uncopied):
             self._updates,
             limit_bytes=self.options.state_limit_bytes,
             mixes_rows=host.mixes_rows,
+            at_bound=host.metadata,
             keep_touched=partial(keep_touched, graphs, self.pool, self.inputs),
         )
         self._live_tokens = 0

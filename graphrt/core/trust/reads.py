@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, repeat
-from operator import eq, is_
+from operator import and_, eq, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +91,8 @@ class Reads:
         return places
 
     def glances(self) -> Iterator[bool]:
-        """Without end: whether one slot on the way to what is held has what it had, then whether
-        one tensor is where it was, and so on round.
+        """Without end: whether one slot on the way to what is held has what it had, and whether one
+        tensor is where it was; another one each time.
 
         Put together of what runs in C: a step takes one of them.
         """
@@ -100,15 +100,13 @@ class Reads:
         tensors = [
             link for link in slots if isinstance(link, TensorLink) and link.where is not None
         ]
-        rounds: list[Iterator[bool]] = []
-        if slots:
-            found = map(call, cycle([link.place.getter() for link in slots]))
-            rounds.append(map(is_, found, cycle([link.held for link in slots])))
-        if tensors:
-            addresses = map(torch.Tensor.data_ptr, cycle([link.held for link in tensors]))
-            was = [link.held.data_ptr() for link in tensors]
-            rounds.append(map(eq, addresses, cycle(was)))
-        return map(next, cycle(rounds)) if rounds else repeat(True)
+        found = map(call, cycle([link.place.getter() for link in slots]))
+        same = map(is_, found, cycle([link.held for link in slots]))
+        if not tensors:
+            return same if slots else repeat(True)
+        addresses = map(torch.Tensor.data_ptr, cycle([link.held for link in tensors]))
+        there = map(eq, addresses, cycle([link.held.data_ptr() for link in tensors]))
+        return map(and_, same, there)
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""

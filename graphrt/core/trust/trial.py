@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,6 +77,8 @@ class Trial:
         captured: Trace | None = None,
         same_size: bool = False,
         mixes_rows: bool = False,
+        pads: Sequence[int] = (),
+        strict: bool = False,
     ) -> None:
         self._step = step
         self._name = name
@@ -86,6 +89,8 @@ class Trial:
         self._captured = captured
         self._same_size = same_size
         self._mixes_rows = mixes_rows
+        self._pads = pads
+        self._strict = strict
         self._verdict = Verdict()
 
     def run(self, *, undone: bool = False) -> Verdict:
@@ -123,17 +128,21 @@ class Trial:
             self._fail_rebound(rebound)
         self._judge_writes(written, rewritten, left, first)
         self._judge_padding(eager, other, alone, rounding, (first, without))
+        if alone is not None:
+            self._judge_state(written, left_alone, rounding)
         if alone is not None and verdict.failure is not None:
             # What the step is without graphs; by no run more, which other ranks would not do.
             self._saves.write(left_alone)
             verdict.outputs = alone
-        if undone:
+        if undone or (self._strict and verdict.failure is not None):
             self._back()
         return verdict
 
     def _alone(self, watch: Watch) -> Any:
         try:
             return self._step.unpadded(watch)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             # It may be made for the sizes of graphs alone.
             self._verdict.notes.append(f"does not run without padding: {error}"[:200])
@@ -237,6 +246,27 @@ class Trial:
                 )
             )
 
+    def _judge_state(
+        self, padded: list[torch.Tensor], alone: list[torch.Tensor], rounding: float
+    ) -> None:
+        def differs(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
+            apart = difference(ours, theirs)
+            return None if apart is None or apart.relative <= rounding else apart.text
+
+        found = self._saves.spoilt(padded, alone, self._pads, differs)
+        if found is not None:
+            use, text = found
+            self._fail(
+                RowsMixedError(
+                    f"{self._name}: padding rows change state that later steps read",
+                    got=f"{text} of {use}",
+                    expected="state as a step without padding leaves it",
+                    advice="mask the padding rows, or address them by an index input whose padding "
+                    "is a row that is nobody's: InputSpec(index=True, pad=...); where rows are "
+                    "mixed by design, Host(mixes_rows=True) says so",
+                )
+            )
+
     def _move_numbers(self, first: Watch, eager: Any, written: list[torch.Tensor]) -> None:
         names = self._moving.names()
         if not names:
@@ -276,6 +306,8 @@ class Trial:
                     found = None if apart is None else f"the results differ in {apart.text}"
             except Deviation:
                 found = "it does other things"
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
             except Exception as error:
                 # An assertion about the number, say: it says nothing about other steps.
                 self._verdict.notes.append(

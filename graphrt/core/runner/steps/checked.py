@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidInputError, InvalidOptionError, Undo, tree
+from graphrt.core.base import InvalidOptionError, Undo, tree
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.dispatch import unpadded as unpadded_of
@@ -41,11 +41,13 @@ class CheckedSteps:
         *,
         limit_bytes: int,
         mixes_rows: bool,
+        at_bound: Callable[[BatchDescriptor], object] | None,
         keep_touched: Callable[[Collection[BatchDescriptor]], None],
     ) -> None:
         """`keep_touched` is called when graphs have been tried: what their nodes point to, and no
         operator has shown, is read too."""
         self._keep_touched = keep_touched
+        self._at_bound = at_bound
         self._forward = forward
         self._checks = checks
         self._steps = steps
@@ -73,13 +75,15 @@ class CheckedSteps:
         Where ranks have `agreed` on its size each has its own live rows: what would then be done by
         some of them only, or at other sizes, is left out.
         """
-        checks = self._checks
+        checks, slot = self._checks, found.slot
         reason = checks.why_eager(found)
         padded = batch.num_tokens < found.descriptor.num_tokens and not agreed
         if reason is None and checks.wants_trial(found.slot, padded=padded):
             step = self._step(batch, found, values, updates, metadata, agreed)
             verdict = self._try(step, found)
-            self._note(found, verdict, padded=step.padded)
+            if verdict.failure is not None:
+                found = self._padded.dispatcher.run_eagerly(found, batch, Reason.QUARANTINED)
+            self._note(slot, verdict, padded=step.padded)
             return found, verdict.outputs
         if reason is None:
             step_updates = self._resolved(updates, found, replayed=True)
@@ -123,7 +127,7 @@ class CheckedSteps:
                 verdict = self._try(step, found, undone=True)
                 if verdict.failure is not None:
                     raise verdict.failure
-                self._note(found, verdict, padded=step.padded)
+                self._note(found.slot, verdict, padded=step.padded)
         except BaseException:
             release()
             raise
@@ -153,8 +157,6 @@ class CheckedSteps:
     ) -> PaddedTrial:
         padded, unpadded = self._padded, self._unpadded
         padded.inputs.check(values, None, None)
-        if self._checks.always:
-            self._check_indices(batch, values)
         # They may be outputs of the last step, or lie in the buffers.
         padded.pool.follow_stream()
         values = copied_values(values)
@@ -181,7 +183,9 @@ class CheckedSteps:
             run_padded,
             run_unpadded,
             (eager, replayed),
-            metadata,
+            # Graphs have it at its bound, if they have it.
+            (metadata if self._at_bound is None else self._at_bound(found.descriptor), metadata),
+            padded.inputs.padding.nobodys(values),
             agreed=agreed,
         )
 
@@ -199,6 +203,8 @@ class CheckedSteps:
             captured=None if warm is None else warm.trace,
             same_size=warm is not None and warm.tokens == padded.tokens,
             mixes_rows=self._mixes_rows,
+            pads=step.pads,
+            strict=self._checks.strict,
         )
         pool, undo = self._padded.pool, Undo()
         try:
@@ -212,13 +218,13 @@ class CheckedSteps:
             undo.now()
             raise
 
-    def _note(self, found: Dispatch, verdict: Verdict, *, padded: bool) -> None:
+    def _note(self, slot: int, verdict: Verdict, *, padded: bool) -> None:
         """Note what came of a trial; strictly, raises the failure."""
         checks = self._checks
-        if verdict.failure is None and not checks.records[found.slot].steps:
-            self._keep_touched([found.descriptor])
+        if verdict.failure is None and not checks.records[slot].steps:
+            self._keep_touched([checks.records[slot].descriptor])
             checks.look_again()
-        checks.tried(found.slot, verdict, padded=padded)
+        checks.tried(slot, verdict, padded=padded)
 
     def _resolved(self, updates: Any, found: Dispatch | None, *, replayed: bool) -> Any:
         if updates is None:
@@ -227,19 +233,6 @@ class CheckedSteps:
         step = None if found is None else steps[found.slot]
         slot = found.slot if found is not None and replayed else -1
         return self._updates.resolve(updates, step, slot, steps)
-
-    def _check_indices(self, batch: Batch, values: Mapping[str, Any]) -> None:
-        """Raise `InvalidInputError` if a live row is addressed where padding rows write."""
-        hit = self._padded.inputs.padding.hit_by(values)
-        if hit is not None:
-            name, pad = hit
-            raise InvalidInputError(
-                f"live rows of index input {name!r} hold the value of its padding: padding rows "
-                "would read and write what is live",
-                got=f"{name} == {pad} in a batch of {batch.num_tokens} tokens",
-                expected="a padding value that no live row has",
-                advice="InputSpec(index=True, pad=...) with a row, slot or page kept for padding",
-            )
 
 
 def _example_of(descriptor: BatchDescriptor) -> Batch:

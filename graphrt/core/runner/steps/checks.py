@@ -49,7 +49,7 @@ class Checks:
         self._each = options.checks("first")
         self._sampled = options.checks("sample")
         self.always = options.checks("always")
-        self._strict = options.strict
+        self.strict = options.strict
         self._device_type = device_type
         self._reads = reads
         self._warned_of: set[str] = set()
@@ -136,7 +136,7 @@ class Checks:
         failure = self._quarantined.get(found.slot)
         if failure is None:
             return None
-        if self._strict:
+        if self.strict:
             raise VerificationError(
                 f"{found.mode.name} [{found.descriptor}] is in quarantine", got=failure
             )
@@ -207,7 +207,7 @@ class Checks:
         self.quarantine([*self.records], reads.stale(moved))
 
     def _say(self, failure: Exception) -> None:
-        if self._strict:
+        if self.strict:
             raise failure
         text = str(failure)
         if text not in self._warned_of:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,10 +36,12 @@ class PaddedTrial:
         run_padded: RunPadded,
         run_unpadded: Callable[[Callable[[Callable[[], Any]], Any]], Any],
         updates: tuple[Any, Any],
-        metadata: Any,
+        metadata: tuple[Any, Any],
+        pads: Sequence[int],
         *,
         agreed: bool = False,
     ) -> None:
+        self.pads = pads
         self._tokens = batch.num_tokens
         self._reqs = reqs
         self._found = found
@@ -48,7 +50,7 @@ class PaddedTrial:
         self._run_padded = run_padded
         self._run_unpadded = run_unpadded
         self._updates_eager, self._updates_replayed = updates
-        self._metadata = metadata
+        self._metadata_eager, self._metadata_replayed = metadata
         self.rows, self.live_rows = step.tokens, batch.num_tokens
         self._kept = inputs.padding.kept()
         self.padded = not agreed and (self._tokens < step.tokens or reqs < step.reqs)
@@ -63,7 +65,11 @@ class PaddedTrial:
         found = self._found
         self._inputs.padding.put_back(self._kept)
         context = ForwardContext(
-            found.mode, found.descriptor, found.slot, self._updates_replayed, self._metadata
+            found.mode,
+            found.descriptor,
+            found.slot,
+            self._updates_replayed,
+            self._metadata_replayed,
         )
         return _copies(self._run_padded(context, eager=False, probe=None))
 
@@ -84,7 +90,7 @@ class PaddedTrial:
     def _eager(self, probe: Probe) -> Any:
         self._inputs.padding.put_back(self._kept)
         context = ForwardContext(
-            GraphMode.NONE, self._found.descriptor, -1, self._updates_eager, self._metadata
+            GraphMode.NONE, self._found.descriptor, -1, self._updates_eager, self._metadata_eager
         )
         return _copies(self._run_padded(context, eager=True, probe=probe))
 

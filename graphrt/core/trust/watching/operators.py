@@ -9,8 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-Rows = Callable[[Sequence[Any]], tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]]
-"""Of an operator's arguments: what reads the rows that it will write, and what writes them back."""
+RowAccess = tuple[
+    Callable[[], torch.Tensor], Callable[[torch.Tensor], Any], tuple[torch.Tensor, ...], int
+]
+"""What reads the rows that an operator will write, what writes them back, by which indices they are
+chosen, and along which dimension of what is read."""
+
+Rows = Callable[[Sequence[Any]], RowAccess]
 
 
 class OperatorFacts(NamedTuple):
@@ -59,26 +64,40 @@ def written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
             yield from (each for each in value if isinstance(each, torch.Tensor))
 
 
-def _by_index(args: Sequence[Any]) -> Any:
+def _by_index(args: Sequence[Any]) -> RowAccess:
     tensor, indices = args[0].detach(), tuple(slice(None) if i is None else i for i in args[1])
     # The index may itself be written before the rows are put back.
     kept = tuple(i.clone() if isinstance(i, torch.Tensor) else i for i in indices)
-    return lambda: tensor[kept], lambda values: tensor.__setitem__(kept, values)
-
-
-def _by_dim(args: Sequence[Any]) -> Any:
-    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
-    if tensor.dim() == 0:
-        return lambda: tensor.clone(), lambda values: tensor.copy_(values)
+    chosen = tuple(i for i in kept if isinstance(i, torch.Tensor) and i.dtype is not torch.bool)
+    leading = next((at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)), 0)
     return (
-        lambda: tensor.index_select(dim, index),
-        lambda values: tensor.index_copy_(dim, index, values),
+        lambda: tensor[kept],
+        lambda values: tensor.__setitem__(kept, values),
+        chosen if len(chosen) == sum(isinstance(i, torch.Tensor) for i in kept) else (),
+        leading,
     )
 
 
-def _by_element(args: Sequence[Any]) -> Any:
+def _by_dim(args: Sequence[Any]) -> RowAccess:
     tensor, dim, index = args[0].detach(), args[1], args[2].clone()
-    return lambda: tensor.gather(dim, index), lambda values: tensor.scatter_(dim, index, values)
+    if tensor.dim() == 0:
+        return tensor.clone, tensor.copy_, (), 0
+    return (
+        lambda: tensor.index_select(dim, index),
+        lambda values: tensor.index_copy_(dim, index, values),
+        (index,),
+        dim,
+    )
+
+
+def _by_element(args: Sequence[Any]) -> RowAccess:
+    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
+    return (
+        lambda: tensor.gather(dim, index),
+        lambda values: tensor.scatter_(dim, index, values),
+        (index,),
+        -1,
+    )
 
 
 _ROWS: dict[str, Rows] = {

@@ -21,7 +21,7 @@ class Protected:
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self._tensor = tensor
         self._name = name
-        self._dim = 1 if tensor.dim() > 1 and tensor.shape[0] <= 2 else 0
+        self._dim = _dim_of_rows(tensor)
         self._sums = self._sum()
 
     def check(self, pads: Sequence[int]) -> str:
@@ -31,10 +31,7 @@ class Protected:
         value itself nor its page.
         """
         changed = torch.nonzero(self._sum() != self._sums).flatten().tolist()
-        shape = self._tensor.shape
-        per_row = shape[self._dim + 1] if self._tensor.dim() > self._dim + 1 else 1
-        rows = shape[self._dim]
-        named = {row % rows for pad in pads for row in (pad, pad // max(per_row, 1)) if pad >= 0}
+        named = _named(self._tensor, pads)
         other = [row for row in changed if row not in named]
         if other:
             raise StateTooLargeError(
@@ -60,6 +57,27 @@ class Protected:
                 bits = bits[:, whole:]
             flat += bits.sum(1, dtype=torch.int64) * (each + 1)
         return flat
+
+
+def named_by_none(tensor: torch.Tensor, pads: Sequence[int]) -> tuple[int, torch.Tensor] | None:
+    """The dimension of a tensor's rows, and those of them that no padding names; None for a tensor
+    without rows."""
+    if tensor.dim() == 0:
+        return None
+    dim, named = _dim_of_rows(tensor), _named(tensor, pads)
+    rows = [row for row in range(tensor.shape[dim]) if row not in named]
+    return dim, torch.tensor(rows, dtype=torch.int64, device=tensor.device)
+
+
+def _dim_of_rows(tensor: torch.Tensor) -> int:
+    return 1 if tensor.dim() > 1 and tensor.shape[0] <= 2 else 0
+
+
+def _named(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
+    """The rows that padding names: a value itself, or its page."""
+    dim = _dim_of_rows(tensor)
+    rows, per_row = tensor.shape[dim], tensor.shape[dim + 1] if tensor.dim() > dim + 1 else 1
+    return {row for pad in pads for row in (pad, pad // max(per_row, 1)) if 0 <= row < rows}
 
 
 def _shown(rows: Sequence[int]) -> str:

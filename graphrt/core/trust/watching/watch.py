@@ -197,7 +197,7 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
                 use = self.uses[key] = Use(_weak(tensor), tensor, str(func))
             use.is_written = True
             if self._saves is not None:
-                self._saves.save(tensor, facts, args, kwargs, use.__str__)
+                self._saves.save(tensor, facts, args, kwargs, use)
 
     def _overwritten(self, facts: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
         return written(facts, args, kwargs) if facts.overwrites else iter(())

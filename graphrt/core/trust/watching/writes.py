@@ -9,7 +9,7 @@ import torch
 
 from graphrt.core.base import StateTooLargeError, inference_guard, unseen
 from graphrt.core.trust.watching.operators import OperatorFacts
-from graphrt.core.trust.watching.rows import Protected
+from graphrt.core.trust.watching.rows import Protected, named_by_none
 
 
 class _Region(NamedTuple):
@@ -19,6 +19,12 @@ class _Region(NamedTuple):
     write: Callable[[torch.Tensor], object]
     was: torch.Tensor
     inference: bool
+    use: object = None
+    """Of which memory it is, as its watch knows it."""
+    chosen: tuple[torch.Tensor, ...] = ()
+    """The indices of its rows, along `dim` of what is read; -1 for one index an element."""
+    dim: int = 0
+    whole: bool = True
 
 
 class SavedWrites:
@@ -43,13 +49,13 @@ class SavedWrites:
         facts: OperatorFacts,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        name: Callable[[], str],
+        use: object,
     ) -> None:
-        """Save what an operator is about to write into `tensor`; `name` is what errors call it."""
+        """Save what an operator is about to write into `tensor`; `use` is what errors call it."""
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if place in self._whole or place in self._protected or tensor.numel() == 0:
             return
-        unseen(lambda: self._save(tensor, facts, args, place, name))
+        unseen(lambda: self._save(tensor, facts, args, place, use))
 
     def _save(
         self,
@@ -57,25 +63,28 @@ class SavedWrites:
         facts: OperatorFacts,
         args: Sequence[Any],
         place: tuple[object, ...],
-        name: Callable[[], str],
+        use: object,
     ) -> None:
         whole = facts.rows is None or tensor is not args[0]
+        chosen: tuple[torch.Tensor, ...] = ()
+        dim = 0
         if whole:
             view = tensor.detach()
             if self.bytes + view.numel() * view.element_size() > self._limit:
                 if self._sums:
-                    self._protected[place] = Protected(view, name())
+                    self._protected[place] = Protected(view, str(use))
                 return
             read: Callable[[], torch.Tensor] = view.clone
             write: Callable[[torch.Tensor], object] = view.copy_
         else:
             assert facts.rows is not None
-            read, write = facts.rows(args)
+            read, write, chosen, dim = facts.rows(args)
         was = read()
         self.bytes += was.numel() * was.element_size()
         if self.bytes > self._limit:
-            raise too_large(self.bytes, self._limit, name())
-        self._regions.append(_Region(read, write, was, tensor.is_inference()))
+            raise too_large(self.bytes, self._limit, str(use))
+        inference = tensor.is_inference()
+        self._regions.append(_Region(read, write, was, inference, use, chosen, dim, whole))
         if whole:
             self._whole.add(place)
 
@@ -104,12 +113,65 @@ class SavedWrites:
 
         unseen(write)
 
+    def spoilt(
+        self,
+        padded: Sequence[torch.Tensor],
+        alone: Sequence[torch.Tensor],
+        pads: Sequence[int],
+        differs: Callable[[torch.Tensor, torch.Tensor], str | None],
+    ) -> tuple[object, str] | None:
+        """The first memory in which a padded run left something else than one without padding, and
+        what, by `differs`; `padded` and `alone` are what `values` returned after them.
+
+        Rows that `pads` name may differ: they are nobody's. So may memory that runs overwrite
+        before they read it.
+        """
+
+        def compare() -> tuple[object, str] | None:
+            for region, ours, theirs in zip(self._regions, padded, alone, strict=False):
+                if not getattr(region.use, "exposed", True):
+                    continue
+                found = differs(*_but_padding(region, ours, theirs, pads))
+                if found is not None:
+                    return region.use, found
+            return None
+
+        return unseen(compare)
+
     def check_protected(self, pads: Sequence[int]) -> list[str]:
         """The memory that was too large to be saved, and which rows of it were written.
 
         Raises `StateTooLargeError` for rows that no padding of an index input, in `pads`, names.
         """
         return [unseen(lambda own=own: own.check(pads)) for own in self._protected.values()]  # type: ignore[misc]
+
+
+def _but_padding(
+    region: _Region, ours: torch.Tensor, theirs: torch.Tensor, pads: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What two runs left, without the rows that padding names."""
+    if not pads:
+        return ours, theirs
+    if region.whole:
+        keep = named_by_none(ours, pads)
+        if keep is None:
+            return ours, theirs
+        dim, rows = keep
+        return ours.index_select(dim, rows), theirs.index_select(dim, rows)
+    padding = torch.zeros((), dtype=torch.bool, device=ours.device)
+    for index in region.chosen:
+        for pad in pads:
+            padding = padding | (index == pad)
+    if padding.dim() == 0:
+        return ours, theirs
+    if region.dim == -1:
+        return ours[~padding], theirs[~padding]
+    # The rows of an index of several dimensions lie in as many.
+    ours, theirs = (
+        each.flatten(region.dim, region.dim + padding.dim() - 1) for each in (ours, theirs)
+    )
+    rows = torch.nonzero(~padding.flatten()).flatten()
+    return ours.index_select(region.dim, rows), theirs.index_select(region.dim, rows)
 
 
 def too_large(needed: int, limit: int, name: str) -> StateTooLargeError:
