@@ -5,7 +5,7 @@ from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import inside_capture
-from graphrt.core.capture.refusals import SideDoors, Source, side_doors, user_source
+from graphrt.core.capture.refusals import SideDoors, Source, in_eager_part, side_doors, user_source
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.capture.state import SavedState, State, as_states
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
@@ -25,6 +25,7 @@ __all__ = [
     "State",
     "as_states",
     "eager_break",
+    "in_eager_part",
     "inside_capture",
     "separate_strides",
     "side_doors",

@@ -78,7 +78,7 @@ class GraphSet:
         self.weights = AddressBook(host.parameters, forward, named)
         self.run_forward = without_graph(forward)
         watches = options.checks("capture") and not self.eager_launch
-        self.reads = Reads(forward) if watches else None
+        self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None
         self.warmed_up: dict[Hashable, WarmedUp] = {}
         self.checks = Checks(options, self.reads, pool.platform.device_type)
         if self.eager_launch:

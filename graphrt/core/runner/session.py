@@ -203,7 +203,8 @@ class _Session:
         """Warm up and capture one graph, in `transaction`, which can take it back."""
         pool, platform = self._pool, self._pool.platform
         started, before = time.perf_counter(), pool.bytes()
-        warm = self._warm_ups.needed(graph)
+        new = self._warm_ups.count > 0 and self._state.is_new(graph.descriptor.kind)
+        warm = new or self._warm_ups.needed(graph)
         if warm:
             self._warm_up(graph)
         outside = platform.driver_bytes()
@@ -277,6 +278,7 @@ class _Session:
                     )
                 else:
                     outputs = call()
+                    self._state.look()
                 graph.step.see(outputs)
             undo.now()
         except BaseException:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.trust.contents import Contents, contained
 from graphrt.core.trust.places import MISSING, Place, Places, same_value
 from graphrt.core.trust.watching import Use, storage_key
 
@@ -25,17 +26,35 @@ class Moving:
         self._values = places.values()
         self._held = [place.get() for place in self._tensors]
         self._moved: dict[str, tuple[Place, Any, Any]] = {}
+        self._changes: dict[str, list[Any]] = {}
+        self._containers = [
+            Contents(link) for link in (*places.links, *places.number_links) if contained(link)
+        ]
         self._replaced: list[tuple[Place, torch.Tensor, object]] = []
 
     def look(self) -> None:
         """Note what is not what it was."""
         now = [place.get() for place in self._numbers]
         for place, was, value in zip(self._numbers, self._values, now, strict=True):
-            if not same_value(was, value):
+            if place.path not in self._moved and not same_value(was, value):
                 self._moved[place.path] = (place, was, value)
+                self._changes[place.path] = [0, was]
         for place, held in zip(self._tensors, self._held, strict=True):
-            if isinstance(held, torch.Tensor) and place.get() is not held:
-                self._replaced.append((place, held, place.get()))
+            found = place.get()
+            is_news = found is not held and place.path not in self._changes
+            if isinstance(held, torch.Tensor) and is_news:
+                self._replaced.append((place, held, found))
+                self._changes[place.path] = [0, held]
+        self.look_at_moved()
+
+    def look_at_moved(self) -> None:
+        """Note which of what was moved has moved again."""
+        for place in [each[0] for each in (*self._moved.values(), *self._replaced)]:
+            change, now = self._changes[place.path], place.get()
+            if not (now is change[1] or same_value(change[1], now)):
+                change[:] = change[0] + 1, now
+        for own in self._containers:
+            own.look()
 
     def names(self) -> list[str]:
         """The paths of numbers that a run has moved and that can be moved further."""
@@ -63,14 +82,14 @@ class Moving:
         return [place.path for place, held, _ in self._replaced if storage_key(held) in uses]
 
     def settle(self) -> None:
-        """After several runs: put back what still moves, and leave what was made once, such as a
-        table that the first run builds. `look` was called after the first of them."""
-        for place, was, first in self._moved.values():
-            if place.writable and not same_value(first, place.get()):
+        """After several runs: put back what more than one of them has moved, and leave what was
+        made once, such as a table that the first run builds."""
+        for place, was, _ in (*self._moved.values(), *self._replaced):
+            if place.writable and self._changes[place.path][0] > 1:
                 _set(place, was)
-        for place, held, first in self._replaced:
-            if place.writable and place.get() is not first:
-                _set(place, held)
+        for own in self._containers:
+            if own.moves:
+                own.restore()
 
     def restore(self) -> None:
         """Put back what was there at first."""
@@ -80,6 +99,8 @@ class Moving:
         for place, held in zip(self._tensors, self._held, strict=True):
             if place.writable and held is not MISSING and place.get() is not held:
                 _set(place, held)
+        for own in self._containers:
+            own.restore()
 
 
 def _set(place: Place, value: object) -> None:

@@ -47,7 +47,9 @@ class Reads:
     gone by the end of a run was a temporary one, which compiled code does not show as such.
     """
 
-    def __init__(self, forward: Any) -> None:
+    def __init__(self, forward: Any, *, has_full: bool = True) -> None:
+        """With `has_full` there are graphs without eager parts."""
+        self._has_full = has_full
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.saw_compiled_code = False
@@ -192,7 +194,10 @@ class Reads:
         found = {}
         for place, tensor in places.tensors:
             where = _where(tensor)
-            if where is not None and where[-1] in self._held:
+            if where is None or where[-1] not in self._held:
+                continue
+            # Eager parts look again at every replay.
+            if self._has_full or not self._held[where[-1]][1].in_parts:
                 found[place.path] = where
         return found
 

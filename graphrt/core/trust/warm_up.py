@@ -12,7 +12,7 @@ from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads
-from graphrt.core.trust.watching import Kept, SavedWrites, Trace, Watch, storage_key
+from graphrt.core.trust.watching import Kept, SavedWrites, Trace, Watch, WriteWatch, storage_key
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class WatchedState:
         self._pads = pads
         self._saves = SavedWrites(limit_bytes)
         self._moving: Moving | None = None
-        self._looked = False
+        self._outside: set[int] = set()
         self._watched: set[Hashable] = set()
         self._generators = Generators(device_type)
 
@@ -64,18 +64,21 @@ class WatchedState:
         if reads is None:
             return function()
         if self._moving is None:
-            self._moving = Moving(places_of(self._forward))
+            places = places_of(self._forward)
+            self._moving = Moving(places)
+            keys = [storage_key(tensor) for _, tensor in places.tensors]
+            self._outside = {key for key in keys if key is not None}
         known = self._warmed_up.get(kind)
         # What a forward writes has to be saved in every session.
         is_saved = kind in self._watched or (known is not None and not known.writes)
         if kind is not None and known is not None and known.tokens >= tokens and is_saved:
-            return function()
+            result = WriteWatch(self._outside, self._saves).around(function)
+            self._moving.look_at_moved()
+            return result
         self._watched.add(kind)
         watch = Watch(own, self._saves, generators=self._generators)
         result = watch.around(function)
-        if not self._looked:
-            self._moving.look()
-            self._looked = True
+        self._moving.look()
         made = self._made_and_reachable(watch)
         if made:
             self.restore()
@@ -121,6 +124,15 @@ class WatchedState:
                 advice="make it before the capture (a cache often has a method for it, or run the "
                 "forward once on a real batch), in tensors that are written in place",
             )
+
+    def is_new(self, kind: Hashable) -> bool:
+        """Whether no run of this kind was watched yet."""
+        return self._reads is not None and kind not in self._warmed_up
+
+    def look(self) -> None:
+        """Note what a run that was not watched, a capture, has moved in Python."""
+        if self._moving is not None:
+            self._moving.look_at_moved()
 
     def restore(self) -> None:
         """Put back what was declared and what was found."""

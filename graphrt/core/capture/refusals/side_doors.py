@@ -79,7 +79,15 @@ class SideDoors:
         if any(isinstance(mode, _MakingWatch) and mode.doors is self for mode in dispatch_modes()):
             return function(*args, **kwargs)
         watch = _MakingWatch(self, name_of(function), hidden)
-        return watch.around(partial(function, *args, **kwargs))
+        outer = in_eager_part.get()
+        try:
+            in_eager_part.set(True)
+            result = watch.around(partial(function, *args, **kwargs))
+            in_eager_part.set(outer)
+            return result
+        except BaseException:
+            in_eager_part.set(outer)
+            raise
 
     def settle(self) -> None:
         """An eager part is over, and what it returned is where it belongs: forget what is gone.
@@ -154,6 +162,9 @@ class _MakingWatch(ThreadMode):  # type: ignore[no-untyped-call]
             self.doors.note_made(self._part, made, known)
         return result
 
+
+in_eager_part: ContextVar[bool] = ContextVar("graphrt_eager_part", default=False)
+"""Whether this thread runs an eager part that is watched."""
 
 side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", default=None)
 """Those of the session whose warm-ups and captures this thread runs."""

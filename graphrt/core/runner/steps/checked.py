@@ -205,6 +205,7 @@ class CheckedSteps:
             mixes_rows=self._mixes_rows,
             pads=step.pads,
             strict=self._checks.strict,
+            has_parts=found.mode is GraphMode.PIECEWISE,
         )
         pool, undo = self._padded.pool, Undo()
         try:

@@ -10,6 +10,7 @@ import torch
 
 from graphrt.core.base import Undo, tree
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.capture import SideDoors, side_doors
 from graphrt.core.dispatch import Dispatch
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.replay import under_way, warming_up
@@ -120,6 +121,9 @@ def as_part_of_it(function: Callable[[], Any], name: object) -> Any:
     try:
         undo.later(partial(warming_up.set, warming_up.get()))
         warming_up.set(True)
+        # So that eager parts are known as such.
+        undo.later(partial(side_doors.set, side_doors.get()))
+        side_doors.set(SideDoors())
         undo.later(partial(under_way.discard, id(name)))
         under_way.add(id(name))
         result = function()

@@ -99,6 +99,11 @@ class LengthLink(Link):
     def path(self) -> str:
         return self._path
 
+    @property
+    def container(self) -> Any:
+        """The container itself."""
+        return self._container
+
     def holds(self) -> bool:
         return bool(self._base.__len__(self._container) == self._count)
 

@@ -86,16 +86,16 @@ def first_difference(now: Trace, then: Trace, *, same_size: bool) -> tuple[int, 
         if ours.arguments == theirs.arguments:
             continue
         if same_size or not _alike(ours.arguments, theirs.arguments):
-            return place, f"{ours}{_text(ours, theirs)}"
+            return place, f"{ours}{_text(ours, theirs, same_size)}"
     if len(now) != len(then):
         longer = now if len(now) > len(then) else then
         return min(len(now), len(then)), f"{longer[min(len(now), len(then))]}: only one has it"
     return None
 
 
-def _text(ours: Op, theirs: Op) -> str:
+def _text(ours: Op, theirs: Op, same_size: bool) -> str:
     for mine, other in zip(ours.arguments, theirs.arguments, strict=False):
-        if mine != other:
+        if mine != other and (same_size or not _alike(mine, other)):
             return f": {_short(mine)} where the graph has {_short(other)}"
     return ""
 

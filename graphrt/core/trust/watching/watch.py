@@ -7,14 +7,14 @@ its schema says. What compiled code reads and writes by its own kernels is not s
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import ThreadMode, storage_of_weak, unseen
-from graphrt.core.capture import Source, user_source
+from graphrt.core.capture import Source, in_eager_part, user_source
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.watching.operators import facts_of, in_bounds, written
 from graphrt.core.trust.watching.trace import Op, Trace, arguments_of, made_of_data
@@ -30,6 +30,7 @@ class Use:
     __slots__ = (
         "dtype",
         "exposed",
+        "in_parts",
         "is_written",
         "op",
         "overwritten",
@@ -49,6 +50,8 @@ class Use:
         self.is_written = False
         # Whether the run has read what was there before it; how many elements it wrote at first.
         self.exposed = False
+        # Whether eager parts alone have used it, which find at every replay what is there then.
+        self.in_parts = in_eager_part.get()
         self.overwritten = 0
 
     @classmethod
@@ -77,7 +80,44 @@ class Kept(NamedTuple):
 
 
 class Deviation(Exception):
-    """A run that was told what to do did something else, which was not done."""
+    """A run that was told what to do did something else, which was not done; `in_part` says that it
+    was in an eager part."""
+
+    def __init__(self, op: str, *, in_part: bool) -> None:
+        super().__init__(op)
+        self.in_part = in_part
+
+
+class WriteWatch(ThreadMode):  # type: ignore[no-untyped-call]
+    """Saves what a run writes of memory that is `known`, and looks at nothing else."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, known: Collection[int], saves: SavedWrites) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = known
+        self._saves = saves
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = facts_of(func)
+        if facts.writes:
+            for tensor in written(facts, args, kwargs):
+                if storage_key(tensor) in self._known:
+                    self._saves.save(tensor, facts, args, kwargs, _Written(tensor))
+        return func(*args, **kwargs)
+
+
+class _Written:
+    """What an error calls a tensor that a run writes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __str__(self) -> str:
+        return f"{self._tensor.dtype} {tuple(self._tensor.shape)}"
 
 
 class Watch(ThreadMode):  # type: ignore[no-untyped-call]
@@ -177,7 +217,7 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
             if self.deviates:
                 is_aten = facts_of(op.func).is_aten
                 if not is_aten or not unseen(lambda: in_bounds(op.func, args)):
-                    raise Deviation(str(op))
+                    raise Deviation(str(op), in_part=in_eager_part.get())
         if self._keeps_sources:
             self.sources[len(self.trace)] = user_source()
         self.trace.append(op)
@@ -218,6 +258,8 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
             use = self.uses.get(key)
             if use is None:
                 use = self.uses[key] = Use(_weak(part), part, str(func))
+            elif use.in_parts:
+                use.in_parts = in_eager_part.get()
             if overwritten and not use.exposed:
                 use.overwritten = max(use.overwritten, part.numel())
             elif not is_view and part.numel() > use.overwritten:
