@@ -412,8 +412,8 @@ def test_a_replay_that_writes_nothing_is_found():
 
 def test_the_first_operator_that_is_another_one_than_at_capture_is_named():
     model = Model()
-    warm = Watch()
-    warm.around(lambda: model(live()))
+    warm, x = Watch(), live()
+    warm.around(lambda: model(x))
     model.forward = lambda model, x: clean(model, x).exp()
     verdict = tried(FakeStep(model), captured=warm.trace, same_size=False)
     assert "the first operator that is another one now is aten.exp" in str(verdict.failure)
