@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import Batch, BatchDescriptor, GraphMode, GraphOptions, GraphPool, forward_context
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    InputSpec,
+    eager_break,
+    forward_context,
+)
 from graphrt.core.base import StaleInputError
 from graphrt.cpu import CPUGraphWrapper
 
@@ -161,9 +171,13 @@ def test_other_arguments_than_at_capture_are_refused(args, kwargs):
         call(wrapped, x, *args, **kwargs)
 
 
-def test_what_is_read_in_an_eager_part_must_be_the_same_too():
-    from graphrt import eager_break
+def test_objects_of_other_kinds_are_not_compared():
+    wrapped, x = wrapper(level="always"), torch.ones(4)
+    call(wrapped, x, object(), of=D4)
+    call(wrapped, x, object(), of=D4)
 
+
+def test_what_is_read_in_an_eager_part_must_be_the_same_too():
     @eager_break
     def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x * y
@@ -184,8 +198,6 @@ def test_what_is_read_in_an_eager_part_must_be_the_same_too():
 
 
 def test_a_runners_own_wrapper_compares_nothing():
-    from graphrt import GraphRunner, InputSpec
-
     runner = GraphRunner(
         lambda x: x + 1,
         sizes=[4],

@@ -86,6 +86,13 @@ def test_a_few_integers_may_be_flipped_by_rounding(dtype, flips, rounded, relati
     assert found is None or found.text.startswith(f"{flips} of 16 values, by at most 100")
 
 
+def test_unless_values_were_rounded_every_integer_counts():
+    expected = torch.zeros(64, dtype=torch.int64)
+    got = expected.clone()
+    got[0] = 1
+    assert difference(got, expected).relative == inf
+
+
 def test_truths_are_never_flipped_by_rounding():
     got, expected = torch.zeros(64, dtype=torch.bool), torch.zeros(64, dtype=torch.bool)
     got[0] = True

@@ -551,6 +551,8 @@ def test_a_holder_that_was_replaced_and_leads_to_the_same_tensors_is_no_failure(
         for _ in range(32):
             step(runner, 4)
             assert runner.last_dispatch.reason is Reason.HIT
+        # The first of them has noted where everything is now: the others are simply replayed.
+        assert all(runner._checks.clear(runner.last_dispatch.slot, 4) for _ in range(8))
     holder.inner.weight = torch.ones(WIDTH)
     with pytest.warns(GraphQuarantinedWarning, match="weight"):
         go_on(runner)
@@ -620,6 +622,20 @@ def test_examples_of_each_kind_and_mode_are_tried():
     assert sorted((b.query_len or 0, b.num_tokens) for b in made.batches) == [
         *((0, 1), (0, 7), (1, 1), (1, 7))
     ]
+
+
+def test_examples_of_longer_queries_are_whole_requests():
+    made = Examples()
+    captured(Model(), host=Host(example=made), query_lens=(2,), sizes=(2, 4, 8))
+    assert [(b.num_tokens, b.num_reqs, b.query_len) for b in made.batches] in (
+        [(6, 3, 2), (2, 1, 2)],
+        [(7, 7, None), (1, 1, None)],
+    )
+    made = Examples()
+    more = {"mode": "FULL_AND_PIECEWISE", "sizes": (2, 4, 8), "query_lens": (2,)}
+    captured(Model(), host=Host(example=made), **more)
+    decode = [(b.num_tokens, b.num_reqs) for b in made.batches if b.query_len == 2]
+    assert decode == [(6, 3), (2, 1)]
 
 
 def test_after_examples_no_step_of_their_kind_is_tried():

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt import Example, GraphOptions, GraphRunner, Host, InputSpec
 from graphrt.core.base import GraphQuarantinedWarning, StateTooLargeError
 from graphrt.core.runner.report import TrustReport
-from graphrt.core.trust import TensorUse
+from graphrt.core.trust import Reads, TensorUse, Watch
 
 WIDTH = 4
 X = InputSpec(torch.float32, ("tokens", WIDTH))
@@ -110,6 +110,36 @@ def test_memory_that_no_walk_finds_has_no_name_and_a_line():
     runner = captured(lambda x: x * next(made))
     [use] = runner.report().trust.reads
     assert use.name == "" and use.bytes == 16 and "next(made)" in use.source
+
+
+def noted(forward: Callable[..., Any], *runs: Callable[[], Any]) -> tuple[TensorUse, ...]:
+    """What `Reads` says after these watched runs, each of one kind of graph."""
+    found = Reads(forward)
+    for run in runs:
+        watch = Watch()
+        watch.around(run)
+        found.note(watch)
+    found.settle()
+    return found.table()
+
+
+def test_memory_that_a_run_lets_go_of_is_not_kept():
+    held = [torch.ones(WIDTH), torch.ones(WIDTH)]
+
+    def forward() -> torch.Tensor:
+        return held[0] * held.pop().sum()
+
+    [use] = noted(forward, forward)
+    assert use.name == "closure held[0]"
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_what_any_kind_of_graph_writes_is_written(writes):
+    model = SimpleNamespace(state=torch.zeros(WIDTH))
+    read, write = (lambda: model.state * 1), (lambda: model.state.add_(1))
+    runs = [write if place == writes else read for place in range(2)]
+    [use] = noted(lambda: model.state, *runs)
+    assert use.written is (writes < 2)
 
 
 # What moved --------------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ def test_rows_are_right_if_padding_names_them_or_their_page(shape, written, pads
     with pytest.raises(StateTooLargeError, match="that no padding names") as raised:
         own.check(pads)
     other = [row for row in written if row not in pads]
-    assert f"rows {', '.join(map(str, other))}" in str(raised.value)
+    assert f"rows {', '.join(map(str, other))}\n" in str(raised.value)
     assert str(sorted(set(pads))) in str(raised.value)
 
 

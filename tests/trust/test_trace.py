@@ -180,6 +180,7 @@ def with_index(name: str, index: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
         "index": (aten.index.Tensor, (table, [index])),
         "index of the second": (aten.index.Tensor, (table.t(), [None, index])),
         "index_put_": (aten.index_put_.default, (table, [index], source)),
+        "_index_put_impl_": (aten._index_put_impl_.default, (table, [index], source)),
         "index_select": (aten.index_select.default, (table, 0, index)),
         "gather": (aten.gather.default, (table, 0, at)),
         "index_copy_": (aten.index_copy_.default, (table, 0, index, source)),
@@ -207,7 +208,8 @@ def with_index(name: str, index: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
 
 
 NAMES = (
-    *("embedding", "index", "index of the second", "index_put_", "index_select", "gather"),
+    *("embedding", "index", "index of the second", "index_put_", "_index_put_impl_"),
+    *("index_select", "gather"),
     *("index_copy_", "index_add_", "index_fill_", "scatter_", "scatter_add_", "scatter"),
 )
 UNKNOWN = (

@@ -398,6 +398,26 @@ def test_a_replay_may_be_a_few_times_as_far_off_as_eager_from_itself(times, fail
     assert (verdict.failure is not None) is fails
 
 
+@pytest.mark.parametrize(("times", "fails"), [(3, False), (6, True)])
+def test_the_state_that_a_replay_leaves_may_be_a_few_times_as_far_off_too(times, fails):
+    model, eager = Model(), iter([0.0, 1e-3])
+    out = torch.ones(LIVE, 2)
+
+    def leaves(value: float) -> torch.Tensor:
+        model.state.add_(1 + value)
+        return out.clone()
+
+    step = FakeStep(
+        model,
+        eager=lambda: leaves(next(eager)),
+        replay=lambda: leaves(1e-3 + times * 1e-3),
+        unpadded=lambda: None,
+        other_padding=lambda: None,
+    )
+    verdict = tried(step)
+    assert (verdict.failure is not None) is fails
+
+
 def test_what_a_replay_leaves_in_the_state_is_compared_too():
     model = Model()
     step = FakeStep(model)
