@@ -530,6 +530,7 @@ def test_a_weight_that_moved_quarantines_all_graphs(strict):
         return
     with pytest.warns(GraphQuarantinedWarning, match=r"self\.weight"):
         go_on(runner)
+    assert runner.last_dispatch.reason is Reason.QUARANTINED
     assert {each.status for each in runner.report().trust.trials} == {"quarantined"}
     runner.recapture()
     step(runner, 4)
@@ -758,6 +759,29 @@ def test_at_always_other_indices_are_let_through(pad):
     runner = captured(forward, "always", inputs={"x": X, "slots": spec})
     out = runner(x=rows(3), slots=torch.tensor([0, 1, 2]))
     assert torch.equal(out, rows(3) * 2)
+
+
+def sum_of_rows(x: torch.Tensor) -> torch.Tensor:
+    return x + x.sum(0)
+
+
+@pytest.mark.parametrize(("pad", "fails"), [(0.0, False), ("keep", True), (1.0, True)])
+def test_padding_rows_hold_in_a_trial_what_they_can_hold_at_a_step(pad, fails):
+    x = InputSpec(torch.float32, ("tokens", WIDTH), pad=pad)
+    runner = captured(sum_of_rows, inputs={"x": x})
+    before = runner.inputs.buffers["x"].clone()
+    expected = sum_of_rows(rows(3))
+    if not fails:
+        torch.testing.assert_close(runner(x=rows(3)), expected)
+        assert runner.last_dispatch.reason is Reason.HIT
+        return
+    text = "padding rows that are kept" if pad == "keep" else "without padding"
+    with pytest.warns(GraphQuarantinedWarning, match=text):
+        out = runner(x=rows(3))
+    assert torch.equal(out, expected)
+    if pad == "keep":
+        # What the trial put into kept rows is gone, but for what its own last run filled.
+        assert torch.equal(runner.inputs.buffers["x"][3:], before[3:])
 
 
 @pytest.mark.xfail(

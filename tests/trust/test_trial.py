@@ -494,3 +494,49 @@ def test_a_number_that_leads_out_of_bounds_is_named_and_nothing_is_read_there():
     failure = tried(step).failure
     assert isinstance(failure, PythonStateError)
     assert "calls = 0, then 1" in str(failure)
+
+
+def ticking(read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[Model, FakeStep]:
+    """State that every eager run writes with another number, and a replay with the first."""
+    model, ticks = Model(), iter(range(1, 100))
+
+    def forward(model: Model, x: torch.Tensor) -> torch.Tensor:
+        model.state.fill_(float(next(ticks)))
+        return read(x, model.state)
+
+    model.forward = forward
+    step = FakeStep(model, unpadded=lambda: None, other_padding=lambda: None)
+
+    def replay() -> torch.Tensor:
+        model.state.fill_(0.5)
+        return read(live(), model.state)
+
+    step.runs["replay"] = replay
+    return model, step
+
+
+def test_state_that_eager_runs_leave_otherwise_and_read_is_a_failure():
+    _, step = ticking(lambda x, state: x + state)
+    assert isinstance(tried(step).failure, PythonStateError)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="_judge_writes allows any spread of what two eager runs leave in the state"
+)
+def test_state_that_eager_runs_leave_otherwise_is_a_failure_though_no_output_shows_it():
+    _, step = ticking(lambda x, state: x * 2)
+    assert isinstance(tried(step).failure, PythonStateError)
+
+
+@pytest.mark.xfail(strict=True, reason="a spread in the state alone is not said")
+def test_state_that_eager_runs_leave_otherwise_by_rounding_is_said():
+    model, eager = Model(), iter([0.0, 1e-6])
+    step = FakeStep(model, unpadded=lambda: None, other_padding=lambda: None)
+
+    def leaves(value: float) -> torch.Tensor:
+        model.state.add_(1 + value)
+        return torch.ones(LIVE, 2)
+
+    step.runs |= {"eager": lambda: leaves(next(eager)), "replay": lambda: leaves(0.0)}
+    verdict = tried(step)
+    assert verdict.failure is None and not verdict.deterministic
