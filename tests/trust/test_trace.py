@@ -253,6 +253,12 @@ def test_each_index_is_compared_with_its_own_dimension(index, inside):
     assert in_bounds(aten.index.Tensor, (torch.zeros(8, 4), index)) is inside
 
 
+@pytest.mark.parametrize(("row", "inside"), [(2, True), (3, False)])
+def test_a_mask_takes_as_many_dimensions_as_it_has(row, inside):
+    index = [torch.ones(8, 4, dtype=torch.bool), torch.tensor([row])]
+    assert in_bounds(aten.index.Tensor, (torch.zeros(8, 4, 3), index)) is inside
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_index_out_of_bounds_is_not_used_after_a_deviation(name):
     then = traced(lambda: rows(2) + 1)

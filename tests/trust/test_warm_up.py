@@ -314,6 +314,17 @@ def test_state_in_memory_that_is_partly_overwritten_is_refused_too(use):
         captured(state_made_by(zeros, use))
 
 
+def test_a_first_output_that_is_read_and_never_written_again_is_refused_only_if_inputs_made_it():
+    made = {"inputs": (first_row, True), "no inputs": (zeros, False)}
+    for make, refused in made.values():
+        forward = state_made_by(make, lambda state, x: state * 1)
+        if not refused:
+            captured(forward)
+            continue
+        with pytest.raises(PythonStateError):
+            captured(forward)
+
+
 def test_after_a_refusal_the_forward_is_as_it_was():
     model = SimpleNamespace(state=None, calls=0)
 
