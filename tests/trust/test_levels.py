@@ -537,6 +537,19 @@ def test_a_weight_that_moved_quarantines_all_graphs(strict):
     assert runner.last_dispatch.reason is Reason.HIT
 
 
+def test_a_tensor_that_graphs_do_not_read_may_be_replaced():
+    model = Model(unread=torch.ones(2))
+    runner = captured(model)
+    for count in SERVED:
+        step(runner, count)
+    model.unread = torch.zeros(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go_on(runner)
+        runner.weights_changed()
+    assert runner.last_dispatch.reason is Reason.HIT
+
+
 def test_a_holder_that_was_replaced_and_leads_to_the_same_tensors_is_no_failure():
     holder = SimpleNamespace(inner=SimpleNamespace(weight=torch.ones(WIDTH)))
 

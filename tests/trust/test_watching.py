@@ -351,6 +351,13 @@ def test_generators_of_the_forward_go_on_from_where_they_were():
     assert torch.equal(own.get_state(), before)
 
 
+def test_a_generator_is_drawn_from_where_nobody_notes_it():
+    own = torch.Generator().manual_seed(3)
+    before = own.get_state()
+    Watch().around(lambda: torch.rand(4, generator=own))
+    assert not torch.equal(own.get_state(), before)
+
+
 def test_sums_of_live_rows_say_nothing_of_the_others():
     def run(x):
         watch = Watch(frozenset(), rows=(4, 2))
