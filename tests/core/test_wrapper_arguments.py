@@ -1,0 +1,215 @@
+"""The arguments of a host's own wrapper: those that the graph reads must be where it reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    InputSpec,
+    eager_break,
+    forward_context,
+)
+from graphrt.core.base import StaleInputError
+from graphrt.cpu import CPUGraphWrapper
+
+LEVELS = ("off", "capture", "first", "sample", "always")
+D4 = BatchDescriptor(4)
+D8 = BatchDescriptor(8)
+
+
+@pytest.fixture(autouse=True)
+def _no_level_of_the_process(monkeypatch):
+    monkeypatch.delenv("GRAPHRT_CHECK", raising=False)
+
+
+def wrapper(
+    function: Callable[..., Any] = lambda x, *others, **more: x + 1, level: str = "capture"
+) -> CPUGraphWrapper:
+    options = GraphOptions(lazy=True, check=level)
+    return CPUGraphWrapper(function, GraphMode.FULL, pool=GraphPool("cpu"), options=options)
+
+
+def call(wrapped: CPUGraphWrapper, *args: Any, of: BatchDescriptor = D4, **kwargs: Any) -> Any:
+    with forward_context("FULL", of):
+        return wrapped(*args, **kwargs)
+
+
+def at_step(level: str, moved_at: int) -> bool:
+    """Whether another tensor at the replay of this number, 1 the first, is named at a level."""
+    wrapped, x = wrapper(level=level), torch.ones(4)
+    call(wrapped, x)
+    for _ in range(moved_at - 1):
+        call(wrapped, x)
+    try:
+        call(wrapped, torch.ones(4))
+    except StaleInputError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("moved_at", [1, 2, 70])
+def test_arguments_are_compared_at_the_first_replay_and_at_always_at_each(level, moved_at):
+    expected = level == "always" or (moved_at == 1 and level != "off")
+    assert at_step(level, moved_at) is expected
+
+
+def test_the_level_of_the_process_counts_for_wrappers(monkeypatch):
+    monkeypatch.setenv("GRAPHRT_CHECK", "off")
+    assert not at_step("always", 1)
+    monkeypatch.setenv("GRAPHRT_CHECK", "always")
+    assert at_step("off", 5)
+
+
+def test_each_entry_has_a_first_replay_of_its_own():
+    wrapped, x, other = wrapper(), torch.ones(4), torch.ones(4)
+    for of in (D4, D8):
+        call(wrapped, x, of=of)
+    call(wrapped, x, of=D4)
+    call(wrapped, other, of=D4)
+    with pytest.raises(StaleInputError, match="8 tokens"):
+        call(wrapped, other, of=D8)
+
+
+def test_a_failed_comparison_is_made_again():
+    wrapped, x = wrapper(), torch.ones(4)
+    call(wrapped, x)
+    for _ in range(3):
+        with pytest.raises(StaleInputError):
+            call(wrapped, torch.ones(4))
+    x.fill_(5)
+    assert call(wrapped, x).tolist() == [6.0] * 4
+
+
+def test_a_graph_that_was_captured_again_is_compared_again():
+    wrapped, x = wrapper(), torch.ones(4)
+    call(wrapped, x)
+    call(wrapped, x)
+    wrapped.drop(D4)
+    call(wrapped, x)
+    with pytest.raises(StaleInputError):
+        call(wrapped, torch.ones(4))
+
+
+BASE = torch.ones(16)
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "another tensor": torch.clone,
+    "another shape": lambda x: x[:3],
+    "other strides": lambda x: BASE[:8:2],
+    "another part": lambda x: BASE[1:5],
+    "another dtype": lambda x: x.view(torch.int32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_is_the_same_only_where_and_as_it_was(change):
+    wrapped, x = wrapper(), BASE[:4]
+    call(wrapped, x)
+    with pytest.raises(StaleInputError, match=r"argument \[0\]\[0\]"):
+        call(wrapped, CHANGES[change](x))
+
+
+@pytest.mark.parametrize("level", ["capture", "always"])
+def test_the_same_memory_as_another_object_is_the_same(level):
+    wrapped = wrapper(level=level)
+    call(wrapped, BASE[:4])
+    for _ in range(3):
+        call(wrapped, BASE[:4])
+
+
+@pytest.mark.parametrize("level", ["capture", "always"])
+def test_a_tensor_that_the_graph_does_not_read_may_be_another_one(level):
+    wrapped, x = wrapper(level=level), torch.ones(4)
+    call(wrapped, x, torch.ones(3), mask=torch.ones(2))
+    for _ in range(3):
+        call(wrapped, x, torch.ones(5), mask=torch.zeros(7))
+
+
+def test_one_of_several_that_is_read_is_named_by_its_path():
+    wrapped = wrapper(lambda x, nested: x + nested["b"][1])
+    x, a, b = torch.ones(4), torch.ones(4), torch.ones(4)
+    call(wrapped, x, {"a": a, "b": [a, b]})
+    with pytest.raises(StaleInputError, match=r"\['b'\]\[1\] is not where"):
+        call(wrapped, x, {"a": torch.ones(4), "b": [torch.ones(4), torch.ones(4)]})
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [(2, 3), (2.0, 3.0), ("sum", "max"), (None, 1), (True, False), (1, 1.5), (None, torch.ones(4))],
+)
+def test_a_plain_value_is_baked_in_and_must_be_the_same(then, now):
+    wrapped, x = wrapper(), torch.ones(4)
+    call(wrapped, x, then)
+    call(wrapped, x, then)
+    wrapped, x = wrapper(), torch.ones(4)
+    call(wrapped, x, then)
+    with pytest.raises(StaleInputError):
+        call(wrapped, x, now)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((), {"scale": 2}), ((2,), {}), ((), {}), ((), {"scale": 2, "more": 1})],
+)
+def test_other_arguments_than_at_capture_are_refused(args, kwargs):
+    wrapped, x = wrapper(), torch.ones(4)
+    call(wrapped, x, scale=2)
+    if kwargs == {"scale": 2}:
+        call(wrapped, x, *args, **kwargs)
+        return
+    with pytest.raises(StaleInputError):
+        call(wrapped, x, *args, **kwargs)
+
+
+def test_objects_of_other_kinds_are_not_compared():
+    wrapped, x = wrapper(level="always"), torch.ones(4)
+    call(wrapped, x, object(), of=D4)
+    call(wrapped, x, object(), of=D4)
+
+
+def test_what_is_read_in_an_eager_part_must_be_the_same_too():
+    @eager_break
+    def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y
+
+    options = GraphOptions(lazy=True)
+    wrapped = CPUGraphWrapper(
+        lambda x, y: part(x + 1, y) + 1,
+        GraphMode.PIECEWISE,
+        pool=GraphPool("cpu"),
+        options=options,
+        breakable=True,
+    )
+    x, y = torch.ones(4), torch.ones(4)
+    with forward_context("PIECEWISE", D4):
+        wrapped(x, y)
+    with forward_context("PIECEWISE", D4), pytest.raises(StaleInputError, match=r"\[0\]\[1\]"):
+        wrapped(x, torch.ones(4))
+
+
+def test_a_runners_own_wrapper_compares_nothing():
+    runner = GraphRunner(
+        lambda x: x + 1,
+        sizes=[4],
+        mode="FULL",
+        platform="cpu",
+        inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        outputs=("tokens",),
+        options=GraphOptions(check="always"),
+    )
+    runner.capture()
+    [wrapped] = runner.graphs.owners()
+    assert not any(entry.unchecked for entry in wrapped.entries.values())
+    for _ in range(3):
+        runner(Batch(4, 4, 1), x=torch.ones(4))
+    assert not any(entry.unchecked for entry in wrapped.entries.values())

@@ -1,0 +1,168 @@
+"""Settings of the process that change what operators do are compared; others are not."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from graphrt.core.trust import Ambient
+from tests.trust.twins import ambient_state_put_back
+
+# As a module: the package has the class under another name, and no attribute of this one.
+ambient_module = importlib.import_module("graphrt.core.trust.ambient")
+matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+
+
+@pytest.fixture(autouse=True)
+def _put_back():
+    reduced = (
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
+    with ambient_state_put_back():
+        torch.set_autocast_enabled("cpu", False)
+        yield
+        torch.set_default_device(None)
+        torch.set_deterministic_debug_mode("default")
+        matmul.allow_fp16_reduced_precision_reduction = reduced[0]
+        matmul.allow_bf16_reduced_precision_reduction = reduced[1]
+
+
+@pytest.fixture(params=["guard", "one by one"])
+def way(request, monkeypatch):
+    """Torch's own guard, and what stands in for it where torch has none."""
+    if request.param == "one by one":
+        monkeypatch.setattr(ambient_module, "state_guard", None)
+    return request.param
+
+
+def attribute(owner: object, name: str) -> Callable[[], None]:
+    return lambda: setattr(owner, name, not getattr(owner, name))
+
+
+SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "autocast": (
+        lambda: torch.set_autocast_enabled("cpu", True),
+        lambda: torch.set_autocast_enabled("cpu", False),
+    ),
+    "default dtype": (
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_dtype(torch.float32),
+    ),
+    "default device": (
+        lambda: torch.set_default_device("meta"),
+        lambda: torch.set_default_device(None),
+    ),
+    "deterministic algorithms": (
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(False),
+    ),
+    "TF32 in matmul": (attribute(matmul, "allow_tf32"),) * 2,
+    "TF32 in cudnn": (attribute(cudnn, "allow_tf32"),) * 2,
+    "reduced precision sums of float16": (
+        attribute(matmul, "allow_fp16_reduced_precision_reduction"),
+    )
+    * 2,
+    "reduced precision sums of bfloat16": (
+        attribute(matmul, "allow_bf16_reduced_precision_reduction"),
+    )
+    * 2,
+}
+
+
+def test_the_table_has_every_setting():
+    assert {*SETTINGS, "autocast dtype"} == {*ambient_module._SETTINGS}
+
+
+def also(name: str) -> list[str]:
+    """What is named with a setting."""
+    return ["autocast dtype"] if name == "autocast" else []
+
+
+@pytest.fixture
+def seen_by(request, way):
+    """Marks what torch's guard does not look at."""
+    name = request.node.callspec.params["name"]
+    if way == "guard" and name in ("default device", "TF32 in cudnn"):
+        reason = f"torch's guard does not look at it, so no step compares it: {name}"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_changes_is_named_with_both_values_and_holds_again(name, seen_by):
+    change, back = SETTINGS[name]
+    ambient = Ambient("cpu")
+    assert ambient.holds() and ambient.differences() == []
+    change()
+    found = ambient.differences()
+    assert [each.partition(":")[0] for each in found] == [name, *also(name)]
+    assert all(each.endswith(" at capture") for each in found)
+    assert not ambient.holds()
+    back()
+    assert ambient.differences() == [] and ambient.holds()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_capture_are_what_is_compared_with(name, seen_by):
+    change, back = SETTINGS[name]
+    change()
+    ambient = Ambient("cpu")
+    assert ambient.holds()
+    back()
+    assert not ambient.holds()
+    assert [each.partition(":")[0] for each in ambient.differences()] == [name, *also(name)]
+
+
+def test_the_dtype_of_autocast_counts_where_autocast_is_on(way):
+    ambient = Ambient("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    assert ambient.differences() == [] and ambient.holds()
+    torch.set_autocast_enabled("cpu", True)
+    on = Ambient("cpu")
+    assert on.holds()
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    assert not on.holds()
+    assert on.differences() == ["autocast dtype: torch.bfloat16, torch.float16 at capture"]
+
+
+def test_autocast_of_another_device_is_none_of_ours(way):
+    ambient = Ambient("cpu")
+    torch.set_autocast_enabled("cuda", True)
+    assert ambient.differences() == [] and ambient.holds()
+
+
+@pytest.mark.parametrize("harmless", ["gradients", "inference mode", "threads"])
+def test_what_no_replay_depends_on_is_taken_for_harmless(harmless, way):
+    ambient = Ambient("cpu")
+    if harmless == "threads":
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        assert ambient.differences() == [] and ambient.holds()
+        return
+    around = torch.enable_grad() if harmless == "gradients" else torch.inference_mode()
+    with around:
+        assert ambient.differences() == []
+        assert ambient.holds()
+    assert ambient.differences() == [] and ambient.holds()
+
+
+def test_several_changes_are_all_named(way):
+    ambient = Ambient("cpu")
+    SETTINGS["autocast"][0]()
+    SETTINGS["default dtype"][0]()
+    assert [each.partition(":")[0] for each in ambient.differences()] == [
+        "autocast",
+        "autocast dtype",
+        "default dtype",
+    ]
+
+
+def test_what_was_harmless_hides_nothing_that_is_not(way):
+    ambient = Ambient("cpu")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    assert ambient.differences() == []
+    torch.set_default_dtype(torch.float64)
+    assert not ambient.holds() and len(ambient.differences()) == 1
+    assert not ambient.holds()

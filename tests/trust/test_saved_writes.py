@@ -1,0 +1,357 @@
+"""Memory from outside is, after `restore`, bit for bit what it was before runs wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphrt.core.base import StateTooLargeError, tree
+from graphrt.core.trust.watching import SavedWrites, Watch
+from graphrt.core.trust.watching.rows import Protected
+
+MUCH = 1 << 20
+ROWS, COLUMNS = 6, 4
+
+
+def index(*rows: int) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+# Overlapping views of one storage.
+VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda base: base,
+    lambda base: base[1:4],
+    lambda base: base[::2],
+    lambda base: base.t()[1:3].t(),
+    lambda base: base.view(-1)[3:19].view(4, 4),
+    lambda base: base[:, 2:],
+]
+
+WRITES: dict[str, Callable[[torch.Tensor, int, float], Any]] = {
+    "add_": lambda t, row, x: t.add_(x),
+    "copy_": lambda t, row, x: t.copy_(torch.full((1,), x)),
+    "zero_": lambda t, row, x: t.zero_(),
+    "row": lambda t, row, x: t[row].fill_(x),
+    "column": lambda t, row, x: t[:, row % 2].mul_(x),
+    "index_put_": lambda t, row, x: t.index_put_((index(row, 0),), torch.tensor(x).to(t)),
+    "accumulated": lambda t, row, x: t.index_put_(
+        (index(row, row),), torch.tensor(x).to(t), accumulate=True
+    ),
+    "second index": lambda t, row, x: t.__setitem__((slice(None), index(row % 2)), x),
+    "two indices": lambda t, row, x: t.__setitem__((index(row, 1), index(0, 1)), x),
+    "mask": lambda t, row, x: t.__setitem__(t > x, x),
+    "index_copy_": lambda t, row, x: t.index_copy_(0, index(row), t[:1] + x),
+    "index_add_": lambda t, row, x: t.index_add_(0, index(row, row), t[:2] * x),
+    "index_fill_": lambda t, row, x: t.index_fill_(1, index(row % 2), x),
+    "index_reduce_": lambda t, row, x: t.index_reduce_(0, index(row), t[:1] * x, "prod"),
+    "scatter_": lambda t, row, x: t.scatter_(0, index(row, 0).view(2, 1), x),
+    "scatter_add_": lambda t, row, x: t.scatter_add_(0, index(row, row).view(2, 1), t[:2] + x),
+    "scatter_reduce_": lambda t, row, x: t.scatter_reduce_(
+        0, index(row, 1).view(2, 1), t[:2] + x, "amax"
+    ),
+    "foreach": lambda t, row, x: torch._foreach_mul_([t[row], t[0]], x),
+    "out": lambda t, row, x: torch.add(t[:1], x, out=t[row : row + 1]),
+    "random": lambda t, row, x: t.normal_(),
+    "set_to_sorted": lambda t, row, x: torch.sort(t.clone(), out=(t, torch.empty(0).long())),
+}
+
+RUNS = st.lists(
+    st.tuples(
+        st.integers(0, len(VIEWS) - 1),
+        st.sampled_from(sorted(WRITES)),
+        st.integers(0, 2),
+        st.sampled_from([0.5, -0.0, 2.0, float("nan"), float("inf")]),
+    ),
+    max_size=8,
+)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tree.octets(tensor).tolist())
+
+
+def do(saves: SavedWrites, base: torch.Tensor, run: list[tuple[int, str, int, float]]) -> None:
+    def function():
+        for view, name, row, x in run:
+            WRITES[name](VIEWS[view](base), row, x)
+
+    Watch(saves=saves).around(function)
+
+
+def fresh(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    base = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) - 7
+    base[0, 0], base[1, 1], base[2, 2] = float("nan"), -0.0, float("inf")
+    return base.to(dtype)
+
+
+@settings(max_examples=150)
+@given(run=RUNS, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+def test_whatever_was_written_over_overlapping_views_is_put_back(run, dtype):
+    base, saves = fresh(dtype), SavedWrites(MUCH)
+    before = bits(base)
+    do(saves, base, run)
+    after = bits(base)
+    saves.restore()
+    assert bits(base) == before
+    saves.restore()
+    assert bits(base) == before
+    assert run or (after == before and saves.bytes == 0)
+
+
+@settings(max_examples=100)
+@given(runs=st.lists(RUNS, min_size=2, max_size=4))
+def test_several_runs_each_from_the_same_state_are_put_back(runs):
+    base, saves = fresh(), SavedWrites(MUCH)
+    before = bits(base)
+    for run in runs:
+        do(saves, base, run)
+        saves.restore()
+        assert bits(base) == before
+
+
+@settings(max_examples=100)
+@given(first=RUNS, second=RUNS)
+def test_what_a_run_left_can_be_written_again(first, second):
+    base, saves = fresh(), SavedWrites(MUCH)
+    do(saves, base, first)
+    left, values = bits(base), saves.values()
+    saves.restore()
+    do(saves, base, second)
+    saves.restore()
+    saves.write(values)
+    assert bits(base) == left
+
+
+def test_values_are_copies():
+    base, saves = torch.zeros(4), SavedWrites(MUCH)
+    Watch(saves=saves).around(lambda: base.add_(1))
+    [values] = saves.values()
+    base.add_(1)
+    assert values.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["index_copy_", "index_fill_", "scatter_"])
+def test_tensors_without_dimensions_are_put_back(name):
+    state, saves = torch.tensor(3.0), SavedWrites(MUCH)
+    source = torch.tensor(5.0) if name != "index_fill_" else 5.0
+    Watch(saves=saves).around(lambda: getattr(state, name)(0, torch.tensor(0), source))
+    assert state.item() == 5
+    saves.restore()
+    assert state.item() == 3
+
+
+def test_an_index_that_the_run_changes_afterwards_is_kept_as_it_was():
+    state, rows, saves = torch.zeros(4), torch.tensor([1]), SavedWrites(MUCH)
+
+    def run():
+        state.index_fill_(0, rows, 7.0)
+        rows.add_(1)
+
+    Watch(saves=saves).around(run)
+    saves.restore()
+    assert state.tolist() == [0.0] * 4 and rows.tolist() == [1]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_inference_tensors_and_gradients_do_not_stand_in_the_way(inference, around):
+    with torch.inference_mode(inference):
+        state, rows = torch.zeros(4), torch.zeros(4, 2)
+    weight = torch.zeros(4, requires_grad=not inference)
+    saves = SavedWrites(MUCH)
+
+    def run():
+        with torch.inference_mode(inference), torch.no_grad():
+            state.add_(1)
+            rows[1] = 2
+            rows.index_fill_(0, torch.tensor([3]), 4.0)
+            weight.add_(1)
+
+    Watch(saves=saves).around(run)
+    with around():
+        values = saves.values()
+        saves.restore()
+        saves.write(values)
+        assert state.sum() == 4 and rows.sum() == 12
+        saves.restore()
+        assert state.sum() == rows.sum() == weight.sum() == 0
+    assert not any(each.requires_grad for each in values)
+
+
+@pytest.mark.parametrize(
+    ("write", "elements"),
+    [
+        (lambda t: t.index_put_((index(1, 2),), torch.tensor(1.0)), 2 * 8),
+        (lambda t: t.index_copy_(0, index(3), torch.ones(1, 8)), 8),
+        (lambda t: t.index_fill_(1, index(3, 4, 5), 1.0), 3 * 100),
+        (lambda t: t.scatter_(0, torch.ones(1, 4, dtype=torch.int64), 1.0), 4),
+        (lambda t: t[7].add_(1), 8),
+        (lambda t: t.add_(1), 800),
+        (lambda t: (t.add_(1), t.mul_(2), t.index_fill_(0, index(1), 0.0)), 800),
+        (lambda t: (t[:50].add_(1), t[:50].add_(1), t[50:].add_(1)), 800),
+        (lambda t: torch._foreach_add_([t[0], t[1]], 1.0), 16),
+        (lambda t: t + 1, 0),
+        (lambda t: t[:0].add_(1), 0),
+    ],
+)
+def test_only_what_is_written_is_saved_and_once(write, elements):
+    state, saves = torch.zeros(100, 8), SavedWrites(MUCH)
+    Watch(saves=saves).around(lambda: write(state))
+    assert saves.bytes == elements * 4
+
+
+@pytest.mark.xfail(strict=True, reason="rows are saved again at every run that writes them")
+def test_rows_that_several_runs_write_are_saved_once():
+    state, saves = torch.zeros(100, 8), SavedWrites(MUCH)
+    for _ in range(5):
+        Watch(saves=saves).around(lambda: state.index_copy_(0, index(3), torch.ones(1, 8)))
+        saves.restore()
+    assert saves.bytes == 8 * 4
+
+
+def test_rows_beyond_the_limit_are_an_error_that_names_the_line_before_they_are_written():
+    state, saves = torch.zeros(100, 8), SavedWrites(95)
+    fill = lambda *rows: state.index_fill_(0, index(*rows), 1.0)  # noqa: E731
+    with pytest.raises(StateTooLargeError, match=r"96 bytes.*test_saved_writes.py") as raised:
+        Watch(saves=saves).around(lambda: fill(1, 2, 3))
+    assert "at most 95 bytes" in str(raised.value)
+    assert state.sum() == 0
+    exactly = SavedWrites(96)
+    Watch(saves=exactly).around(lambda: fill(1, 2, 3))
+    exactly.restore()
+    assert state.sum() == 0
+
+
+@pytest.mark.parametrize(("limit", "protected"), [(128, 0), (127, 1)])
+def test_whole_tensors_beyond_the_limit_are_known_by_sums(limit, protected):
+    state, saves = torch.zeros(8, 4), SavedWrites(limit)
+    Watch(saves=saves).around(lambda: state.mul_(2).add_(1))
+    saves.restore()
+    checked = saves.check_protected([0, 1, 2, 3, 4, 5, 6, 7])
+    assert len(checked) == protected
+    assert bool(protected) == (state.sum().item() != 0)
+
+
+def test_without_sums_what_is_too_large_is_written_and_not_looked_at():
+    state, small = torch.zeros(8, 4), torch.zeros(2)
+    saves = SavedWrites(16, sums=False)
+    Watch(saves=saves).around(lambda: (small.add_(1), state.add_(1)))
+    saves.restore()
+    assert saves.check_protected([]) == []
+    assert state.sum() == 32 and small.sum() == 0
+
+
+# Memory that only padding protects ---------------------------------------------------------------
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 3), (5, 1), (5,), (5, 7, 3), (9, 8, 4), (2, 5, 3, 1)])
+def test_each_changed_row_is_seen_and_none_else(dtype, shape):
+    tensor = torch.zeros(shape, dtype=dtype)
+    keys_and_values = shape[0] == 2
+    rows = shape[1 if keys_and_values else 0]
+    for row in range(rows):
+        own = Protected(tensor, "cache")
+        for place in [(0, row), (1, row)] if keys_and_values else [(row,)]:
+            flat = tensor[place].view(-1) if tensor.dim() > len(place) else tensor[place]
+            last = (-1,) if flat.dim() else ()
+            now = Protected(tensor, "cache")
+            flat[last] = 1
+            assert now.check([row]) == f"cache: rows {row} written by padding"
+            flat[last] = 0
+        assert own.check([]) == "cache: rows none written by padding"
+
+
+@pytest.mark.parametrize(
+    ("shape", "written", "pads", "ok"),
+    [
+        ((8, 3), [0], [0], True),
+        ((8, 3), [7], [0], False),
+        ((8, 3), [0, 7], [0], False),
+        ((8, 3), [0, 7], [0, 7], True),
+        ((8, 3), [7], [-1], False),  # addresses nothing
+        ((8, 3), [], [-1], True),
+        ((8, 3), [2], [2 * 3 + 1], True),  # a slot in a page of three
+        ((8, 3), [1], [2 * 3 + 1], False),
+        ((8, 3), [2], [8 + 2], True),  # a number over several layers
+        ((8,), [5], [5], True),
+        ((2, 8, 3), [5], [5], True),
+        ((2, 8, 3), [5], [16], True),
+        ((2, 8, 3), [1], [9], True),
+        ((2, 8, 3), [1], [16], False),
+        ((2, 8, 3), [1], [0], False),
+        ((1, 8, 3), [5], [5], True),
+        ((1, 8, 3), [5], [0], False),
+        ((2,), [1], [1], True),
+        ((2, 3), [1], [0], False),
+        ((3, 3), [1], [0], False),
+    ],
+)
+def test_rows_are_right_if_padding_names_them_or_their_page(shape, written, pads, ok):
+    tensor = torch.zeros(shape)
+    own = Protected(tensor, "cache")
+    keys_and_values = len(shape) > 1 and shape[0] <= 2
+    for row in written:
+        (tensor[-1] if keys_and_values else tensor)[row] = 3.0
+    if ok:
+        assert "written by padding" in own.check(pads)
+        return
+    with pytest.raises(StateTooLargeError, match="that no padding names") as raised:
+        own.check(pads)
+    other = [row for row in written if row not in pads]
+    assert f"rows {', '.join(map(str, other))}\n" in str(raised.value)
+    assert str(sorted(set(pads))) in str(raised.value)
+
+
+def test_many_rows_are_shown_as_the_first_of_them():
+    tensor = torch.zeros(20, 2)
+    own = Protected(tensor, "cache")
+    tensor[3:] = 1
+    with pytest.raises(StateTooLargeError, match=r"rows 3, 4, 5, 6, 7, 8, 9, 10 and 9 more"):
+        own.check([])
+
+
+def test_a_view_with_strides_and_an_odd_offset_is_summed_row_by_row():
+    base = torch.zeros(10, 16, dtype=torch.uint8)
+    for view in (base[1::2, 3:12], base.view(-1)[1:145].view(9, 16), base.t()):
+        own = Protected(view, "cache")
+        view[2, 0] = 1
+        assert own.check([2]) == "cache: rows 2 written by padding"
+        view[2, 0] = 0
+
+
+def test_keys_moved_to_values_are_seen():
+    tensor = torch.zeros(2, 4, 3)
+    tensor[0, 1] = 5
+    own = Protected(tensor, "cache")
+    tensor[1, 1], tensor[0, 1] = 5.0, 0.0
+    assert own.check([1]) == "cache: rows 1 written by padding"
+
+
+@pytest.mark.xfail(strict=True, reason="Protected asks a tensor without dimensions for its rows")
+def test_a_number_without_rows_beyond_the_limit_is_a_named_error():
+    state, saves = torch.tensor(0.0), SavedWrites(0)
+
+    def run():
+        Watch(saves=saves).around(lambda: state.add_(1))
+        saves.check_protected([])
+
+    with pytest.raises(StateTooLargeError):
+        run()
