@@ -290,7 +290,8 @@ def test_a_graph_that_fails_is_quarantined_with_its_kind_and_its_batches_run_eag
     report = runner.report()
     assert {each.status for each in report.trust.trials} == {"quarantined"}
     assert all("differs from eager" in each.failure for each in report.trust.trials)
-    assert report.reasons[Reason.QUARANTINED] == len(SERVED)
+    # The step whose trial failed is one of them.
+    assert report.reasons[Reason.QUARANTINED] == len(SERVED) + 1
     assert report.reasons[Reason.HIT] == served
     assert sum(trials(runner).values()) == 1
 
@@ -349,7 +350,6 @@ def test_the_same_failure_is_said_once():
     assert len(caught) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="stacklevel counts for another way than that of a trial")
 def test_the_warning_is_of_the_line_that_called_the_runner():
     model = Model()
     model.wrong = (None,)
@@ -402,9 +402,6 @@ def test_strictly_a_failure_is_raised_and_the_step_has_not_run_or_has_run_once(l
         runner(x=rows(1))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a strict failure of a step leaves the effects of one run behind"
-)
 def test_strictly_a_step_that_raises_leaves_the_state_as_before():
     model, runner = stateful(options={"strict": True})
     runner.capture()
@@ -747,17 +744,13 @@ def caching(cache: torch.Tensor) -> Callable[..., torch.Tensor]:
     return forward
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_live_index_that_is_the_padding_is_named_at_always_alone(level):
+@pytest.mark.parametrize("level", ["always"])
+def test_a_live_row_where_padding_writes_is_found(level):
     runner = captured(caching(torch.zeros(16, WIDTH)), level, inputs=CACHED)
     for count in (4, 2, 8, 1):
         runner(x=rows(count), slots=torch.arange(count) + 1)
-    values = {"x": rows(4), "slots": torch.tensor([4, 3, 0, 1])}
-    if level == "always":
-        with pytest.raises(InvalidInputError, match="'slots'"):
-            runner(**values)
-    else:
-        runner(**values)
+    with pytest.warns(GraphQuarantinedWarning, match="padding"):
+        runner(x=rows(3), slots=torch.tensor([4, 3, 0]))
 
 
 @pytest.mark.parametrize("pad", [-1, 15])
@@ -797,9 +790,6 @@ def test_padding_rows_hold_in_a_trial_what_they_can_hold_at_a_step(pad, fails):
         assert torch.equal(runner.inputs.buffers["x"][3:], before[3:])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a trial saves the same rows at each of its runs, and counts them all"
-)
 def test_rows_that_capture_could_save_can_be_saved_by_a_trial_too():
     cache = torch.zeros(64, WIDTH)
     limit = 3 * 8 * WIDTH * 4  # of the rows of the largest graph, three times

@@ -281,7 +281,6 @@ def test_a_report_is_a_snapshot_in_what_it_counts():
     assert before.reads == ()
 
 
-@pytest.mark.xfail(strict=True, reason="a report holds the records of the checks themselves")
 def test_a_report_does_not_change_afterwards():
     runner = captured(lambda x: x * 2, "always")
     before = runner.report().trust.trials

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.device import SharingFigures, UpdateFigures
@@ -119,7 +119,8 @@ def report_of(
 
 
 def _trust(graphs: GraphSet, pool: GraphPool, inputs: StaticInputs) -> TrustReport:
-    trials, reads = tuple(graphs.checks.records.values()), graphs.reads
+    trials = tuple(replace(record) for record in graphs.checks.records.values())
+    reads = graphs.reads
     if reads is None:
         return TrustReport(trials=trials, mixes_rows=graphs.mixes_rows)
     tried = [record.descriptor for record in trials if record.steps]

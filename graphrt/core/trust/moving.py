@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from operator import is_
+from typing import Any, TypeGuard
 
 import torch
 
-from graphrt.core.trust.contents import Contents, contained
-from graphrt.core.trust.places import MISSING, Place, Places, same_value
+from graphrt.core.trust.places import MISSING, LengthLink, Link, Place, Places, same_value
 from graphrt.core.trust.watching import Use, storage_key
 
 
@@ -28,7 +29,7 @@ class Moving:
         self._moved: dict[str, tuple[Place, Any, Any]] = {}
         self._changes: dict[str, list[Any]] = {}
         self._containers = [
-            Contents(link) for link in (*places.links, *places.number_links) if contained(link)
+            _Contents(link) for link in (*places.links, *places.number_links) if _contained(link)
         ]
         self._replaced: list[tuple[Place, torch.Tensor, object]] = []
 
@@ -53,8 +54,6 @@ class Moving:
             change, now = self._changes[place.path], place.get()
             if not (now is change[1] or same_value(change[1], now)):
                 change[:] = change[0] + 1, now
-        for own in self._containers:
-            own.look()
 
     def names(self) -> list[str]:
         """The paths of numbers that a run has moved and that can be moved further."""
@@ -83,13 +82,11 @@ class Moving:
 
     def settle(self) -> None:
         """After several runs: put back what more than one of them has moved, and leave what was
-        made once, such as a table that the first run builds."""
+        made once, such as a table that the first run builds. Containers stay as they are: what is
+        in them may be the host's own notes."""
         for place, was, _ in (*self._moved.values(), *self._replaced):
             if place.writable and self._changes[place.path][0] > 1:
                 _set(place, was)
-        for own in self._containers:
-            if own.moves:
-                own.restore()
 
     def restore(self) -> None:
         """Put back what was there at first."""
@@ -116,3 +113,44 @@ def _step(was: Any, now: Any) -> Any:
     if type(was) is not type(now) or not isinstance(was, int | float):
         return None
     return now - was
+
+
+_MOST = 4096
+"""Containers of more items are not put back."""
+
+
+def _contained(link: Link) -> TypeGuard[LengthLink]:
+    """Whether it is of a plain list, deque, dict or set that is not large."""
+    if not isinstance(link, LengthLink) or type(link.container) not in (list, deque, dict, set):
+        return False
+    return len(link.container) <= _MOST
+
+
+class _Contents:
+    """One container as it was. What is in its items is not looked at."""
+
+    def __init__(self, link: LengthLink) -> None:
+        self._container: Any = link.container
+        self._was = self._items()
+
+    def restore(self) -> None:
+        """Put back what was in it."""
+        if _same(self._was, self._items()):
+            return
+        self._container.clear()
+        if isinstance(self._container, list | deque):
+            self._container.extend(self._was)
+        elif isinstance(self._container, set):
+            self._container.update(self._was)
+        else:
+            half = len(self._was) // 2
+            self._container.update(zip(self._was[:half], self._was[half:], strict=True))
+
+    def _items(self) -> list[Any]:
+        # A set by its members: theirs is the hash, which is not asked here.
+        held = self._container
+        return [*held, *held.values()] if type(held) is dict else [*held]
+
+
+def _same(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(is_, ours, theirs))

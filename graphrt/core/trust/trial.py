@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from graphrt.core.base import PythonStateError, RowsMixedError, VerificationError
+from graphrt.core.trust._verdict import Verdict, mixing
 from graphrt.core.trust.compare import Difference, difference, rounding_of
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
@@ -17,6 +17,9 @@ from graphrt.core.trust.watching import Deviation, SavedWrites, Trace, Watch, fi
 
 _SPREADS = 4
 """A replay may be so many times as far from eager as two eager runs are from one another."""
+
+_RUNS = 8
+"""Of a trial, at most, mostly."""
 
 _STEPS = (1, 999_983, -999_983)
 """How far Python numbers that a run moves are moved further, in steps of that run."""
@@ -43,17 +46,6 @@ class TriedStep(Protocol):
 
     def unpadded(self, watch: Watch) -> Any:
         """The forward on the live rows alone; None where they are all."""
-
-
-@dataclass
-class Verdict:
-    """What came of a trial."""
-
-    outputs: Any = None
-    """Of the last run, which was eager and whose effects remain."""
-    failure: VerificationError | None = None
-    deterministic: bool = True
-    notes: list[str] = field(default_factory=list)
 
 
 class Trial:
@@ -85,7 +77,8 @@ class Trial:
         self._step = step
         self._name = name
         self._own = own
-        self._saves = SavedWrites(limit_bytes, sums=False)
+        # The rows that index writes save are saved anew in each run.
+        self._saves = SavedWrites(limit_bytes * _RUNS, sums=False)
         self._generators = Generators(device_type)
         self._moving = Moving(places)
         self._captured = captured
@@ -129,7 +122,7 @@ class Trial:
         rebound = self._moving.rebound(first.uses)
         if rebound:
             self._fail_rebound(rebound)
-        self._judge_writes(written, rewritten, left, first)
+        self._judge_writes(written, rewritten, left, first, rounding)
         self._judge_padding(eager, other, alone, rounding, (first, without))
         if alone is not None:
             self._judge_state(written, left_alone, rounding)
@@ -170,17 +163,7 @@ class Trial:
     ) -> None:
         spread = difference(again, eager)
         if spread is not None and spread.relative > max(rounding, 1e-6):
-            moved = ", ".join(self._moving.names()) or "nothing that could be found"
-            self._fail(
-                PythonStateError(
-                    f"{self._name}: two eager runs of one step, from the same state, differ, so no "
-                    "graph can stand for the forward",
-                    got=f"{spread.text}; Python state that moved: {moved}",
-                    expected="a function of its inputs and of tensors",
-                    advice="keep what advances in a tensor and write it in place (add_, copy_), "
-                    "read clocks and files outside of the forward, or run it in an eager break",
-                )
-            )
+            self._fail(self._not_repeated(spread, " differ"))
             return
         if spread is not None:
             self._verdict.deterministic = False
@@ -190,12 +173,29 @@ class Trial:
         if apart is not None and (spread is None or apart.relative > allowed):
             self._fail(self._differs(apart, "", first))
 
-    def _judge_writes(self, eager: Any, again: Any, replayed: Any, first: Watch) -> None:
+    def _not_repeated(self, spread: Difference, how: str) -> VerificationError:
+        moved = ", ".join(self._moving.names()) or "nothing that could be found"
+        return PythonStateError(
+            f"{self._name}: two eager runs of one step, from the same state,{how}, so no graph can "
+            "stand for the forward",
+            got=f"{spread.text}; Python state that moved: {moved}",
+            expected="a function of its inputs and of tensors",
+            advice="keep what advances in a tensor and write it in place (add_, copy_), read "
+            "clocks and files outside of the forward, or run it in an eager break",
+        )
+
+    def _judge_writes(
+        self, eager: Any, again: Any, replayed: Any, first: Watch, rounding: float
+    ) -> None:
         spread = difference(again, eager)
         apart = difference(replayed, again)
-        if apart is None:
+        if spread is not None and spread.relative > rounding:
+            self._fail(self._not_repeated(spread, " leave different state"))
             return
-        if spread is None or apart.relative > _SPREADS * spread.relative:
+        if spread is not None:
+            self._verdict.deterministic = False
+        allowed = 0.0 if spread is None else _SPREADS * max(spread.relative, 1e-7)
+        if apart is not None and (spread is None or apart.relative > allowed):
             self._fail(self._differs(apart, " in the state that it writes", first))
 
     def _differs(self, apart: Difference, what: str, first: Watch) -> VerificationError:
@@ -241,7 +241,7 @@ class Trial:
             self._fail(
                 RowsMixedError(
                     f"{self._name}: {how}",
-                    got=apart.text + (_mixing(*runs, rounding) if result is alone else ""),
+                    got=apart.text + (mixing(*runs, rounding) if result is alone else ""),
                     expected=f"differences of at most {rounding:.3g} of their root mean square",
                     advice="let each row depend on its own request only (mask the padding rows, "
                     "take the last token of each request by an index input); where rows are mixed "
@@ -341,26 +341,3 @@ class Trial:
                 advice="self.h.copy_(new) in place of self.h = new",
             )
         )
-
-
-def _mixing(padded: Watch, alone: Watch, rounding: float) -> str:
-    """The first operator whose live rows are not what they are without padding, in words."""
-    if [op.func for op in padded.trace] != [op.func for op in alone.trace]:
-        found = first_difference(padded.trace, alone.trace, same_size=False)
-        place = len(padded.trace) if found is None else found[0]
-    else:
-        place = len(padded.trace)
-    for index, (ours, theirs) in enumerate(zip(padded.sums, alone.sums, strict=False)):
-        if index >= place:
-            break
-        if ours is None or theirs is None:
-            continue
-        a, b = ours.item(), theirs.item()
-        if abs(a - b) > rounding * max(abs(a), abs(b)) or (a != a) != (b != b):
-            place = index
-            break
-    if place >= len(padded.trace):
-        return ""
-    source = padded.sources.get(place)
-    at = "" if source is None else f" at {source}"
-    return f"\n    the first operator that mixes rows is {padded.trace[place]}{at}"

@@ -81,7 +81,7 @@ class SideDoors:
         watch = _MakingWatch(self, name_of(function), hidden)
         outer = in_eager_part.get()
         try:
-            in_eager_part.set(True)
+            in_eager_part.set(_keys((args, kwargs)))
             result = watch.around(partial(function, *args, **kwargs))
             in_eager_part.set(outer)
             return result
@@ -163,11 +163,17 @@ class _MakingWatch(ThreadMode):  # type: ignore[no-untyped-call]
         return result
 
 
-in_eager_part: ContextVar[bool] = ContextVar("graphrt_eager_part", default=False)
-"""Whether this thread runs an eager part that is watched."""
+in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
+"""What names the memory that was given to the eager part that this thread runs, if it is watched:
+replays give it the same."""
 
 side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", default=None)
 """Those of the session whose warm-ups and captures this thread runs."""
+
+
+def _keys(given: Any) -> frozenset[int]:
+    strided = [each for each in tree.tensors(given) if each.layout is torch.strided]
+    return frozenset(each.untyped_storage()._cdata for each in strided)
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[StorageWeakRef]:

@@ -177,7 +177,7 @@ class Checks:
             record = self.records[slot]
             record.status, record.failure = "quarantined", str(failure)
         self._note_pending()
-        self._say(failure)
+        self._say(failure, 8)
 
     def _note_pending(self) -> None:
         pending = {}
@@ -206,12 +206,12 @@ class Checks:
         self._glances = itertools.repeat(True)
         self.quarantine([*self.records], reads.stale(moved))
 
-    def _say(self, failure: Exception) -> None:
+    def _say(self, failure: Exception, stacklevel: int = 6) -> None:
         if self.strict:
             raise failure
         text = str(failure)
         if text not in self._warned_of:
             self._warned_of.add(text)
             warnings.warn(
-                f"steps run eagerly from here on: {text}", GraphQuarantinedWarning, stacklevel=6
+                f"steps run eagerly from here on: {text}", GraphQuarantinedWarning, stacklevel
             )

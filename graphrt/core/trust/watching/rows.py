@@ -19,9 +19,9 @@ class Protected:
     """
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self._tensor = tensor
+        self._tensor = tensor if tensor.dim() else tensor[None]
         self._name = name
-        self._dim = _dim_of_rows(tensor)
+        self._dim = _dim_of_rows(self._tensor)
         self._sums = self._sum()
 
     def check(self, pads: Sequence[int]) -> str:

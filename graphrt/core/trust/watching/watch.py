@@ -51,7 +51,7 @@ class Use:
         # Whether the run has read what was there before it; how many elements it wrote at first.
         self.exposed = False
         # Whether eager parts alone have used it, which find at every replay what is there then.
-        self.in_parts = in_eager_part.get()
+        self.in_parts = _finds_itself(ref.cdata)
         self.overwritten = 0
 
     @classmethod
@@ -182,6 +182,10 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
             self._before_writes(func, facts, args, kwargs)
         self._note(Op(func, arguments_of(args, kwargs, self._outside)), args)
         overwritten = {id(each) for each in self._overwritten(facts, args, kwargs)}
+        if overwritten and facts.writes and len(overwritten) < 2:
+            # torch.add(state, x, out=state) reads it too.
+            given = [id(each) for each in _tensors(args, kwargs)]
+            overwritten = {each for each in overwritten if given.count(each) == 1}
         from_inputs = False
         for tensor in _tensors(args, kwargs):
             from_inputs |= self._use(tensor, func, facts.is_view, id(tensor) in overwritten)
@@ -217,7 +221,7 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
             if self.deviates:
                 is_aten = facts_of(op.func).is_aten
                 if not is_aten or not unseen(lambda: in_bounds(op.func, args)):
-                    raise Deviation(str(op), in_part=in_eager_part.get())
+                    raise Deviation(str(op), in_part=in_eager_part.get() is not None)
         if self._keeps_sources:
             self.sources[len(self.trace)] = user_source()
         self.trace.append(op)
@@ -259,7 +263,7 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
             if use is None:
                 use = self.uses[key] = Use(_weak(part), part, str(func))
             elif use.in_parts:
-                use.in_parts = in_eager_part.get()
+                use.in_parts = _finds_itself(key)
             if overwritten and not use.exposed:
                 use.overwritten = max(use.overwritten, part.numel())
             elif not is_view and part.numel() > use.overwritten:
@@ -289,6 +293,12 @@ class Watch(ThreadMode):  # type: ignore[no-untyped-call]
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._own
+
+
+def _finds_itself(key: int) -> bool:
+    """Whether memory is used by an eager part that was not given it."""
+    given = in_eager_part.get()
+    return given is not None and key not in given
 
 
 def _sum_of_rows(result: Any, rows: int, live: int) -> torch.Tensor | None:
