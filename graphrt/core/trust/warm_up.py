@@ -49,6 +49,9 @@ class WatchedState:
         self._warmed_up = warmed_up
         self._pads = pads
         self._saves = SavedWrites(limit_bytes)
+        self._limit_bytes = limit_bytes
+        # What the last run wrote that was not watched: its capture writes it too.
+        self._of_size = SavedWrites(limit_bytes)
         self._moving: Moving | None = None
         self._outside: set[int] = set()
         self._watched: set[Hashable] = set()
@@ -72,7 +75,10 @@ class WatchedState:
         # What a forward writes has to be saved in every session.
         is_saved = kind in self._watched or (known is not None and not known.writes)
         if kind is not None and known is not None and known.tokens >= tokens and is_saved:
-            result = WriteWatch(self._outside, self._saves).around(function)
+            # The rows of index writes would be saved anew for every size.
+            self._of_size.restore()
+            self._of_size = SavedWrites(self._limit_bytes)
+            result = WriteWatch(self._outside, self._of_size).around(function)
             self._moving.look_at_moved()
             return result
         self._watched.add(kind)
@@ -137,6 +143,7 @@ class WatchedState:
     def restore(self) -> None:
         """Put back what was declared and what was found."""
         self._declared.restore()
+        self._of_size.restore()
         self._saves.restore()
 
     def settle(self) -> None:
