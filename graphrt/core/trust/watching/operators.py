@@ -50,7 +50,11 @@ def facts_of(func: Any) -> OperatorFacts:
         _ROWS.get(schema.name),
         schema.name.startswith("aten::"),
         schema.name in _TOUCHING or (not writes and any(each is not None for each in aliases)),
-        schema.name in _OVERWRITING or any(name == "out" for _, name in writes),
+        # Of an operator of the host's own nobody knows whether it reads what it writes; most fill
+        # a buffer anew.
+        schema.name in _OVERWRITING
+        or any(name == "out" for _, name in writes)
+        or (bool(writes) and not schema.name.startswith("aten::")),
     )
 
 

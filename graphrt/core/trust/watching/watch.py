@@ -89,7 +89,11 @@ class Deviation(Exception):
 
 
 class WriteWatch(ThreadMode):  # type: ignore[no-untyped-call]
-    """Saves what a run writes of memory that is `known`, and looks at nothing else."""
+    """Saves what a run writes of memory that is `known`, and looks at nothing else.
+
+    Not the rows of index writes: it is for runs of nothing but padding, whose rows are nobody's,
+    and that the largest run of the kind has shown.
+    """
 
     supports_higher_order_operators = True
 
@@ -101,13 +105,12 @@ class WriteWatch(ThreadMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         facts = facts_of(func)
-        if facts.writes:
-            for tensor in written(facts, args, kwargs):
+        if facts.writes and facts.rows is None:
+            for tensor in written(facts, args, kwargs or {}):
                 if storage_key(tensor) in self._known:
-                    self._saves.save(tensor, facts, args, kwargs, _Written(tensor))
-        return func(*args, **kwargs)
+                    self._saves.save(tensor, facts, args, kwargs or {}, _Written(tensor))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class _Written:
