@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, repeat
 from operator import and_, eq, is_
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ def call(function: Callable[[], object]) -> object:
 
 
 call = getattr(operator, "call", call)
+
+
+_CODE = (type, FunctionType, MethodType, CodeType, property, staticmethod, classmethod)
 
 
 class TensorUse(NamedTuple):
@@ -98,7 +102,12 @@ class Reads:
 
         Put together of what runs in C: a step takes one of them.
         """
-        slots = [link for link in self.links if isinstance(link, SlotLink)]
+        slots = [
+            link
+            for link in self.links
+            # Code is replaced by hand alone, and takes longer to look at.
+            if isinstance(link, SlotLink) and not isinstance(link.held, _CODE)
+        ]
         tensors = [
             link for link in slots if isinstance(link, TensorLink) and link.where is not None
         ]

@@ -1,0 +1,48 @@
+"""Watching a run for what it writes, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from graphrt.core.base import ThreadMode
+from graphrt.core.trust.watching.operators import facts_of, written
+from graphrt.core.trust.watching.watch import storage_key
+from graphrt.core.trust.watching.writes import SavedWrites
+
+
+class WriteWatch(ThreadMode):  # type: ignore[no-untyped-call]
+    """Saves what a run writes of memory that is `known`, and looks at nothing else.
+
+    Not the rows of index writes: it is for runs of nothing but padding, whose rows are nobody's,
+    and that the largest run of the kind has shown.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, known: Collection[int], saves: SavedWrites) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = known
+        self._saves = saves
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        facts = facts_of(func)
+        if facts.writes and facts.rows is None:
+            for tensor in written(facts, args, kwargs or {}):
+                if storage_key(tensor) in self._known:
+                    self._saves.save(tensor, facts, args, kwargs or {}, _Written(tensor))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class _Written:
+    """What an error calls a tensor that a run writes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __str__(self) -> str:
+        return f"{self._tensor.dtype} {tuple(self._tensor.shape)}"
