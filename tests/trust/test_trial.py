@@ -53,6 +53,8 @@ def replayed(model: Model, x: torch.Tensor) -> torch.Tensor:
 class FakeStep:
     """A step of `model` that keeps a list of its runs; `runs` are stand-ins by name."""
 
+    sizes = ()
+
     rows, live_rows = ROWS, LIVE
 
     def __init__(self, model: Model, **runs: Any) -> None:

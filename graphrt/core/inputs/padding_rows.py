@@ -29,15 +29,16 @@ class PaddingRows:
 
     def nobodys(self, values: Mapping[str, Any]) -> list[int]:
         """The padding values of index inputs that no live row of theirs holds: what they address is
-        nobody's. Waits for the device."""
+        nobody's. A block table may hold its own for what a request does not use, while a slot
+        mapping says so. Waits for the device."""
         found: set[int] = set()
-        hit: set[int] = set()
         for name, value in flat_of(values):
             spec = self._specs.get(name)
             if spec is not None and spec.index and isinstance(value, torch.Tensor):
                 pad = int(spec.pad_value.real)
-                (hit if pad < 0 or bool((value == pad).any()) else found).add(pad)
-        return sorted(found - hit)
+                if pad >= 0 and not bool((value == pad).any()):
+                    found.add(pad)
+        return sorted(found)
 
     def kept(self) -> list[torch.Tensor]:
         """Copies of the buffers whose padding rows no step writes."""

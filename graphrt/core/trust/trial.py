@@ -31,6 +31,8 @@ class TriedStep(Protocol):
     rows: int
     """Tokens of the graph."""
     live_rows: int
+    sizes: Sequence[tuple[int, int]]
+    """Padded and live tokens, and requests."""
 
     def eager(self, watch: Watch | None) -> Any:
         """The forward on the padded inputs, under `watch`."""
@@ -256,7 +258,7 @@ class Trial:
             apart = difference(ours, theirs)
             return None if apart is None or apart.relative <= rounding else apart.text
 
-        found = self._saves.spoilt(padded, alone, self._pads, differs)
+        found = self._saves.spoilt(padded, alone, self._pads, self._step.sizes, differs)
         if found is not None:
             use, text = found
             self._fail(

@@ -53,6 +53,7 @@ class PaddedTrial:
         self._updates_eager, self._updates_replayed = updates
         self._metadata_eager, self._metadata_replayed = metadata
         self.rows, self.live_rows = step.tokens, batch.num_tokens
+        self.sizes: Sequence[tuple[int, int]] = ((self.rows, self.live_rows), (step.reqs, reqs))
         self._kept = inputs.padding.kept()
         self.padded = not agreed and (self._tokens < step.tokens or reqs < step.reqs)
 

@@ -118,20 +118,22 @@ class SavedWrites:
         padded: Sequence[torch.Tensor],
         alone: Sequence[torch.Tensor],
         pads: Sequence[int],
+        sizes: Sequence[tuple[int, int]],
         differs: Callable[[torch.Tensor, torch.Tensor], str | None],
     ) -> tuple[object, str] | None:
         """The first memory in which a padded run left something else than one without padding, and
         what, by `differs`; `padded` and `alone` are what `values` returned after them.
 
-        Rows that `pads` name may differ: they are nobody's. So may memory that runs overwrite
-        before they read it.
+        Rows that `pads` name may differ: they are nobody's. If there are any, so are the rows that
+        padding rows of the step write, where an index has as many entries as the first of one of
+        `sizes`, (padded, live), says. So may memory that runs overwrite before they read it.
         """
 
         def compare() -> tuple[object, str] | None:
             for region, ours, theirs in zip(self._regions, padded, alone, strict=False):
                 if not getattr(region.use, "exposed", True):
                     continue
-                found = differs(*_but_padding(region, ours, theirs, pads))
+                found = differs(*_but_padding(region, ours, theirs, pads, sizes))
                 if found is not None:
                     return region.use, found
             return None
@@ -147,7 +149,11 @@ class SavedWrites:
 
 
 def _but_padding(
-    region: _Region, ours: torch.Tensor, theirs: torch.Tensor, pads: Sequence[int]
+    region: _Region,
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    pads: Sequence[int],
+    sizes: Sequence[tuple[int, int]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What two runs left, without the rows that padding names."""
     if not pads:
@@ -162,6 +168,10 @@ def _but_padding(
     for index in region.chosen:
         for pad in pads:
             padding = padding | (index == pad)
+        for all_rows, live in sizes:
+            if index.dim() and index.shape[0] == all_rows:
+                beyond = torch.arange(all_rows, device=index.device) >= live
+                padding = padding | beyond.view(-1, *[1] * (index.dim() - 1)).expand_as(index)
     if padding.dim() == 0:
         return ours, theirs
     if region.dim == -1:
