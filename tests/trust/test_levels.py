@@ -796,3 +796,44 @@ def test_rows_that_capture_could_save_can_be_saved_by_a_trial_too():
     runner = captured(caching(cache), inputs=CACHED, options={"state_limit_bytes": limit})
     runner(x=rows(7), slots=torch.arange(7) + 1)
     assert runner.last_dispatch.reason is Reason.HIT
+
+
+def test_a_graph_that_is_captured_later_is_in_the_quarantine_of_its_kind():
+    scale = [1.0]
+    runner = GraphRunner(
+        lambda x: x * scale[0],
+        inputs={"x": X},
+        outputs=("tokens", WIDTH),
+        mode="FULL",
+        sizes=[2, 4, 8],
+        platform="cpu",
+        options=GraphOptions(lazy=True, check="always"),
+    )
+    for count in (8, 7, 2, 1):
+        runner(x=rows(count))
+    scale[0] = 2.0
+    with pytest.warns(GraphQuarantinedWarning):
+        runner(x=rows(8))
+    runner.graphs.checks._sampled = runner.graphs.checks.always = False
+    runner.graphs.checks._note_pending()
+    runner(x=rows(4))
+    assert len(runner.report().graphs) == 3
+    scale[0] = 3.0
+    assert torch.equal(runner(x=rows(4)), rows(4) * 3)
+
+
+def test_a_step_in_quarantine_walks_through_the_forward_no_more(monkeypatch):
+    weights = {"w": torch.ones(WIDTH)}
+    runner = captured(lambda x: x * weights["w"])
+    for count in (8, 7, 1, 4):
+        runner(x=rows(count))
+    weights["w"] = torch.full((WIDTH,), 2.0)
+
+    def until_it_is_seen() -> None:
+        for _ in range(20):
+            runner(x=rows(4))
+
+    with pytest.warns(GraphQuarantinedWarning, match="where the graphs read them"):
+        until_it_is_seen()
+    monkeypatch.setattr(runner.graphs.reads, "moved", lambda: pytest.fail("walked"))
+    assert torch.equal(runner(x=rows(4)), rows(4) * 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,12 +88,22 @@ class Checks:
             self._kinds[slot] = kind
             kinds.setdefault(kind, []).append((descriptor.num_tokens, slot))
         for kind, of_kind in kinds.items():
+            self._share_quarantine([slot for _, slot in of_kind])
             slots = [slot for _, slot in (of_kind if self._each else (min(of_kind), max(of_kind)))]
             self._to_try |= {slot for slot in slots if self.records[slot].status == "untried"}
             if all(self.records[slot].status == "untried" for _, slot in of_kind):
                 self._untried.add(kind)
                 self._unpadded.add(kind)
         self._note_pending()
+
+    def _share_quarantine(self, slots: Sequence[int]) -> None:
+        """Graphs of a kind that failed are in quarantine with it, also those captured later."""
+        failure = next((self._quarantined[s] for s in slots if s in self._quarantined), None)
+        if failure is None:
+            return
+        for slot in slots:
+            self._quarantined[slot] = failure
+            self.records[slot].status, self.records[slot].failure = "quarantined", failure
 
     def to_try(self) -> list[Dispatch]:
         """The graphs that are tried whatever the step, the largest first."""
@@ -131,8 +141,11 @@ class Checks:
                     )
                 )
                 return Reason.SETTINGS_CHANGED
-        if self._reads is not None and not all(link.holds() for link in self._reads.links):
-            self._look_for_moved(self._reads)
+        reads = self._reads
+        # A walk takes milliseconds, and a graph in quarantine is replayed no more.
+        looks = reads is not None and found.slot not in self._quarantined
+        if reads is not None and looks and not all(link.holds() for link in reads.links):
+            self._look_for_moved(reads)
         failure = self._quarantined.get(found.slot)
         if failure is None:
             return None
