@@ -11,7 +11,7 @@ import pytest
 import torch
 from attention_models import Decoder, differing, eager_outputs, replay_all, replayed, runner, steps
 
-from graphrt import UNCHANGED, GraphPool
+from graphrt import UNCHANGED, GraphOptions, GraphPool
 from graphrt.ascend import AscendOptions, AscendPlatform
 from graphrt.core.base import DeviceHangError, MissingUpdateError, TaskContractError
 
@@ -174,7 +174,8 @@ def another_operator(order: Any) -> None:
 def ended_queue() -> None:
     """Where it has one, that is over."""
     platform, decoder = AscendPlatform(), Twice(4)
-    run = runner(decoder, sizes=(8,), platform=platform)
+    # A trial would meet the failing operator first in a run of its own.
+    run = runner(decoder, sizes=(8,), platform=platform, options=GraphOptions(check="off"))
     run.capture()
     (step,) = steps(1, most=8)
     decoder.active = True
