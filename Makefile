@@ -7,7 +7,7 @@ ASCEND_VENV ?= .venv-ascend
 ASCEND_TORCH = 2.13.0
 export PYTHON VENV
 
-.PHONY: demo test lint bench docs demo-ascend test-ascend
+.PHONY: demo test test-long lint bench docs demo-ascend test-ascend
 .PHONY: setup-demo setup-test setup-dev setup-docs setup-ascend-sim
 
 demo: setup-demo
@@ -15,6 +15,10 @@ demo: setup-demo
 
 test: setup-test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# What takes minutes: random programs, operator samples, long runs; see docs/testing.md.
+test-long: setup-test
+	$(VENV)/bin/python -m pytest -m "long and not cuda and not npu" $(ARGS)
 
 lint: setup-dev
 	$(VENV)/bin/python -m ruff check .

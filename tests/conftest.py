@@ -89,7 +89,11 @@ def _why_no_npu() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("long") is not None]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
     missing = {"cuda": _why_missing("an NVIDIA GPU", "cuda"), "npu": _why_no_npu()}
     for item in items:
         for marker, reason in missing.items():
