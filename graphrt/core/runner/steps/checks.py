@@ -115,7 +115,7 @@ class Checks:
     def clear(self, slot: int, tokens: int) -> bool:
         """Whether the step of this graph, of so many live tokens, is simply replayed."""
         return (
-            self._pending.get(slot, tokens) == tokens
+            (not self._pending or self._pending.get(slot, tokens) == tokens)
             and self._settings_hold()
             # One slot that leads to what graphs read, or where it is; another one at every step.
             and next(self._glances)
