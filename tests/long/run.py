@@ -1,49 +1,47 @@
-"""Many random steps of clean models, checked at one level: nothing is said, and nothing is wrong.
+"""Many random steps of clean models in one process, checked at one level: nothing is said, nothing
+is wrong, and nothing rises.
 
-    python -m tests.trust.long --steps 10000 [--device cuda] [--level always]
+    python -m tests.long --steps 100000 [--device cuda] [--level always] [--plot FILE]
 
 Prefills, decodes and mixed batches of several query lengths, with adapters and without, padded
-and too large, beside a twin that knows no graphs; now and then weights are written in place, and
-graphs are captured anew.
+and too large, beside a twin that knows no graphs, from changing threads; weights are written in
+place, graphs are captured anew, released, and captured by the steps that ask for them. Beside them
+run the others of `tests.long.beside`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import random
-import resource
+import contextlib
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from graphrt import Batch, GraphRunner, Reason
-from tests.models.served import Span, paged_step
-from tests.trust.long_models import (
-    ADAPTERS,
-    LIMITS,
-    NO_ADAPTER,
-    QUERY_LENS,
-    SIZES,
-    Draft,
-    Served,
-    runners,
-)
+from graphrt import Batch, Dispatch, GraphRunner, Reason
+from tests.long.beside import Beside, Compiled, Hosted, Pair, Passing, in_thread
+from tests.long.level import Figures, plot
+from tests.long.models import SIZES, Draft, Served, runners
+from tests.long.traffic import Traffic
 from tests.trust.twins import LEVELS
 
 TOLERANCE = 1e-3
 """Of the root mean square: what other kernels for padded sizes may make of float32."""
-SAMPLES = 10
-"""How often tensors and bytes are counted."""
+SAMPLES = 60
+"""How often the process is measured; the first time after one in so many of the steps."""
 WEIGHTS_EVERY = 37
-RECAPTURES = 20
+RECAPTURES = 50
 """How often all graphs are captured anew in a run; not more often than every 50 steps."""
-LEVEL_FROM = 2000
+EXACT_EVERY = 7
+"""How often a step is compared, bit for bit, with the forward on the same padded inputs."""
+THREADS = 0.1
+"""The share of the main runner's steps that new threads run."""
+LEVEL_FROM = 6000
 """Steps before which the bounded caches of layouts and copies still fill."""
 
 
@@ -51,111 +49,76 @@ LEVEL_FROM = 2000
 class Totals:
     """What a run came to; `findings` must be empty."""
 
+    figures: Figures
     steps: int = 0
     seconds: float = 0.0
     worst: float = 0.0
     """The largest difference of an output from its twin's, over the root mean square."""
+    exact: int = 0
+    """Outputs that were compared bit for bit."""
     findings: list[str] = field(default_factory=list)
     ran: Counter[str] = field(default_factory=Counter)
     """Steps by runner, mode and reason."""
-    tensors: list[int] = field(default_factory=list)
-    bytes: list[int] = field(default_factory=list)
-    """In use on the device, or the most that the process ever had; at the same times."""
     notes: set[str] = field(default_factory=set)
     """What trials have noted that is no finding, without its figures."""
 
-    def levelled(self) -> bool:
-        """Whether no tensors gather: in the last third of a run of at least `LEVEL_FROM` steps
-        fewer than one in a hundred steps comes to one more."""
-        if self.steps < LEVEL_FROM:
-            return True
-        before = self.tensors[len(self.tensors) * 2 // 3]
-        return self.tensors[-1] - before < self.steps / 3 / 100
+    def rising(self) -> list[str]:
+        """What is not level; in a short run file descriptors and threads alone are looked at."""
+        return self.figures.not_level(() if self.steps >= LEVEL_FROM else ("fds", "threads"))
 
     def lines(self) -> list[str]:
         """The same for people."""
-        mib = [f"{each / 2**20:.1f}" for each in self.bytes]
+        rate = self.steps / max(self.seconds, 1e-9)
         return [
-            f"{self.steps} steps in {self.seconds:.1f} s: {self.steps / self.seconds:.1f} a second",
+            f"{self.steps} steps in {self.seconds:.1f} s: {rate:.1f} a second",
             f"findings: {len(self.findings)}",
             *self.findings[:20],
-            f"worst difference {self.worst:.1e} of the rms",
+            f"worst difference {self.worst:.1e} of the rms; {self.exact} compared bit for bit",
             *(f"  {count:>6} {name}" for name, count in sorted(self.ran.items())),
-            f"live tensors: {self.tensors}{'' if self.levelled() else ', NOT LEVEL'}",
-            f"MiB: {', '.join(mib)}",
+            *self.figures.rows(),
+            *(f"NOT LEVEL: {each}" for each in self.rising()),
             *(f"noted: {note}" for note in sorted(self.notes)),
         ]
-
-
-class Traffic:
-    """Random steps of up to eight requests whose contexts grow until they are full."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._generator = torch.Generator().manual_seed(seed)
-        self._lengths = [0] * LIMITS.max_num_reqs
-
-    def chance(self, share: float) -> bool:
-        """True so often."""
-        return self._random.random() < share
-
-    def step(self) -> tuple[Batch, dict[str, Tensor]]:
-        """A batch and its inputs, on the host."""
-        number = self._random
-        requests = number.sample(range(LIMITS.max_num_reqs), number.randint(1, 8))
-        if self.chance(0.6):
-            counts = [number.choice((*QUERY_LENS, 3))] * len(requests)
-        else:
-            counts = [number.randint(1, 6) for _ in requests]
-        spans: list[Span] = []
-        for request, count in zip(requests, counts, strict=True):
-            if sum(span[2] for span in spans) + count > LIMITS.max_num_tokens:
-                break
-            if self._lengths[request] + count > LIMITS.context:
-                self._lengths[request] = 0
-            spans.append((request, self._lengths[request], count))
-            self._lengths[request] += count
-        batch, inputs = paged_step(spans, LIMITS, self._generator)
-        active = number.choice((0, 0, 1, 2))
-        first = number.randrange(NO_ADAPTER + 1, ADAPTERS - 1)
-        numbers = [NO_ADAPTER, *range(first, first + active)]
-        adapters = [number.choice(numbers) for _ in spans]
-        inputs["adapters"] = torch.tensor(adapters)
-        return batch._replace(num_active_loras=active), inputs
 
 
 class Run:
     """One long run; `totals` after it."""
 
     def __init__(self, device: str, level: str, seed: int) -> None:
-        self.device = device
-        self.totals = Totals()
+        self.device, self.level = device, level
+        self.totals = Totals(Figures(device))
         self._recapture_every = 50
         self._traffic = Traffic(seed)
         self._served, self._twin = Served(device), Served(device)
         self._draft, self._draft_twin = Draft(device), Draft(device)
         self._main, self._small = runners(self._served, self._draft, device, level)
+        self._beside: dict[str, tuple[int, Beside]] = {}
 
-    def run(self, steps: int) -> Totals:
+    def run(self, steps: int, *, progress: bool = False) -> Totals:
         """So many steps of the main runner, nearly each with one of the draft's."""
         totals = self.totals
         self._recapture_every = max(50, steps // RECAPTURES)
+        every = max(1, steps // SAMPLES)
+        started = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught, torch.no_grad():
             warnings.simplefilter("always")
             try:
                 self._main.capture()
+                self._start_others()
                 for step in range(steps):
-                    if step % max(1, steps // SAMPLES) == 0:
-                        self._count()
-                    started = time.perf_counter()
                     self._step(step)
-                    totals.seconds += time.perf_counter() - started
                     totals.steps += 1
-                self._count()
+                    totals.seconds = time.perf_counter() - started
+                    if totals.steps % every == 0:
+                        self._sample()
+                        if progress:
+                            print(f"{totals.steps} steps, {totals.seconds:.0f} s", flush=True)
                 self._look_at_the_end()
             except Exception as error:
                 totals.findings.append(f"step {totals.steps}: {type(error).__name__}: {error}")
             finally:
+                for _, each in self._beside.values():
+                    each.close()
                 self._small.close()
                 self._main.close()
                 self._main.pool.close()
@@ -166,21 +129,30 @@ class Run:
         ]
         return totals
 
+    def _start_others(self) -> None:
+        make = (self.device, self.level)
+        self._beside = {
+            "host with a wrapper": (3, Hosted(*make)),
+            "compiled module": (11, Compiled(*make)),
+            "threads, two pools": (23, Pair(*make, one_pool=False)),
+            "threads, one pool": (29, Pair(*make, one_pool=True)),
+            "runner that comes and goes": (101, Passing(*make)),
+        }
+
     def _step(self, step: int) -> None:
         traffic = self._traffic
         if step % WEIGHTS_EVERY == WEIGHTS_EVERY - 1:
             self._write_weights(step // WEIGHTS_EVERY)
         if step % self._recapture_every == self._recapture_every - 1:
-            self._main.recapture()
+            self._capture_anew(step // self._recapture_every)
         if step % self._recapture_every == self._recapture_every // 2:
             self._small.release()
         batch, inputs = traffic.step()
         on_device = {name: value.to(self.device) for name, value in inputs.items()}
         expected = self._twin(**on_device)
         given = on_device if traffic.chance(0.5) else inputs
-        # Off is what it was at capture, however it is written.
-        with torch.autocast(self.device, enabled=False):
-            logits = self._main(batch, **given)
+        served = partial(self._serve, step, batch, given)
+        logits = in_thread(served) if traffic.chance(THREADS) else served()
         wanted = Reason.HIT if batch.num_tokens <= SIZES[-1] else Reason.TOO_LARGE
         self._saw("main", self._main, wanted, batch)
         self._compare(f"step {step}, {batch}", logits, expected)
@@ -191,6 +163,55 @@ class Run:
             found = self._small(logits=logits)
             self._saw("draft", self._small, Reason.HIT, batch)
             self._compare(f"draft of step {step}, {batch}", found, expected)
+        for name, (every, other) in self._beside.items():
+            if step % every == 0:
+                wrong = other.step(traffic.random)
+                self.totals.findings += [f"step {step}: {each}" for each in wrong]
+                self.totals.ran[name] += 1
+
+    def _serve(self, step: int, batch: Batch, given: dict[str, Tensor]) -> Tensor:
+        # Off is what it was at capture, however it is written.
+        with torch.autocast(self.device, enabled=False):
+            before = self._state() if step % EXACT_EVERY == 0 else None
+            logits: Tensor = self._main(batch, **given)
+            found = self._main.last_dispatch
+            if before is not None and found is not None and found.reason is Reason.HIT:
+                logits = self._compared_exactly(step, batch, found, given, logits.clone(), before)
+        return logits
+
+    def _compared_exactly(
+        self,
+        step: int,
+        batch: Batch,
+        found: Dispatch,
+        given: dict[str, Tensor],
+        logits: Tensor,
+        before: list[Tensor],
+    ) -> Tensor:
+        """The same step eagerly, padded as its graph was, from the same state."""
+        after = self._state()
+        self._put_back(before)
+        again = self._main.run_padded_eagerly(batch, found, given)
+        pairs = zip([logits, *after], [again, *self._state()], strict=True)
+        if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
+            self.totals.findings.append(f"step {step}, {found}: not what eager gives")
+        self.totals.exact += 1
+        self._put_back(after)
+        return logits
+
+    def _state(self) -> list[Tensor]:
+        return [self._served.cache.clone(), self._served.steps.clone()]
+
+    def _put_back(self, state: list[Tensor]) -> None:
+        self._served.cache.copy_(state[0])
+        self._served.steps.copy_(state[1])
+
+    def _capture_anew(self, turn: int) -> None:
+        if turn % 2:
+            self._main.recapture()
+        else:
+            self._main.release()
+            self._main.capture()
 
     def _saw(self, name: str, runner: GraphRunner, wanted: Reason, batch: Batch) -> None:
         found = runner.last_dispatch
@@ -214,19 +235,16 @@ class Run:
         for weight in pairs[turn % len(pairs)]:
             # It goes back and forth.
             weight.mul_(-1)
-        self._main.weights_changed()
-        self._small.weights_changed()
+        # Unwatched warm-ups know of no weight outside of the module.
+        if self.level != "off":
+            self._main.weights_changed()
+            self._small.weights_changed()
 
-    def _count(self) -> None:
-        """Count what is alive, with every graph captured."""
+    def _sample(self) -> None:
+        """Measure, with every graph captured."""
         for size in (1, 2, 4, 8):
             self._small(logits=torch.zeros(size, self._served.down.shape[1], device=self.device))
-        gc.collect()
-        alive = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
-        self.totals.tensors.append(alive)
-        on_gpu = self.device == "cuda"
-        used = torch.cuda.memory_allocated() if on_gpu else _peak_bytes()
-        self.totals.bytes.append(used)
+        self.totals.figures.sample(self.totals.steps, self._main.pool.bytes() or 0)
 
     def _look_at_the_end(self) -> None:
         totals = self.totals
@@ -242,30 +260,39 @@ class Run:
                     totals.findings.append(f"{name}: {count} steps {reason.name}")
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch's own pool of threads would be grown by every thread that steps."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def run(steps: int, device: str = "cpu", level: str = "always", seed: int = 0) -> Totals:
+def run(
+    steps: int, device: str = "cpu", level: str = "capture", seed: int = 0, *, progress: bool = False
+) -> Totals:
     """So many random steps at this level of checks."""
-    return Run(device, level, seed).run(steps)
+    with one_thread():
+        return Run(device, level, seed).run(steps, progress=progress)
 
 
-def main(arguments: Any = None) -> int:
-    """Returns 0, or 1 where something was found or tensors gather."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0, or 1 where something was found or rises."""
+    parser = argparse.ArgumentParser(prog="python -m tests.long", description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--level", default="always", choices=LEVELS)
+    parser.add_argument("--level", default="capture", choices=LEVELS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", help="draw the figures; needs matplotlib")
     chosen = parser.parse_args(arguments)
     print(f"torch {torch.__version__}, {chosen.device}, check={chosen.level!r}")
-    totals = run(chosen.steps, chosen.device, chosen.level, chosen.seed)
+    totals = run(chosen.steps, chosen.device, chosen.level, chosen.seed, progress=True)
     print("\n".join(totals.lines()))
     if chosen.device == "cuda":
         print(f"peak MiB: {torch.cuda.max_memory_allocated() / 2**20:.1f}")
-    return 1 if totals.findings or not totals.levelled() else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    if chosen.plot:
+        plot(totals.figures, chosen.plot)
+    return 1 if totals.findings or totals.rising() else 0

@@ -1,11 +1,11 @@
-"""Short forms of `python -m tests.trust.long`."""
+"""Short forms of `python -m tests.long`."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.trust import long
-from tests.trust.long_models import Served
+from tests.long.models import Served
 
 LENGTHS = [("cpu", 150), pytest.param("cuda", 300, marks=pytest.mark.cuda)]
 
