@@ -272,7 +272,12 @@ def one_thread() -> Iterator[None]:
 
 
 def run(
-    steps: int, device: str = "cpu", level: str = "capture", seed: int = 0, *, progress: bool = False
+    steps: int,
+    device: str = "cpu",
+    level: str = "capture",
+    seed: int = 0,
+    *,
+    progress: bool = False,
 ) -> Totals:
     """So many random steps at this level of checks."""
     with one_thread():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trust import long
 from tests.long.models import Served
+from tests.trust import long
 
 LENGTHS = [("cpu", 150), pytest.param("cuda", 300, marks=pytest.mark.cuda)]
 
