@@ -69,6 +69,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.garbage import freeze_garbage, frozen_gc, thaw_garbage
 from graphrt.core.base.log import logger, set_up_logging
 from graphrt.core.base.option_values import (
+    MOST,
     Check,
     check_callable,
     check_fields,
@@ -84,6 +85,7 @@ from graphrt.core.base.option_values import (
     optional,
     padding_ratio,
     sequence,
+    shown,
     text,
     whole,
     wrong_type,
@@ -94,7 +96,7 @@ from graphrt.core.base.private_torch import (
     UntestedTorchWarning,
     warn_if_untested,
 )
-from graphrt.core.base.settings import read_json, read_settings
+from graphrt.core.base.settings import read_bounded, read_json, read_settings
 from graphrt.core.base.thread_mode import (
     ThreadMode,
     dispatch_modes,
@@ -118,6 +120,7 @@ from graphrt.core.base.torch_names import (
 )
 
 __all__ = [
+    "MOST",
     "BakedScalarError",
     "BreakError",
     "BreakShapeError",
@@ -207,12 +210,14 @@ __all__ = [
     "operators",
     "optional",
     "padding_ratio",
+    "read_bounded",
     "read_json",
     "read_settings",
     "remove_dispatch_mode",
     "schemas_of_operator",
     "sequence",
     "set_up_logging",
+    "shown",
     "state_guard",
     "storage_at",
     "storage_of_weak",
