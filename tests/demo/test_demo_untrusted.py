@@ -167,7 +167,7 @@ def test_a_tensor_of_a_wrong_shape_is_refused_unread(checkpoint):
 def test_a_file_that_cannot_be_mapped_is_refused(checkpoint):
     header(checkpoint / SHARD, NORM % (b"[%d]" % (1 << 38), 1 << 40), data=1 << 40)
     # Where so much address space can be had, the shape is wrong all the same.
-    with pytest.raises(CheckpointError, match="no readable safetensors file|shape of"):
+    with pytest.raises(CheckpointError, match=r"no readable safetensors file|shape of"):
         load_checkpoint(checkpoint)
 
 

@@ -36,7 +36,9 @@ SAMPLES = 60
 """How often the process is measured; the first time after one in so many of the steps."""
 WEIGHTS_EVERY = 37
 RECAPTURES = 50
-"""How often all graphs are captured anew in a run; not more often than every 50 steps."""
+"""How often all graphs are captured anew in a run."""
+LEAST_RECAPTURE = 50
+"""The fewest steps between two of them."""
 EXACT_EVERY = 7
 """How often a step is compared, bit for bit, with the forward on the same padded inputs."""
 THREADS = 0.1
@@ -87,7 +89,7 @@ class Run:
     def __init__(self, device: str, level: str, seed: int) -> None:
         self.device, self.level = device, level
         self.totals = Totals(Figures(device))
-        self._recapture_every = 50
+        self._recapture_every = LEAST_RECAPTURE
         self._traffic = Traffic(seed)
         self._served, self._twin = Served(device), Served(device)
         self._draft, self._draft_twin = Draft(device), Draft(device)
@@ -97,7 +99,7 @@ class Run:
     def run(self, steps: int, *, progress: bool = False) -> Totals:
         """So many steps of the main runner, nearly each with one of the draft's."""
         totals = self.totals
-        self._recapture_every = max(50, steps // RECAPTURES)
+        self._recapture_every = max(LEAST_RECAPTURE, steps // RECAPTURES)
         every = max(1, steps // SAMPLES)
         started = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught, torch.no_grad():

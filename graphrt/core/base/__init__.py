@@ -87,6 +87,7 @@ from graphrt.core.base.option_values import (
     sequence,
     shown,
     text,
+    told,
     whole,
     wrong_type,
 )
@@ -225,6 +226,7 @@ __all__ = [
     "tensor_over",
     "text",
     "thaw_garbage",
+    "told",
     "torch_import",
     "tree",
     "unseen",

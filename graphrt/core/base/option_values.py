@@ -96,6 +96,15 @@ def shown(value: object) -> str:
         return f"{type(value).__name__}{what}"
 
 
+def told(value: object) -> str:
+    """A plain value for a report: numbers as they are, all else by its type and length alone, as
+    what a host keeps in strings may be a prompt."""
+    if value is None or type(value) in (bool, int, float):
+        return repr(value)
+    count = f" of {len(value)}" if isinstance(value, (str, bytes, tuple, list, dict)) else ""
+    return f"{type(value).__name__}{count}"
+
+
 def wrong_type(key: str, value: object, expected: str, example: str) -> InvalidOptionError:
     return InvalidOptionError(
         f"option {key!r} has a wrong value", got=shown(value), expected=expected, advice=example
