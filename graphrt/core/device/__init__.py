@@ -1,7 +1,7 @@
 """The device contract, the platforms that fulfil it, and the memory of their graphs."""
 
+from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
 from graphrt.core.device.alias import weak_alias
-from graphrt.core.device.allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
 from graphrt.core.device.error_chain import error_chain
 from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures

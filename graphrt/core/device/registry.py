@@ -17,7 +17,7 @@ from graphrt.core.base import (
     PluginBlockedError,
     UnknownPlatformError,
 )
-from graphrt.core.device.allowed import AllowedPlugins, normalized
+from graphrt.core.device._allowed import AllowedPlugins, normalized
 from graphrt.core.device.found import (
     FAILURES,
     FoundPlatform,
