@@ -137,6 +137,9 @@ def test_bytes_seconds_and_traffic_are_planned_on_any_platform():
         ["--cost", "kernels=4"],
         ["--traffic", "64"],
         ["--traffic", "0=1"],
+        ["--traffic", "9" * 400 + "=1"],
+        ["--budget", "bytes=" + "9" * 400],
+        ["--cost", "bytes=" + "9" * 18 + "GiB"],
     ],
 )
 def test_budgets_that_cannot_be_read(arguments, monkeypatch, capsys):

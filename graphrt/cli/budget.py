@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, shown
 from graphrt.core.batch import GraphMode
 from graphrt.core.plan import Budget, GraphCost, Plan
 
@@ -19,7 +19,7 @@ _FIELDS = {
     "seconds": "capture_s",
 }
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _amounts(option: str, texts: Sequence[str]) -> dict[str, Any]:
         if field is None or read is None or unit is None or (read[2] and field != "device_bytes"):
             raise InvalidOptionError(
                 f"{option} cannot be read",
-                got=repr(text),
+                got=shown(text),
                 expected=f"one of {', '.join(_FIELDS)}, and how much",
                 advice=f"{option} streams=1000, or {option} bytes=2GiB",
             )
@@ -193,7 +193,7 @@ def _traffic(texts: Sequence[str]) -> dict[int, float]:
     except ValueError:
         raise InvalidOptionError(
             "--traffic cannot be read",
-            got=" ".join(texts),
+            got=" ".join(texts)[:200],
             expected="a batch size in tokens and its share of the steps",
             advice="--traffic 1=0.2 --traffic 64=0.8",
         ) from None

@@ -13,7 +13,15 @@ from rich.text import Text
 
 import graphrt
 from graphrt.core.base import GraphRTError
-from graphrt.core.device import FoundPlatform, current_platform, installed_platforms
+from graphrt.core.device import (
+    BLOCK_VARIABLE,
+    ENTRY_POINT_GROUP,
+    ONLY_VARIABLE,
+    AllowedPlugins,
+    FoundPlatform,
+    current_platform,
+    installed_platforms,
+)
 
 PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "cuda-bindings", "safetensors", "tokenizers")
 
@@ -56,6 +64,7 @@ def _platform(found: FoundPlatform) -> dict[str, Any]:
         "available": found.availability.available,
         "reason": found.availability.reason,
         "error": found.error,
+        "blocked": found.blocked,
         "capabilities": sorted(c.value for c in platform.capabilities) if platform else [],
         "wrapper": platform.get_static_graph_wrapper_cls() if platform else None,
         "versions": platform.versions() if platform and found.availability.available else {},
@@ -63,11 +72,16 @@ def _platform(found: FoundPlatform) -> dict[str, Any]:
 
 
 def _notes() -> list[str]:
-    if _version("torch_npu") is None:
-        return []
-    from graphrt.ascend.driver import environment_notes
+    installed = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    notes = [
+        f"{BLOCK_VARIABLE} or {ONLY_VARIABLE} names {name!r}, which no installed plugin is called"
+        for name in AllowedPlugins.from_environment().missing(installed)
+    ]
+    if _version("torch_npu") is not None:
+        from graphrt.ascend.driver import environment_notes
 
-    return list(environment_notes())
+        notes += environment_notes()
+    return notes
 
 
 def _current() -> dict[str, Any]:

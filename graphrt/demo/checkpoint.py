@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphrt.core.base import CheckpointError
+from graphrt.core.base import CheckpointError, read_bounded, shown
 from graphrt.demo.layer import DecoderConfig
 from graphrt.demo.model import tensor_shapes
 
@@ -20,6 +22,11 @@ BEGIN, END = 256, 257
 _ARCHITECTURES = ["LlamaForCausalLM"], ["Qwen3ForCausalLM"]
 _WIDTHS = "vocab_size", "hidden_size", "intermediate_size"
 _COUNTS = "num_hidden_layers", "num_attention_heads"
+_MOST_COUNTS, _MOST_WIDTH = 1 << 12, 1 << 31
+"""Of layers and heads, and of all other numbers: far above any model's."""
+_MOST_BYTES = 1 << 26
+"""Of a JSON file."""
+_SHARD = re.compile(r"\w[\w.\-]*\.safetensors")
 _LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 _ROPE_KEYS = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}
 
@@ -51,22 +58,31 @@ def seeded_checkpoint(seed: int = 0) -> Checkpoint:
 def load_checkpoint(directory: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """Read config.json and model.safetensors, or its shards; the weights as `dtype` on the CPU.
 
-    Raises `CheckpointError`, which names the file and what is missing or wrong in it.
+    Nothing outside of `directory` is read, whatever the files or links in it say. Raises
+    `CheckpointError`, which names the file and what is missing or wrong in it.
     """
     path, generation = directory / "config.json", directory / "generation_config.json"
     raw = _read_json(path, architectures=list)
     stop = {**raw, **(_read_json(generation) if generation.exists() else {})}.get("eos_token_id")
-    eos_ids = frozenset(stop if isinstance(stop, list) else [] if stop is None else [stop])
+    eos_ids = _eos_ids(stop, path)
     config = _decoder_config(raw, path)
     return Checkpoint(config, _read_weights(directory, config, dtype), eos_ids)
 
 
+def _eos_ids(stop: object, path: Path) -> frozenset[int]:
+    ids = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    if not all(type(each) is int for each in ids):
+        expected = "an int or a list of them"
+        raise CheckpointError(f"{path}: bad 'eos_token_id'", got=shown(stop), expected=expected)
+    return frozenset(ids)
+
+
 def _read_json(path: Path, **required: type) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_bounded(inside(path.parent, path.name), _MOST_BYTES))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing", advice="a checkpoint's directory") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON", got=error) from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds no JSON object", got=type(raw).__name__)
@@ -79,15 +95,20 @@ def _read_json(path: Path, **required: type) -> dict[str, Any]:
 def _decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     def number(key: str, default: float | None = None, kind: type[int] | type[float] = int) -> Any:
         value = default if (raw | rope).get(key) is None else (raw | rope)[key]
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
-            expected = f"a positive {kind.__name__}"
-            raise CheckpointError(f"{path}: bad or missing {key!r}", got=value, expected=expected)
+        most = _MOST_COUNTS if key in _COUNTS else _MOST_WIDTH
+        whole = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        if not whole or not 0 < value <= most:  # type: ignore[operator]
+            expected = f"a positive {kind.__name__}, at most {most}"
+            raise CheckpointError(
+                f"{path}: bad or missing {key!r}", got=shown(value), expected=expected
+            )
         return value
 
     def check(key: str, value: object, *allowed: object) -> None:
         if value not in allowed:
             expected = " or ".join(map(repr, allowed))
-            raise CheckpointError(f"{path}: unsupported {key!r}", got=value, expected=expected)
+            got = shown(value)
+            raise CheckpointError(f"{path}: unsupported {key!r}", got=got, expected=expected)
 
     # Newer configs hold theta and scaling together, as rope_parameters.
     rope: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -111,26 +132,69 @@ def _decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     )  # fmt: skip
 
 
+def _shards(names: Collection[object], index: Path) -> list[str]:
+    """The files that an index names, each a plain name: it may send nobody anywhere else."""
+    for name in names:
+        if not isinstance(name, str) or _SHARD.fullmatch(name) is None:
+            raise CheckpointError(
+                f"{index} names a file that is none of this directory",
+                got=shown(name),
+                expected="plain names such as model-00001-of-00002.safetensors",
+                advice="download the checkpoint again, from where you trust it",
+            )
+    return sorted(set(map(str, names)))
+
+
+def inside(directory: Path, name: str) -> Path:
+    """The regular file `name` of a checkpoint's directory.
+
+    Links may lead to other files of it, or from a snapshot of a Hugging Face cache to the blobs
+    beside it; raises `CheckpointError` for any other, and for what is no file (a device, a pipe),
+    and `FileNotFoundError` for none.
+    """
+    path, home = directory / name, directory.resolve()
+    try:
+        found = path.resolve(strict=True)
+    except RuntimeError as error:
+        # What `resolve` makes of links that lead to one another.
+        raise CheckpointError(f"{path} leads nowhere", got=error, expected="a file") from error
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
+    if not found.is_relative_to(home) and found.parent != blobs:
+        raise CheckpointError(
+            f"{path} leads out of its directory",
+            got=found,
+            expected=f"a file in {home}",
+            advice="copy the file there, if it belongs to the checkpoint",
+        )
+    if not found.is_file():
+        raise CheckpointError(f"{path} is no regular file", got=found, expected="a file")
+    return found
+
+
 def _read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     listing, files = directory / "model.safetensors", ["model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.exists() and not listing.exists():
         names = _read_json(index, weight_map=dict)["weight_map"]
-        listing, files = index, sorted({str(file) for file in names.values()})
+        listing, files = index, _shards(names.values(), index)
     shapes, weights = tensor_shapes(config), {}
     for path in (directory / file for file in files):
         try:
-            with safe_open(path, framework="pt") as tensors:
-                found = {name: tensors.get_tensor(name) for name in shapes.keys() & tensors.keys()}
+            with safe_open(inside(directory, path.name), framework="pt") as tensors:
+                own = shapes.keys() & tensors.keys()
+                # Before anything is read: a file with holes can tell of any size.
+                told = {name: tuple(tensors.get_slice(name).get_shape()) for name in own}
+                for name, got in told.items():
+                    if got != (expected := shapes[name]):
+                        raise CheckpointError(
+                            f"{path}: shape of {name!r}", got=got, expected=expected
+                        )
+                weights.update({name: tensors.get_tensor(name).to(dtype) for name in own})
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing", expected=f"it, by {listing}") from error
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # Torch says so where a file cannot be mapped.
             raise CheckpointError(f"{path} is no readable safetensors file", got=error) from error
-        for name, tensor in found.items():
-            got, expected = tuple(tensor.shape), shapes[name]
-            if got != expected:
-                raise CheckpointError(f"{path}: shape of {name!r}", got=got, expected=expected)
-            weights[name] = tensor.to(dtype)
     for name, shape in shapes.items():
         if name not in weights:
             raise CheckpointError(f"{listing} has no tensor {name!r}", expected=f"shape {shape}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from graphrt.core.base import CheckpointError
-from graphrt.demo.checkpoint import BEGIN
+from graphrt.demo.checkpoint import BEGIN, inside
 
 
 class Tokenizer:
@@ -48,6 +48,8 @@ class Tokenizer:
 
 def _read(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(inside(path.parent, path.name)))
+    except CheckpointError:
+        raise
     except Exception as error:  # tokenizers raises nothing narrower
         raise CheckpointError(f"{path} is no readable tokenizer", got=error) from error

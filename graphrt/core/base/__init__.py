@@ -42,6 +42,7 @@ from graphrt.core.base.errors import (
     PlatformConflictError,
     PlatformError,
     PlatformUnavailableError,
+    PluginBlockedError,
     PoolBusyError,
     PoolClosedError,
     PoolError,
@@ -68,6 +69,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.garbage import freeze_garbage, frozen_gc, thaw_garbage
 from graphrt.core.base.log import logger, set_up_logging
 from graphrt.core.base.option_values import (
+    MOST,
     Check,
     check_callable,
     check_fields,
@@ -83,7 +85,9 @@ from graphrt.core.base.option_values import (
     optional,
     padding_ratio,
     sequence,
+    shown,
     text,
+    told,
     whole,
     wrong_type,
 )
@@ -93,7 +97,7 @@ from graphrt.core.base.private_torch import (
     UntestedTorchWarning,
     warn_if_untested,
 )
-from graphrt.core.base.settings import read_json, read_settings
+from graphrt.core.base.settings import read_bounded, read_json, read_settings
 from graphrt.core.base.thread_mode import (
     ThreadMode,
     dispatch_modes,
@@ -117,6 +121,7 @@ from graphrt.core.base.torch_names import (
 )
 
 __all__ = [
+    "MOST",
     "BakedScalarError",
     "BreakError",
     "BreakShapeError",
@@ -155,6 +160,7 @@ __all__ = [
     "PlatformConflictError",
     "PlatformError",
     "PlatformUnavailableError",
+    "PluginBlockedError",
     "PoolBusyError",
     "PoolClosedError",
     "PoolError",
@@ -205,12 +211,14 @@ __all__ = [
     "operators",
     "optional",
     "padding_ratio",
+    "read_bounded",
     "read_json",
     "read_settings",
     "remove_dispatch_mode",
     "schemas_of_operator",
     "sequence",
     "set_up_logging",
+    "shown",
     "state_guard",
     "storage_at",
     "storage_of_weak",
@@ -218,6 +226,7 @@ __all__ = [
     "tensor_over",
     "text",
     "thaw_garbage",
+    "told",
     "torch_import",
     "tree",
     "unseen",

@@ -98,6 +98,10 @@ class UnknownPlatformError(PlatformError, LookupError):
     """No platform of that name is installed."""
 
 
+class PluginBlockedError(UnknownPlatformError):
+    """The plugin of that name is blocked by `GRAPHRT_BLOCK_PLUGINS` or `GRAPHRT_ONLY_PLUGINS`."""
+
+
 class PlatformUnavailableError(PlatformError):
     """The platform is installed, but this machine cannot run it."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import itertools
 import json
-import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,15 @@ T = TypeVar("T")
 Check = Callable[[str, object], object]
 """Takes the option's name and its value; raises `InvalidOptionError`."""
 
+MOST = (1 << 63) - 1
+"""The largest number that an option, a plan or a shape can have: that of an int64."""
+
+MOST_ITEMS = 1 << 16
+"""The most that a list of sizes, cases or names can have; an endless one has more."""
+
+_SHOWN = 200
+"""Characters of a value in a message."""
+
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 
 
@@ -35,7 +44,7 @@ def check_keys(
         if name not in known:
             raise InvalidOptionError(
                 f"unknown option {name!r}",
-                got=f"{name}={given[key]!r}",
+                got=f"{name}={shown(given[key])}",
                 expected=", ".join(known),
                 advice=_nearest(name, [*known, *like])
                 or "see `GraphOptions` for what each option does",
@@ -53,7 +62,7 @@ def only_known(owner: type[T]) -> type[T]:
             if name not in known:
                 raise InvalidOptionError(
                     f"{owner.__name__} has no argument {name!r}",
-                    got=f"{name}={keywords[name]!r}"[:200],
+                    got=f"{name}={shown(keywords[name])}",
                     expected=", ".join(known),
                     advice=_nearest(name, known),
                 )
@@ -77,9 +86,28 @@ def _nearest(name: str, known: Sequence[str]) -> str | None:
     return plain[match[0]] if match else None
 
 
+def shown(value: object) -> str:
+    """A value for a message, of any size or depth."""
+    try:
+        return repr(value)[:_SHOWN]
+    except (ValueError, RecursionError, MemoryError):
+        # Python refuses to print the longest integers, and what is nested too deeply.
+        what = f" of {value.bit_length()} bits" if isinstance(value, int) else " too large to print"
+        return f"{type(value).__name__}{what}"
+
+
+def told(value: object) -> str:
+    """A plain value for a report: numbers as they are, all else by its type and length alone, as
+    what a host keeps in strings may be a prompt."""
+    if value is None or type(value) in (bool, int, float):
+        return repr(value)
+    count = f" of {len(value)}" if isinstance(value, (str, bytes, tuple, list, dict)) else ""
+    return f"{type(value).__name__}{count}"
+
+
 def wrong_type(key: str, value: object, expected: str, example: str) -> InvalidOptionError:
     return InvalidOptionError(
-        f"option {key!r} has a wrong value", got=repr(value), expected=expected, advice=example
+        f"option {key!r} has a wrong value", got=shown(value), expected=expected, advice=example
     )
 
 
@@ -88,7 +116,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
     if value is not None and not isinstance(value, kind):
         raise InvalidOptionError(
             f"the argument {name!r} has a wrong type",
-            got=repr(value)[:200],
+            got=shown(value),
             expected=kind.__name__,
             advice=f"{name}={kind.__name__}(...)",
         )
@@ -99,7 +127,7 @@ def check_callable(name: str, value: object) -> None:
     if not callable(value):
         raise InvalidOptionError(
             f"the argument {name!r} cannot be called",
-            got=repr(value)[:200],
+            got=shown(value),
             expected="a function, a module or another callable",
             advice=f"{name}=lambda **inputs: ...",
         )
@@ -117,10 +145,13 @@ def text(key: str, value: object) -> object:
     return value
 
 
-def whole(least: int, example: int) -> Check:
+def whole(least: int, example: int, most: int = MOST) -> Check:
+    upto = "" if most == MOST else f" and <= {most}"
+
     def check(key: str, value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise wrong_type(key, value, f"an integer >= {least}", f"{key}={example}")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or not least <= value <= most:  # type: ignore[operator]
+            raise wrong_type(key, value, f"an integer >= {least}{upto}", f"{key}={example}")
         return value
 
     return check
@@ -135,7 +166,8 @@ def count_of(
 ) -> int:
     """`value` as an int: what counts is an integer, of Python, NumPy, or in a tensor of one.
 
-    Raises `error` for anything else (floats and bools too) and for less than `least`.
+    Raises `error` for anything else (floats and bools too), for less than `least` and for what no
+    int64 holds.
     """
     number: int | None = None
     if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
@@ -146,9 +178,15 @@ def count_of(
     if number is None or (least is not None and number < least):
         raise error(
             f"{name} must be an integer" if least is None else f"{name} must be at least {least}",
-            got=repr(value)[:200],
+            got=shown(value),
             expected="an integer" if least is None else f"an integer >= {least}",
             advice=f"{name}={1 if least is None else max(least, 1)}",
+        )
+    if abs(number) > MOST:
+        raise error(
+            f"{name} is larger than any number of a plan or a batch",
+            got=shown(number),
+            expected=f"at most {MOST}",
         )
     return number
 
@@ -157,15 +195,24 @@ def items_of(
     name: str, value: object, example: str, error: type[GraphRTError] = InvalidOptionError
 ) -> tuple[Any, ...]:
     """What a list, a tuple or anything else that can be read once holds, but not a string's
-    letters; raises `error`."""
+    letters, and no more than `MOST_ITEMS`; raises `error`."""
     if not isinstance(value, (str, bytes)):
         try:
-            return tuple(value)  # type: ignore[arg-type]
+            items = tuple(itertools.islice(value, MOST_ITEMS + 1))  # type: ignore[call-overload]
         except TypeError:
             pass
+        else:
+            if len(items) > MOST_ITEMS:
+                raise error(
+                    f"{name} has too many items",
+                    got=f"more than {MOST_ITEMS}",
+                    expected=f"a list, such as {example}",
+                    advice=f"{name}={example}",
+                )
+            return items
     raise error(
         f"{name} must be a list",
-        got=repr(value)[:200],
+        got=shown(value),
         expected=f"a list, such as {example}",
         advice=f"{name}={example}",
     )
@@ -175,10 +222,15 @@ def number_of(name: str, value: object, what: str) -> float:
     """`value`, which is `what`, as a Python number that is not negative; raises
     `InvalidOptionError` for anything else."""
     plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-    if isinstance(plain, bool) or not isinstance(plain, (int, float)) or not plain >= 0:
+    if (
+        isinstance(plain, bool)
+        or not isinstance(plain, (int, float))
+        or not plain >= 0
+        or (isinstance(plain, int) and plain > MOST)
+    ):
         raise InvalidOptionError(
             f"{what} must be a number and cannot be negative",
-            got=f"{name}={value!r}"[:200],
+            got=f"{name}={shown(value)}",
             expected="a number >= 0",
             advice=f"{name}=1",
         )
@@ -187,7 +239,8 @@ def number_of(name: str, value: object, what: str) -> float:
 
 def padding_ratio(key: str, value: object) -> object:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 1:  # type: ignore[arg-type,operator]
+    # In this order: an int can be too large to ask whether it is finite.
+    if not number or not 1 <= value <= MOST:  # type: ignore[operator]
         raise wrong_type(key, value, "a number >= 1, as a graph has no fewer tokens", f"{key}=1.5")
     return float(value)  # type: ignore[arg-type]
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from graphrt.core.base.errors import InvalidOptionError
+
+_MOST_BYTES = 1 << 20
+"""Of a file of options."""
 
 
 def read_json(text_or_path: str | os.PathLike[str]) -> Any:
@@ -19,12 +24,10 @@ def read_json(text_or_path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unrepeated)
     except json.JSONDecodeError as error:
-        raise InvalidOptionError(
-            "the options are not valid JSON",
-            got=f"{error.msg} at line {error.lineno}, column {error.colno}",
-            expected="a JSON object",
-            advice='{"outputs": "clone", "warmups": 0}',
-        ) from error
+        raise _no_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        # Integers of thousands of digits, and brackets in brackets.
+        raise _no_json(str(error)) from error
 
 
 def read_settings(settings: Iterable[str]) -> dict[str, object]:
@@ -51,6 +54,32 @@ def _json_or_text(text: str) -> object:
         return json.loads(text, object_pairs_hook=_unrepeated)
     except json.JSONDecodeError:
         return text
+    except InvalidOptionError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _no_json(str(error)) from error
+
+
+def read_bounded(path: Path, most_bytes: int) -> str:
+    """The text of a file of at most so many bytes; raises `OSError` where there is none, or what is
+    there is no file (a pipe, a device without an end), and `ValueError` for one that is larger or
+    no UTF-8."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "no regular file")
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes")
+    return content.decode("utf-8")
+
+
+def _no_json(why: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        "the options are not valid JSON",
+        got=why,
+        expected="a JSON object",
+        advice='{"outputs": "clone", "warmups": 0}',
+    )
 
 
 def _unrepeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -69,11 +98,12 @@ def _unrepeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
+        return read_bounded(path, _MOST_BYTES)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise InvalidOptionError(
             "the options file cannot be read",
-            got=f"{str(path)!r} ({error.strerror})",
+            got=f"{str(path)[:200]!r} ({why})",
             expected="a path, or a JSON object that starts with '{'",
             advice="check the path",
         ) from error

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from graphrt.core.base import InvalidInputError
+from graphrt.core.base import InvalidInputError, shown
 
-_AXIS = re.compile(r"\s*(\w+?)\s*(?:\+\s*(\d+)\s*)?")
+_AXIS = re.compile(r"\s*(\w+?)\s*(?:\+\s*(\d{1,18})\s*)?")
 
 
 class Axis(NamedTuple):
@@ -27,7 +27,7 @@ class Axis(NamedTuple):
         if found is None or (names is not None and found[1] not in names):
             raise InvalidInputError(
                 "unknown batch axis in a shape",
-                got=repr(text),
+                got=shown(text),
                 expected='"tokens", "reqs", "reqs+1" or an int',
             )
         return cls(found[1], int(found[2] or 0))

@@ -30,6 +30,7 @@ CHECK_LEVELS = ("off", "capture", "first", "sample", "always")
 CHECK_VARIABLE = "GRAPHRT_CHECK"
 
 _MIB = 1 << 20
+_MOST_WARMUPS = 1000
 
 
 @only_known
@@ -49,10 +50,10 @@ class GraphOptions:
     `eager_after_failed_update` runs a step eagerly, once more, whose
     update of tasks raised: for forwards that may run twice on the same inputs.
 
-    Of runners alone: `warmups` is how often a forward runs before it is captured; with
-    `warm_up_each=False` only the largest graph of each kind is warmed up, and another one only if
-    its capture fails without. `launch="eager"` runs every step eagerly, padded as its graph would
-    be. `max_padding` is the largest ratio of a graph's tokens to the batch's, 1 or more.
+    Of runners alone: `warmups` is how often a forward runs before it is captured, at most 1000;
+    with `warm_up_each=False` only the largest graph of each kind is warmed up, and another one
+    only if its capture fails without. `launch="eager"` runs every step eagerly, padded as its graph
+    would be. `max_padding` is the largest ratio of a graph's tokens to the batch's, 1 or more.
     `state_limit_bytes` is how much state is saved, declared or found.
 
     Values are checked when the options are made; raises `InvalidOptionError`.
@@ -129,7 +130,7 @@ _CHECKS: dict[str, Check] = {
     "check": choice(*CHECK_LEVELS),
     "share_executables": flag,
     "eager_after_failed_update": flag,
-    "warmups": whole(0, 1),
+    "warmups": whole(0, 1, _MOST_WARMUPS),
     "warm_up_each": flag,
     "launch": choice("graph", "eager"),
     "max_padding": optional(padding_ratio),

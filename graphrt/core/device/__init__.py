@@ -1,5 +1,6 @@
 """The device contract, the platforms that fulfil it, and the memory of their graphs."""
 
+from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
 from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
 from graphrt.core.device.error_chain import error_chain
@@ -23,6 +24,7 @@ from graphrt.core.device.pool_memory import (
     never_destroy,
 )
 from graphrt.core.device.registry import (
+    ENTRY_POINT_GROUP,
     PLATFORM_VARIABLE,
     PlatformHooks,
     PlatformRegistry,
@@ -34,9 +36,13 @@ from graphrt.core.device.registry import (
 )
 
 __all__ = [
+    "BLOCK_VARIABLE",
     "CONTRACT_VERSION",
+    "ENTRY_POINT_GROUP",
+    "ONLY_VARIABLE",
     "PLATFORM_VARIABLE",
     "Allocator",
+    "AllowedPlugins",
     "Availability",
     "Capability",
     "Captures",

@@ -27,6 +27,7 @@ class FoundPlatform:
     """One platform, or one plugin that could not give its platforms.
 
     `error` is the traceback of what went wrong; then there may be no `name` and no `platform`.
+    `blocked` says what forbids the plugin, of which nothing was imported then.
     """
 
     plugin: str
@@ -34,6 +35,7 @@ class FoundPlatform:
     name: str | None = None
     platform: Platform | None = None
     error: str | None = None
+    blocked: str | None = None
     _availability: Availability | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -45,7 +47,7 @@ class FoundPlatform:
 
     def _ask(self) -> Availability:
         if self.platform is None:
-            return Availability(False, _last_line(self.error or ""))
+            return Availability(False, self.blocked or _last_line(self.error or ""))
         try:
             return self.platform.availability()
         except FAILURES as error:

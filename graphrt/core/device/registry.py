@@ -14,8 +14,10 @@ from graphrt.core.base import (
     PlatformConflictError,
     PlatformError,
     PlatformUnavailableError,
+    PluginBlockedError,
     UnknownPlatformError,
 )
+from graphrt.core.device._allowed import AllowedPlugins, normalized
 from graphrt.core.device.found import (
     FAILURES,
     FoundPlatform,
@@ -54,19 +56,24 @@ class PlatformRegistry:
     """The platforms that plugins and graphrt itself supply. Nothing is looked for before use.
 
     `built_ins` maps names to dotted paths, preferred first; `group` is the entry-point group of
-    plugins, None for no installed plugins at all.
+    plugins, None for no installed plugins at all. `allowed` says which of those are imported,
+    without it `GRAPHRT_BLOCK_PLUGINS` and `GRAPHRT_ONLY_PLUGINS` do. What `register` is given is
+    the process's own.
     """
 
     def __init__(
         self,
         built_ins: Mapping[str, str] = BUILT_IN_PLATFORMS,
         group: str | None = ENTRY_POINT_GROUP,
+        allowed: AllowedPlugins | None = None,
     ) -> None:
         self._built_ins = dict(built_ins)
         self._group = group
+        self._allowed = allowed
         self._plugins = pluggy.PluginManager("graphrt")
         self._plugins.add_hookspecs(PlatformHooks)
         self._collected: dict[str, list[FoundPlatform]] = {}
+        # Broken or blocked: no platform came of them.
         self._failed: list[FoundPlatform] = []
         self._built_in_found: list[FoundPlatform] = []
         self._discovered = False
@@ -101,7 +108,8 @@ class PlatformRegistry:
             self._collected.pop(name, None)
 
     def platforms(self) -> tuple[FoundPlatform, ...]:
-        """All that was found, plugins first; broken ones have an `error`. Never raises for one."""
+        """All that was found, plugins first; broken ones have an `error`, those that may not be
+        imported say by what they are `blocked`. Never raises for one."""
         with self._lock:
             self._discover()
             found = [each for group in self._collected.values() for each in group]
@@ -110,7 +118,8 @@ class PlatformRegistry:
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
         """The platform of that name.
 
-        Raises `UnknownPlatformError`, `PlatformConflictError` if two plugins claim the name, and
+        Raises `UnknownPlatformError`, which is a `PluginBlockedError` where a plugin of that name
+        is blocked, `PlatformConflictError` if two plugins claim the name, and
         `PlatformUnavailableError` if this machine cannot run it.
         """
         usable = self._usable()
@@ -179,8 +188,9 @@ class PlatformRegistry:
     def _discover(self) -> None:
         if not self._discovered:
             self._failed.clear()
+            allowed = AllowedPlugins.from_environment() if self._allowed is None else self._allowed
             for entry_point in [] if self._group is None else entry_points(group=self._group):
-                self._load(entry_point)
+                self._load(entry_point, allowed)
             self._built_in_found = [
                 found
                 for name, path in self._built_ins.items()
@@ -192,9 +202,13 @@ class PlatformRegistry:
             if plugin is not None and name not in self._collected:
                 self._collected[name] = self._collect(name, plugin)
 
-    def _load(self, entry_point: EntryPoint) -> None:
+    def _load(self, entry_point: EntryPoint, allowed: AllowedPlugins) -> None:
         distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
         name = f"{distribution}{entry_point.name}"
+        refusal = allowed.refusal(entry_point)
+        if refusal is not None:
+            self._failed.append(FoundPlatform(name, "plugin", blocked=refusal))
+            return
         try:
             plugin = entry_point.load()
             if not self._plugins.is_registered(plugin):
@@ -239,6 +253,16 @@ class PlatformRegistry:
         known = sorted({each.name for each in found if each.platform and each.name})
         failed = [each.plugin for each in found if each.error is not None]
         hint = f"; broken: {', '.join(failed)} (graphrt doctor shows why)" if failed else ""
+        blocked = [each for each in found if each.blocked is not None]
+        for each in blocked:
+            if normalized(each.plugin.rpartition(":")[2]) == normalized(name):
+                return PluginBlockedError(
+                    f"the plugin of platform {name!r} is not imported in this process",
+                    got=f"{each.plugin}: {each.blocked}",
+                    expected=", ".join(known) or "none is known",
+                    advice="change the variable where the process starts, or use one of those",
+                )
+        hint += "".join(f"; {each.plugin} is {each.blocked}" for each in blocked)
         return UnknownPlatformError(
             "no platform of that name is installed",
             got=repr(name),

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.core.base import InvalidInputError, copy_all
 from graphrt.core.device import Platform
-from graphrt.core.inputs.declared import declared_inputs, flat_of
+from graphrt.core.inputs.declared import check_fits, declared_inputs, flat_of
 from graphrt.core.inputs.layout import FieldMove, InputLayout
 from graphrt.core.inputs.padding_rows import PaddingRows
 from graphrt.core.inputs.single_address import FixedInput
@@ -34,6 +34,7 @@ class StaticInputs:
         self, specs: Mapping[str, Any], *, platform: Platform, tokens: int, reqs: int, device: Any
     ) -> None:
         self._specs = declared_inputs(specs)
+        check_fits(self._specs, platform, tokens, reqs)
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
         self.tokens = tokens
         self.reqs = reqs

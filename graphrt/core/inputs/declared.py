@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphrt.core.base import InvalidInputError
+from graphrt.core.base import MOST, InvalidInputError, shown
+from graphrt.core.device import Platform
 from graphrt.core.inputs.spec import InputSpec
 
+_LARGE_BYTES = 1 << 30
+"""Buffers of less are made unasked."""
 _RESERVED = {"metadata", "self", "updates"}
 """What a call of a runner, or of a wrapper, takes itself."""
 
@@ -33,6 +37,27 @@ def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputS
             yield prefix + name, spec
         else:
             raise _wrong_inputs(f"inputs= at {prefix}{name}", spec, "an InputSpec")
+
+
+def check_fits(specs: Mapping[str, InputSpec], platform: Platform, tokens: int, reqs: int) -> None:
+    """Raise `InvalidInputError` for buffers that no device has the memory for, or not this one: a
+    system that promises more than it has would end the process instead."""
+    sizes = {
+        name: math.prod(spec.sizes(tokens, reqs)) * spec.dtype.itemsize
+        for name, spec in specs.items()
+    }
+    needed, most = sum(sizes.values()), MOST
+    if _LARGE_BYTES < needed <= MOST:
+        figures = platform.memory_figures()
+        most = MOST if figures is None else figures.total_bytes
+    if needed > most:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise InvalidInputError(
+            f"the buffers of the inputs need more memory than there is, {largest!r} most",
+            got=f"{shown(needed)} bytes for {shown(tokens)} tokens and {shown(reqs)} requests",
+            expected=f"at most {most}",
+            advice="a smaller largest size (sizes, max_num_tokens, max_num_reqs), or shape",
+        )
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

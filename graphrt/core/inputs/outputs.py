@@ -12,6 +12,7 @@ import torch
 from graphrt.core.base import (
     GraphRTError,
     OutputError,
+    told,
     tree,
 )
 from graphrt.core.batch import Axis
@@ -311,8 +312,8 @@ class OutputLayout:
                     raise OutputError(
                         "the forward returns a value, no tensor, that depends on the batch: a graph"
                         f" would return that of its padded size{at_path(path)}",
-                        got=f"{value!r} with {seen.tokens} tokens of {seen.reqs} requests",
-                        expected=f"{other.values.get(path)!r}, as with {other.tokens} of "
+                        got=f"{told(value)} with {seen.tokens} tokens of {seen.reqs} requests",
+                        expected=f"{told(other.values.get(path))}, as with {other.tokens} of "
                         f"{other.reqs}",
                         advice="leave it out, and let the caller tell it from its batch",
                     )

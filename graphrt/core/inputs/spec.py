@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import cmath
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 
-from graphrt.core.base import GraphRTError, InvalidInputError, OverwrittenOutputError
+from graphrt.core.base import GraphRTError, InvalidInputError, OverwrittenOutputError, shown
 from graphrt.core.batch import Axis
 
+_MOST_BLOCKS = 1 << 16
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
@@ -157,6 +160,14 @@ def _check_shape(shape: object) -> None:
         raise InvalidInputError(
             "an input has at most one batch axis", got=shape, expected="one of them named"
         )
+    blocks = math.prod(itertools.takewhile(lambda size: not isinstance(size, str), shape))
+    if axes and blocks > _MOST_BLOCKS:
+        raise InvalidInputError(
+            "an input has too many pieces in front of its batch axis, each copied by itself",
+            got=shown(shape),
+            expected=f"at most {_MOST_BLOCKS}",
+            advice="put the batch axis first, and transpose in the forward",
+        )
 
 
 def _check_index(dtype: torch.dtype, pad: object) -> None:
@@ -213,7 +224,7 @@ def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> N
 def _pad_does_not_fit(dtype: torch.dtype, pad: object) -> InvalidInputError:
     return InvalidInputError(
         "the dtype of an input cannot hold its padding",
-        got=f"pad={pad!r}",
+        got=f"pad={shown(pad)}",
         expected=f"a value of {dtype}",
         advice="pad with a value that kernels know as padding, in that dtype",
     )
@@ -222,7 +233,7 @@ def _pad_does_not_fit(dtype: torch.dtype, pad: object) -> InvalidInputError:
 def _wrong_spec(field: str, value: object, expected: str, example: str) -> InvalidInputError:
     return InvalidInputError(
         f"an InputSpec has a wrong {field}",
-        got=repr(value)[:200],
+        got=shown(value),
         expected=expected,
         advice=f'InputSpec(torch.int64, ("tokens",)), with {example}',
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from graphrt.core.base import InvalidOptionError, count_of, items_of, number_of, only_known
+from graphrt.core.base import MOST, InvalidOptionError, count_of, items_of, number_of, only_known
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey
@@ -117,7 +117,7 @@ def _make_numbers(owner: GraphCost | Budget) -> None:
         # Most are ints already: one is made for every graph of a plan, and for every sum.
         if amount is None and isinstance(owner, Budget):
             continue
-        if type(amount) is not int or amount < 0:
+        if type(amount) is not int or not 0 <= amount <= MOST:
             what = f"a {type(owner).__name__.removeprefix('Graph').lower()} of {name}"
             object.__setattr__(owner, name, number_of(name, amount, what))
 

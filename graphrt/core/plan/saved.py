@@ -12,11 +12,20 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from graphrt.core.base import InvalidOptionError, PlanChangedWarning, PlanFileError
+from graphrt.core.base import (
+    InvalidOptionError,
+    PlanChangedWarning,
+    PlanFileError,
+    read_bounded,
+    shown,
+)
 from graphrt.core.batch import AttentionSupport, BatchDescriptor, GraphMode, PieceProvider
 from graphrt.core.plan.budget import RESOURCES, Budget, Fitted, GraphCost
 from graphrt.core.plan.compiled import CompiledFacts, SavedFacts
 from graphrt.core.plan.sizes import CaptureKey, CaptureSizes
+
+_MOST_BYTES = 1 << 26
+"""Of a file, which is more than the largest plan takes."""
 
 FORMAT = 1
 """The version of the file; another one is refused."""
@@ -152,16 +161,18 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What `write` wrote; raises `PlanFileError` for what it did not."""
     file = _path(path)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_bounded(file, _MOST_BYTES))
+        if not isinstance(content, dict) or content.pop("graphrt_plan", None) != FORMAT:
+            raise _not_a_plan(path, "another format", f"a plan of format {FORMAT}")
+        told, counted = content.pop("fingerprint", None), fingerprint(content)
+    except PlanFileError:
+        raise
     except OSError as error:
         raise _not_a_plan(path, error.strerror, "a file that Plan.save wrote") from error
     except (ValueError, RecursionError) as error:
         raise _not_a_plan(path, f"no JSON: {error}", "a file that Plan.save wrote") from error
-    if not isinstance(content, dict) or content.pop("graphrt_plan", None) != FORMAT:
-        raise _not_a_plan(path, "another format", f"a plan of format {FORMAT}")
-    told, counted = content.pop("fingerprint", None), fingerprint(content)
     if told != counted:
-        raise _not_a_plan(path, f"fingerprint {told}", f"{counted}, of what the file holds")
+        raise _not_a_plan(path, f"fingerprint {shown(told)}", f"{counted}, of what the file holds")
     return content
 
 
@@ -171,7 +182,14 @@ def of_a_plan(path: str | os.PathLike[str]) -> Iterator[None]:
     though it is JSON and its fingerprint fits."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         got = f"{type(error).__name__}: {error}"
         raise _not_a_plan(path, got[:500], "what Plan.save wrote") from error
 
@@ -188,7 +206,7 @@ def warn_changed(path: str | os.PathLike[str], changed: Sequence[str]) -> None:
 
 def _not_a_plan(path: str | os.PathLike[str], got: object, expected: str) -> PlanFileError:
     return PlanFileError(
-        f"{os.fspath(path)} is no plan that can be used",
+        f"{os.fspath(path)[:200]} is no plan that can be used",
         got=got,
         expected=expected,
         advice="save it again: graphrt plan --save PATH, or Plan(...).save(path)",

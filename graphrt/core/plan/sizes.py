@@ -6,7 +6,13 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphrt.core.base import InvalidOptionError, InvalidSizesError, count_of, items_of, logger
+from graphrt.core.base import (
+    InvalidOptionError,
+    InvalidSizesError,
+    count_of,
+    logger,
+    shown,
+)
 from graphrt.core.batch import BatchDescriptor, GraphMode
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]
@@ -14,6 +20,8 @@ CaptureKey = tuple[GraphMode, BatchDescriptor]
 _CAP = 512
 _MOST = 1 << 16
 """More sizes than that nobody captures."""
+_MOST_GRAPHS = 1 << 17
+"""Nor more graphs: of all sizes, query lengths, numbers of LoRAs, bounds and variants."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
             expected="a list of ascending positive integers",
             advice="sizes=[1, 2, 4, 8]",
         )
-    given = items_of("sizes", itertools.islice(sizes, _MOST + 1), "[1, 2, 4, 8]", InvalidSizesError)
+    given = tuple(itertools.islice(sizes, _MOST + 1))
     if len(given) > _MOST:
         raise _too_many("sizes has more")
     checked = tuple(_checked_size(size, given) for size in given)
@@ -102,7 +110,7 @@ def _checked_size(size: object, given: Sequence[object]) -> int:
     try:
         number = count_of("a capture size", size)
     except InvalidOptionError:
-        what = "a capture size is not an integer"
+        what = "a capture size is not an integer, or larger than any"
         raise _bad_sizes(what, size, given, "drop or round it") from None
     if number < 1:
         raise _bad_sizes("a capture size is not positive", size, given, f"drop {size}")
@@ -133,10 +141,12 @@ def capture_sizes(
             advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
         )
     limit = capture_limit(max_num_reqs, max_num_tokens, longest, cap)
+    own = None if sizes is None else _cut(check_sizes(sizes), max_size)
     if max_size is not None:
         _check_positive(max_size=max_size)
         limit = min(max_size, max_num_tokens)
-    if sizes is None:
+    _check_count(len(query_lens) * (limit // 16 if own is None else len(own)))
+    if own is None:
         mixed = mixed_sizes(
             limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=longest
         )
@@ -145,7 +155,6 @@ def capture_sizes(
         general = tuple(sorted({*mixed, *itertools.chain.from_iterable(ladders.values())}))
         return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
 
-    own = _cut(check_sizes(sizes), max_size)
     _check_reached(own, max_num_tokens)
     tokens = max_num_tokens if max_size is None else limit
     ladders = {q: _rounded(own, q, max_num_reqs * q, tokens, limit) for q in query_lens}
@@ -180,6 +189,7 @@ def descriptors_for(
             for q, ladder in sizes.decode.items()
             for size in ladder
         ]
+    _check_count(len(keys) * len(loras) * len(bounds) * len(variants))
     cases = [
         case
         for key in keys
@@ -280,6 +290,18 @@ def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
         )
 
 
+def _check_count(graphs: int) -> None:
+    """Raise `InvalidSizesError` for more graphs than anybody captures, before any is planned."""
+    if graphs > _MOST_GRAPHS:
+        raise InvalidSizesError(
+            "a plan of so many graphs is a mistake",
+            got=f"{graphs} graphs, one for each size, query length, number of LoRAs, bound and "
+            "variant",
+            expected=f"at most {_MOST_GRAPHS}",
+            advice="fewer sizes, loras, bounds, variants or query_lens",
+        )
+
+
 def _too_many(what: str) -> InvalidSizesError:
     return InvalidSizesError(
         "a plan of so many capture sizes is a mistake",
@@ -330,7 +352,7 @@ def _check_positive(**numbers: int) -> None:
 def _bad_sizes(what: str, size: object, sizes: Sequence[object], advice: str) -> InvalidSizesError:
     return InvalidSizesError(
         what,
-        got=f"{size!r} in {str(list(sizes))[:200]}",
+        got=f"{shown(size)} in {shown(list(sizes))}",
         expected="ascending positive integers, each once",
         advice=advice,
     )

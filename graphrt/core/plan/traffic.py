@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate, pairwise
 
-from graphrt.core.base import InvalidOptionError, count_of, number_of
+from graphrt.core.base import InvalidOptionError, count_of, number_of, shown
 
 Traffic = Mapping[int, float]
 """Shares of the steps by their live batch size in tokens; they need not add up to 1."""
@@ -58,7 +58,7 @@ def check_traffic(traffic: Traffic) -> dict[int, float]:
 def _bad_traffic(traffic: object) -> InvalidOptionError:
     return InvalidOptionError(
         "traffic does not say how often batches of a size occur",
-        got=repr(traffic)[:200],
+        got=shown(traffic),
         expected="positive sizes in tokens, shares >= 0, one of them above 0",
         advice="traffic={1: 0.5, 64: 0.5}",
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import BakedScalarError, BreakError, BreakShapeError, tree
+from graphrt.core.base import BakedScalarError, BreakError, BreakShapeError, told, tree
 
 
 class EagerPart:
@@ -71,8 +71,8 @@ def deliver(
             raise BakedScalarError(
                 f"eager break {name_of(function)} returned another value than the graph holds"
                 f"{' at ' + path if path else ''}",
-                got=repr(now),
-                expected=repr(before),
+                got=told(now),
+                expected=told(before),
                 advice="return it as a tensor, or read it from current_context() where it is used",
             )
 

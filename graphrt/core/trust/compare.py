@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import tree
+from graphrt.core.base import told, tree
 
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """Of the root mean square: what kernels for another number of rows may make of it in many layers.
@@ -52,7 +52,7 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
     at = f" at {path}" if path else ""
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         equal = type(ours) is type(theirs) and (ours == theirs or ours is theirs)
-        return None if equal else Difference(f"{ours!r}, not {theirs!r}{at}", float("inf"))
+        return None if equal else Difference(f"{told(ours)}, not {told(theirs)}{at}", float("inf"))
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs)]
         return Difference(f"{kinds[0]}, not {kinds[1]}{at}", float("inf"))

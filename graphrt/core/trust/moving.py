@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from graphrt.core.base import told
 from graphrt.core.trust.places import MISSING, LengthLink, Link, Place, Places, same_value
 from graphrt.core.trust.watching import Use, storage_key
 
@@ -66,7 +67,7 @@ class Moving:
     def described(self, names: Iterable[str]) -> str:
         """Numbers with what they were and what a run has made of them."""
         moved = [(name, *self._moved[name][1:]) for name in names]
-        return ", ".join(f"{name} = {was!r}, then {now!r}" for name, was, now in moved)
+        return ", ".join(f"{name} = {told(was)}, then {told(now)}" for name, was, now in moved)
 
     def move(self, names: Iterable[str], steps: int) -> None:
         """Move numbers as many steps further as `steps` says, from where they were."""

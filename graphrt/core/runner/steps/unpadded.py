@@ -106,7 +106,7 @@ class UnpaddedSteps:
             if given is not None and given is not _of_outer_step(context, name):
                 raise NestedCaptureError(
                     f"a runner inside the capture of another one was given {name} of its own",
-                    got=f"{name}={given!r}",
+                    got=f"{name}= of {type(given).__name__}",
                     expected=f"{name} of the outer step, which replays can change",
                     advice=f"pass {name} to the outer runner, or mark the caller @eager_break",
                 )

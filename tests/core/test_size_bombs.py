@@ -1,0 +1,230 @@
+"""Sizes, lists and files that would take all memory, or all time, are refused by name at once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import GraphOptions, GraphRTError, GraphRunner, InputSpec, Plan
+from graphrt.core.base import (
+    InvalidInputError,
+    InvalidOptionError,
+    InvalidSizesError,
+    PlanFileError,
+    read_settings,
+)
+from graphrt.core.base import settings as settings_of
+from graphrt.core.plan import Budget, saved
+
+LONG = 10**12
+BEYOND = 10**30
+UNPRINTABLE = 10**5000
+"""Python itself refuses to print it."""
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture(autouse=True)
+def _soon() -> Iterator[None]:
+    started = time.process_time()
+    yield
+    assert time.process_time() - started < 5
+
+
+def runner(spec: InputSpec | None = None, **arguments: Any) -> GraphRunner:
+    spec = spec or InputSpec(torch.float32, ("tokens", 4))
+    given = {"mode": "FULL", "sizes": [4], **arguments}
+    return GraphRunner(torch.relu, inputs={"input": spec}, platform="cpu", **given)
+
+
+@pytest.mark.parametrize("number", [LONG, BEYOND])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: runner(sizes=[number]),
+        lambda number: runner(max_num_tokens=number),
+        lambda number: runner(InputSpec(torch.float32, ("tokens", number))),
+        lambda number: runner(InputSpec(torch.float32, (number,))),
+        lambda number: runner(InputSpec(torch.float32, ("tokens", number), fixed=True)),
+        lambda number: runner(InputSpec(torch.float32, (f"tokens+{number}",))),
+    ],
+)
+def test_buffers_that_no_machine_has_the_memory_for_are_refused_before_they_are_made(make, number):
+    with pytest.raises((InvalidInputError, InvalidSizesError)) as caught:
+        make(number)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_input_in_too_many_pieces_is_refused():
+    with pytest.raises(InvalidInputError, match="in front of its batch axis"):
+        InputSpec(torch.uint8, (1 << 20, "tokens"))
+
+
+@pytest.mark.parametrize(
+    "argument", ["max_num_tokens", "max_num_reqs", "max_size", "sizes", "query_lens", "loras"]
+)
+def test_a_number_that_no_int64_holds_is_no_number_of_a_plan(argument):
+    lists = argument in ("sizes", "query_lens", "loras")
+    for number in (BEYOND, UNPRINTABLE):
+        given = {"sizes": [4], argument: [number] if lists else number}
+        with pytest.raises(GraphRTError, match=r"larger|4") as caught:
+            Plan("FULL", platform="cpu", **given)
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("argument", ["sizes", "query_lens", "loras", "bounds", "variants"])
+@pytest.mark.parametrize("endless", [lambda: itertools.repeat(1), lambda: range(LONG)])
+def test_a_list_without_an_end_is_refused(argument, endless):
+    with pytest.raises((InvalidSizesError, InvalidOptionError), match="many"):
+        Plan("FULL", platform="cpu", **{"sizes": [4], argument: endless()})
+
+
+def test_lists_that_multiply_to_too_many_graphs_are_refused_before_any_is_planned():
+    many = range(1, 5000)
+    with pytest.raises(InvalidSizesError, match="24990001 graphs"):
+        Plan("FULL", sizes=many, loras=many, platform="cpu")
+    with pytest.raises(InvalidSizesError, match="24990001 graphs"):
+        Plan("FULL_DECODE_ONLY", sizes=many, query_lens=many, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"warmups": LONG},
+        {"warmups": UNPRINTABLE},
+        {"state_limit_bytes": UNPRINTABLE},
+        {"max_padding": UNPRINTABLE},
+        {"max_padding": float("nan")},
+        {"max_padding": float("inf")},
+    ],
+    ids=range(6),
+)
+def test_options_without_bound_are_refused(options):
+    with pytest.raises(InvalidOptionError):
+        GraphOptions(**options)
+
+
+@pytest.mark.parametrize("amount", [UNPRINTABLE, float("nan"), "9" * 5000], ids=range(3))
+def test_a_budget_and_traffic_take_no_such_amounts(amount):
+    for make in (lambda: Budget(device_bytes=amount), lambda: Budget(capture_s=amount)):
+        with pytest.raises(InvalidOptionError):
+            make()
+    for traffic in ({4: amount}, {UNPRINTABLE: 1.0}):
+        with pytest.raises(InvalidOptionError):
+            Plan("FULL", sizes=[4], traffic=traffic, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": ' + DEEP + "}", '{"warmups": ' + "9" * 5000 + "}"], ids=range(2)
+)
+def test_json_of_brackets_or_endless_digits_is_refused(text):
+    with pytest.raises(InvalidOptionError, match="not valid JSON"):
+        GraphOptions.from_json(text)
+
+
+@pytest.mark.parametrize("value", [DEEP, "9" * 5000], ids=range(2))
+def test_json_and_settings_of_brackets_or_endless_digits_is_refused(value):
+    with pytest.raises(InvalidOptionError, match="not valid JSON"):
+        read_settings([f"sizes={value}"])
+    with pytest.raises(InvalidOptionError, match="not valid JSON"):
+        GraphOptions.from_json('{"warmups": ' + value + "}")
+
+
+@pytest.fixture(params=["/dev/zero", "pipe", "nul", "binary", "directory", "name"])
+def no_text(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The path of what cannot be read as a text with an end."""
+    pipe, binary = tmp_path / "pipe", tmp_path / "binary"
+    if request.param == "pipe":
+        os.mkfifo(pipe)
+    binary.write_bytes(b"\xff\xfe\x00")
+    return {
+        "/dev/zero": "/dev/zero",
+        "pipe": str(pipe),
+        "nul": "a\0b",
+        "binary": str(binary),
+        "directory": str(tmp_path),
+        "name": "a" * 5000,
+    }[request.param]
+
+
+def test_files_that_are_no_text_with_an_end_are_refused_and_not_waited_for(no_text):
+    with pytest.raises(InvalidOptionError, match="cannot be read"):
+        GraphOptions.from_json(no_text)
+    with pytest.raises(PlanFileError) as caught:
+        Plan.load(no_text)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_file_that_is_too_large_is_not_read_to_its_end(tmp_path, monkeypatch):
+    file = tmp_path / "large.json"
+    with file.open("wb") as hole:
+        hole.truncate(1 << 40)
+    with pytest.raises(PlanFileError, match="more than"):
+        Plan.load(file)
+    monkeypatch.setattr(settings_of, "_MOST_BYTES", 16)
+    with pytest.raises(InvalidOptionError, match="more than 16 bytes"):
+        GraphOptions.from_json(file)
+
+
+def nested(depth: int) -> Any:
+    found: Any = 1
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def forged(path: Path, top: dict[str, Any], arguments: dict[str, Any]) -> Path:
+    """A plan's file with other content, and the fingerprint that fits it."""
+    plan = Plan("FULL_AND_PIECEWISE", sizes=[1, 2, 4], budget=Budget(graphs=3), platform="cpu")
+    content = json.loads(json.dumps(plan.as_dict()))
+    content.update(top)
+    content["arguments"].update(arguments)
+    told = {"graphrt_plan": 1, "fingerprint": saved.fingerprint(content)}
+    path.write_text(json.dumps({**told, **content}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sizes": [BEYOND]},
+        {"sizes": list(range(1, 5000)), "loras": list(range(5000)), "budget": None},
+        {"loras": list(range(70_000))},
+        {"variants": [nested(500)]},
+        {"traffic": {"9" * 5000: 1.0}},
+        {"max_num_tokens": "512"},
+        {"max_num_tokens": float("nan")},
+        {"max_num_reqs": 1e300},
+        {"query_lens": "1" * 70_000},
+        {"budget": nested(500)},
+        {"mode": "X" * 100_000},
+        {"unknown": 1},
+    ],
+    ids=range(12),
+)
+def test_a_saved_plan_with_a_bomb_in_it_is_refused(tmp_path, arguments):
+    with pytest.raises(PlanFileError) as caught:
+        Plan.load(forged(tmp_path / "plan.json", {}, arguments), platform="cpu")
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_saved_plan_of_another_structure_is_refused(tmp_path):
+    for top in ({"graphs": nested(500)}, {"left_out": {"a": 1}}, {"sizes": None, "graphs": [1]}):
+        with pytest.raises(PlanFileError):
+            Plan.load(forged(tmp_path / "plan.json", top, {}), platform="cpu")
+
+
+def test_a_saved_plan_of_brackets_is_refused(tmp_path):
+    file = tmp_path / "plan.json"
+    for depth in (900, 100_000):
+        brackets = "[" * depth + "]" * depth
+        file.write_text('{"graphrt_plan": 1, "fingerprint": "x", "a": ' + brackets + "}")
+        with pytest.raises(PlanFileError):
+            Plan.load(file)

@@ -1,0 +1,5 @@
+"""`python -m tests.long`: see `tests.long.run`."""
+
+from tests.long.run import main
+
+raise SystemExit(main())

@@ -1,0 +1,66 @@
+"""The rule that says what rises finds it, and lets what merely varies pass."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.long import level
+from tests.long.level import OBJECTS_BESIDES, Figures, is_level, rise
+
+STEPS = range(0, 60_000, 1000)
+
+
+class Left:
+    """An object that is left over."""
+
+    def __init__(self) -> None:
+        self.more: list[Any] = []
+
+
+def test_a_line_that_rises_is_not_level():
+    assert not is_level(STEPS, [1000 + step // 100 for step in STEPS], 0)
+    assert round(rise(STEPS, [1000 + step // 100 for step in STEPS])) == 390
+
+
+def test_what_rises_before_a_third_of_the_run_is_a_warm_up():
+    assert is_level(STEPS, [min(step, 19_000) for step in STEPS], 0)
+
+
+def test_a_jump_in_the_last_third_is_not_level():
+    assert not is_level(STEPS, [1000] * 40 + [1030] * 20, 0)
+    assert is_level(STEPS, [1000] * 40 + [1010] * 20, 0)
+
+
+def test_what_varies_is_level_and_so_is_what_falls():
+    number = random.Random(0)
+    assert is_level(STEPS, [10_000 + number.randint(-300, 300) for _ in STEPS], 0)
+    assert is_level(STEPS, [10_000 - step // 10 for step in STEPS], 0)
+
+
+def test_one_file_descriptor_more_is_not_level():
+    assert not is_level(STEPS, [6] * 40 + [7] * 20, level.BESIDES["fds"])
+
+
+def sampled(each_step: Any) -> Figures:
+    figures = Figures("cpu")
+    for step in range(6):
+        each_step()
+        figures.sample(step, 0)
+    return figures
+
+
+def test_objects_that_gather_are_named_by_their_type():
+    kept: list[Left] = []
+    figures = sampled(lambda: kept.extend(Left() for _ in range(OBJECTS_BESIDES)))
+    assert any("test_level.Left" in each for each in figures.not_level())
+
+
+def test_objects_that_come_and_go_are_none():
+    figures = sampled(lambda: [Left() for _ in range(OBJECTS_BESIDES)])
+    assert not any("Left" in each for each in figures.not_level())
+
+
+def test_a_table_shows_each_figure():
+    rows = sampled(lambda: None).rows()
+    assert {"arena", "threads", "tensors", "objects"} <= {row.split()[0] for row in rows[1:]}
