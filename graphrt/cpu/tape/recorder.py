@@ -8,10 +8,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphrt.core.base import RefusedOpError, TaskContractError, ThreadMode
+from graphrt.core.base import (
+    RefusedOpError,
+    TaskContractError,
+    ThreadMode,
+    dispatch_keys_now,
+)
 from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
-from graphrt.cpu.private_torch import disabled_dispatch, dispatch_keys_now
+from graphrt.cpu.private_torch import disabled_dispatch
 from graphrt.cpu.tape.aliases import PLAIN, Aliases
 from graphrt.cpu.tape.births import Births
 from graphrt.cpu.tape.lowering import (
