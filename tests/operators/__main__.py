@@ -43,7 +43,8 @@ def main() -> int:
         rows += found
         for row in found:
             for verdict in row.worst:
-                print(f"\r{verdict.outcome:6} {row}: {verdict.error} {verdict.operator} {verdict.why}")
+                said = f"{verdict.error} {verdict.operator} {verdict.why}"
+                print(f"\r{verdict.outcome:6} {row}: {said}")
         if sys.stdout.isatty() or done % 100 == 0 or done == len(todo):
             seconds = time.monotonic() - started
             print(f"\r{done} of {len(todo)}, {seconds:.0f} s ", end="", flush=True)
@@ -62,7 +63,7 @@ def main() -> int:
 def table(rows: list[Row]) -> list[str]:
     """Samples by outcome and dtype, then by the way of calling."""
     lines = [f"{'samples':18}" + "".join(f"{name:>18}" for name in OUTCOMES)]
-    for title, key in (("dtype", "dtype"), ("variant", "variant")):
+    for key in ("dtype", "variant"):
         for value in dict.fromkeys(getattr(row, key) for row in rows):
             counts: Counter[str] = Counter()
             for row in rows:

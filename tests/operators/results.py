@@ -32,7 +32,8 @@ class Seen:
             return cls((*facts, leaf.qscheme()), tensor.int_repr().clone())
         place = leaf.untyped_storage().data_ptr()
         shared = places.index(place) if place in places else None
-        facts = (*facts, leaf.stride(), leaf.is_conj(), leaf.is_neg(), shared)
+        # Whether a conjugation is put off is no part of what a tensor holds.
+        facts = (*facts, leaf.stride(), shared)
         plain = tensor.resolve_conj().resolve_neg()
         return cls(facts, plain.clone(memory_format=torch.contiguous_format))
 

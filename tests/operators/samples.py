@@ -20,7 +20,7 @@ from tests.operators.buffers import Values, fits, rolled
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool)
 SAMPLES = 12
 """At most so many of one operator and dtype."""
-_LOOKED_AT = 400
+_LOOKED_AT = 120
 """Samples of an operator from which those are chosen."""
 _LARGEST = 1 << 18
 """Elements of a tensor above which a sample only costs time."""
@@ -121,4 +121,3 @@ def _structure(values: Values) -> object:
         return leaf.dim(), leaf.numel() == 0, strided and leaf.is_contiguous(), leaf.dtype
 
     return len(args), tuple(kwargs), tuple((path, kind(x)) for path, x in tree.leaves(values))
-

@@ -40,9 +40,7 @@ class _Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._process: Any = context.Process(
-            target=_serve, args=(theirs, self._limit), daemon=True
-        )
+        self._process: Any = context.Process(target=_serve, args=(theirs, self._limit), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -59,7 +57,8 @@ class _Worker:
             self._process.join()
             why = f"the process died, exit status {self._process.exitcode}"
             self._start()
-            return [Row(case.name, dtype_name(case.dtype), "call", [Verdict(RAW, "crash", why=why)])]
+            crash = Verdict(RAW, "crash", why=why)
+            return [Row(case.name, dtype_name(case.dtype), "call", [crash])]
         return rows
 
     def stop(self) -> None:

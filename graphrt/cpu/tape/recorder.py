@@ -136,7 +136,7 @@ class Tape(ThreadMode):
                 "replay repeats",
                 op=op.label,
                 source=_text(user_source()),
-                advice="change a view of it (x.unsqueeze(0), x.view(...)), and give it on from there",
+                advice="change a view of it: x.unsqueeze(0), x.view(...)",
             )
         try:
             return op.func(*args, **kwargs)
