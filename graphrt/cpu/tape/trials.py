@@ -93,7 +93,8 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
 
 def _signature(value: Any) -> object:
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.size(), value.stride()
+        strided = value.layout is torch.strided
+        return value.dtype, value.size(), value.stride() if strided else value.layout
     if isinstance(value, list | tuple):
         return tuple(map(_signature, value))
     if isinstance(value, dict):
