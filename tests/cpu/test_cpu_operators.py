@@ -320,3 +320,13 @@ def test_a_change_of_metadata_that_changes_nothing_is_captured():
     graph, out = capture(lambda x: x.squeeze_() + 1, x)
     graph.replay()
     assert same(out, x + 1)
+
+
+def test_an_output_that_is_marked_as_conjugated_keeps_its_numbers():
+    lu, pivots = torch.linalg.lu_factor(torch.complex(torch.randn(3, 3), torch.randn(3, 3)))
+    x = torch.complex(torch.randn(4, 3), torch.randn(4, 3))
+    graph, out = capture(lambda: torch.linalg.lu_solve(lu, pivots, x, left=False))
+    for _ in range(2):
+        assert same(out, torch.linalg.lu_solve(lu, pivots, x, left=False))
+        x.add_(1j)
+        graph.replay()

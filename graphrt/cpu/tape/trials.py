@@ -104,7 +104,8 @@ def _signature(value: Any) -> object:
 
 def identity(t: torch.Tensor) -> tuple[object, ...]:
     """Where and how `t` lies, which an operator that was given it must not change."""
-    return t.data_ptr(), t.dtype, t.size(), t.stride()
+    # linalg.lu_solve marks the output that it is given as conjugated in place of conjugating it.
+    return t.data_ptr(), t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
