@@ -35,6 +35,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--write", action="store_true", help=f"write {listing.FILE.name} anew")
     asked = parser.parse_args()
+    if asked.write and asked.only:
+        parser.error("--write makes the list of all operators anew: leave out --only")
     dtypes = tuple(getattr(torch, name) for name in asked.dtype)
     todo = cases(asked.device, dtypes, asked.only)
     rows: list[Row] = []

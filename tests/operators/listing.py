@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.operators.samples import cases
 from tests.operators.table import Row
 from tests.operators.trial import AT_STEP, RANDOM, REFUSED
 
@@ -40,11 +41,14 @@ def lines_of(rows: Iterable[Row]) -> tuple[list[dict[str, Any]], list[dict[str, 
     )
 
 
-def write(rows: Iterable[Row], device: str) -> None:
-    """Make the file anew, one entry a line."""
+def write(rows: Sequence[Row], device: str) -> None:
+    """Make the file anew, one entry a line; `rows` are of the first operators of each dtype, as
+    `cases` orders them, and the file says of how many."""
     refused, random = lines_of(rows)
     parts = {"refused": refused, "not deterministic in eager code": random}
-    head = {"torch": version(), "device": device}
+    names = {row.dtype: {r.name for r in rows if r.dtype == row.dtype} for row in rows}
+    tried = {dtype: len(found) for dtype, found in names.items()}
+    head = {"torch": version(), "device": device, "operators tried": tried}
     text = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
     for name, entries in parts.items():
         body = ",\n".join("  " + json.dumps(entry) for entry in entries)
@@ -64,11 +68,17 @@ def listed() -> dict[str, Any]:
 
 
 def lacking(rows: Iterable[Row], device: str) -> list[str]:
-    """What is refused, or for more samples, and is not in the file; nothing for another torch or
-    device, of which the file says nothing."""
+    """What is refused, or for more samples, and is not in the file; nothing for another torch,
+    device or operator than those that were tried for the file."""
     known = listed() if FILE.exists() else {}
     if (known.get("torch"), known.get("device")) != (version(), device):
         return []
+    tried = {
+        (case.name, dtype)
+        for dtype, count in known["operators tried"].items()
+        for case in cases(device, (getattr(torch, dtype),))[:count]
+    }
+    rows = [row for row in rows if (row.name, row.dtype) in tried]
     before = {_key(entry): entry["samples"] for entry in known["refused"]}
     found = []
     for entry in lines_of(rows)[0]:
