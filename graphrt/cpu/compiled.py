@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import BakedScalarError, CaptureError, dispatch_modes, tree
+from graphrt.core.base import (
+    BakedScalarError,
+    CaptureError,
+    dispatch_keys,
+    dispatch_keys_now,
+    dispatch_modes,
+    tree,
+)
 from graphrt.core.capture import user_source
 from graphrt.core.replay import current_capture
 from graphrt.cpu.private_torch import (
-    dispatch_keys,
-    dispatch_keys_now,
     hook_compiled_calls,
     hook_compiled_code,
     inductor_loaded,

@@ -187,12 +187,14 @@ class TapeGraph:
 
     def reads(self) -> list[GraphRead]:
         """The tensors outside of the arena that replays read or write, each once, but for those
-        that the forward made of Python data."""
+        that the forward made of Python data, and sparse ones, which have no address."""
         arena = self._arena
         found: dict[tuple[int, int], GraphRead] = {}
         for step in self._steps:
             for tensor in tensors_in((step.args, step.kwargs)):
                 if tensor.numel() == 0 or arena is None or arena.owns(tensor):
+                    continue
+                if tensor.layout is not torch.strided:
                     continue
                 source = None if step.source is None else str(step.source)
                 found.setdefault((tensor.data_ptr(), tensor.numel()), GraphRead(tensor, source))

@@ -47,33 +47,6 @@ disabled_dispatch: object = NAMES.take(
 )
 """The `__torch_dispatch__` of a tensor subclass that has none."""
 
-# Dispatch keys of a compiled function's call -----------------------------------------------------
-
-_NO_COMPILED = "calls of compiled functions cannot be captured on the CPU"
-_included: Callable[[], Any] = NAMES.take(
-    "torch._C._dispatch_tls_local_include_set", without=_NO_COMPILED
-)
-_excluded: Callable[[], Any] = NAMES.take(
-    "torch._C._dispatch_tls_local_exclude_set", without=_NO_COMPILED
-)
-_python_keys = [
-    NAMES.declare("torch._C.DispatchKey.Python", without=_NO_COMPILED),
-    NAMES.declare("torch._C.DispatchKey.PythonTLSSnapshot", without=_NO_COMPILED),
-]
-dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = NAMES.take(
-    "torch._C._ForceDispatchKeyGuard", without=_NO_COMPILED
-)
-"""Dispatches by these sets of keys, as `dispatch_keys_now` gives them."""
-
-
-def dispatch_keys_now() -> tuple[Any, Any]:
-    """The dispatch keys that are included and excluded in this thread, without dispatch modes."""
-    included = _included()
-    for key in _python_keys:
-        included = included.remove(key.find())
-    return included, _excluded()
-
-
 # Operators ---------------------------------------------------------------------------------------
 
 _OVERLOAD = "torch.ops.aten.add.Tensor"

@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import TaskContractError, ThreadMode, without_gradients
-from graphrt.cpu.private_torch import dispatch_keys_now, inference_mode
+from graphrt.core.base import (
+    TaskContractError,
+    ThreadMode,
+    dispatch_keys_now,
+    without_gradients,
+)
+from graphrt.cpu.private_torch import inference_mode
 from graphrt.cpu.tape import Operator, Step, operator_of
 
 

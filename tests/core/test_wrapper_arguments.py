@@ -213,3 +213,29 @@ def test_a_runners_own_wrapper_compares_nothing():
     for _ in range(3):
         runner(Batch(4, 4, 1), x=torch.ones(4))
     assert not any(entry.unchecked for entry in wrapped.entries.values())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_argument_must_be_the_one_that_was_captured(level: str, layout: Any) -> None:
+    matrix = torch.eye(4).to_sparse(layout=layout)
+    x = torch.ones(4, 2)
+    wrapper = CPUGraphWrapper(
+        lambda matrix, x: torch.mm(matrix, x) + 1,
+        GraphMode.FULL,
+        pool=GraphPool("cpu"),
+        options=GraphOptions(lazy=True, check=level),
+    )
+    for value in (1.0, 2.0, 3.0):
+        x.fill_(value)
+        with forward_context(GraphMode.FULL, D4):
+            assert torch.equal(wrapper(matrix, x), torch.full((4, 2), value + 1))
+    if level in ("off", "capture"):
+        return
+    other = CPUGraphWrapper(
+        torch.mm, GraphMode.FULL, pool=GraphPool("cpu"), options=wrapper.options
+    )
+    with forward_context(GraphMode.FULL, D4):
+        other(matrix, x)
+    with forward_context(GraphMode.FULL, D4), pytest.raises(StaleInputError):
+        other(matrix.clone(), x)

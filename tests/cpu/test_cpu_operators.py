@@ -7,6 +7,7 @@ import torch
 from cpu_capturing import capture, same
 from torch.nn import functional as F
 
+from graphrt.core.base import RefusedOpError
 from graphrt.cpu.tape import lowering
 from graphrt.cpu.tape.operators import operator_of
 
@@ -24,6 +25,11 @@ def add_into(x: torch.Tensor, out: torch.Tensor) -> None:
 @torch.library.custom_op("graphrt_cpu_test::grow", mutates_args=())
 def grow(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(int(x[0]) + 1)
+
+
+@torch.library.custom_op("graphrt_cpu_test::turned", mutates_args=())
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.conj() * 2 + x.conj().imag
 
 
 def in_place_on_view(x):
@@ -263,3 +269,64 @@ def test_an_output_that_nothing_reads_is_not_copied_at_replay():
     graph, _ = capture(lambda: F.scaled_dot_product_attention(x, x, x))
     (step,) = graph._steps
     assert len(step.lowered.copies) == 1
+
+
+def test_a_kernel_that_conjugates_inside_gives_the_capturing_call_what_eager_code_gets():
+    x = torch.complex(torch.randn(3, 2), torch.randn(3, 2))
+    graph, out = capture(torch.pinverse, x)
+    with torch.no_grad():
+        assert same(out, torch.pinverse(x))
+        x.mul_(1j).add_(1)
+        graph.replay()
+        assert same(out, torch.pinverse(x))
+
+
+def test_the_body_of_a_custom_operator_sees_conjugated_tensors_as_they_are():
+    x = torch.complex(torch.randn(3), torch.randn(3))
+    graph, out = capture(turned, x)
+    assert same(out, turned(x))
+    graph.replay()
+    assert same(out, turned(x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t_(),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.resize_(2, 3),
+        lambda x: x.as_strided_((2, 2), (1, 2)),
+        lambda x: x.set_(torch.ones(3)),
+    ],
+)
+def test_another_shape_of_a_tensor_from_outside_is_refused_and_not_made(change):
+    x = torch.randn(4, 6)
+    before = x.clone()
+    with pytest.raises(RefusedOpError, match="no replay repeats"):
+        capture(change, x)
+    assert same(x, before)
+
+
+def test_a_view_of_a_tensor_from_outside_may_change_its_shape():
+    x = torch.randn(4, 6)
+    graph, out = capture(lambda x: x.view(2, 12).t_() * 2, x)
+    x.copy_(torch.randn(4, 6))
+    graph.replay()
+    assert same(out, x.view(2, 12).t() * 2)
+
+
+def test_a_change_of_metadata_that_changes_nothing_is_captured():
+    x = torch.randn(4, 6)
+    graph, out = capture(lambda x: x.squeeze_() + 1, x)
+    graph.replay()
+    assert same(out, x + 1)
+
+
+def test_an_output_that_is_marked_as_conjugated_keeps_its_numbers():
+    lu, pivots = torch.linalg.lu_factor(torch.complex(torch.randn(3, 3), torch.randn(3, 3)))
+    x = torch.complex(torch.randn(4, 3), torch.randn(4, 3))
+    graph, out = capture(lambda: torch.linalg.lu_solve(lu, pivots, x, left=False))
+    for _ in range(2):
+        assert same(out, torch.linalg.lu_solve(lu, pivots, x, left=False))
+        x.add_(1j)
+        graph.replay()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.torch_names import (
     TorchDispatchMode,
+    conjugation_resolved,
     count_dispatch_modes,
     dispatch_mode_stack,
     inference_guard,
@@ -27,6 +29,12 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Entering a mode the ordinary way also sets flags of the whole process, which two threads that
     capture, or update tasks, at once would leave set.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        handler = cls.__dict__.get("__torch_dispatch__")
+        if handler is not None:
+            cls.__torch_dispatch__ = _conjugating(handler)  # type: ignore[method-assign]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -56,6 +64,17 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             while count_dispatch_modes() > depth:
                 pop_dispatch_mode()
             raise
+
+
+def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """`handler` of a mode, in which operators compute what they compute outside of it."""
+
+    @functools.wraps(handler)
+    def handle(*args: Any, **kwargs: Any) -> Any:
+        with conjugation_resolved():
+            return handler(*args, **kwargs)
+
+    return handle
 
 
 def without_gradients(function: Callable[[], T]) -> T:

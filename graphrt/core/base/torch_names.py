@@ -59,6 +59,47 @@ inference_guard: Callable[[bool], AbstractContextManager[object]] = NAMES.take(
     "torch._C._InferenceMode", without="nothing can be captured"
 )
 
+# Dispatch keys -----------------------------------------------------------------------------------
+
+_included: Callable[[], Any] = NAMES.take(
+    "torch._C._dispatch_tls_local_include_set", without=_NO_MODES
+)
+_excluded: Callable[[], Any] = NAMES.take(
+    "torch._C._dispatch_tls_local_exclude_set", without=_NO_MODES
+)
+_KEY = "torch._C.DispatchKey"
+_python_keys = [
+    NAMES.declare(f"{_KEY}.{key}", without=_NO_MODES) for key in ("Python", "PythonTLSSnapshot")
+]
+_put_off_keys = [
+    NAMES.declare(f"{_KEY}.{key}", without=_NO_MODES) for key in ("Conjugate", "Negative")
+]
+dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = NAMES.take(
+    "torch._C._ForceDispatchKeyGuard", without=_NO_MODES
+)
+"""Dispatches by these sets of keys, as `dispatch_keys_now` gives them."""
+
+
+def dispatch_keys_now() -> tuple[Any, Any]:
+    """The dispatch keys that are included and excluded in this thread, without dispatch modes."""
+    included = _included()
+    for key in _python_keys:
+        included = included.remove(key.find())
+    return included, _excluded()
+
+
+def conjugation_resolved() -> AbstractContextManager[object]:
+    """Resolves conjugations and negations that torch has put off, where a mode handles an operator.
+
+    torch switches that off there, and a kernel that makes such a view for itself (pinv does) then
+    computes with the numbers before it.
+    """
+    excluded = _excluded()
+    for key in _put_off_keys:
+        excluded = excluded.remove(key.find())
+    return dispatch_keys(_included(), excluded)
+
+
 # Operators ---------------------------------------------------------------------------------------
 
 schemas_of_operator: Callable[[str], list[Any]] = NAMES.take(

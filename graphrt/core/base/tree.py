@@ -105,7 +105,10 @@ def octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What a graph bakes in about a tensor: address, shape, strides, dtype and device."""
+    """What a graph bakes in about a tensor: address, shape, strides, dtype and device; one that is
+    not strided has no address, and is itself alone."""
+    if tensor.layout is not torch.strided:
+        return id(tensor), tuple(tensor.shape), tensor.layout, tensor.dtype, tensor.device
     return (
         tensor.data_ptr(),
         tuple(tensor.shape),

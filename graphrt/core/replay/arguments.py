@@ -59,6 +59,8 @@ def _is_unread(captured: tuple[object, ...] | None, reads: Sequence[GraphRead] |
     """Whether a tensor argument, as it was captured, is known to be read by no graph."""
     if captured is None or len(captured) == 1 or reads is None:
         return False
+    if isinstance(captured[2], torch.layout):
+        return False  # sparse: it has no address to look for
     address = captured[0]
     assert isinstance(address, int)
     for read in reads:

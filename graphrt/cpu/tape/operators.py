@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import ThreadMode, has_kernel
+from graphrt.core.base import ThreadMode, dispatch_keys, has_kernel
 from graphrt.cpu.private_torch import (
     builtin_of,
-    dispatch_keys,
     is_composite,
     run_composite,
     schema_of,

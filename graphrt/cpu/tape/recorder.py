@@ -8,10 +8,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphrt.core.base import RefusedOpError, TaskContractError, ThreadMode
+from graphrt.core.base import (
+    RefusedOpError,
+    TaskContractError,
+    ThreadMode,
+    dispatch_keys_now,
+)
 from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
-from graphrt.cpu.private_torch import disabled_dispatch, dispatch_keys_now
+from graphrt.cpu.private_torch import disabled_dispatch
 from graphrt.cpu.tape.aliases import PLAIN, Aliases
 from graphrt.cpu.tape.births import Births
 from graphrt.cpu.tape.lowering import (
@@ -22,6 +27,7 @@ from graphrt.cpu.tape.lowering import (
     lower_in_place,
     replay_guard,
 )
+from graphrt.cpu.tape.metadata import OwnTensors, changes_metadata
 from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.refusals import reads_allowed, refusal_of
 from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
@@ -68,6 +74,7 @@ class Tape(ThreadMode):
         self._keys = dispatch_keys_now()
         self.aliases = Aliases(arena)
         self.births = Births(arena)
+        self.own = OwnTensors(arena)
         self._factors: list[tuple[Operator, Source | None, list[int]]] = []
 
     def __torch_dispatch__(
@@ -93,12 +100,12 @@ class Tape(ThreadMode):
         if op.composite:
             return op.decompose(args, kwargs, mode=self, keys=self._keys)
         if op.name == "aten::lift_fresh":
-            return self.births.take(args[0])
+            return self.own.note(self.births.take(args[0]))
         if op.metadata_only:
             return self._change_metadata(op, args, kwargs)
         if op.mutates:
             return self._mutate(op, args, kwargs)
-        return self._compute(op, args, kwargs)
+        return self.own.note(self._compute(op, args, kwargs))
 
     def finish(self) -> list[Step]:
         """The steps, without copies of outputs that nothing ever read."""
@@ -116,12 +123,21 @@ class Tape(ThreadMode):
                 low = step.lowered
                 step.lowered = Lowered(low.kind, low.call, wanted, low.flat, low.checked)
         self.aliases.clear()
+        self.own.clear()
         return self.steps
 
     # The kinds of operators -------------------------------------------------------------------
 
     def _change_metadata(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Later steps see the tensor as it is then; replaying the change would repeat it.
+        if not self.own.has(args[0]) and changes_metadata(op, args, kwargs):
+            raise RefusedOpError(
+                "the shape or memory of a tensor from outside of the capture is changed, which no "
+                "replay repeats",
+                op=op.label,
+                source=_text(user_source()),
+                advice="change a view of it: x.unsqueeze(0), x.view(...)",
+            )
         try:
             return op.func(*args, **kwargs)
         except RuntimeError as error:

@@ -93,7 +93,8 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
 
 def _signature(value: Any) -> object:
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.size(), value.stride()
+        strided = value.layout is torch.strided
+        return value.dtype, value.size(), value.stride() if strided else value.layout
     if isinstance(value, list | tuple):
         return tuple(map(_signature, value))
     if isinstance(value, dict):
@@ -103,7 +104,8 @@ def _signature(value: Any) -> object:
 
 def identity(t: torch.Tensor) -> tuple[object, ...]:
     """Where and how `t` lies, which an operator that was given it must not change."""
-    return t.data_ptr(), t.dtype, t.size(), t.stride()
+    # linalg.lu_solve marks the output that it is given as conjugated in place of conjugating it.
+    return t.data_ptr(), t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

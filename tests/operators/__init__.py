@@ -1,0 +1,1 @@
+"""torch's own operator samples (OpInfo), captured and replayed."""
