@@ -50,7 +50,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     return breaking
 
 
-class BreakWatch(ThreadMode):  # type: ignore[no-untyped-call]
+class BreakWatch(ThreadMode):
     """Sees every operator of an open segment: breaks at those of the list, and refuses those that
     read what left an eager part by a side door."""
 

@@ -18,8 +18,8 @@ from graphrt.core.inputs.spec import InputSpec, check_memory, check_other, check
 from graphrt.core.inputs.staging import Staging, Window
 
 _Tensor = torch.Tensor
-_CACHED_LAYOUTS = 4096
-_CACHED_MOVES = 1024
+_CACHED_LAYOUTS = 1024
+_CACHED_MOVES = 128
 """Per layout: pairs of live tokens and requests."""
 
 
@@ -270,7 +270,7 @@ class StaticInputs:
         for move, source, kind in zip(moves, sources, kinds, strict=True):
             if kind == "d" and source is not None:
                 places, values = copies.setdefault(move.dtype, ([], []))
-                places.append(move.live)
+                places.append(move.views[0])
                 values.append(source.detach() if source.requires_grad else source)
         for places, values in copies.values():
             if len(places) == 1:

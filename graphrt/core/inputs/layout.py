@@ -53,17 +53,18 @@ class FieldMove:
     """
 
     __slots__ = (
+        "_dim",
+        "_live_rows",
+        "_views",
         "copies",
         "dtype",
         "field",
-        "live",
         "may_negate",
         "name",
         "offset",
         "pads",
         "repeats",
         "shape",
-        "tail",
     )
 
     def __init__(self, field: Field, tokens: int, reqs: int) -> None:
@@ -90,28 +91,43 @@ class FieldMove:
             self.repeats = [(tail - field.row_bytes, tail, rest) for tail in tails]
         else:
             self.pads = [(tail, rest) for tail in tails]
-        self.live = field.view if axis is None else field.view.narrow(dim, 0, live_rows)
-        self.tail = (
-            None if axis is None else field.view.narrow(dim, live_rows, field.rows - live_rows)
-        )
+        self._live_rows = None if axis is None else live_rows
+        self._dim = dim
+        self._views: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     @property
     def one_block(self) -> bool:
         """Whether the live rows lie in one piece."""
         return len(self.copies) <= 1
 
+    @property
+    def views(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The live rows and, along a batch axis, the padding rows. Made where devices write them:
+        a host that copies would keep thousands of tensors for nothing."""
+        found = self._views
+        if found is None:
+            view, live, dim = self.field.view, self._live_rows, self._dim
+            if live is None:
+                found = view, None
+            else:
+                with inference_guard(False):
+                    rest = view.narrow(dim, live, self.field.rows - live)
+                    found = view.narrow(dim, 0, live), rest
+            self._views = found
+        return found
+
     def lies_in(self, value: torch.Tensor) -> bool:
         """Whether `value`, which starts where this input starts, is laid out like it."""
-        return value.stride() == self.live.stride() or (self.one_block and value.is_contiguous())
+        laid_out_alike = value.stride() == self.field.view.stride()
+        return laid_out_alike or (self.one_block and value.is_contiguous())
 
     def pad_on_device(self) -> None:
         """Write the padding rows by themselves."""
-        tail = self.tail
+        live, tail = self.views
         if tail is None or tail.numel() == 0:
             return
         if self.field.spec.pad == "repeat":
-            dim = self.field.spec.batch_axis()[1]
-            tail.copy_(self.live.narrow(dim, self.live.shape[dim] - 1, 1))
+            tail.copy_(live.narrow(self._dim, live.shape[self._dim] - 1, 1))
         else:
             tail.fill_(self.field.spec.pad_value)
 

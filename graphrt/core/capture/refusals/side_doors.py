@@ -134,7 +134,7 @@ class SideDoors:
                     self._made[ref] = made
 
 
-class _MakingWatch(ThreadMode):  # type: ignore[no-untyped-call]
+class _MakingWatch(ThreadMode):
     """Sees the operators of an eager part."""
 
     supports_higher_order_operators = True

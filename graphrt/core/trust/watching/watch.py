@@ -88,7 +88,7 @@ class Deviation(Exception):
         self.in_part = in_part
 
 
-class Watch(ThreadMode):  # type: ignore[no-untyped-call]
+class Watch(ThreadMode):
     """Sees what one run does with memory from outside; `own` is memory that is no news, by address
     of its storage. Writes are saved in `saves` before they are done.
 

@@ -13,7 +13,7 @@ from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 
-class WriteWatch(ThreadMode):  # type: ignore[no-untyped-call]
+class WriteWatch(ThreadMode):
     """Saves what a run writes of memory that is `known`, and looks at nothing else.
 
     Not the rows of index writes: it is for runs of nothing but padding, whose rows are nobody's,
