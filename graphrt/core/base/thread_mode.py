@@ -31,7 +31,7 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
         handler = cls.__dict__.get("__torch_dispatch__")
         if handler is not None:
             cls.__torch_dispatch__ = _conjugating(handler)  # type: ignore[method-assign]

@@ -88,16 +88,26 @@ def dispatch_keys_now() -> tuple[Any, Any]:
     return included, _excluded()
 
 
+_resolved: dict[int, Any] = {}
+"""Sets of excluded keys without those that put something off."""
+
+
 def conjugation_resolved() -> AbstractContextManager[object]:
     """Resolves conjugations and negations that torch has put off, where a mode handles an operator.
 
     torch switches that off there, and a kernel that makes such a view for itself (pinv does) then
     computes with the numbers before it.
     """
-    excluded = _excluded()
-    for key in _put_off_keys:
-        excluded = excluded.remove(key.find())
-    return dispatch_keys(_included(), excluded)
+    included, excluded = _included(), _excluded()
+    # Sets are compared as numbers, and there are few: putting one together takes longer than this.
+    key = excluded.raw_repr()
+    resolved = _resolved.get(key)
+    if resolved is None:
+        resolved = excluded
+        for put_off in _put_off_keys:
+            resolved = resolved.remove(put_off.find())
+        _resolved[key] = resolved
+    return dispatch_keys(included, resolved)
 
 
 # Operators ---------------------------------------------------------------------------------------
