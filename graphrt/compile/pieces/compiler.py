@@ -72,6 +72,10 @@ class Compiler:
             self._figures.splitting_pieces += 1
             forward: Callable[..., Any] = piece.graph.forward
             return forward
+        if piece.is_empty:
+            empty: Callable[..., Any] = piece.graph.forward
+            self.kept_as[piece.name] = "nothing"
+            return empty
         self._figures.pieces += 1
         key = fingerprint(piece.graph)
         self.kept_as[piece.name] = self._name(key)
