@@ -224,6 +224,8 @@ def main() -> int:
                     source = smallest(source, given.backend, given.device, cache_dir)
                     what = outcome(source, given.backend, given.device, cache_dir)[1]
                 print(f"seed {seed}: {what[:1500]}\n{source.text()}", flush=True)
+            if sum(found.values()) % 10 == 0:
+                print(f"{sum(found.values())} of {given.count}: {dict(found)}", flush=True)
     for text, times in refusals.most_common():
         print(f"refused {times}: {text}")
     took = time.perf_counter() - started
