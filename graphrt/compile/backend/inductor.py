@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from graphrt.compile.backend.copies import copies_what_it_writes
 from graphrt.compile.backend.libraries import keep_libraries, kept_libraries, recorded_libraries
 from graphrt.compile.backend.process import (
     new_directory,
@@ -45,9 +44,7 @@ class InductorBackend:
         self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
     ) -> CompiledPiece:
         """Code for the shapes of `piece`, or with `static` for exactly those of `inputs`."""
-        settings = dict(_SEARCH) if static and self._autotune else {}
-        if copies_what_it_writes(piece):
-            settings["pattern_matcher"] = False
+        settings = _SEARCH if static and self._autotune else {}
         with tuned_kernels(), recorded_libraries() as libraries:
             artifact = inductor_compile(
                 _with_tuple(piece), inputs, static=static, settings=settings

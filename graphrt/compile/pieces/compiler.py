@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.backend import AsOperator, Backend, backend_for
+from graphrt.compile.backend import AsOperator, Backend, backend_for, copies_what_it_writes
 from graphrt.compile.errors import AliasError, CompileError
 from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
@@ -18,7 +18,7 @@ from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inpu
 from graphrt.compile.private_torch import storage_identity
 from graphrt.compile.split import Piece, fingerprint, returned_count
 from graphrt.compile.trace import value_of
-from graphrt.core.base import GraphRTError
+from graphrt.core.base import GraphRTError, logger
 
 _KEY_LENGTH = 16
 """Hex digits of a piece's hash that name it among the pieces of one module."""
@@ -82,6 +82,8 @@ class Compiler:
         self._figures.pieces += 1
         if self._backend.name != "eager":
             _check_inputs(piece)
+            if copies_what_it_writes(piece.graph):
+                return self._uncompiled(piece)
         key = fingerprint(piece.graph)
         self.kept_as[piece.name] = self._name(key)
         if key not in self._made:
@@ -91,6 +93,22 @@ class Compiler:
                 call = AsOperator(call, returned_count(piece.graph), piece.written)
             self._made[key] = call
         return self._made[key]
+
+    def _uncompiled(self, piece: Piece) -> Callable[..., Any]:
+        """A piece that Inductor would get wrong, as it is; raises `CompileError` where code has to
+        be compiled, as the compiler makes the partitions."""
+        text = f"{piece.name} copies one input into another and writes both"
+        if self._partition_at is not None:
+            raise CompileError(
+                f"{text}, which Inductor gets wrong",
+                got="use_inductor_graph_partition=True",
+                expected="a new tensor, or one written input",
+                advice="leave use_inductor_graph_partition out: such a piece then runs uncompiled",
+            )
+        logger.warning("%s: it runs uncompiled, as Inductor would lose the old value", text)
+        self.kept_as[piece.name] = "nothing, it runs as it is"
+        forward: Callable[..., Any] = piece.graph.forward
+        return forward
 
     def finish(self, texts: Mapping[str, str]) -> None:
         """Show the cache's other users what was compiled, with `texts` for reading beside it."""
