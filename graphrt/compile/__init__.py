@@ -23,6 +23,7 @@ from typing import Any
 from graphrt.compile.api import compile_module, support_compile
 from graphrt.compile.cache import CompileCacheWarning
 from graphrt.compile.errors import (
+    AliasError,
     CompileError,
     CompileSealedError,
     CompileSizeError,
@@ -39,6 +40,7 @@ from graphrt.compile.trace import DynamicDims, Leaf
 
 __all__ = [
     "DEFAULT_SPLITTING_OPS",
+    "AliasError",
     "CompileCacheWarning",
     "CompileError",
     "CompileOptions",

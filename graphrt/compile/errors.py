@@ -51,6 +51,10 @@ class ReassignedStateError(CompileError):
         super().__init__(what, got=got, expected=expected, advice=advice)
 
 
+class AliasError(CompileError):
+    """Tensors share memory in a way that pieces of a graph cannot keep."""
+
+
 class CompileSealedError(CompileError):
     """A module would have to be compiled after `seal()`, or inside of an open capture."""
 

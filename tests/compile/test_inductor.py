@@ -76,3 +76,17 @@ def test_a_device_without_inductor_gets_eager_pieces_with_a_reason():
     backend, reason = backend_for("inductor", "meta")
     assert isinstance(backend, EagerBackend)
     assert "'meta'" in reason
+
+
+@needs_compiler
+def test_the_old_value_of_an_input_that_is_written_is_kept(tmp_path, caplog):
+    def forward(x, y):
+        x.copy_(y)
+        y.neg_()
+        return y + 1
+
+    compiled = compile_module(forward, ["x", "y"], options=options(tmp_path))
+    found, expected = ([torch.arange(8.0).view(2, 4), torch.ones(2, 4)] for _ in "ab")
+    assert torch.equal(compiled(*found), forward(*expected))
+    assert all(map(torch.equal, found, expected))
+    assert "runs uncompiled" in caplog.text

@@ -10,11 +10,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphrt.compile import opaque
-from graphrt.compile.split.graph import partition, split
+from graphrt.compile import CompileError, opaque
+from graphrt.compile.split.graph import returned_count, split
+from graphrt.compile.split.groups import Roles, partition
 from graphrt.compile.split.identity import fingerprint, normalised
 from graphrt.compile.split.operators import splits_at
-from graphrt.compile.trace.sizes import floating, resolve_sizes, value_of
+from graphrt.compile.trace.sizes import resolve_sizes, value_of
 
 
 @opaque("graphrt_tests::touch", mutates=["out"])
@@ -48,7 +49,7 @@ class Recipe:
         is_splitting = splits_at(names)
         return [
             ("!" if part.splitting else "") + " ".join(n.name for n in part.nodes)
-            for part in partition(self.graph, is_splitting, floating(self.graph))
+            for part in partition(self.graph, is_splitting, Roles.of(self.graph, is_splitting))
         ]
 
 
@@ -166,7 +167,8 @@ def test_sizes_are_no_tensor_inputs():
         twice = call(operator.mul, rows, 2)
         call(TOUCH.default, x, x)
         b = call("view", x, twice, 2, method=True)
-        return b, call("view", x, columns, rows, method=True)
+        c = call("view", x, columns, rows, method=True)
+        return call(torch.abs, b), call(torch.abs, c)
 
     whole = fake_module(build)
     resolve_sizes(whole.graph)
@@ -241,3 +243,64 @@ def test_a_piece_returns_one_tensor_as_it_is_and_nothing_as_none():
     assert isinstance(first.graph(x), torch.Tensor)
     assert middle.graph(x, x.clone()) is None
     assert isinstance(last.graph(x), torch.Tensor)
+
+
+def test_indexing_a_tensor_stays_behind_what_writes_it():
+    def build(call, size, x):
+        out = call(torch.empty_like, x)
+        call(TOUCH.default, x, out)
+        rows = call(torch.arange, 2)
+        return (call(operator.getitem, out, rows),)
+
+    pieces = split(fake_module(build), splits_at(None))
+    assert [p.splitting for p in pieces] == [False, True, False]
+    x, out = torch.randn(6, 4), torch.zeros(6, 4)
+    pieces[1].graph(x, out)
+    assert torch.equal(pieces[2].graph(out), x[:2])
+
+
+def test_compiled_pieces_take_what_a_view_looks_at_and_splitting_ones_the_view():
+    def build(call, size, x):
+        base = call(torch.relu, x)
+        view = call("transpose", base, 0, 1, method=True)
+        call(TOUCH.default, view, view)
+        call("add_", view, 1, method=True)
+        return (call(torch.abs, base), view)
+
+    first, middle, last = split(fake_module(build), splits_at(None))
+    assert [n.name for n in first.outputs] == ["relu", "transpose"]
+    assert [n.name for n in middle.inputs] == ["transpose"]
+    assert [n.name for n in last.inputs] == ["relu"] and last.written == (0,)
+    assert returned_count(first.graph) == 1  # no result of compiled code is a view of another
+    base, view = first.with_views(first.graph.forward)(torch.randn(6, 4))
+    assert view._is_view() and view.data_ptr() == base.data_ptr()
+
+
+def test_an_in_place_update_returns_what_it_updated():
+    def build(call, size, x):
+        base = call(torch.relu, x)
+        more = call("add_", base, 1, method=True)
+        call(TOUCH.default, more, base)
+        return (call(torch.abs, more),)
+
+    _, middle, last = split(fake_module(build), splits_at(None))
+    assert [n.name for n in middle.inputs] == [n.name for n in last.inputs] == ["relu"]
+
+
+@opaque("graphrt_tests::itself", mutates=[], fake=lambda x: x)
+def itself(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("t_", "in place: t_"), ("itself", "schema does not say so")]
+)
+def test_what_pieces_cannot_keep_is_refused(name, error):
+    def build(call, size, x):
+        y = call(torch.relu, x)
+        if name == "itself":
+            return (call(torch.ops.graphrt_tests.itself.default, y),)
+        return (call(name, y, method=True),)
+
+    with pytest.raises(CompileError, match=error):
+        split(fake_module(build), splits_at([]))

@@ -91,16 +91,23 @@ def build(
         text = readable(traced.graph, pieces, compiler.kept_as)
         if partitioned:
             figures.partitions = len(compiler.partitioned[0].partitions)
+        wrappers: list[GraphWrapper] = []
         if wrapping is None:
             # A runner that captures around all of this finds its breaks there.
             both = zip(pieces, calls, strict=True)
-            calls = [eager_break(call) if piece.splitting else call for piece, call in both]
+            calls = [
+                piece.with_views(eager_break(call) if piece.splitting else call)
+                for piece, call in both
+            ]
         elif partitioned:
             for code in compiler.partitioned:
                 code.capture_in(wrapping, splitting_names(traced.graph.graph, at))
+                wrappers += code.wrappers
+            calls = [piece.with_views(call) for piece, call in zip(pieces, calls, strict=True)]
         elif not options.whole_graph:
-            output = next(iter(reversed(traced.graph.graph.nodes)))
-            calls = wrapped_pieces(pieces, calls, wrapping, output.all_input_nodes)
+            calls, wrappers = wrapped_pieces(pieces, calls, wrapping)
+        else:
+            calls = [piece.with_views(call) for piece, call in zip(pieces, calls, strict=True)]
         stitched = stitch(
             traced.graph,
             pieces,
@@ -118,8 +125,6 @@ def build(
     if seen.around is None:
         run = traced.forward_around(stitched.function)
     seen.check()
-    wrappers = [call for call in calls if isinstance(call, GraphWrapper)]
-    wrappers += [wrapper for code in compiler.partitioned for wrapper in code.wrappers]
     return Built(
         run,
         seen.checker,

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.backend import AsOperator, Backend, backend_for
+from graphrt.compile.backend import AsOperator, Backend, backend_for, copies_what_it_writes
+from graphrt.compile.errors import AliasError, CompileError
 from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
+from graphrt.compile.private_torch import storage_identity
 from graphrt.compile.split import Piece, fingerprint, returned_count
 from graphrt.compile.trace import value_of
+from graphrt.core.base import GraphRTError, logger
 
 _KEY_LENGTH = 16
 """Hex digits of a piece's hash that name it among the pieces of one module."""
@@ -72,16 +75,40 @@ class Compiler:
             self._figures.splitting_pieces += 1
             forward: Callable[..., Any] = piece.graph.forward
             return forward
+        if piece.is_empty:
+            empty: Callable[..., Any] = piece.graph.forward
+            self.kept_as[piece.name] = "nothing"
+            return empty
         self._figures.pieces += 1
+        if self._backend.name != "eager":
+            _check_inputs(piece)
+            if copies_what_it_writes(piece.graph):
+                return self._uncompiled(piece)
         key = fingerprint(piece.graph)
         self.kept_as[piece.name] = self._name(key)
         if key not in self._made:
             self._figures.distinct_pieces += 1
             call = self._compiled(piece.graph, key)
             if self._as_operators:
-                call = AsOperator(call, returned_count(piece.graph))
+                call = AsOperator(call, returned_count(piece.graph), piece.written)
             self._made[key] = call
         return self._made[key]
+
+    def _uncompiled(self, piece: Piece) -> Callable[..., Any]:
+        """A piece that Inductor would get wrong, as it is; raises `CompileError` where code has to
+        be compiled, as the compiler makes the partitions."""
+        text = f"{piece.name} copies one input into another and writes both"
+        if self._partition_at is not None:
+            raise CompileError(
+                f"{text}, which Inductor gets wrong",
+                got="use_inductor_graph_partition=True",
+                expected="a new tensor, or one written input",
+                advice="leave use_inductor_graph_partition out: such a piece then runs uncompiled",
+            )
+        logger.warning("%s: it runs uncompiled, as Inductor would lose the old value", text)
+        self.kept_as[piece.name] = "nothing, it runs as it is"
+        forward: Callable[..., Any] = piece.graph.forward
+        return forward
 
     def finish(self, texts: Mapping[str, str]) -> None:
         """Show the cache's other users what was compiled, with `texts` for reading beside it."""
@@ -131,11 +158,46 @@ class Compiler:
             other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
             if why_eager:
                 backend, self._figures.backend_reason = other, why_eager
-        with torch.no_grad():
-            compiled: Any = backend.compile(graph, inputs, static=static)
+        try:
+            with torch.no_grad():
+                compiled: Any = backend.compile(graph, inputs, static=static)
+        except GraphRTError:
+            raise
+        except Exception as error:
+            raise _not_compiled(backend.name, name, error) from error
         self._figures.compilations += 1
         self._figures.static_compilations += static
         if self._kept is not None and not why_eager:
             self._kept.store(name, compiled)
         made: Callable[..., Any] = compiled
         return made
+
+
+def _check_inputs(piece: Piece) -> None:
+    """Raise `AliasError` where code that is compiled writes an input, and another one shares memory
+    with it: a compiler takes them for two, or gives up."""
+    storages: dict[int, list[int]] = {}
+    nodes = [n for n in piece.graph.graph.nodes if n.op == "placeholder"]
+    for index, node in enumerate(nodes):
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            storages.setdefault(storage_identity(value), []).append(index)
+    for same in storages.values():
+        if len(same) > 1 and not set(same).isdisjoint(piece.written):
+            names = ", ".join(nodes[index].name for index in same)
+            raise AliasError(
+                f"a compiled piece writes a tensor of which it is given two: {names}",
+                got=f"inputs that share memory in {piece.name}",
+                expected="one tensor, and views of it made in the forward",
+                advice="keep one of them in the module, or use backend='eager'",
+            )
+
+
+def _not_compiled(backend: str, name: str, error: Exception) -> CompileError:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return CompileError(
+        f"{backend} cannot compile {name}",
+        got=f"{type(error).__name__}: {first}",
+        expected="code for the piece, which computation_graph shows",
+        advice="take what cannot be compiled into an opaque operator, or use backend='eager'",
+    )

@@ -19,6 +19,8 @@ def readable(graph: fx.GraphModule, pieces: Sequence[Piece], kept_as: Mapping[st
         if not piece.splitting:
             kind = f"compiled as {kept_as[piece.name]}"
         parts += [f"\n\n# {piece.name}, {kind}.\n", piece.graph.code.strip("\n")]
+        if piece.views is not None:
+            parts += [f"\n# What {piece.name} gives.\n", piece.views.code.strip("\n")]
     return "\n".join(parts) + "\n"
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
-
-from graphrt.compile.split import Piece
+from graphrt.compile.split import Piece, returned_count
 from graphrt.core.base import tree
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import Bridges, GraphOptions, wrapper_class
+from graphrt.core.capture import Bridges, GraphOptions, GraphWrapper, wrapper_class
 from graphrt.core.replay import GraphPool, SegmentHooks, deliver
 
 
@@ -29,9 +27,9 @@ def wrapped_pieces(
     pieces: Sequence[Piece],
     calls: Sequence[Callable[..., Any]],
     wrapping: Wrapping,
-    returned: Collection[fx.Node],
-) -> list[Callable[..., Any]]:
-    """Each compiled piece in a PIECEWISE wrapper of its own, and splitting ones kept in place.
+) -> tuple[list[Callable[..., Any]], list[GraphWrapper]]:
+    """Each compiled piece in a PIECEWISE wrapper of its own, and splitting ones kept in place; the
+    wrappers too.
 
     `outputs` of the options holds for pieces whose results the forward returns: all others are read
     by the pieces that follow, where they are.
@@ -39,22 +37,30 @@ def wrapped_pieces(
     wrap = wrapper_class(wrapping.pool.platform)
     inner = replace(wrapping.options, outputs="pool")
     wrapped: list[Callable[..., Any]] = []
+    wrappers: list[GraphWrapper] = []
     for piece, call in zip(pieces, calls, strict=True):
         if piece.splitting:
-            wrapped.append(BridgedPiece(call, wrapping.read_context) if piece.outputs else call)
+            if returned_count(piece.graph) is not None:
+                call = BridgedPiece(call, wrapping.read_context)
+            wrapped.append(piece.with_views(call))
             continue
-        last = any(node in returned for node in piece.outputs)
-        wrapped.append(
-            wrap(
-                call,
-                GraphMode.PIECEWISE,
-                pool=wrapping.pool,
-                read_context=wrapping.read_context,
-                options=wrapping.options if last else inner,
-                hooks=wrapping.hooks,
-            )
+        if piece.is_empty:
+            wrapped.append(piece.with_views(call))
+            continue
+        options = wrapping.options if piece.returned else inner
+        # Views of outputs that are copied are views of the copies.
+        copied = options.outputs != "pool"
+        wrapper = wrap(
+            call if copied else piece.with_views(call),
+            GraphMode.PIECEWISE,
+            pool=wrapping.pool,
+            read_context=wrapping.read_context,
+            options=options,
+            hooks=wrapping.hooks,
         )
-    return wrapped
+        wrappers.append(wrapper)
+        wrapped.append(piece.with_views(wrapper) if copied else wrapper)
+    return wrapped, wrappers
 
 
 class BridgedPiece:

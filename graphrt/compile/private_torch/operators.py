@@ -14,6 +14,7 @@ from graphrt.compile.private_torch.names import NAMES, own
 _NO_SPLIT = "graphs cannot be split"
 _OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_SPLIT)
 _PACKET = NAMES.declare("torch._ops.OpOverloadPacket", without=_NO_SPLIT)
+_HIGHER_ORDER = NAMES.declare("torch._ops.HigherOrderOperator", without=_NO_SPLIT)
 _schemas = NAMES.take(
     "torch._C._jit_get_schemas_for_operator", without="opaque operators cannot be defined"
 )
@@ -39,6 +40,33 @@ def operator_names(target: object) -> tuple[str, ...]:
     if isinstance(target, _packet_type()):
         return (str(own(target, "_qualified_op_name", _NO_SPLIT)),)
     return ()
+
+
+def written_arguments(target: object) -> tuple[tuple[int, str], ...] | None:
+    """The arguments, by index and name, that an operator's schema says it writes; those of any
+    overload where it may be each of them. None for no operator."""
+    if not operator_names(target):
+        return None
+    found: dict[tuple[int, str], None] = {}
+    for each in overloads(target):
+        for index, argument in enumerate(own(each, "_schema", _NO_SPLIT).arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                found[index, argument.name] = None
+    return tuple(found)
+
+
+def returns(target: object) -> tuple[bool, ...] | None:
+    """Whether each result of an operator shares memory with an argument, as its schema says; of the
+    first overload where it may be each of them. None for no operator."""
+    if not operator_names(target):
+        return None
+    schema = own(overloads(target)[0], "_schema", _NO_SPLIT)
+    return tuple(each.alias_info is not None for each in schema.returns)
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether something is an operator that takes functions, or a kernel of Triton's."""
+    return isinstance(target, _higher_order_type())
 
 
 def overloads(target: Any) -> list[Any]:
@@ -80,6 +108,12 @@ def storage_identity(tensor: torch.Tensor) -> int:
 @cache
 def _overload_type() -> type:
     found: type = _OVERLOAD.find()
+    return found
+
+
+@cache
+def _higher_order_type() -> type:
+    found: type = _HIGHER_ORDER.find()
     return found
 
 

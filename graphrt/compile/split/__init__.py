@@ -1,6 +1,7 @@
 """Splitting: opaque operators, cutting a traced graph at them, and which pieces are the same."""
 
 from graphrt.compile.split.define import opaque
+from graphrt.compile.split.effects import written
 from graphrt.compile.split.graph import Piece, attribute_of, returned_count, split
 from graphrt.compile.split.identity import fingerprint, target_name
 from graphrt.compile.split.operators import (
@@ -22,4 +23,5 @@ __all__ = [
     "splits_at",
     "splitting_names",
     "target_name",
+    "written",
 ]

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch import overload_name
-from graphrt.compile.trace import floating
-
-_ALLOCATIONS = frozenset(
-    {
-        *("empty", "empty_like", "empty_strided", "empty_permuted", "zeros", "zeros_like"),
-        *("ones", "ones_like", "full", "full_like"),
-        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
-    }
-)
-
-
-@dataclass
-class NodeGroup:
-    """Consecutive nodes that run as one piece; `splitting` ones stay out of graphs."""
-
-    splitting: bool
-    nodes: list[fx.Node] = field(default_factory=list)
+from graphrt.compile.split.aliases import check_roots, forward_updates
+from graphrt.compile.split.effects import check_metadata, written
+from graphrt.compile.split.groups import NodeGroup, Roles, partition
+from graphrt.compile.trace import is_number
 
 
 @dataclass(frozen=True)
 class Piece:
     """One group as a graph of its own.
 
-    `inputs` and `outputs` are the nodes of the whole graph that it takes and gives. It returns one
-    tensor as it is, several as a tuple, and None where there is nothing to return.
+    `inputs` and `outputs` are the nodes of the whole graph that it takes and gives. `graph` takes
+    those of the inputs that are numbered in `taken`, and returns new tensors only, none of which is
+    a view of another or of an input: one as it is, several as a tuple, and None where there are
+    none. `written` are the numbers of those among its arguments that it may write. Where `outputs`
+    has views, the graph `views` makes all outputs of the inputs and what `graph` returns. With
+    `returned`, the forward returns some of that, or views of it.
     """
 
     index: int
@@ -44,133 +33,183 @@ class Piece:
     graph: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    taken: tuple[int, ...]
+    written: tuple[int, ...] = ()
+    views: fx.GraphModule | None = None
+    returned: bool = False
 
     @property
     def name(self) -> str:
         return f"piece_{self.index}"
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it computes nothing: all that it gives are views of what it takes."""
+        return all(n.op in ("placeholder", "output") for n in self.graph.graph.nodes)
+
+    def with_views(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What takes the inputs and gives the outputs, by a `call` that does as `graph`."""
+        if self.views is None:
+            return call  # then it takes all inputs
+        make: Callable[..., Any] = self.views.forward
+        taken, count = self.taken, returned_count(self.graph)
+
+        def run(*args: Any) -> Any:
+            results = call(*[args[index] for index in taken])
+            if count is None:
+                return make(*args)
+            return make(*args, results) if count == 1 else make(*args, *results)
+
+        return run
+
 
 def split(whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]) -> list[Piece]:
-    """The pieces of a graph, in order; the graph itself stays as it is."""
-    graph = whole.graph
-    numbers = floating(graph)
-    groups = partition(graph, is_splitting, numbers)
-    return [_extract(whole, index, group, numbers) for index, group in enumerate(groups)]
+    """The pieces of a graph, in order.
 
-
-def partition(
-    graph: fx.Graph, is_splitting: Callable[[fx.Node], bool], numbers: set[fx.Node]
-) -> list[NodeGroup]:
-    """Which nodes run together.
-
-    Splitting operators that follow each other share a group. An element of a tuple belongs to what
-    makes the tuple. A group of nothing but allocations becomes the end of the captured group before
-    it, if what it needs is there by then. Floating `numbers` belong to no group.
+    What an in-place update returns is replaced by what it updates in the graph itself. Raises
+    `CompileError` and `AliasError` for what pieces could not do as the whole graph does.
     """
-    groups: list[NodeGroup] = []
-    home: dict[fx.Node, NodeGroup] = {}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr") or node in numbers:
-            continue
-        producer = node.args[0] if node.target is operator.getitem else None
-        if isinstance(producer, fx.Node) and producer in home:
-            group = home[producer]
-        else:
-            splitting = is_splitting(node)
-            if not groups or groups[-1].splitting is not splitting:
-                groups.append(NodeGroup(splitting))
-            group = groups[-1]
-        group.nodes.append(node)
-        home[node] = group
-    return _joined(_with_allocations_moved(groups, home))
+    graph = whole.graph
+    check_metadata(graph)
+    forward_updates(graph)
+    roles = Roles.of(graph, is_splitting)
+    check_roots(graph, roles.views)
+    return _Cut(whole, partition(graph, is_splitting, roles), roles).pieces()
 
 
-def _with_allocations_moved(
-    groups: list[NodeGroup], home: dict[fx.Node, NodeGroup]
-) -> list[NodeGroup]:
-    kept: list[NodeGroup] = []
-    for group in groups:
-        before = next((p for p in reversed(kept) if not p.splitting), None)
-        if before is None or group.splitting or not all(map(is_allocation, group.nodes)):
-            kept.append(group)
-            continue
-        there = set(map(id, kept[: kept.index(before) + 1]))
-        needed = {n for node in group.nodes for n in node.all_input_nodes if n in home}
-        if all(id(home[n]) in there or home[n] is group for n in needed):
-            before.nodes += group.nodes
-            home.update(dict.fromkeys(group.nodes, before))
-        else:
-            kept.append(group)
-    return kept
+class _Cut:
+    """Makes pieces of groups.
+
+    What crosses from group to group is never a view where the reader is compiled: it takes what the
+    view looks at, and makes the view again, so that it sees all writes and all its writes are seen.
+    Splitting operators are given the views themselves.
+    """
+
+    def __init__(self, whole: fx.GraphModule, groups: Sequence[NodeGroup], roles: Roles) -> None:
+        self._whole = whole
+        self._groups = groups
+        self._roles = roles
+        self._order = {node: index for index, node in enumerate(whole.graph.nodes)}
+        self._home = {node: group for group in groups for node in group.nodes}
+        self._wanted: dict[int, set[fx.Node]] = {id(group): set() for group in groups}
+        self._returned: set[fx.Node] = set()
+
+    def pieces(self) -> list[Piece]:
+        output = next(iter(reversed(self._whole.graph.nodes)))
+        self._want(output.all_input_nodes)
+        self._returned = self._roles.roots([output])
+        numbered = list(enumerate(self._groups))
+        # From the last to the first: what a group gives is known once all readers are.
+        return [self._piece(index, group) for index, group in reversed(numbered)][::-1]
+
+    def _want(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            if node in self._home:
+                self._wanted[id(self._home[node])].add(node)
+
+    def _piece(self, index: int, group: NodeGroup) -> Piece:
+        outputs = tuple(sorted(self._wanted[id(group)], key=self._order.__getitem__))
+        steps = [node for node in group.nodes if node not in self._roles.views]
+        given, body = self._needed(steps, group, set())
+        given_views: list[fx.Node] = []
+        views_body: list[fx.Node] = []
+        wanted_views = [node for node in outputs if node in self._roles.views]
+        if wanted_views:
+            given_views, views_body = self._needed(wanted_views, group, set(steps))
+        read = set(given_views) | set(outputs)
+        results = [node for node in steps if node in read]
+        inputs = tuple(dict.fromkeys([*given, *(n for n in given_views if n not in set(steps))]))
+        self._want(inputs)
+        name = f"Piece{index}"
+        changed = {n for node in steps for n in self._all_roots(written(node))}
+        graph = _graph(self._whole, given, body, results, name)
+        views = None
+        if wanted_views:
+            taken = [*inputs, *results]
+            views = _graph(self._whole, taken, views_body, outputs, f"{name}Views")
+        return Piece(
+            index,
+            group.splitting,
+            graph,
+            inputs,
+            outputs,
+            taken=tuple(inputs.index(n) for n in given),
+            written=tuple(i for i, n in enumerate(given) if n in changed),
+            views=views,
+            returned=not self._returned.isdisjoint(results),
+        )
+
+    def _all_roots(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        return {*nodes, *self._roles.roots(n for n in nodes if n in self._roles.views)}
+
+    def _needed(
+        self, nodes: Sequence[fx.Node], group: NodeGroup, there: set[fx.Node]
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What `nodes` of a group take from outside, or of what is `there`, and the nodes that run
+        for them, in order: they themselves, the numbers and views that they need."""
+        own = set(nodes)
+        taken: dict[fx.Node, None] = {}
+        body: dict[fx.Node, None] = {}
+
+        def visit(node: fx.Node) -> None:
+            stack = [(node, False)]
+            while stack:
+                n, ready = stack.pop()
+                if n in body:
+                    continue
+                if ready:
+                    body[n] = None
+                    continue
+                stack.append((n, True))
+                for each in reversed(n.all_input_nodes):
+                    if each in own or self._is_made_again(each, group):
+                        stack.append((each, False))
+                    elif not _is_submodule(self._whole, each):
+                        taken[each] = None
+
+        for node in nodes:
+            visit(node)
+        # Sizes first, as Dynamo has them.
+        return sorted(taken, key=lambda n: not is_number(n)), list(body)
+
+    def _is_made_again(self, node: fx.Node, group: NodeGroup) -> bool:
+        if node in self._roles.numbers:
+            return True
+        if node not in self._roles.views:
+            return False
+        return not group.splitting or self._home.get(node) is group
 
 
-def _joined(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
-    joined: list[NodeGroup] = []
-    for group in groups:
-        if joined and joined[-1].splitting is group.splitting:
-            joined[-1].nodes += group.nodes
-        else:
-            joined.append(group)
-    return joined
-
-
-def is_allocation(node: fx.Node) -> bool:
-    """Whether a node only makes a tensor that something else will fill."""
-    target = node.target
-    operator = overload_name(target)
-    if operator is not None:
-        return operator.removeprefix("aten::") in _ALLOCATIONS
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    module = getattr(target, "__module__", None)
-    known = isinstance(target, str) or module is None or module.startswith("torch")
-    return known and name in _ALLOCATIONS
-
-
-def _extract(whole: fx.GraphModule, index: int, group: NodeGroup, numbers: set[fx.Node]) -> Piece:
-    inside = set(group.nodes)
-    nodes = _with_numbers(whole.graph, group, numbers)
-    attributes = {
-        n: getattr(whole, str(n.target), None)
-        for node in nodes
-        for n in node.all_input_nodes
-        if n.op == "get_attr"
-    }
-    # A submodule of a higher-order operator comes along; a tensor is an input like a weight.
-    submodules = {n: m for n, m in attributes.items() if isinstance(m, torch.nn.Module)}
-    inputs: dict[fx.Node, None] = {}
-    for node in nodes:
-        for n in node.all_input_nodes:
-            if n not in inside and n not in numbers and n not in submodules:
-                inputs[n] = None
-    outputs = tuple(n for n in group.nodes if any(user not in inside for user in n.users))
-
+def _graph(
+    whole: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    body: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    name: str,
+) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = _meta(node)
-    for node in submodules:
-        copies[node] = graph.node_copy(node)
-    for node in nodes:
+    submodules: dict[str, Any] = {}
+    for node in body:
+        for n in node.all_input_nodes:
+            # What a higher-order operator calls comes along; a tensor is an input like a weight.
+            if n not in copies and n.op == "get_attr":
+                submodules[str(n.target)] = attribute_of(whole, str(n.target))
+                copies[n] = graph.node_copy(n)
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _meta(node)
     results = tuple(copies[n] for n in outputs)
     graph.output(results[0] if len(results) == 1 else results or None)
-    root: Any = {str(n.target): module for n, module in submodules.items()}
-    module = fx.GraphModule(root, graph, class_name=f"Piece{index}")
-    return Piece(index, group.splitting, module, tuple(inputs), outputs)
+    return fx.GraphModule(submodules, graph, class_name=name)
 
 
-def _with_numbers(graph: fx.Graph, group: NodeGroup, numbers: set[fx.Node]) -> list[fx.Node]:
-    """The nodes of a group, after what computes the numbers that they use."""
-    wanted = set(group.nodes)
-    stack = list(group.nodes)
-    while stack:
-        for n in stack.pop().all_input_nodes:
-            if n in numbers and n not in wanted:
-                wanted.add(n)
-                stack.append(n)
-    return [n for n in graph.nodes if n in wanted and n in numbers] + group.nodes
+def _is_submodule(whole: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(
+        attribute_of(whole, str(node.target)), torch.nn.Module
+    )
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:

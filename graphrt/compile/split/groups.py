@@ -1,0 +1,156 @@
+"""Which nodes of a traced graph run together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graphrt.compile.private_torch import overload_name
+from graphrt.compile.split.aliases import elements, views
+from graphrt.compile.split.effects import written
+from graphrt.compile.trace import floating, is_number
+
+_ALLOCATIONS = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "empty_permuted", "zeros", "zeros_like"),
+        *("ones", "ones_like", "full", "full_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    }
+)
+
+
+@dataclass(eq=False)
+class NodeGroup:
+    """Nodes that run as one piece; `splitting` ones stay out of graphs."""
+
+    splitting: bool
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The nodes that run in no order: `numbers` that every piece computes itself, `views` that it
+    can make again, and `elements` of tuples, which belong to what makes the tuple."""
+
+    numbers: frozenset[fx.Node]
+    views: frozenset[fx.Node]
+    elements: frozenset[fx.Node]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> Roles:
+        taken = elements(graph)
+        return cls(
+            frozenset(floating(graph)),
+            frozenset(views(graph, is_splitting, taken)),
+            frozenset(taken),
+        )
+
+    def roots(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """What `nodes` take, with what a view looks at in place of the view."""
+        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        stack = [n for node in nodes for n in node.all_input_nodes]
+        while stack:
+            n = stack.pop()
+            if n in seen:
+                continue
+            seen.add(n)
+            if n in self.views or n in self.numbers:
+                stack += n.all_input_nodes
+            else:
+                found.add(n)
+        return found
+
+
+def partition(
+    graph: fx.Graph, is_splitting: Callable[[fx.Node], bool], roles: Roles
+) -> list[NodeGroup]:
+    """Which nodes run together; numbers belong to no group.
+
+    Splitting operators that follow each other share a group. An element of a tuple belongs to what
+    makes the tuple. A group of nothing but allocations and views becomes the end of the captured
+    group before it, if what it needs is there by then; views alone otherwise that of any group.
+    """
+    groups: list[NodeGroup] = []
+    home: dict[fx.Node, NodeGroup] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr") or node in roles.numbers:
+            continue
+        if node in roles.elements and node.args[0] in home:
+            group = home[node.args[0]]
+        else:
+            splitting = is_splitting(node)
+            if not groups or groups[-1].splitting is not splitting:
+                groups.append(NodeGroup(splitting))
+            group = groups[-1]
+        group.nodes.append(node)
+        home[node] = group
+    return _joined(_with_views_moved(_with_light_ones_moved(groups, home, roles), roles))
+
+
+def _with_light_ones_moved(
+    groups: Sequence[NodeGroup], home: dict[fx.Node, NodeGroup], roles: Roles
+) -> list[NodeGroup]:
+    kept: list[NodeGroup] = []
+    for group in groups:
+        before = next((p for p in reversed(kept) if not p.splitting), None)
+        light = all(node in roles.views or is_allocation(node) for node in group.nodes)
+        if before is None or group.splitting or not light:
+            kept.append(group)
+            continue
+        there = set(map(id, kept[: kept.index(before) + 1]))
+        needed = [n for n in roles.roots(group.nodes) if n in home]
+        if all(id(home[n]) in there or home[n] is group for n in needed):
+            before.nodes += group.nodes
+            home.update(dict.fromkeys(group.nodes, before))
+        else:
+            kept.append(group)
+    return kept
+
+
+def _with_views_moved(groups: Sequence[NodeGroup], roles: Roles) -> list[NodeGroup]:
+    """Groups of views alone would be graphs of nothing."""
+    kept: list[NodeGroup] = []
+    first: list[fx.Node] = []
+    for group in groups:
+        if not all(node in roles.views for node in group.nodes):
+            kept.append(group)
+        elif kept:
+            kept[-1].nodes += group.nodes
+        else:
+            first += group.nodes
+    if first and kept:
+        kept[0].nodes[:0] = first
+    return kept or list(groups)
+
+
+def _joined(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
+    joined: list[NodeGroup] = []
+    for group in groups:
+        if joined and joined[-1].splitting is group.splitting:
+            joined[-1].nodes += group.nodes
+        else:
+            joined.append(group)
+    return joined
+
+
+def is_allocation(node: fx.Node) -> bool:
+    """Whether a node only makes a tensor that something else will fill, and reads none."""
+    target = node.target
+    operator = overload_name(target)
+    if operator is not None:
+        name = operator.removeprefix("aten::")
+    else:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        module = getattr(target, "__module__", None)
+        if not (isinstance(target, str) or module is None or module.startswith("torch")):
+            return False
+    if name not in _ALLOCATIONS or written(node):
+        return False
+    # The first argument may be a tensor to be like; a tensor to fill with is read.
+    read = set(node.all_input_nodes)
+    if name.startswith("new_") or name.endswith("_like"):
+        read -= {node.args[0] if node.args else node.kwargs.get("input")}
+    return all(map(is_number, read))
