@@ -1,0 +1,208 @@
+"""One fault after another: injected, judged, and what it left behind looked at."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphrt import GraphRTError, Platform
+from graphrt.core.device import error_chain
+from tests.faults.inject import WAYS, Fault, Faults
+from tests.faults.places import faulty, patched
+from tests.faults.world import World, same, working
+
+
+@dataclass
+class Baseline:
+    """The scenario without a fault: what it came to, and how many actions of each kind it had."""
+
+    seen: dict[str, int]
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    result: Any
+    figures: dict[str, int]
+    tensors: int
+
+
+@dataclass
+class Finding:
+    """What one fault came to; `wrong` says what should not have."""
+
+    fault: Fault
+    where: str
+    outcome: str
+    wrong: str = ""
+
+
+@dataclass
+class Table:
+    """Outcomes by scenario and kind of action."""
+
+    places: dict[tuple[str, str], int] = field(default_factory=dict)
+    outcomes: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def note(self, scenario: str, finding: Finding) -> None:
+        counted = self.outcomes.setdefault((scenario, finding.fault.kind), Counter())
+        counted["wrong" if finding.wrong else finding.outcome] += 1
+        if finding.wrong:
+            self.wrong.append(f"{scenario}: {finding.fault} ({finding.where}): {finding.wrong}")
+
+    def lines(self) -> Iterator[str]:
+        yield "| scenario | action | places | outcomes |"
+        yield "|---|---|---|---|"
+        for (scenario, kind), count in self.places.items():
+            counted = self.outcomes.get((scenario, kind), Counter())
+            text = ", ".join(f"{outcome} {n}" for outcome, n in sorted(counted.items()))
+            yield f"| {scenario} | {kind} | {count} | {text} |"
+
+
+class Harness:
+    """The faults of one scenario on one platform, of which `make_platform` makes an instance."""
+
+    def __init__(self, scenario: type[World], make_platform: Any) -> None:
+        self._scenario = scenario
+        self._make_platform = make_platform
+        # The second run: the first one fills caches of torch.
+        self._run(None, None)
+        self.baseline = self._run(None, None)[1]
+        assert self.baseline is not None
+
+    def faults(self, ways: Iterable[tuple[str, bool]] = WAYS) -> Iterator[Fault]:
+        """Every fault, kind by kind."""
+        ways = list(ways)
+        for kind, count in self.baseline.seen.items():
+            for at in range(count):
+                yield from (Fault(kind, at, error, late) for error, late in ways)
+
+    def inject(self, fault: Fault) -> Finding:
+        """Run the scenario with one fault and judge what came of it."""
+        return self._run(fault, self.baseline)[0]
+
+    def _run(
+        self, fault: Fault | None, baseline: Baseline | None
+    ) -> tuple[Any, Baseline | None]:
+        before = _live_tensors()
+        finding, made = self._in_a_world(fault, baseline)
+        left = _live_tensors() - before
+        if made is not None:
+            made.tensors = left
+        elif baseline is not None and left > baseline.tensors and not finding.wrong:
+            finding.wrong = f"{left - baseline.tensors} tensors more stay alive"
+        return finding, made
+
+    def _in_a_world(self, fault: Fault | None, baseline: Baseline | None) -> tuple[Any, Any]:
+        platform: Platform = self._make_platform()
+        faults = Faults(platform.device_type)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with patched(platform.device_type, faults):
+                world = self._scenario(faulty(platform, faults))
+                working.append(faults)
+                try:
+                    if fault is None:
+                        return None, _without_fault(world, faults)
+                    assert baseline is not None
+                    return _with_fault(world, faults, fault, baseline), None
+                finally:
+                    working.remove(faults)
+
+
+def _without_fault(world: World, faults: Faults) -> Baseline:
+    before = world.model.state()
+    with faults.armed(None):
+        result = world.act()
+    after = world.model.state()
+    seen = dict(faults.seen)
+    figures = _finish(world)
+    return Baseline(seen, before, after, result, figures, 0)
+
+
+def _with_fault(world: World, faults: Faults, fault: Fault, baseline: Baseline) -> Finding:
+    error, result = None, None
+    with faults.armed(fault):
+        try:
+            result = world.act()
+        except BaseException as raised:
+            error = raised
+    injected, where = faults.injected, faults.where
+    try:
+        outcome = _judge_error(error, injected)
+        del injected
+        faults.injected = None
+        if error is None and isinstance(baseline.result, torch.Tensor):
+            assert torch.equal(result.cpu(), baseline.result.cpu()), "a wrong result, silently"
+        _forget(error)
+        error = None
+        world.check_idle()
+        outcome += _judge_state(world, fault, outcome, baseline)
+        world.check_serves((3, 7))
+        if not outcome.startswith("survived"):
+            world.again()
+        figures = _finish(world)
+        for name, value in baseline.figures.items():
+            assert figures[name] <= value, f"{name}: {figures[name]} in place of {value}"
+    except Exception as wrong:
+        text = f"{type(wrong).__name__}: {wrong}".splitlines()
+        _forget(wrong)
+        _forget(error)
+        return Finding(fault, where, "", " / ".join(text[:3]) + _place_of(wrong))
+    return Finding(fault, where, outcome)
+
+
+def _finish(world: World) -> dict[str, int]:
+    world.check_serves()
+    world.check_idle()
+    figures = world.figures()
+    world.close()
+    world.close()
+    return figures
+
+
+def _judge_error(error: BaseException | None, injected: BaseException | None) -> str:
+    assert injected is not None, "the fault never happened"
+    if error is None:
+        assert isinstance(injected, Exception), "an interrupt was swallowed"
+        return "survived"
+    if error is injected:
+        return "interrupted" if isinstance(error, KeyboardInterrupt) else "passed on"
+    assert isinstance(injected, Exception), f"an interrupt became {type(error).__name__}: {error}"
+    assert isinstance(error, GraphRTError), f"not named: {type(error).__name__}: {error}"
+    assert any(link is injected for link in error_chain(error)), f"the cause is lost: {error}"
+    return "named"
+
+
+def _judge_state(world: World, fault: Fault, outcome: str, baseline: Baseline) -> str:
+    state = world.model.state()
+    if same(state, baseline.after):
+        return ""
+    assert outcome != "survived", "the state is not what the step leaves"
+    if same(state, baseline.before):
+        return ""
+    assert world.halves and fault.kind in HALVES, "state is half-done"
+    world.model.put_back(baseline.before)
+    return ", half a step"
+
+
+HALVES = ("operator",)
+
+
+def _place_of(error: BaseException) -> str:
+    return ""
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold."""
+    for link in [] if error is None else list(error_chain(error)):
+        link.__traceback__ = None
+
+
+def _live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())

@@ -1,0 +1,323 @@
+"""The scenarios: what a host does, one fault at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphrt import (
+    BatchDescriptor,
+    Example,
+    GraphOptions,
+    GraphPool,
+    Host,
+    forward_context,
+    wrapper_class,
+)
+from tests.faults.world import LARGEST, Model, Step, World, scale
+
+OFF = GraphOptions(check="off")
+
+
+class Create(World):
+    """A pool and a runner are made."""
+
+    def act(self) -> Any:
+        self.runner()
+
+
+class CaptureFull(World):
+    """`capture()` of FULL graphs."""
+
+    def prepare(self) -> None:
+        self.run = self.runner()
+
+    def act(self) -> Any:
+        self.run.capture()
+
+
+class CapturePieces(CaptureFull):
+    """`capture()` of PIECEWISE graphs with an eager break."""
+
+    def make_model(self) -> Model:
+        return Model(self.device, breaks=True)
+
+    def prepare(self) -> None:
+        self.run = self.runner(mode="PIECEWISE")
+
+
+class CaptureStatic(CaptureFull):
+    """`capture()` with outputs that are copied inside of the graph."""
+
+    def prepare(self) -> None:
+        self.run = self.runner(options=GraphOptions(outputs="static"))
+
+
+class CaptureExample(CaptureFull):
+    """`capture()` that tries its graphs with steps of the host."""
+
+    def prepare(self) -> None:
+        def example(batch: Any, generator: Any) -> Example:
+            rows = batch.num_tokens
+            return Example({"x": torch.ones(rows, 4), "slot": torch.arange(rows) + 20})
+
+        self.run = self.runner(host=Host(example=example, state=(self.model.steps,)))
+
+
+class Lazy(World):
+    """A step that captures its graph, of both modes."""
+
+    def make_model(self) -> Model:
+        return Model(self.device, breaks=True)
+
+    def prepare(self) -> None:
+        options = GraphOptions(lazy=True, check="off")
+        self.run = self.runner(mode="FULL_AND_PIECEWISE", options=options)
+
+    def act(self) -> Any:
+        return self.step(self.run, Step(3))
+
+
+class Hit(World):
+    """A step that its graph serves as it is, with random numbers."""
+
+    halves = True
+    rows = 4
+    options = OFF
+    mode = "FULL"
+    first: tuple[int, ...] = (4, 2, 7)
+
+    def make_model(self) -> Model:
+        return Model(self.device, noise=self.device == "cpu" and self.rows == LARGEST)
+
+    def prepare(self) -> None:
+        self.run = self.runner(options=self.options, mode=self.mode)
+        self.run.capture()
+        for rows in self.first:
+            self.step(self.run, Step(rows))
+
+    def act(self) -> Any:
+        return self.step(self.run, Step(self.rows, value=9.0, factor=5.0))
+
+
+class Padded(Hit):
+    """A step with padding rows."""
+
+    rows = 3
+
+
+class Clone(Hit):
+    """A step whose outputs are copied."""
+
+    rows = 3
+    options = GraphOptions(check="off", outputs="clone")
+
+
+class Eager(Hit):
+    """A step that no graph is large enough for."""
+
+    rows = 7
+
+
+class Pieces(Hit):
+    """A step by pieces, with an eager break."""
+
+    rows = 3
+    mode = "PIECEWISE"
+
+    def make_model(self) -> Model:
+        return Model(self.device, breaks=True)
+
+
+class Tried(Hit):
+    """The first step of a graph, which is tried (check="capture")."""
+
+    halves = False
+    rows = 3
+    options = GraphOptions()
+    first = ()
+
+
+class Always(Hit):
+    """A step at check="always"."""
+
+    halves = False
+    rows = 3
+    options = GraphOptions(check="always")
+    first = (4, 3)
+
+
+class Verify(Padded):
+    """`verify()` of a step."""
+
+    halves = False
+
+    def act(self) -> Any:
+        step = Step(self.rows, value=9.0)
+        return self.run.verify(step.batch, updates=self.updates(step), **step.values)
+
+
+class Recapture(Hit):
+    """`recapture()`, after which weights are somewhere else."""
+
+    halves = False
+    options = GraphOptions()
+
+    def make_model(self) -> Model:
+        return Model(self.device)
+
+    def act(self) -> Any:
+        self.run.recapture()
+
+
+class WeightsChanged(Recapture):
+    """`weights_changed()`."""
+
+    def act(self) -> Any:
+        self.run.weights_changed()
+
+
+class Release(Recapture):
+    """`release()`, then `capture()`."""
+
+    def act(self) -> Any:
+        self.run.release()
+
+    def again(self) -> Any:
+        self.run.release()
+        self.run.capture()
+
+
+class Close(Recapture):
+    """`close()` of a runner."""
+
+    def act(self) -> Any:
+        self.run.close()
+
+
+class TaskCapture(CaptureFull):
+    """`capture()` of a forward with an updatable task."""
+
+    def make_model(self) -> Model:
+        return Model(self.device, tasks=scale)
+
+
+class TaskStep(Padded):
+    """A step that updates its task."""
+
+    def make_model(self) -> Model:
+        return Model(self.device, tasks=scale)
+
+
+class TaskPieces(TaskStep):
+    """The same by pieces, with an eager break."""
+
+    mode = "PIECEWISE"
+
+    def make_model(self) -> Model:
+        return Model(self.device, tasks=scale, breaks=True)
+
+
+class TaskRepeats(TaskStep):
+    """The same where a failed update may be repeated eagerly."""
+
+    options = GraphOptions(check="off", eager_after_failed_update=True)
+
+
+class SharedCapture(World):
+    """`capture()` of a second runner in the pool of a first."""
+
+    def prepare(self) -> None:
+        self.pool = GraphPool(self.platform)
+        self.first = self.runner(pool=self.pool)
+        self.run = self.runner(pool=self.pool)
+        self.first.capture()
+        self.step(self.first, Step(3))
+
+    def act(self) -> Any:
+        self.run.capture()
+
+
+class SharedSteps(SharedCapture):
+    """A step of one runner after one of another in its pool."""
+
+    halves = True
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.run.capture()
+        for run in self.runners:
+            for rows in (4, 2, 3, 4):
+                self.step(run, Step(rows))
+
+    def act(self) -> Any:
+        return self.step(self.run, Step(3, value=9.0))
+
+
+class SharedClose(SharedSteps):
+    """`close()` of the pool of two runners."""
+
+    halves = False
+
+    def act(self) -> Any:
+        self.pool.close()
+
+
+class Wrapper(World):
+    """A host's own wrapper, by `get_static_graph_wrapper_cls()`: the step that captures."""
+
+    def prepare(self) -> None:
+        self.pool = GraphPool(self.platform)
+        self.pools.append(self.pool)
+        wrap = wrapper_class(self.platform)
+        self.wrapper = wrap(self.model, "FULL", pool=self.pool, options=GraphOptions(lazy=True))
+        step = Step(4)
+        self.given = {name: each.to(self.device) for name, each in step.values.items()}
+        self.descriptor = BatchDescriptor(4)
+
+    def act(self) -> Any:
+        with forward_context("FULL", self.descriptor):
+            return self.wrapper(**self.given).cpu().clone()
+
+    def check_serves(self, sizes: Any = (), hits: bool = False) -> None:
+        for value in (1.0, -2.0):
+            step = Step(4, value)
+            for name, each in step.values.items():
+                self.given[name].copy_(each)
+            wanted = self.expected(step)
+            assert torch.equal(Wrapper.act(self), wanted), "a step of the wrapper is wrong"
+            assert len(self.wrapper.entries) == 1
+
+    def figures(self) -> dict[str, int]:
+        return {**super().figures(), "entries": len(self.wrapper.entries)}
+
+
+class WrapperStep(Wrapper):
+    """The same: a step that replays."""
+
+    halves = True
+
+    def prepare(self) -> None:
+        super().prepare()
+        super().act()
+
+
+class WrapperClear(WrapperStep):
+    """The same: `clear_graphs()`."""
+
+    halves = False
+
+    def act(self) -> Any:
+        self.wrapper.clear_graphs()
+
+
+SCENARIOS: dict[str, type[World]] = {
+    each.__name__: each
+    for each in (
+        Create, CaptureFull, CapturePieces, CaptureStatic, CaptureExample, Lazy, Hit, Padded, Clone,
+        Eager, Pieces, Tried, Always, Verify, Recapture, WeightsChanged, Release, Close,
+        TaskCapture, TaskStep, TaskPieces, TaskRepeats, SharedCapture, SharedSteps, SharedClose,
+        Wrapper, WrapperStep, WrapperClear,
+    )
+}  # fmt: skip
