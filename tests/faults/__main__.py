@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 
 from tests.faults.harness import Harness, Table
 from tests.faults.platforms import maker_of
+from tests.faults.compiled import COMPILED
 from tests.faults.scenarios import SCENARIOS
+
+
+ALL = {**SCENARIOS, **COMPILED}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--platform", default="cpu", choices=("cpu", "ascend-sim", "cuda"))
-    parser.add_argument("--only", action="append", choices=SCENARIOS, metavar="NAME")
+    parser.add_argument("--only", action="append", choices=ALL, metavar="NAME")
     arguments = parser.parse_args()
     make = maker_of(arguments.platform)
-    table, started, count = Table(), time.perf_counter(), 0
-    gc.collect()
-    gc.freeze()
-    for name in arguments.only or SCENARIOS:
-        harness = Harness(SCENARIOS[name], make)
+    table, started, count, shown = Table(), time.perf_counter(), 0, 0
+    for name in arguments.only or ALL:
+        harness = Harness(ALL[name], make)
         table.places.update({(name, kind): n for kind, n in harness.baseline.seen.items()})
         for fault in harness.faults():
             table.note(name, harness.inject(fault))
             count += 1
+        lines = table.wrong[shown:]
+        shown += len(lines)
+        print("\n".join(lines), file=sys.stderr)
         print(f"{name}: {sum(harness.baseline.seen.values())} places", file=sys.stderr, flush=True)
     print("\n".join(table.lines()))
     print(f"\n{count} faults in {time.perf_counter() - started:.0f} s, {len(table.wrong)} wrong")

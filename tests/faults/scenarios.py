@@ -17,6 +17,9 @@ from graphrt import (
 )
 from tests.faults.world import LARGEST, Model, Step, World, scale
 
+PIECES = ("operator", "replay", "copy", "stream")
+"""What is done between the pieces of a step: of what came before them there is no way back."""
+
 OFF = GraphOptions(check="off")
 
 
@@ -82,7 +85,7 @@ class Lazy(World):
 class Hit(World):
     """A step that its graph serves as it is, with random numbers."""
 
-    halves = True
+    halves = ("operator",)
     rows = 4
     options = OFF
     mode = "FULL"
@@ -123,6 +126,7 @@ class Eager(Hit):
 class Pieces(Hit):
     """A step by pieces, with an eager break."""
 
+    halves = PIECES
     rows = 3
     mode = "PIECEWISE"
 
@@ -133,7 +137,7 @@ class Pieces(Hit):
 class Tried(Hit):
     """The first step of a graph, which is tried (check="capture")."""
 
-    halves = False
+    halves = ()
     rows = 3
     options = GraphOptions()
     first = ()
@@ -142,7 +146,7 @@ class Tried(Hit):
 class Always(Hit):
     """A step at check="always"."""
 
-    halves = False
+    halves = ()
     rows = 3
     options = GraphOptions(check="always")
     first = (4, 3)
@@ -151,7 +155,7 @@ class Always(Hit):
 class Verify(Padded):
     """`verify()` of a step."""
 
-    halves = False
+    halves = ()
 
     def act(self) -> Any:
         step = Step(self.rows, value=9.0)
@@ -161,7 +165,7 @@ class Verify(Padded):
 class Recapture(Hit):
     """`recapture()`, after which weights are somewhere else."""
 
-    halves = False
+    halves = ()
     options = GraphOptions()
 
     def make_model(self) -> Model:
@@ -213,6 +217,7 @@ class TaskStep(Padded):
 class TaskPieces(TaskStep):
     """The same by pieces, with an eager break."""
 
+    halves = (*PIECES, "task", "event")
     mode = "PIECEWISE"
 
     def make_model(self) -> Model:
@@ -242,7 +247,7 @@ class SharedCapture(World):
 class SharedSteps(SharedCapture):
     """A step of one runner after one of another in its pool."""
 
-    halves = True
+    halves = ("operator",)
 
     def prepare(self) -> None:
         super().prepare()
@@ -258,7 +263,7 @@ class SharedSteps(SharedCapture):
 class SharedClose(SharedSteps):
     """`close()` of the pool of two runners."""
 
-    halves = False
+    halves = ()
 
     def act(self) -> Any:
         self.pool.close()
@@ -296,7 +301,7 @@ class Wrapper(World):
 class WrapperStep(Wrapper):
     """The same: a step that replays."""
 
-    halves = True
+    halves = ("operator",)
 
     def prepare(self) -> None:
         super().prepare()
@@ -306,7 +311,7 @@ class WrapperStep(Wrapper):
 class WrapperClear(WrapperStep):
     """The same: `clear_graphs()`."""
 
-    halves = False
+    halves = ()
 
     def act(self) -> Any:
         self.wrapper.clear_graphs()

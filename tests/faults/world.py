@@ -146,10 +146,9 @@ class Step:
 class World:
     """One scenario, built anew for each fault: `act` is what a fault is injected into."""
 
-    halves = False
-    """Whether an operator that fails in `act` may leave half a step, as it does in eager steps."""
-    counts_torch = True
-    """Whether calls of torch are actions; not where Dynamo would look at them."""
+    halves: tuple[str, ...] = ()
+    """The kinds of actions in the midst of `act` whose failure may leave half a step, as it does
+    where a forward runs eagerly."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
