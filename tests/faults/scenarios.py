@@ -76,7 +76,9 @@ class Lazy(World):
 
     def prepare(self) -> None:
         options = GraphOptions(lazy=True, check="off")
-        self.run = self.runner(mode="FULL_AND_PIECEWISE", options=options)
+        # What is not watched has to be declared.
+        host = Host(state=(self.model.steps, self.model.cache))
+        self.run = self.runner(mode="FULL_AND_PIECEWISE", options=options, host=host)
 
     def act(self) -> Any:
         return self.step(self.run, Step(3))
@@ -209,6 +211,12 @@ class TaskCapture(CaptureFull):
 
 class TaskStep(Padded):
     """A step that updates its task."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        if not self.platform.capture_executes:
+            # Where a graph is launched before it is updated, it then runs with old arguments.
+            self.halves = (*self.halves, "task", "event", "replay")
 
     def make_model(self) -> Model:
         return Model(self.device, tasks=scale)

@@ -214,7 +214,10 @@ class World:
                     continue  # padding rows draw numbers too
                 step = Step(rows, value=float(number), factor=0.5 + number)
                 wanted = self.expected(step)
-                assert torch.equal(self.step(run, step), wanted), f"a step of {rows} rows is wrong"
+                got = self.step(run, step)
+                assert torch.equal(got, wanted), (
+                    f"a step of {rows} rows is wrong: {got.tolist()} in place of {wanted.tolist()}"
+                )
                 assert same(self.model.state(), self._after), f"state after {rows} rows is wrong"
                 found = run.last_dispatch
                 assert found is not None
