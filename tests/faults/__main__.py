@@ -7,23 +7,18 @@ import sys
 import time
 
 from tests.faults.harness import Harness, Table
-from tests.faults.platforms import maker_of
-from tests.faults.compiled import COMPILED
-from tests.faults.scenarios import SCENARIOS
-
-
-ALL = {**SCENARIOS, **COMPILED}
+from tests.faults.platforms import maker_of, scenarios_of
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--platform", default="cpu", choices=("cpu", "ascend-sim", "cuda"))
-    parser.add_argument("--only", action="append", choices=ALL, metavar="NAME")
+    parser.add_argument("--only", action="append", metavar="NAME")
     arguments = parser.parse_args()
-    make = maker_of(arguments.platform)
+    make, known = maker_of(arguments.platform), scenarios_of(arguments.platform)
     table, started, count, shown = Table(), time.perf_counter(), 0, 0
-    for name in arguments.only or ALL:
-        harness = Harness(ALL[name], make)
+    for name in arguments.only or known:
+        harness = Harness(known[name], make)
         table.places.update({(name, kind): n for kind, n in harness.baseline.seen.items()})
         for fault in harness.faults():
             table.note(name, harness.inject(fault))

@@ -97,6 +97,4 @@ class CompiledStep(CompiledCapture):
         return self.step(self.run, Step(3, value=9.0))
 
 
-COMPILED: dict[str, type[World]] = {
-    each.__name__: each for each in (CompiledCapture, CompiledStep)
-}
+COMPILED: dict[str, type[World]] = {each.__name__: each for each in (CompiledCapture, CompiledStep)}

@@ -85,13 +85,18 @@ class Harness:
             for at in range(count):
                 yield from (Fault(kind, at, error, late) for error, late in ways)
 
+    def sample(self, count: int) -> list[Fault]:
+        """At most so many of the faults, of all kinds of actions and all errors."""
+        found = list(self.faults())
+        # A step that is no multiple of the ways, so that all of them have their turn.
+        step = max(len(found) // count, 1) | 1
+        return found[::step][:count]
+
     def inject(self, fault: Fault) -> Finding:
         """Run the scenario with one fault and judge what came of it."""
         return self._run(fault, self.baseline)[0]
 
-    def _run(
-        self, fault: Fault | None, baseline: Baseline | None
-    ) -> tuple[Any, Baseline | None]:
+    def _run(self, fault: Fault | None, baseline: Baseline | None) -> tuple[Any, Baseline | None]:
         before = _live_tensors()
         finding, made = self._in_a_world(fault, baseline)
         left = _live_tensors() - before
@@ -137,17 +142,15 @@ def _with_fault(world: World, faults: Faults, fault: Fault, baseline: Baseline) 
             result = world.act()
         except BaseException as raised:
             error = raised
-    injected, where = faults.injected, faults.where
+    where = faults.where
     try:
-        outcome = _judge_error(error, injected)
-        del injected
-        faults.injected = None
+        outcome = _judge_error(error, faults)
         if error is None and isinstance(baseline.result, torch.Tensor):
             assert torch.equal(result.cpu(), baseline.result.cpu()), "a wrong result, silently"
         _forget(error)
         error = None
         world.check_idle()
-        outcome += _judge_state(world, fault, outcome, baseline)
+        outcome += _judge_state(world, fault, where, outcome, baseline)
         world.check_serves((3, 7))
         if not outcome.startswith("survived"):
             world.again()
@@ -171,27 +174,30 @@ def _finish(world: World) -> dict[str, int]:
     return figures
 
 
-def _judge_error(error: BaseException | None, injected: BaseException | None) -> str:
-    assert injected is not None, "the fault never happened"
+def _judge_error(error: BaseException | None, faults: Faults) -> str:
+    assert faults.happened is not None, "the fault never happened"
+    interrupt = not issubclass(faults.happened, Exception)
     if error is None:
-        assert isinstance(injected, Exception), "an interrupt was swallowed"
+        assert not interrupt, "an interrupt was swallowed"
         return "survived"
-    if error is injected:
-        return "interrupted" if isinstance(error, KeyboardInterrupt) else "passed on"
-    assert isinstance(injected, Exception), f"an interrupt became {type(error).__name__}: {error}"
-    assert isinstance(error, GraphRTError), f"not named: {type(error).__name__}: {error}"
-    assert any(link is injected for link in error_chain(error)), f"the cause is lost: {error}"
+    text = f"{type(error).__name__}: {error}"
+    if faults.injected(error):
+        return "interrupted" if interrupt else "passed on"
+    assert not interrupt, f"an interrupt became {text}"
+    assert isinstance(error, GraphRTError), f"not named: {text}"
+    assert any(map(faults.injected, error_chain(error))), f"the cause is lost: {text}"
     return "named"
 
 
-def _judge_state(world: World, fault: Fault, outcome: str, baseline: Baseline) -> str:
+def _judge_state(world: World, fault: Fault, where: str, outcome: str, baseline: Baseline) -> str:
     state = world.model.state()
     if same(state, baseline.after):
         return ""
     assert outcome != "survived", "the state is not what the step leaves"
     if same(state, baseline.before):
         return ""
-    assert fault.kind in world.halves, "state is half-done"
+    half = fault.kind in world.halves and where.startswith(world.halves_in)
+    assert half, "state is half-done"
     world.model.put_back(baseline.before)
     return ", half a step"
 

@@ -50,7 +50,7 @@ class Faults:
         self.on = False
         self.seen: Counter[str] = Counter()
         self.where = ""
-        self.injected: BaseException | None = None
+        self.happened: type[BaseException] | None = None
         self._device_type = device_type
         self._fault: Fault | None = None
 
@@ -58,7 +58,7 @@ class Faults:
     def armed(self, fault: Fault | None) -> Iterator[None]:
         """Count, and let `fault` happen, inside of the block."""
         self.seen.clear()
-        self._fault, self.injected, self.where = fault, None, ""
+        self._fault, self.happened, self.where = fault, None, ""
         self.on = True
         try:
             yield
@@ -106,13 +106,21 @@ class Faults:
         fault = self._fault
         assert fault is not None
         self.where = _caller(sys._getframe(1))
+        error: BaseException
         if fault.error == "interrupt":
-            self.injected = KeyboardInterrupt("injected")
+            error = KeyboardInterrupt("injected")
         elif fault.error == "memory":
-            self.injected = OUT_OF_MEMORY[self._device_type]()
+            error = OUT_OF_MEMORY[self._device_type]()
         else:
-            self.injected = RuntimeError("injected: the device failed")
-        raise self.injected
+            error = RuntimeError("injected: the device failed")
+        # Not kept: it would keep all that its frames hold.
+        self.happened = type(error)
+        error.injected_by = self  # type: ignore[union-attr]
+        raise error
+
+    def injected(self, error: BaseException) -> bool:
+        """Whether this is the error that was raised here."""
+        return getattr(error, "injected_by", None) is self
 
 
 _ENTERED = ("on_stream", "allocate_in")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,9 +121,9 @@ def patched(device_type: str, faults: Faults) -> Iterator[None]:
     undo: list[Callable[[], object]] = []
     try:
         for path, kind in BELOW[device_type].items():
-            undo.append(_patch(path, lambda original, kind=kind: faults.around(kind, original)))
+            undo.append(_patch(path, partial(faults.around, kind)))
         for path, kind in TORCH.items():
-            undo.append(_patch(path, lambda original, kind=kind: _own(faults, kind, original)))
+            undo.append(_patch(path, partial(_own, faults, kind)))
         if device_type == "cuda":
             undo.append(_patch_driver(faults))
         yield
@@ -148,6 +149,8 @@ def _patch(path: str, wrap: Callable[[Any], Any]) -> Callable[[], object]:
     *outer, name = names.split(".")
     for each in outer:
         owner = getattr(owner, each)
+    if not hasattr(owner, name):
+        return lambda: None  # of another version of torch
     own = vars(owner).get(name)
     setattr(owner, name, wrap(getattr(owner, name)))
     # What a base class has is not to be copied to this one.

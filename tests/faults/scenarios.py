@@ -15,6 +15,7 @@ from graphrt import (
     forward_context,
     wrapper_class,
 )
+from graphrt.core.device import Capability
 from tests.faults.world import LARGEST, Model, Step, World, scale
 
 PIECES = ("operator", "replay", "copy", "stream")
@@ -57,6 +58,15 @@ class CaptureStatic(CaptureFull):
         self.run = self.runner(options=GraphOptions(outputs="static"))
 
 
+class CaptureSharing(CaptureFull):
+    """`capture()` of graphs that share an executable."""
+
+    needs = Capability.EXEC_DEDUP
+
+    def prepare(self) -> None:
+        self.run = self.runner(options=GraphOptions(share_executables=True))
+
+
 class CaptureExample(CaptureFull):
     """`capture()` that tries its graphs with steps of the host."""
 
@@ -70,6 +80,9 @@ class CaptureExample(CaptureFull):
 
 class Lazy(World):
     """A step that captures its graph, of both modes."""
+
+    halves = PIECES
+    halves_in = ("core/replay/", "cpu/graph")
 
     def make_model(self) -> Model:
         return Model(self.device, breaks=True)
@@ -185,14 +198,10 @@ class WeightsChanged(Recapture):
 
 
 class Release(Recapture):
-    """`release()`, then `capture()`."""
+    """`release()`."""
 
     def act(self) -> Any:
         self.run.release()
-
-    def again(self) -> Any:
-        self.run.release()
-        self.run.capture()
 
 
 class Close(Recapture):
@@ -233,7 +242,10 @@ class TaskPieces(TaskStep):
 
 
 class TaskRepeats(TaskStep):
-    """The same where a failed update may be repeated eagerly."""
+    """The same where a failed update is repeated eagerly, of a forward that may run twice."""
+
+    def make_model(self) -> Model:
+        return Model(self.device, tasks=scale, counts=False)
 
     options = GraphOptions(check="off", eager_after_failed_update=True)
 
@@ -281,6 +293,9 @@ class Wrapper(World):
     """A host's own wrapper, by `get_static_graph_wrapper_cls()`: the step that captures."""
 
     def prepare(self) -> None:
+        if self.platform.capture_executes:
+            # Whoever has a wrapper by itself saves no state either.
+            self.halves = ("memory", "buffer", *PIECES)
         self.pool = GraphPool(self.platform)
         self.pools.append(self.pool)
         wrap = wrapper_class(self.platform)
@@ -309,17 +324,14 @@ class Wrapper(World):
 class WrapperStep(Wrapper):
     """The same: a step that replays."""
 
-    halves = ("operator",)
-
     def prepare(self) -> None:
         super().prepare()
-        super().act()
+        Wrapper.act(self)
+        self.halves = ("operator",)
 
 
 class WrapperClear(WrapperStep):
     """The same: `clear_graphs()`."""
-
-    halves = ()
 
     def act(self) -> Any:
         self.wrapper.clear_graphs()
@@ -328,8 +340,9 @@ class WrapperClear(WrapperStep):
 SCENARIOS: dict[str, type[World]] = {
     each.__name__: each
     for each in (
-        Create, CaptureFull, CapturePieces, CaptureStatic, CaptureExample, Lazy, Hit, Padded, Clone,
-        Eager, Pieces, Tried, Always, Verify, Recapture, WeightsChanged, Release, Close,
+        Create, CaptureFull, CapturePieces, CaptureStatic, CaptureSharing,
+        CaptureExample, Lazy, Hit, Padded, Clone, Eager,
+        Pieces, Tried, Always, Verify, Recapture, WeightsChanged, Release, Close,
         TaskCapture, TaskStep, TaskPieces, TaskRepeats, SharedCapture, SharedSteps, SharedClose,
         Wrapper, WrapperStep, WrapperClear,
     )

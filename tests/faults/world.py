@@ -21,6 +21,7 @@ from graphrt import (
 )
 from graphrt.core.base import dispatch_modes
 from graphrt.core.batch import current_context
+from graphrt.core.device import Capability
 from graphrt.core.replay import current_capture, under_way, warming_up
 from tests.faults.inject import Faults
 from tests.faults.places import seed_device
@@ -74,14 +75,17 @@ class Model:
         noise: bool = False,
         tasks: Callable[..., Any] | None = None,
         works: bool = True,
+        counts: bool = True,
     ) -> None:
         self.weight = torch.arange(1.0, 1.0 + WIDTH).to(device)
         self.cache = torch.zeros(SLOTS, WIDTH).to(device)
         self.steps = torch.zeros(1).to(device)
         self.breaks, self.noise, self.tasks, self.works = breaks, noise, tasks, works
+        self.counts = counts
 
     def __call__(self, x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
+        if self.counts:
+            self.steps += 1
         hidden = x * self.weight
         if self.works:
             work(hidden)
@@ -104,6 +108,7 @@ class Model:
             noise=self.noise,
             tasks=self.tasks,
             works=self.works,
+            counts=self.counts,
         )
         for own, its in zip(self.tensors(), other.tensors(), strict=True):
             its.copy_(own)
@@ -146,9 +151,13 @@ class Step:
 class World:
     """One scenario, built anew for each fault: `act` is what a fault is injected into."""
 
+    needs: Capability | None = None
+    """What the platform must be able to do."""
     halves: tuple[str, ...] = ()
     """The kinds of actions in the midst of `act` whose failure may leave half a step, as it does
     where a forward runs eagerly."""
+    halves_in: tuple[str, ...] = ("",)
+    """Where in graphrt, as a path begins."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
@@ -243,6 +252,8 @@ class World:
     def figures(self) -> dict[str, int]:
         """What must be the same whether a fault was in between or not."""
         gc.collect()
+        if self.device != "cpu":
+            torch.get_device_module(self.device).empty_cache()
         found = {"graphs": 0, "entries": 0, "pool bytes": 0}
         for run in self.runners:
             found["graphs"] += len(run.graphs.records)

@@ -21,6 +21,7 @@ from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base import DeviceHangError, GraphRTError
 from graphrt.core.device import TaskUpdate
 
+
 class Tasks:
     """All task groups of a platform: the open ones, and what orders the update of the others."""
 
