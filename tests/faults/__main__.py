@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.faults.harness import Harness, Table
+from tests.faults.harness import HEAD, Harness, row
 from tests.faults.platforms import maker_of, scenarios_of
 
 
@@ -16,21 +16,18 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="NAME")
     arguments = parser.parse_args()
     make, known = maker_of(arguments.platform), scenarios_of(arguments.platform)
-    table, started, count, shown = Table(), time.perf_counter(), 0, 0
+    wrong, count, started = [], 0, time.perf_counter()
+    print(HEAD)
     for name in arguments.only or known:
         harness = Harness(known[name], make)
-        table.places.update({(name, kind): n for kind, n in harness.baseline.seen.items()})
-        for fault in harness.faults():
-            table.note(name, harness.inject(fault))
-            count += 1
-        lines = table.wrong[shown:]
-        shown += len(lines)
-        print("\n".join(lines), file=sys.stderr)
-        print(f"{name}: {sum(harness.baseline.seen.values())} places", file=sys.stderr, flush=True)
-    print("\n".join(table.lines()))
-    print(f"\n{count} faults in {time.perf_counter() - started:.0f} s, {len(table.wrong)} wrong")
-    print("\n".join(table.wrong))
-    return bool(table.wrong)
+        found = [harness.inject(fault) for fault in harness.faults()]
+        for kind, places in harness.baseline.seen.items():
+            print(row(name, kind, places, found), flush=True)
+        wrong += [f"{name}: {each}" for each in found if each.wrong]
+        count += len(found)
+    print(f"\n{count} faults in {time.perf_counter() - started:.0f} s, {len(wrong)} wrong")
+    print("\n".join(wrong))
+    return bool(wrong)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt import GraphOptions, GraphPool
+from graphrt import GraphOptions, GraphPool, Host
 from graphrt.compile import compile_module, opaque, support_compile
 from tests.faults.scenarios import PIECES
 from tests.faults.world import SLOTS, WIDTH, Model, Step, World, work
@@ -73,6 +73,7 @@ class CompiledCapture(World):
             pieces="fx",
             mode=self.mode,
             options=GraphOptions(check="off"),
+            host=Host(state=(self.model.steps, self.model.cache)),
         )
 
     def example(self) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -40,28 +40,19 @@ class Finding:
     outcome: str
     wrong: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.fault} ({self.where}): {self.wrong or self.outcome}"
 
-@dataclass
-class Table:
-    """Outcomes by scenario and kind of action."""
 
-    places: dict[tuple[str, str], int] = field(default_factory=dict)
-    outcomes: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
+HEAD = "| scenario | action | places | outcomes |\n|---|---|---|---|"
 
-    def note(self, scenario: str, finding: Finding) -> None:
-        counted = self.outcomes.setdefault((scenario, finding.fault.kind), Counter())
-        counted["wrong" if finding.wrong else finding.outcome] += 1
-        if finding.wrong:
-            self.wrong.append(f"{scenario}: {finding.fault} ({finding.where}): {finding.wrong}")
 
-    def lines(self) -> Iterator[str]:
-        yield "| scenario | action | places | outcomes |"
-        yield "|---|---|---|---|"
-        for (scenario, kind), count in self.places.items():
-            counted = self.outcomes.get((scenario, kind), Counter())
-            text = ", ".join(f"{outcome} {n}" for outcome, n in sorted(counted.items()))
-            yield f"| {scenario} | {kind} | {count} | {text} |"
+def row(scenario: str, kind: str, places: int, found: Iterable[Finding]) -> str:
+    """A line of the table: what the faults of one kind of action came to."""
+    of_kind = [each for each in found if each.fault.kind == kind]
+    counted = Counter("wrong" if each.wrong else each.outcome for each in of_kind)
+    text = ", ".join(f"{outcome} {n}" for outcome, n in sorted(counted.items()))
+    return f"| {scenario} | {kind} | {places} | {text} |"
 
 
 class Harness:
@@ -112,7 +103,7 @@ class Harness:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # To count what is frozen takes longer than all the rest.
-            many = mock.patch.object(gc, "get_freeze_count", lambda: 1 << 20)
+            many = mock.patch.object(gc, "get_freeze_count", return_value=1 << 20)
             with many, patched(platform.device_type, faults):
                 world = self._scenario(faulty(platform, faults))
                 working.append(faults)

@@ -45,7 +45,9 @@ def _work(x: torch.Tensor) -> None:
         faults.hit("operator")()
 
 
-work = torch.library.custom_op("graphrt_faults::work", _work, mutates_args=("x",), schema="(Tensor(a!) x) -> ()")  # fmt: skip
+work = torch.library.custom_op(
+    "graphrt_faults::work", _work, mutates_args=("x",), schema="(Tensor(a!) x) -> ()"
+)
 work.register_fake(lambda x: None)
 
 scale = UpdatableTask(
