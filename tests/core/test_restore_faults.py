@@ -25,8 +25,9 @@ ERRORS = {
 @pytest.mark.filterwarnings("ignore::graphrt.core.base.GraphsDroppedWarning")
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("failing", range(8))
-@pytest.mark.parametrize("sizes", [[4], [2, 4]], ids=str)
-def test_a_restore_that_fails_once_leaves_state_as_it_was(sizes, failing, error):
+@pytest.mark.parametrize("outputs", [None, ("tokens", 4)], ids=["found", "declared"])
+def test_a_restore_that_fails_once_leaves_state_as_it_was(outputs, failing, error):
+    sizes = [4] if outputs is None else [2, 4]
     count, restores = torch.zeros(1), []
 
     def restore(value: torch.Tensor) -> None:
@@ -41,7 +42,7 @@ def test_a_restore_that_fails_once_leaves_state_as_it_was(sizes, failing, error)
 
     state = State(save=count.clone, restore=restore)
     # Without outputs= an eager step more is run, to find their axes.
-    run = runner(forward, host=Host(state=[state]), outputs=None, options=OFF, sizes=sizes)
+    run = runner(forward, host=Host(state=[state]), outputs=outputs, options=OFF, sizes=sizes)
     with contextlib.suppress(RuntimeError, ResourceExhaustedError, KeyboardInterrupt):
         run.capture()
     assert count.item() == 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from graphrt import Platform, get_platform
 from tests.faults.compiled import COMPILED
 from tests.faults.scenarios import SCENARIOS
+from tests.faults.sharing import SHARING
 from tests.faults.world import World
 
 
@@ -19,5 +20,5 @@ def maker_of(name: str) -> Callable[[], Platform]:
 def scenarios_of(name: str) -> dict[str, type[World]]:
     """The scenarios that a platform can run. Compiled code is run where it is compiled for."""
     able = get_platform(name).capabilities
-    found = {**SCENARIOS, **({} if name == "ascend-sim" else COMPILED)}
+    found = {**SCENARIOS, **SHARING, **({} if name == "ascend-sim" else COMPILED)}
     return {each: of for each, of in found.items() if of.needs is None or of.needs in able}

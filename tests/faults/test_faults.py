@@ -15,9 +15,10 @@ from tests.faults.compiled import COMPILED
 from tests.faults.harness import Harness
 from tests.faults.platforms import maker_of, scenarios_of
 from tests.faults.scenarios import SCENARIOS, CaptureFull, CaptureSharing, TaskStep
+from tests.faults.sharing import SHARING
 from tests.faults.world import World
 
-ON_CPU = {name: of for name, of in SCENARIOS.items() if of is not CaptureSharing}
+ON_CPU = {name: of for name, of in {**SCENARIOS, **SHARING}.items() if of is not CaptureSharing}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def npu() -> Callable[[], Platform]:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", {**SCENARIOS, **COMPILED})
+@pytest.mark.parametrize("name", {**SCENARIOS, **SHARING, **COMPILED})
 def test_a_fault_on_a_gpu_leaves_nothing_half_done(name):
     check(scenarios_of("cuda")[name], maker_of("cuda"), 24)
 
