@@ -36,7 +36,7 @@ def check(scenario: type[World], make: Callable[[], Platform], count: int | None
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_fault_leaves_nothing_half_done(name):
-    check(ON_CPU[name], maker_of("cpu"), 5)
+    check(ON_CPU[name], maker_of("cpu"), 4)
 
 
 @pytest.mark.parametrize("name", COMPILED)
