@@ -53,8 +53,9 @@ class Groups:
 
     def issue(self, graph: Any, stream: Any, update: TaskUpdate) -> None:
         """Issue the task anew on `stream`, which is current, and signal it."""
-        self._npu.graph_task_update_begin(stream, update.handle.group)
         try:
+            # Inside, as an interrupt may come right after it.
+            self._npu.graph_task_update_begin(stream, update.handle.group)
             update.issue()
             self._npu.graph_task_update_end(stream)
         except BaseException:

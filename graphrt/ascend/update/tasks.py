@@ -7,7 +7,7 @@ afterwards the update stream would wait for what waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,8 +20,6 @@ from graphrt.ascend.update.streams import UpdateStream, new_update_stream, note_
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base import DeviceHangError, GraphRTError
 from graphrt.core.device import TaskUpdate
-
-Undo = Callable[[Any, Sequence[TaskUpdate], Sequence[TaskUpdate]], None]
 
 
 class Tasks:
@@ -86,17 +84,14 @@ class Tasks:
                 updating.stream.wait_event(replayed)
             try:
                 if self._update_first:
-                    self._update(graph, updating.stream, updates, changed, watched, self._take_back)
+                    self._update(graph, updating.stream, updates, changed, watched)
                     current.wait_stream(updating.stream)
-                    try:
-                        self._launch(graph, current, watched)
-                    except BaseException:
-                        self._take_back(updating.stream, updates, ())
-                        raise
+                    self._launch(graph, current, watched)
                 else:
                     self._launch(graph, current, watched)
-                    self._update(graph, updating.stream, updates, changed, watched, self._drain)
+                    self._update(graph, updating.stream, updates, changed, watched)
             except BaseException:
+                self._settle(updating.stream, current, updates)
                 if watched is not None and self._watchdog is not None and not watched.is_launched:
                     self._watchdog.drop(watched)
                 raise
@@ -114,7 +109,6 @@ class Tasks:
         updates: Sequence[TaskUpdate],
         changed: bool,
         watched: WatchedStep | None,
-        undo: Undo,
     ) -> None:
         signalled = 0
         try:
@@ -130,28 +124,33 @@ class Tasks:
                     if watched is not None:
                         watched.signalled(stream)
         except BaseException as error:
-            undo(stream, updates[:signalled], updates[signalled:])
             named = _named(error, updates[min(signalled, len(updates) - 1)])
             if named is not None:
                 raise named from error
             raise
 
-    def _drain(
-        self, stream: Any, signalled: Sequence[TaskUpdate], missing: Sequence[TaskUpdate]
-    ) -> None:
-        """Let the replay that is running come to its end: it waits for every task."""
-        for update in missing:
-            with suppress(RuntimeError):
-                update.handle.event.record(stream)
+    def _settle(self, updating: Any, current: Any, updates: Sequence[TaskUpdate]) -> None:
+        """Let a replay come to its end, which waits for every task, and leave no signal behind: the
+        next one would run too early.
 
-    def _take_back(
-        self, stream: Any, signalled: Sequence[TaskUpdate], missing: Sequence[TaskUpdate]
-    ) -> None:
-        """Take the signals that no replay is going to take: the next one would run too early."""
-        for update in signalled:
+        Nobody knows whether there is such a replay, nor which of its tasks were signalled: an
+        interrupt may have come right after either. So each is signalled, perhaps once more, and
+        its signal taken where that comes behind the replay. To wait for one that may not be there
+        it is given first; `reset` alone takes none where CANN has a value wait.
+        """
+        if not self._update_first:
+            for update in updates:
+                with suppress(RuntimeError):
+                    update.handle.event.record(updating)
+        current.wait_stream(updating)
+        for update in updates:
             with suppress(RuntimeError):
-                update.handle.event.wait(stream)
-                update.handle.event.reset(stream)
+                event = update.handle.event
+                event.record(current)
+                event.wait(current)
+                event.reset(current)
+        # What is updated next would be signalled before that.
+        updating.wait_stream(current)
 
     def _update_stream(self, graph: Any, current: Any) -> UpdateStream:
         memory = self._memories[graph]

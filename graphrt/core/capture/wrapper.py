@@ -306,6 +306,10 @@ class GraphWrapper(Uncopied):
         except BaseException:
             if descriptor not in self._entries:
                 capture.discard()
+            if not self._entries:
+                # They may lie in the pool, and keep what the graph had there.
+                self._bridges.clear()
+                self._statics.clear()
             raise
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
         if transaction is not None:

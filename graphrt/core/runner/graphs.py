@@ -254,6 +254,8 @@ class GraphSet:
             undo.now()
         except BaseException:
             undo.now()
+            # That may be what had failed; and who looks for axes goes on after errors.
+            saved.restore()
             raise
 
     def _settle(self, saved: WatchedState | None) -> None:

@@ -115,6 +115,8 @@ def capture_graphs(
                 except BaseException as error:
                     take_back(graph, transaction)
                     if isinstance(error, ResourceExhaustedError):
+                        # Putting it back may be what there was no room for.
+                        state.restore()
                         drop(graph, error)
                         continue
                     if hasattr(error, "add_note"):

@@ -93,7 +93,7 @@ class Trial:
 
     def run(self, *, undone: bool = False) -> Verdict:
         """Run the trial; `undone`, its last run leaves no effects either. What a forward itself
-        raises is raised, with its state as it was."""
+        raises is raised, and what else goes wrong, with its state as it was."""
         verdict, step = self._verdict, self._step
         try:
             first = self._watch(rows=(step.rows, step.live_rows))
@@ -116,25 +116,25 @@ class Trial:
             self._move_numbers(first, eager, written)
             again = verdict.outputs = step.eager(self._watch())
             rewritten = self._saves.values()[: len(written)]
+            rounding = rounding_of(use.dtype for use in first.uses.values())
+            self._judge_repeats(eager, again, replayed, first, rounding)
+            rebound = self._moving.rebound(first.uses)
+            if rebound:
+                self._fail_rebound(rebound)
+            self._judge_writes(written, rewritten, left, first, rounding)
+            self._judge_padding(eager, other, alone, rounding, (first, without))
+            if alone is not None:
+                self._judge_state(written, left_alone, rounding)
+            if alone is not None and verdict.failure is not None:
+                # What the step is without graphs; by no run more, which other ranks would not do.
+                self._saves.write(left_alone)
+                verdict.outputs = alone
+            if undone or (self._strict and verdict.failure is not None):
+                self._back()
+            return verdict
         except BaseException:
             self._back()
             raise
-        rounding = rounding_of(use.dtype for use in first.uses.values())
-        self._judge_repeats(eager, again, replayed, first, rounding)
-        rebound = self._moving.rebound(first.uses)
-        if rebound:
-            self._fail_rebound(rebound)
-        self._judge_writes(written, rewritten, left, first, rounding)
-        self._judge_padding(eager, other, alone, rounding, (first, without))
-        if alone is not None:
-            self._judge_state(written, left_alone, rounding)
-        if alone is not None and verdict.failure is not None:
-            # What the step is without graphs; by no run more, which other ranks would not do.
-            self._saves.write(left_alone)
-            verdict.outputs = alone
-        if undone or (self._strict and verdict.failure is not None):
-            self._back()
-        return verdict
 
     def _alone(self, watch: Watch) -> Any:
         try:

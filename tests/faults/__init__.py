@@ -1,0 +1,1 @@
+"""Faults: the n-th device action of each kind fails, for every n, and nothing stays half-done."""

@@ -1,0 +1,95 @@
+"""A fault at any place leaves nothing half-done; `python -m tests.faults` tries all of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from graphrt import GraphRTError, Platform
+from tests.faults.compiled import COMPILED
+from tests.faults.harness import Harness
+from tests.faults.platforms import maker_of, scenarios_of
+from tests.faults.scenarios import SCENARIOS, CaptureFull, CaptureSharing, TaskStep
+from tests.faults.sharing import SHARING
+from tests.faults.world import World
+
+ON_CPU = {name: of for name, of in {**SCENARIOS, **SHARING}.items() if of is not CaptureSharing}
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def check(scenario: type[World], make: Callable[[], Platform], count: int | None) -> None:
+    harness = Harness(scenario, make)
+    faults = list(harness.faults()) if count is None else harness.sample(count)
+    found = [harness.inject(fault) for fault in faults]
+    assert found and not [str(each) for each in found if each.wrong]
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_fault_leaves_nothing_half_done(name):
+    check(ON_CPU[name], maker_of("cpu"), 4)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_fault_in_a_compiled_module_leaves_nothing_half_done(name):
+    check(COMPILED[name], maker_of("cpu"), 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", {**ON_CPU, **COMPILED})
+def test_every_fault_leaves_nothing_half_done(name):
+    check({**ON_CPU, **COMPILED}[name], maker_of("cpu"), None)
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_fault_on_an_npu_leaves_nothing_half_done(name, npu):
+    check(ON_CPU[name], npu, 3)
+
+
+@pytest.mark.npu
+def test_every_fault_in_an_update_on_an_npu_leaves_no_signal_behind(npu):
+    check(TaskStep, npu, None)
+
+
+@pytest.fixture
+def npu() -> Callable[[], Platform]:
+    return maker_of(os.environ.get("GRAPHRT_PLATFORM", "ascend"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", {**SCENARIOS, **SHARING, **COMPILED})
+def test_a_fault_on_a_gpu_leaves_nothing_half_done(name):
+    check(scenarios_of("cuda")[name], maker_of("cuda"), 24)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("room_mib", [0, 2, 4, 8, 24, 40])
+def test_a_gpu_without_room_drops_graphs_or_says_so(room_mib):
+    world = CaptureFull(maker_of("cuda")())
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    limit = torch.cuda.memory_reserved() + (room_mib << 20)
+    try:
+        torch.cuda.set_per_process_memory_fraction(limit / total)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            world.act()
+    except (GraphRTError, torch.OutOfMemoryError):
+        pass
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    world.check_idle()
+    world.check_serves()
+    world.again()
+    world.check_serves(hits=True)
+    world.close()
