@@ -15,10 +15,10 @@ HIT, MISS = "hit", "miss"
 
 @dataclass(frozen=True)
 class Edit:
-    """`files` are replaced texts by file: (old, new). `setup` is run before the program is
-    imported in the second start, and `setup_after` before it is compiled; `around` is a context manager's expression around its compilation and call, `options`
-    and `environment` are the second start's. `found` is what happened before this table was there,
-    where that was not `must`."""
+    """`files` are replaced texts by file: (old, new). `setup` is run before the program is imported
+    in the second start, and `setup_after` before it is compiled; `around` is a context manager's
+    expression around its compilation and call. `options` and `environment` are the second start's,
+    and with `moved` the program lies elsewhere."""
 
     name: str
     program: str
@@ -94,7 +94,7 @@ import ops
 
 def forward(x):
     out = torch.zeros_like(x)
-    torch.ops.edits_custom.into(x, out)
+    torch.ops.edits_custom.into(x * 1, out)
     return torch.ops.edits_custom.twice(x + 1) + out * 2
 
 def build():
@@ -506,7 +506,7 @@ EDITS = [
         MISS,
         environment={"EDITS_MODE": "other"},
     ),
-    Edit("a decomposition", "decomposed", MISS, {"kernels.py": ("x + x", "x * 3")}),
+    Edit("a decomposition", "decomposed", MISS, {"kernels.py": ("x + x", "2 * x")}),
     Edit(
         "a function that the graph calls",
         "allowed",
@@ -704,6 +704,6 @@ FOUND = {
     "a source that is gone": "hit, right",
     "a body that was made from no file": "hit, wrong",
 }
-"""What the second start did, where that was not what it must do, before the key was made of all that
-is called (with the stand-in of `edits_start.py` for a compiler). The values of a hit are right where
-what it had kept does not depend on the edit."""
+"""What the second start did, where that was not what it must do, before the key was made of all
+that is called (with the stand-in of `edits_start.py` for a compiler). The values of a hit are right
+where what it had kept does not depend on the edit."""

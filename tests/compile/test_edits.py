@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.compile.edits import AROUND, EDITS, FOUND, HIT, MISS, PROGRAMS, Edit
+from tests.compile.edits import AROUND, EDITS, HIT, MISS, PROGRAMS, Edit
 
 pytest.importorskip("triton")
 
@@ -143,7 +144,125 @@ def starts(
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
 def test_the_second_start_after(starts: Starts, edit: Edit):
-    if edit.name in FOUND:
-        pytest.xfail(FOUND[edit.name])
     found = starts.second(edit)
     assert (outcome(found), found.get("right")) == (edit.must, True), found
+
+
+# What has become of the cache itself -----------------------------------------------------------
+
+PROGRAM = "plain"
+
+
+def found_in(starts: Starts, cache: Path, **more: Any) -> dict[str, Any]:
+    (found,) = starts.run(starts.given(PROGRAM, starts.written(PROGRAM), cache, **more))
+    assert found["right"], found
+    return found
+
+
+def told(found: dict[str, Any]) -> str:
+    return "\n".join(found["told"])
+
+
+def artifacts(cache: Path) -> list[Path]:
+    return [each for each in cache.rglob("run-*/**/*") if each.is_file()]
+
+
+def test_a_cache_that_was_moved_hits(starts: Starts, tmp_path: Path):
+    _, cache = starts.first(PROGRAM)
+    shutil.move(cache, tmp_path / "elsewhere")
+    assert outcome(found_in(starts, tmp_path / "elsewhere")) == HIT
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_cache_of_another_owner_is_a_miss(starts: Starts):
+    _, cache = starts.first(PROGRAM)
+    os.chown(cache, 12345, -1)
+    found = found_in(starts, cache)
+    assert outcome(found) == MISS and "belongs to user 12345" in told(found)
+
+
+def test_a_truncated_piece_is_a_miss_and_mended(starts: Starts):
+    _, cache = starts.first(PROGRAM)
+    largest = max(artifacts(cache), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    found = found_in(starts, cache)
+    assert outcome(found) == MISS and "compiled again" in told(found)
+    assert outcome(found_in(starts, cache)) == HIT
+
+
+def test_a_truncated_manifest_is_a_miss(starts: Starts):
+    _, cache = starts.first(PROGRAM)
+    (manifest,) = cache.rglob("manifest.json")
+    os.truncate(manifest, manifest.stat().st_size // 2)
+    found = found_in(starts, cache)
+    assert outcome(found) == MISS and "manifest" in told(found)
+
+
+FULL = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+
+
+@pytest.mark.parametrize("bytes_left", [0, 100])
+def test_a_full_disk_is_a_miss_that_keeps_nothing(starts: Starts, tmp_path: Path, bytes_left: int):
+    if starts.compiler == "inductor":
+        pytest.skip("Inductor itself needs the disk")
+    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes_left}, {bytes_left}))"
+    found = found_in(starts, tmp_path / "cache", setup_after=FULL + limit)
+    assert outcome(found) == MISS and "cannot be written" in told(found)
+    assert not list((tmp_path / "cache").rglob("manifest.json"))
+    assert outcome(found_in(starts, tmp_path / "cache")) == MISS
+    assert outcome(found_in(starts, tmp_path / "cache")) == HIT
+
+
+NOBODY = "import os; os.seteuid(65534)"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root becomes somebody else")
+def test_a_read_only_cache_hits_and_takes_nothing_new(starts: Starts, readable: Path):
+    """Root's own cache, and a start of a user that may not write there."""
+    if starts.compiler == "inductor":
+        pytest.skip("Inductor itself writes where only root may")
+    _, cache = starts.first(PROGRAM)
+    shutil.copytree(cache, readable / "cache")
+    for each in (readable / "cache").rglob("*"):
+        each.chmod(0o755 if each.is_dir() else 0o644)
+    (readable / "cache").chmod(0o755)
+    shutil.copytree(starts.written(PROGRAM), readable / "source")
+    (readable / "inductor").mkdir()
+    (readable / "inductor").chmod(0o777)
+    given = starts.given(
+        PROGRAM,
+        readable / "source",
+        readable / "cache",
+        setup_after=NOBODY,
+        environment={"TORCHINDUCTOR_CACHE_DIR": str(readable / "inductor")},
+    )
+    (found,) = starts.run(given)
+    assert (outcome(found), found["right"]) == (HIT, True), found
+    (found,) = starts.run({**given, "options": {"autotune": False}})
+    assert (outcome(found), found["right"]) == (MISS, True), found
+    assert "cannot be written" in told(found)
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A directory that others may read, which a test's own is not."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        yield Path(directory)
+
+
+def test_of_two_processes_at_once_both_are_right_and_a_third_hits(starts: Starts, tmp_path: Path):
+    given = starts.given(PROGRAM, starts.written(PROGRAM), tmp_path / "cache")
+    found = starts.run(given, given)
+    assert all(each["right"] for each in found), found
+    assert MISS in map(outcome, found)
+    assert outcome(found_in(starts, tmp_path / "cache")) == HIT
+
+
+def test_a_key_that_cannot_be_whole_keeps_nothing(starts: Starts, tmp_path: Path):
+    """A source that is gone is a miss at every start, not only at the first."""
+    for _ in range(2):
+        gone = "import helpers, os; os.remove(helpers.__file__)"
+        found = found_in(starts, tmp_path / "cache", setup_after=gone)
+        assert outcome(found) == MISS and "cannot be read" in told(found)
+    assert not (tmp_path / "cache").exists()

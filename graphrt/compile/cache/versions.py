@@ -28,6 +28,8 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
         "hip": torch.version.hip,
         "triton": _version("triton"),
         "torch_npu": _version("torch_npu"),
+        "sympy": _version("sympy"),
+        "numpy": _version("numpy"),
         "device": _device_name(found),
         "cpu": cpu_features() if found.type == "cpu" else None,
     }

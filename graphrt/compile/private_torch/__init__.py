@@ -5,6 +5,7 @@ torch lacks a name, what needs it raises `MissingTorchNameError`, or does as the
 says.
 """
 
+from graphrt.compile.private_torch.ambient import ambient_state
 from graphrt.compile.private_torch.inductor import (
     Artifact,
     SaveFormat,
@@ -38,6 +39,18 @@ from graphrt.compile.private_torch.patches import (
     load_library,
     partitions_taken,
 )
+from graphrt.compile.private_torch.registered import (
+    has_compiled_kernels,
+    ignoring_new_sizes,
+    is_higher_order,
+    is_torchs_own,
+    python_calls,
+    python_functions,
+    registrations,
+    remember_functions,
+    tables_of_others,
+    triton_call,
+)
 from graphrt.compile.private_torch.traces import (
     SideEffects,
     computed,
@@ -59,6 +72,7 @@ __all__ = [
     "PartitionFunction",
     "SaveFormat",
     "SideEffects",
+    "ambient_state",
     "call_instead",
     "call_of",
     "code_forgotten_after_tuning",
@@ -69,10 +83,14 @@ __all__ = [
     "fake_tensors",
     "find_cpp_compiler",
     "generates_code",
+    "has_compiled_kernels",
     "has_triton",
     "held_by",
+    "ignoring_new_sizes",
     "inductor_compile",
+    "is_higher_order",
     "is_registered",
+    "is_torchs_own",
     "kernels_loaded_as_tuned",
     "lacks_partitions",
     "library_loads",
@@ -86,9 +104,15 @@ __all__ = [
     "overloads",
     "partitions_taken",
     "portable_settings",
+    "python_calls",
+    "python_functions",
+    "registrations",
+    "remember_functions",
     "side_effects",
     "size_oblivious",
     "storage_identity",
+    "tables_of_others",
     "torch_check",
     "trace_so_far",
+    "triton_call",
 ]
