@@ -10,8 +10,6 @@ from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
-import torch
-
 from graphrt.compile.private_torch.names import NAMES, own
 from graphrt.compile.private_torch.operators import overload_name
 from graphrt.core.base import MissingTorchNameError, PrivateName
@@ -34,6 +32,8 @@ _TABLES = {
     "user lowerings": NAMES.declare("torch._inductor.lowering.user_lowerings", without=_FEWER),
 }
 _HIGHER = NAMES.declare("torch._ops.HigherOrderOperator", without=_NO_KEY)
+_MODE = NAMES.declare("torch.utils._python_dispatch.TorchDispatchMode", without=_NO_KEY)
+_OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_KEY)
 _PLACE = re.compile(r"registered at (\S+?):\d+")
 
 _functions: dict[str, tuple[Any, ...]] = {}
@@ -115,6 +115,23 @@ def ignoring_new_sizes(fake_mode: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def operators_called() -> Iterator[list[Any]]:
+    """The overloads that reach the dispatcher's end in the block."""
+    found: list[Any] = []
+    mode: Any = _MODE.find()
+
+    class Collecting(mode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Collecting():
+        yield found
+
+
+@contextmanager
 def python_calls(seen: Callable[[FrameType], None]) -> Iterator[None]:
     """`seen` gets the frame of each Python function that this thread calls in the block."""
     before = sys.getprofile()
@@ -139,7 +156,7 @@ def _callables(held: Any) -> list[Any]:
             found += _callables(value)
         elif inner is not None:
             found.append(inner)
-        elif callable(value) and not isinstance(value, (type, torch._ops.OpOverload)):
+        elif callable(value) and not isinstance(value, (type, _OVERLOAD.find())):
             found.append(value)
     return found
 

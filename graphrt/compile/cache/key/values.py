@@ -12,7 +12,6 @@ import builtins
 import enum
 import functools
 import hashlib
-import importlib.util
 import inspect
 import logging
 import os
@@ -25,7 +24,15 @@ from typing import Any
 
 import torch
 
-from graphrt.compile.cache.sources import TracedSources, code_digest, is_covered, module_name
+from graphrt.compile.cache.key.code import (
+    Names,
+    covers,
+    globals_set_by,
+    is_known,
+    names_in,
+    texts_in,
+)
+from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -35,11 +42,6 @@ _MOST_BYTES = 1 << 24
 _MOST_ITEMS = 10_000
 _TRITON = ("fn", "kernel", "src", "configs", "keys", "values", "do_not_specialize", "noinline")
 """What Triton's own objects around a kernel have that decides about its code."""
-
-_PACKAGES = ("sympy", "mpmath", "numpy", "networkx", "triton")
-"""What torch itself calls; their versions are in the key."""
-
-Names = frozenset[str]
 
 
 class Values:
@@ -148,14 +150,14 @@ class Values:
         return f"{module_name(code.co_filename)} {code.co_name} {code_digest(code)}"
 
     def _globals(self, code: CodeType, names: Names, space: Mapping[str, Any]) -> Iterator[str]:
-        changing = _stored_globals(code)
+        changing = globals_set_by(code)
         for name in sorted(names):
             if name in space and name not in changing:
                 yield f"{name} = {self.of(space[name], names)}"
             elif isinstance(getattr(builtins, name, None), FunctionType):
                 yield f"{name} = {self.of(getattr(builtins, name))}"
         if names & _ENVIRONMENT:
-            for text in sorted(_texts(code)):
+            for text in sorted(texts_in(code)):
                 if text in os.environ:
                     yield f"environment {text}={os.environ[text]}"
 
@@ -238,63 +240,6 @@ class Values:
             yield f"{self.of(value.all_kwargs())} {self.of(getattr(value, 'pre_hook', None))}"
         else:
             yield re.sub(r"0x[0-9a-f]+", "", repr(value))
-
-
-def names_in(code: CodeType) -> Names:
-    """The names of globals and attributes in code, and in the functions that are made in it."""
-    return frozenset(name for each in _codes(code) for name in each.co_names)
-
-
-@functools.cache
-def is_known(path: str) -> bool:
-    """Whether a file belongs to Python, to torch, or to what torch is made with."""
-    return is_covered(path) or os.path.realpath(path).startswith(_package_roots())
-
-
-@functools.cache
-def _package_roots() -> tuple[str, ...]:
-    found = (importlib.util.find_spec(name) for name in _PACKAGES)
-    return tuple(
-        str(Path(os.path.realpath(each.origin)).parent) + os.sep
-        for each in found
-        if each is not None and each.origin is not None
-    )
-
-
-def covers(value: Any) -> bool:
-    """Whether a module, class or function is torch's or Python's own."""
-    if isinstance(value, FunctionType):
-        return is_known(value.__code__.co_filename)
-    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__ or "")
-    file = getattr(module, "__file__", None)
-    if file is not None:
-        return is_known(file)
-    name = "" if module is None else module.__name__
-    return name.partition(".")[0] in {"torch", *sys.builtin_module_names}
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _texts(code: CodeType) -> set[str]:
-    return {text for each in _codes(code) for text in each.co_consts if isinstance(text, str)}
-
-
-@functools.cache
-def _stored_globals(code: CodeType) -> Names:
-    """Globals that the code itself assigns to: counters and the like, no constants."""
-    import dis
-
-    return frozenset(
-        str(each.argval)
-        for inner in _codes(code)
-        for each in dis.get_instructions(inner)
-        if each.opname == "STORE_GLOBAL"
-    )
 
 
 def _attributes(value: Any) -> set[str]:

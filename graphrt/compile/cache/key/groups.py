@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphrt.compile.cache.settings import compiler_settings
-from graphrt.compile.cache.sources import TracedSources, digests_of
-from graphrt.compile.cache.versions import runtime_versions
+from graphrt.compile.cache.key.settings import compiler_settings
+from graphrt.compile.cache.key.sources import TracedSources, digests_of
+from graphrt.compile.cache.key.versions import runtime_versions
 from graphrt.core.base import InvalidOptionError
 
 Groups = dict[str, dict[str, Any]]

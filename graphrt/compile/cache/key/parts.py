@@ -11,11 +11,11 @@ from types import CodeType
 import torch
 from torch import fx
 
-from graphrt.compile.cache.called import CalledSources
-from graphrt.compile.cache.key import CacheKey
-from graphrt.compile.cache.settings import compiler_settings
-from graphrt.compile.cache.sources import TracedSources
-from graphrt.compile.cache.versions import runtime_versions
+from graphrt.compile.cache.key.called import CalledSources
+from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.key.settings import compiler_settings
+from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.versions import runtime_versions
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.private_torch import ambient_state
 

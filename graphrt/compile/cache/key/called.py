@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphrt.compile.cache.sources import TracedSources
-from graphrt.compile.cache.values import Values, covers, is_known
+from graphrt.compile.cache.key.code import covers, is_known
+from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.values import Values
 from graphrt.compile.private_torch import (
     has_compiled_kernels,
     ignoring_new_sizes,
     is_higher_order,
     is_torchs_own,
+    operators_called,
     overload_name,
     overloads,
     python_calls,
@@ -160,27 +161,15 @@ class CalledSources:
                     if mode.shape_env is not None:
                         stack.enter_context(ignoring_new_sizes(mode))
                     stack.enter_context(mode)
-                calls = stack.enter_context(_Operators())
+                calls = stack.enter_context(operators_called())
                 stack.enter_context(python_calls(frame))
                 target(*args, **kwargs)
         except Exception as error:
             self._values.unknown.append(f"what {target} calls: {type(error).__name__}: {error}")
             return
         self._add(f"called by {getattr(target, '__qualname__', target)}", *seen)
-        for each in calls.found:
+        for each in calls:
             self._operator(each)
-
-
-class _Operators(TorchDispatchMode):
-    """Collects the operators that are called in the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def _example(node: fx.Node) -> Any:
