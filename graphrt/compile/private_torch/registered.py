@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import PurePath
 from types import FrameType
 from typing import Any
+
+from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
 from graphrt.compile.private_torch.operators import overload_name
@@ -98,12 +100,14 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, _HIGHER.find())
 
 
-def triton_call(kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The kernel, and the arguments that are no part of the graph, of a node that calls Triton."""
-    table = _SIDE_TABLE.find()
-    return table.get_kernel(kwargs["kernel_idx"]), table.get_constant_args(
-        kwargs["constant_args_idx"]
-    )
+def triton_call(node: fx.Node) -> tuple[dict[str, Any], tuple[Any, Any]] | None:
+    """Of a node that calls a Triton kernel of the user's: its arguments without the numbers that
+    stand for something in this process only, and that: the kernel and its constant arguments."""
+    if "kernel_idx" not in node.kwargs or not is_higher_order(node.target):
+        return None
+    table, given = _SIDE_TABLE.find(), dict(node.kwargs)
+    kernel = table.get_kernel(given.pop("kernel_idx"))
+    return given, (kernel, table.get_constant_args(given.pop("constant_args_idx")))
 
 
 def ignoring_new_sizes(fake_mode: Any) -> AbstractContextManager[Any]:

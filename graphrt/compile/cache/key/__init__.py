@@ -1,5 +1,6 @@
 """The key of compiled code: everything that it depends on, from one list (`parts`)."""
 
+from graphrt.compile.cache.key.code import covers
 from graphrt.compile.cache.key.groups import GROUPS, CacheKey
 from graphrt.compile.cache.key.parts import (
     NOT_IN_KEY,
@@ -10,6 +11,7 @@ from graphrt.compile.cache.key.parts import (
 )
 from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.values import Values
 from graphrt.compile.cache.key.versions import cpu_features, runtime_versions
 
 __all__ = [
@@ -19,9 +21,11 @@ __all__ = [
     "CacheKey",
     "Compilation",
     "TracedSources",
+    "Values",
     "code_settings",
     "compiler_settings",
     "compiler_variables",
+    "covers",
     "cpu_features",
     "runtime_versions",
 ]

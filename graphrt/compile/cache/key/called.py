@@ -119,8 +119,9 @@ class CalledSources:
         return found
 
     def _triton(self, node: fx.Node) -> None:
-        if "kernel_idx" in node.kwargs:
-            kernel, constants = triton_call(node.kwargs)
+        found = triton_call(node)
+        if found is not None:
+            kernel, constants = found[1]
             name = getattr(kernel, "__name__", type(kernel).__name__)
             self._add(f"triton {name}", self._values.of(kernel), self._values.of(constants))
 

@@ -98,7 +98,9 @@ class Values:
         if isinstance(value, FunctionType):
             return self._function(value)
         if isinstance(value, MethodType):
-            return ["method", self.of(value.__func__), self.of(value.__self__, names)]
+            code = getattr(value.__func__, "__code__", None)
+            read = names if code is None else names | names_in(code)
+            return ["method", self.of(value.__func__), self.of(value.__self__, read)]
         if isinstance(value, functools.partial):
             return ["partial", *map(self.of, (value.func, value.args, value.keywords))]
         if isinstance(value, (staticmethod, classmethod)):
