@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +23,10 @@ from graphrt.compile.cache import (
 class KeptPieces:
     """The pieces of one module in the compile cache; a name says all that a piece is made of."""
 
-    def __init__(self, entry: CacheEntry) -> None:
+    def __init__(self, entry: CacheEntry, tag: str) -> None:
         self._entry = entry
+        self.tag = tag
+        """What the compiler's own caches must hold apart: they know less of what is called."""
 
     @classmethod
     def open(cls, compilation: Compilation) -> KeptPieces:
@@ -41,7 +44,8 @@ class KeptPieces:
                 rank=_rank(),
                 save_format=options.save_format,
                 enabled=False if unknown else None,
-            ).open(key)
+            ).open(key),
+            uuid.uuid4().hex if unknown else key.digest,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
+from graphrt.compile.private_torch import compiler_caches_apart
 from graphrt.compile.split import Piece, fingerprint, returned_count
 from graphrt.compile.trace import value_of
 
@@ -131,7 +133,8 @@ class Compiler:
             other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
             if why_eager:
                 backend, self._figures.backend_reason = other, why_eager
-        with torch.no_grad():
+        apart = nullcontext() if self._kept is None else compiler_caches_apart(self._kept.tag)
+        with torch.no_grad(), apart:
             compiled: Any = backend.compile(graph, inputs, static=static)
         self._figures.compilations += 1
         self._figures.static_compilations += static

@@ -9,6 +9,7 @@ from graphrt.compile.private_torch.ambient import ambient_state
 from graphrt.compile.private_torch.inductor import (
     Artifact,
     SaveFormat,
+    compiler_caches_apart,
     compiler_directory,
     custom_passes,
     find_cpp_compiler,
@@ -77,6 +78,7 @@ __all__ = [
     "call_instead",
     "call_of",
     "code_forgotten_after_tuning",
+    "compiler_caches_apart",
     "compiler_directory",
     "computed",
     "custom_passes",
