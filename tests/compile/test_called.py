@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.compiler.config
 from torch import fx
 
 import graphrt
 from graphrt.compile import CompileOptions, compile_module
 from graphrt.compile.cache import Compilation, CompileCacheWarning, TracedSources, Values
 from graphrt.compile.cache.key import NOT_IN_KEY, PARTS, code_settings, compiler_variables
-from graphrt.compile.private_torch import triton_call
+from graphrt.compile.private_torch import compiler_caches_apart, triton_call
 from graphrt.compile.split import fingerprint
 
 OTHER: dict[str, Any] = {
@@ -197,6 +198,13 @@ def test_what_no_process_can_tell_again_is_not_kept(tmp_path: Any):
     given = Compilation(CompileOptions(), [], fx.GraphModule({}, graph), torch.device("cpu"))
     given.key()
     assert any("gone.py" in each for each in given.unknown)
+
+
+def test_the_compilers_own_caches_are_held_apart_by_the_key():
+    before = torch.compiler.config.cache_key_tag
+    with compiler_caches_apart("digest"):
+        assert "digest" in torch.compiler.config.cache_key_tag
+    assert torch.compiler.config.cache_key_tag == before
 
 
 # Triton --------------------------------------------------------------------------------------
