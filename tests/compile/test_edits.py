@@ -145,7 +145,10 @@ def starts(
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
 def test_the_second_start_after(starts: Starts, edit: Edit):
     found = starts.second(edit)
-    assert (outcome(found), found.get("right")) == (edit.must, True), found
+    # Inductor saves no code that calls such functions, which is a warning at every start.
+    unsaved = starts.compiler == "inductor" and edit.program == "allowed"
+    must = MISS if unsaved else edit.must
+    assert (outcome(found), found.get("right")) == (must, True), found
 
 
 # What has become of the cache itself -----------------------------------------------------------
