@@ -14,8 +14,8 @@ import torch
 
 from graphrt.compile import CompileOptions
 from graphrt.compile.cache import CacheKey, code_settings, runtime_versions
-from graphrt.compile.cache.settings import compiler_settings
-from graphrt.compile.cache.sources import TracedSources, code_digest, module_name
+from graphrt.compile.cache.key.settings import compiler_settings
+from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
 from graphrt.core.base import InvalidOptionError
 
 MODEL = """
@@ -154,7 +154,7 @@ def test_bytecode_digests_do_not_depend_on_the_process(tree: Path):
     here = Path(code_digest.__code__.co_filename).parents[3]
     text = (
         "import sys; sys.modules['torch'] = None; import types;"
-        f"source = open({str(here / 'graphrt/compile/cache/sources.py')!r}).read();"
+        f"source = open({str(here / 'graphrt/compile/cache/key/sources.py')!r}).read();"
         "source = source.replace('import torch', '').replace("
         "'from graphrt.core.base import logger', '');"
         "space = {'__name__': 'x'}; exec(source, space);"

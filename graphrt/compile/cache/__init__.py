@@ -2,20 +2,30 @@
 
 from graphrt.compile.cache.disk import CompileCache, default_directory
 from graphrt.compile.cache.entry import CacheEntry
-from graphrt.compile.cache.key import CacheKey, code_settings
+from graphrt.compile.cache.key import (
+    CacheKey,
+    Compilation,
+    TracedSources,
+    Values,
+    code_settings,
+    covers,
+    cpu_features,
+    runtime_versions,
+)
 from graphrt.compile.cache.listing import StoredKey, find_key, remove, stored_keys
 from graphrt.compile.cache.log import CompileCacheWarning, size_text, warn
-from graphrt.compile.cache.sources import TracedSources
-from graphrt.compile.cache.versions import cpu_features, runtime_versions
 
 __all__ = [
     "CacheEntry",
     "CacheKey",
+    "Compilation",
     "CompileCache",
     "CompileCacheWarning",
     "StoredKey",
     "TracedSources",
+    "Values",
     "code_settings",
+    "covers",
     "cpu_features",
     "default_directory",
     "find_key",

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from graphrt.compile.backend import backend_for
+from graphrt.compile.cache import Compilation
 from graphrt.compile.errors import ReassignedStateError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.cached import KeptPieces
@@ -63,7 +64,9 @@ def build(
     if graphs and traced.assigned:
         raise _reassigned(traced.assigned)
     device = seen.device
-    kept = None if options.backend == "eager" else KeptPieces.open(options, traced.codes, device)
+    kept = None
+    if options.backend != "eager":
+        kept = KeptPieces.open(Compilation(options, traced.codes, traced.graph, device))
     backend, figures.backend_reason = backend_for(
         options.backend,
         device.type,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -14,36 +14,39 @@ import torch
 from graphrt.compile.backend import CompiledPiece, new_directory
 from graphrt.compile.cache import (
     CacheEntry,
-    CacheKey,
+    Compilation,
     CompileCache,
-    TracedSources,
-    code_settings,
-    runtime_versions,
     warn,
 )
-from graphrt.compile.options import CompileOptions
 
 
 class KeptPieces:
     """The pieces of one module in the compile cache; a name says all that a piece is made of."""
 
-    def __init__(self, entry: CacheEntry) -> None:
+    def __init__(self, entry: CacheEntry, tag: str) -> None:
         self._entry = entry
+        self.tag = tag
+        """What the compiler's own caches must hold apart: they know less of what is called."""
 
     @classmethod
-    def open(
-        cls, options: CompileOptions, codes: Sequence[CodeType], device: torch.device | str
-    ) -> KeptPieces:
-        """The entry for code that was traced with these options from these sources."""
-        cache = CompileCache(options.cache_dir, rank=_rank(), save_format=options.save_format)
-        sources = TracedSources()
-        for code in codes:
-            # Generated code has no file; what it says is in the pieces.
-            if not code.co_filename.startswith("<"):
-                sources.add(code)
-        versions = runtime_versions(device)
-        key = CacheKey.of(code_settings(options), sources, versions=versions)
-        return cls(cache.open(key))
+    def open(cls, compilation: Compilation) -> KeptPieces:
+        """The entry for what is compiled; one that keeps nothing where something that the code may
+        depend on cannot be read, which is a warning."""
+        options, key = compilation.options, compilation.key()
+        unknown = compilation.unknown
+        if unknown:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            why = "what it depends on cannot be read"
+            warn(f"compiled code is not kept, as {why}: {unknown[0]}{more}")
+        return cls(
+            CompileCache(
+                options.cache_dir,
+                rank=_rank(),
+                save_format=options.save_format,
+                enabled=False if unknown else None,
+            ).open(key),
+            uuid.uuid4().hex if unknown else key.digest,
+        )
 
     @property
     def found(self) -> bool:

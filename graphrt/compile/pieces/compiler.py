@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
-from graphrt.compile.private_torch import storage_identity
+from graphrt.compile.private_torch import compiler_caches_apart, storage_identity
 from graphrt.compile.split import Piece, fingerprint, returned_count
 from graphrt.compile.trace import value_of
 from graphrt.core.base import GraphRTError, logger
@@ -158,8 +159,9 @@ class Compiler:
             other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
             if why_eager:
                 backend, self._figures.backend_reason = other, why_eager
+        apart = nullcontext() if self._kept is None else compiler_caches_apart(self._kept.tag)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), apart:
                 compiled: Any = backend.compile(graph, inputs, static=static)
         except GraphRTError:
             raise

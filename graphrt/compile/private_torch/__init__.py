@@ -5,9 +5,11 @@ torch lacks a name, what needs it raises `MissingTorchNameError`, or does as the
 says.
 """
 
+from graphrt.compile.private_torch.ambient import ambient_state
 from graphrt.compile.private_torch.inductor import (
     Artifact,
     SaveFormat,
+    compiler_caches_apart,
     compiler_directory,
     custom_passes,
     find_cpp_compiler,
@@ -41,6 +43,19 @@ from graphrt.compile.private_torch.patches import (
     load_library,
     partitions_taken,
 )
+from graphrt.compile.private_torch.registered import (
+    has_compiled_kernels,
+    ignoring_new_sizes,
+    is_higher_order,
+    is_torchs_own,
+    operators_called,
+    python_calls,
+    python_functions,
+    registrations,
+    remember_functions,
+    tables_of_others,
+    triton_call,
+)
 from graphrt.compile.private_torch.traces import (
     SideEffects,
     computed,
@@ -62,9 +77,11 @@ __all__ = [
     "PartitionFunction",
     "SaveFormat",
     "SideEffects",
+    "ambient_state",
     "call_instead",
     "call_of",
     "code_forgotten_after_tuning",
+    "compiler_caches_apart",
     "compiler_directory",
     "computed",
     "custom_passes",
@@ -72,11 +89,14 @@ __all__ = [
     "fake_tensors",
     "find_cpp_compiler",
     "generates_code",
+    "has_compiled_kernels",
     "has_triton",
     "held_by",
+    "ignoring_new_sizes",
     "inductor_compile",
     "is_higher_order",
     "is_registered",
+    "is_torchs_own",
     "kernels_loaded_as_tuned",
     "lacks_partitions",
     "library_loads",
@@ -86,15 +106,25 @@ __all__ = [
     "mark_unbacked",
     "new_code_shown",
     "operator_names",
+    "operators_called",
     "overload_name",
     "overloads",
     "partitions_taken",
     "portable_settings",
+    "python_calls",
+    "python_functions",
+    "registrations",
+    "remember_functions",
     "returns",
     "side_effects",
     "size_oblivious",
     "storage_identity",
+    "tables_of_others",
     "torch_check",
     "trace_so_far",
+<<<<<<< HEAD
     "written_arguments",
+=======
+    "triton_call",
+>>>>>>> cachekey
 ]

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
+import torch.compiler.config
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES
@@ -113,6 +115,15 @@ def inductor_compile(
 def load_artifact(path: Path, save_format: SaveFormat) -> Artifact:
     """What `Artifact.save` wrote."""
     found: Artifact = _LOAD.find()(path=str(path), format=save_format)
+    return found
+
+
+def compiler_caches_apart(tag: str) -> AbstractContextManager[Any]:
+    """What is compiled in the block is found in the compiler's own caches under this tag only: by
+    its graph alone they take an operator for the same whose body is another."""
+    config: Any = torch.compiler.config
+    own = config.cache_key_tag
+    found: AbstractContextManager[Any] = config.patch(cache_key_tag=f"{own} graphrt {tag}")
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from graphrt.compile.errors import OpaqueError
-from graphrt.compile.private_torch import is_registered
+from graphrt.compile.private_torch import is_registered, remember_functions
 from graphrt.core.capture import eager_break
 
 P = ParamSpec("P")
@@ -112,6 +112,7 @@ def _define(
     library.impl(short, function, "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake or _nothing, lib=library)
     _libraries.append(library)
+    remember_functions(name, function, fake)
     return getattr(getattr(torch.ops, namespace), short).default
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch import operator_names, storage_identity
+from graphrt.compile.cache import TracedSources, Values, covers
+from graphrt.compile.private_torch import operator_names, storage_identity, triton_call
 from graphrt.compile.split.graph import attribute_of
 from graphrt.compile.trace import value_of
 
@@ -39,8 +41,11 @@ def normalised(graph: fx.GraphModule) -> list[str]:
         elif node.op == "get_attr":
             lines.append(f"{name} = {_attribute(graph, str(node.target))}")
         else:
-            args = _argument((node.args, node.kwargs), numbers)
-            lines.append(f"{name} = {node.op} {target_name(node.target)} {args}")
+            kwargs, kernel = triton_call(node) or (node.kwargs, None)
+            args = _argument((node.args, kwargs), numbers)
+            lines.append(
+                f"{name} = {node.op} {target_name(node.target)}{_body(node, kernel)} {args}"
+            )
     return lines
 
 
@@ -53,6 +58,13 @@ def target_name(target: Any) -> str:
     module = getattr(target, "__module__", None) or type(target).__module__
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
     return f"{module}.{name or repr(target)}"
+
+
+def _body(node: fx.Node, kernel: object) -> str:
+    """What tells functions of one name apart, such as closures, and Triton kernels."""
+    found = kernel if kernel is not None else node.target
+    own = isinstance(found, FunctionType) and not covers(found)
+    return f" {Values(TracedSources()).of(found)}" if own or kernel is not None else ""
 
 
 def _attribute(graph: fx.GraphModule, target: str) -> str:

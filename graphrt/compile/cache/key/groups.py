@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphrt.compile.cache.settings import compiler_settings
-from graphrt.compile.cache.sources import TracedSources, digests_of
-from graphrt.compile.cache.versions import runtime_versions
-from graphrt.compile.options import CompileOptions
+from graphrt.compile.cache.key.settings import compiler_settings
+from graphrt.compile.cache.key.sources import TracedSources, digests_of
+from graphrt.compile.cache.key.versions import runtime_versions
 from graphrt.core.base import InvalidOptionError
 
 Groups = dict[str, dict[str, Any]]
 
-GROUPS = ("versions", "settings", "compiler", "sources")
-_NOT_CODE = frozenset({"cache_dir", "save_format", "compile_sizes"})
-"""Options that are not in the key. The name of a piece says for which size it was compiled."""
+GROUPS = ("versions", "settings", "compiler", "ambient", "environment", "sources", "called")
+_DIGESTS = ("sources", "called")
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,12 @@ class CacheKey:
         *,
         versions: Mapping[str, str] | None = None,
         compiler: Mapping[str, object] | None = None,
+        **others: Mapping[str, object],
     ) -> CacheKey:
         """The key of code made from `sources`: those of a trace, or contents and paths by module.
 
-        `versions` are by default `runtime_versions()`, `compiler` is `compiler_settings()`.
+        `versions` are by default `runtime_versions()`, `compiler` is `compiler_settings()`;
+        `others` are further groups.
         Settings are JSON types; raises `InvalidOptionError` for others.
         """
         traced = sources.digests() if isinstance(sources, TracedSources) else digests_of(sources)
@@ -50,6 +50,7 @@ class CacheKey:
                 "settings": dict(settings),
                 "compiler": dict(compiler_settings() if compiler is None else compiler),
                 "sources": traced,
+                **others,
             }
         )
 
@@ -71,13 +72,6 @@ class CacheKey:
             for group in GROUPS
             for line in _differences(group, other.groups[group], self.groups[group])
         ]
-
-
-def code_settings(options: CompileOptions) -> dict[str, object]:
-    """The options that compiled code depends on, new ones too: a needless miss is better than a
-    stale hit."""
-    names = (each.name for each in fields(options))
-    return {name: getattr(options, name) for name in names if name not in _NOT_CODE}
 
 
 def _checked(group: str, values: Mapping[str, object]) -> dict[str, Any]:
@@ -103,4 +97,4 @@ def _differences(group: str, old: Mapping[str, object], new: Mapping[str, object
             yield f"{what}: gone"
         elif old[name] != new[name]:
             changed = f"{old[name]} -> {new[name]}"
-            yield f"{what}: {'edited' if group == 'sources' else changed}"
+            yield f"{what}: {'edited' if group in ('sources', 'called') else changed}"

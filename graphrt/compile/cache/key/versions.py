@@ -28,6 +28,8 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
         "hip": torch.version.hip,
         "triton": _version("triton"),
         "torch_npu": _version("torch_npu"),
+        "sympy": _version("sympy"),
+        "numpy": _version("numpy"),
         "device": _device_name(found),
         "cpu": cpu_features() if found.type == "cpu" else None,
     }
@@ -44,7 +46,7 @@ def _graphrt_version() -> str:
 def _package_digest() -> str:
     """The code that splits and stitches decides about pieces as much as the compiler does."""
     digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -33,6 +33,7 @@ class TracedSources:
     def __init__(self) -> None:
         self._digests: dict[str, set[str]] = {}
         self._seen: set[object] = set()
+        self._unreadable: set[str] = set()
 
     def add(self, *traced: Any) -> None:
         """Take in functions, code objects or paths; raises `OSError` for an unreadable path."""
@@ -41,6 +42,16 @@ class TracedSources:
                 self._add_file(str(each))
             else:
                 self._add_code(_code_of(each))
+
+    def add_readable(self, code: CodeType) -> bool:
+        """Take in a code object; whether its source could be read."""
+        self._add_code(code)
+        return code.co_filename not in self._unreadable
+
+    @property
+    def unreadable(self) -> list[str]:
+        """Files of code that was taken in of which no source is to be had."""
+        return sorted(self._unreadable)
 
     def digests(self) -> dict[str, str]:
         """Module names and digests, for `CacheKey.of`."""
@@ -59,7 +70,10 @@ class TracedSources:
             self._add_file(code.co_filename)
         except OSError:
             # A notebook cell or generated code; it may be known to linecache only.
-            self._add_content(name, "".join(linecache.getlines(code.co_filename)).encode())
+            content = "".join(linecache.getlines(code.co_filename)).encode()
+            if not content and not code.co_filename.startswith("<"):
+                self._unreadable.add(code.co_filename)
+            self._add_content(name, content)
 
     def _add_file(self, path: str) -> None:
         if path in self._seen or is_covered(path):

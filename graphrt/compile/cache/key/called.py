@@ -1,0 +1,200 @@
+"""What a graph calls that was not traced: operators, functions, Triton kernels.
+
+Their Python functions are described as `Values` does. Bodies that only the dispatcher knows, such
+as a composite operator's, are run with the trace's fake tensors, and every function that is called
+meanwhile is described with what its globals, its closure and its arguments hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphrt.compile.cache.key.code import covers, is_known
+from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.values import Values
+from graphrt.compile.private_torch import (
+    has_compiled_kernels,
+    ignoring_new_sizes,
+    is_higher_order,
+    is_torchs_own,
+    operators_called,
+    overload_name,
+    overloads,
+    python_calls,
+    python_functions,
+    registrations,
+    tables_of_others,
+    triton_call,
+)
+
+_TENSOR = torch.Tensor
+
+
+class CalledSources:
+    """`digests` by the names of what `graph` calls; `unknown` is what could not be read of it."""
+
+    def __init__(self, graph: fx.GraphModule, sources: TracedSources) -> None:
+        self._values = Values(sources)
+        self._found: dict[str, list[str]] = {}
+        self._operators: set[Any] = set()
+        self._run: set[Any] = set()
+        for each in graph.modules():
+            if isinstance(each, fx.GraphModule):
+                for node in each.graph.nodes:
+                    self._node(node, outer=each is graph)
+        for name, function in tables_of_others():
+            self._add(name, self._values.of(function))
+
+    @property
+    def digests(self) -> dict[str, list[str]]:
+        """In the order of the graph: two functions may share a name."""
+        return self._found
+
+    @property
+    def unknown(self) -> list[str]:
+        """What the graph may depend on and nobody can tell in the next process."""
+        return self._values.unknown
+
+    def _add(self, name: str, *described: str) -> None:
+        self._found.setdefault(name, []).extend(described)
+
+    def _node(self, node: fx.Node, *, outer: bool) -> None:
+        target: Any = node.target
+        if node.op == "get_attr":
+            self._attribute(node, outer=outer)
+        elif node.op == "call_method":
+            target = getattr(_TENSOR, str(target), None)
+            if isinstance(target, FunctionType) and not covers(target):
+                self._function(node, target)
+        elif node.op == "call_function":
+            self._arguments(node)
+            if is_higher_order(target):
+                self._triton(node)
+            elif any(overload_name(each) for each in overloads(target)):
+                for each in overloads(target):
+                    self._operator(each)
+                self._watch(node, target)
+            elif isinstance(target, FunctionType) or hasattr(target, "__dict__"):
+                self._function(node, target)
+
+    def _function(self, node: fx.Node, function: Any) -> None:
+        if isinstance(function, FunctionType) and covers(function):
+            return
+        module = getattr(function, "__module__", None) or ""
+        if module.partition(".")[0] in ("torch", "_operator", "builtins", "math"):
+            return
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        self._add(f"{module}.{name}", self._values.of(function))
+        self._watch(node, function)
+
+    def _operator(self, operator: Any) -> None:
+        if operator in self._operators or is_torchs_own(operator):
+            return
+        self._operators.add(operator)
+        baked_in, run = python_functions(operator)
+        described = [self._values.of(each) for each in baked_in]
+        described += [self._values.runs(each) for each in run]
+        if has_compiled_kernels(operator):
+            described += self._libraries(operator)
+        self._add(str(operator), *registrations(operator), *described)
+
+    def _libraries(self, operator: Any) -> list[str]:
+        """The extensions that have an operator's name in them, as what registers it must."""
+        short = str(overload_name(operator)).rpartition("::")[2].encode()
+        found = [
+            f"{Path(file).name} {self._values.file(file)}"
+            for file in sorted(_extensions())
+            if short in Path(file).read_bytes()
+        ]
+        if not found:
+            self._values.unknown.append(f"the library of {operator}")
+        return found
+
+    def _triton(self, node: fx.Node) -> None:
+        found = triton_call(node)
+        if found is not None:
+            kernel, constants = found[1]
+            name = getattr(kernel, "__name__", type(kernel).__name__)
+            self._add(f"triton {name}", self._values.of(kernel), self._values.of(constants))
+
+    def _attribute(self, node: fx.Node, *, outer: bool) -> None:
+        # The tensors of the graph itself are inputs of pieces; those of inner graphs are not.
+        found: Any = node.graph.owning_module
+        for name in str(node.target).split("."):
+            found = getattr(found, name)
+        if not isinstance(found, fx.GraphModule) and not (outer and isinstance(found, _TENSOR)):
+            self._add(f"attribute {node.target}", self._values.of(found))
+
+    def _arguments(self, node: fx.Node) -> None:
+        for value in fx.node.map_arg([*node.args, *node.kwargs.values()], lambda _: None):
+            for each in _parts(value):
+                if each is not None and not isinstance(each, (bool, int, float, str)):
+                    self._add(f"argument of {node.name}", self._values.of(each))
+
+    def _watch(self, node: fx.Node, target: Any) -> None:
+        """Run what the node calls with fake tensors, and take in what is called."""
+        own = all(is_torchs_own(each) for each in overloads(target) if overload_name(each))
+        if target in self._run or (own and any(overload_name(each) for each in overloads(target))):
+            return
+        self._run.add(target)
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _example)
+        modes = (getattr(each, "fake_mode", None) for each in _parts((args, kwargs)))
+        mode = next((each for each in modes if each is not None), None)
+        seen: list[str] = []
+
+        def frame(found: FrameType) -> None:
+            code = found.f_code
+            if not is_known(code.co_filename) and found.f_globals.get("__name__") != __name__:
+                seen.append(self._values.frame(code, found.f_globals, found.f_locals))
+
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                if mode is not None:
+                    if mode.shape_env is not None:
+                        stack.enter_context(ignoring_new_sizes(mode))
+                    stack.enter_context(mode)
+                calls = stack.enter_context(operators_called())
+                stack.enter_context(python_calls(frame))
+                target(*args, **kwargs)
+        except Exception as error:
+            self._values.unknown.append(f"what {target} calls: {type(error).__name__}: {error}")
+            return
+        self._add(f"called by {getattr(target, '__qualname__', target)}", *seen)
+        for each in calls:
+            self._operator(each)
+
+
+def _example(node: fx.Node) -> Any:
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, slice):
+        value = [value.start, value.stop, value.step]
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _parts(each)
+    else:
+        yield value
+
+
+def _extensions() -> set[str]:
+    """The files of libraries that torch was told to load, and of all extensions of others."""
+    found = set(torch.ops.loaded_libraries)
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if file.endswith((".so", ".pyd", ".dylib")) and not covers(module):
+            found.add(file)
+    return {each for each in found if Path(each).is_file()}

@@ -1,0 +1,102 @@
+"""The one list of what is in the key of compiled code, and of what is not, with the reasons."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import CodeType
+
+import torch
+from torch import fx
+
+from graphrt.compile.cache.key.called import CalledSources
+from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.key.settings import compiler_settings
+from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.versions import runtime_versions
+from graphrt.compile.options import CompileOptions
+from graphrt.compile.private_torch import ambient_state
+
+NOT_IN_KEY = {
+    "cache_dir": "where code is kept does not change it",
+    "save_format": "pieces are loaded in either form",
+    "compile_sizes": "the name of a piece says for which size it was compiled",
+}
+"""The options that are not in the key, and why. All others are, new ones too."""
+
+VARIABLES = re.compile(r"(TORCHINDUCTOR|TORCHDYNAMO|AOT|TRITON)_\w+")
+"""Variables of the environment that compilers read, some at any time and not into a setting."""
+VARIABLES_NOT_IN_KEY = {
+    r"\w+_(DIR|HOME|PATH)": "where something lies does not change it",
+    r"\w+_CACHE(_\w+)?": "their own caches are not used to load pieces",
+    r"\w+_REMOTE_\w+": "their own caches are not used to load pieces",
+    r"\w+_THREADS": "how many compile at once",
+    r"\w+_WORKER_\w+": "how many compile at once",
+    r"\w*(DEBUG|TRACE|LOG|LOGS|DUMP|PRINT|VERBOSE|PROFILE|PROGRESS)(_\w+)?": "for reading only",
+}
+"""Those of them that are not in the key, and why."""
+
+
+@dataclass
+class Compilation:
+    """What is compiled: with which options, from which trace, and for which device."""
+
+    options: CompileOptions
+    codes: Sequence[CodeType]
+    graph: fx.GraphModule
+    device: torch.device
+    sources: TracedSources = field(default_factory=TracedSources)
+    unknown: list[str] = field(default_factory=list)
+    """What could not be read: code that may depend on it is neither kept nor loaded."""
+
+    def key(self) -> CacheKey:
+        """The key, of all `PARTS`; `unknown` is complete then."""
+        found = {name: part(self) for name, part in PARTS.items()}
+        self.unknown += self.sources.unreadable
+        return CacheKey.from_groups(found)
+
+
+def code_settings(options: CompileOptions) -> dict[str, object]:
+    """The options that compiled code depends on, new ones too: a needless miss is better than a
+    stale hit."""
+    names = (each.name for each in fields(options))
+    return {name: getattr(options, name) for name in names if name not in NOT_IN_KEY}
+
+
+def compiler_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that compilers read, but for those that say why not."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if VARIABLES.fullmatch(name)
+        and not any(re.fullmatch(each, name) for each in VARIABLES_NOT_IN_KEY)
+    }
+
+
+def _called(compilation: Compilation) -> dict[str, object]:
+    called = CalledSources(compilation.graph, compilation.sources)
+    compilation.unknown += called.unknown
+    return dict(called.digests)
+
+
+def _sources(compilation: Compilation) -> dict[str, str]:
+    for code in compilation.codes:
+        # Generated code has no file; what it says is in the pieces.
+        if not code.co_filename.startswith("<"):
+            compilation.sources.add(code)
+    return compilation.sources.digests()
+
+
+PARTS: dict[str, Callable[[Compilation], Mapping[str, object]]] = {
+    "versions": lambda given: runtime_versions(given.device),
+    "settings": lambda given: code_settings(given.options),
+    "compiler": lambda given: compiler_settings(),
+    "ambient": lambda given: ambient_state(given.device.type),
+    "environment": lambda given: compiler_variables(),
+    # Before the sources, as the files of what is called are among them.
+    "called": _called,
+    "sources": _sources,
+}
+"""Each group of the key, and who fills it in."""

@@ -1,0 +1,267 @@
+"""Functions and what they refer to, as text that is equal in every process with the same program.
+
+A function is its file and its bytecode, its defaults and closure, and of the globals that its code
+names: constants by their values, functions and Triton kernels like itself, modules, classes and
+objects by those of their attributes that its code names. Variables of the environment count where
+code that reads some has their names.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from graphrt.compile.cache.key.code import (
+    Names,
+    covers,
+    globals_set_by,
+    is_known,
+    names_in,
+    texts_in,
+)
+from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_STATELESS = (logging.Logger, logging.LoggerAdapter, torch.library.Library, torch.SymInt)
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+_MOST_BYTES = 1 << 24
+_MOST_ITEMS = 10_000
+_TRITON = ("fn", "kernel", "src", "configs", "keys", "values", "do_not_specialize", "noinline")
+"""What Triton's own objects around a kernel have that decides about its code."""
+
+
+class Values:
+    """Describes values; the files of all code that it meets go to `sources`.
+
+    `unknown` is what it could not read, though compiled code may depend on it.
+    """
+
+    def __init__(self, sources: TracedSources) -> None:
+        self.unknown: list[str] = []
+        self._sources = sources
+        self._described: dict[tuple[int, Names, bool], str] = {}
+        self._alive: list[object] = []  # whose ids are used
+        self._state_counts = True
+
+    def of(self, value: Any, names: Names = frozenset()) -> str:
+        """A value, and of a module or an object its attributes `names`."""
+        if isinstance(value, _PLAIN) and type(value) in _PLAIN:
+            return f"{type(value).__name__} {value!r}"
+        if isinstance(value, _NAMED):
+            return str(value)
+        key = id(value), names, self._state_counts
+        if key not in self._described:
+            # For what refers to itself.
+            self._described[key] = f"again {type(value).__name__}"
+            self._alive.append(value)
+            self._described[key] = _short(self._parts(value, names))
+        return self._described[key]
+
+    def runs(self, function: Any) -> str:
+        """A function that compiled code calls as it is when it runs: by its source and constants,
+        not by the state that it may keep."""
+        self._state_counts = False
+        try:
+            return self.of(function)
+        finally:
+            self._state_counts = True
+
+    def frame(self, code: CodeType, space: Mapping[str, Any], local: Mapping[str, Any]) -> str:
+        """Code that is running: its globals, and what its closure and its arguments hold."""
+        names = names_in(code)
+        parts = [self._code(code), *self._globals(code, names, space)]
+        for name in code.co_freevars:
+            if name in local:
+                parts.append(f"{name} = {self.of(local[name], names)}")
+        for name in code.co_varnames[: code.co_argcount]:
+            given = local.get(name)
+            told = hasattr(given, "__dict__") and not covers(type(given))
+            if told or type(given) in _PLAIN:
+                parts.append(f"{name} = {self.of(given, names)}")
+        return _short(parts)
+
+    def _parts(self, value: Any, names: Names) -> list[str]:
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, MethodType):
+            code = getattr(value.__func__, "__code__", None)
+            read = names if code is None else names | names_in(code)
+            return ["method", self.of(value.__func__), self.of(value.__self__, read)]
+        if isinstance(value, functools.partial):
+            return ["partial", *map(self.of, (value.func, value.args, value.keywords))]
+        if isinstance(value, (staticmethod, classmethod)):
+            return [type(value).__name__, self.of(value.__func__)]
+        if isinstance(value, property):
+            return ["property", *map(self.of, (value.fget, value.fset))]
+        if isinstance(value, BuiltinFunctionType):
+            return [self._builtin(value)]
+        if isinstance(value, ModuleType):
+            return [value.__name__, *self._module(value, names)]
+        if isinstance(value, type):
+            return [_name(value), *self._class(value, names)]
+        if type(value).__module__.partition(".")[0] == "triton":
+            return [_name(type(value)), *self._kernel(value)]
+        if not self._state_counts and not isinstance(value, tuple):
+            wrapped = inspect.unwrap(value)
+            return [_name(type(value)), self.of(wrapped) if wrapped is not value else ""]
+        if isinstance(value, torch.Tensor):
+            return [self._tensor(value)]
+        if isinstance(value, Mapping):
+            both = (f"{self.of(k, names)}: {self.of(v, names)}" for k, v in value.items())
+            return self._items(value, both)
+        if isinstance(value, (list, tuple)):
+            return self._items(value, (self.of(each, names) for each in value))
+        if isinstance(value, (set, frozenset)):
+            return self._items(value, iter(sorted(self.of(each, names) for each in value)))
+        return self._object(value, names)
+
+    def _function(self, function: FunctionType) -> list[str]:
+        code = function.__code__
+        cells = [_content(cell) for cell in function.__closure__ or ()]
+        if is_known(code.co_filename):
+            # torch's own wrappers hold what they wrap.
+            held = [self.of(each) for each in cells if callable(each)]
+            return [f"{function.__module__}.{function.__qualname__}", *held]
+        names = names_in(code)
+        return [
+            self._code(code),
+            self.of(function.__defaults__, names),
+            self.of(function.__kwdefaults__, names),
+            *(self.of(each, names) for each in cells),
+            *self._globals(code, names, function.__globals__),
+        ]
+
+    def _code(self, code: CodeType) -> str:
+        generated = code.co_filename.startswith("<")
+        if not generated and not self._sources.add_readable(code):
+            self.unknown.append(f"the source of {code.co_name}, {code.co_filename}")
+        return f"{module_name(code.co_filename)} {code.co_name} {code_digest(code)}"
+
+    def _globals(self, code: CodeType, names: Names, space: Mapping[str, Any]) -> Iterator[str]:
+        changing = globals_set_by(code)
+        for name in sorted(names):
+            if name in space and name not in changing:
+                yield f"{name} = {self.of(space[name], names)}"
+            elif isinstance(getattr(builtins, name, None), FunctionType):
+                yield f"{name} = {self.of(getattr(builtins, name))}"
+        if names & _ENVIRONMENT:
+            for text in sorted(texts_in(code)):
+                if text in os.environ:
+                    yield f"environment {text}={os.environ[text]}"
+
+    def _builtin(self, function: Any) -> str:
+        module = getattr(function, "__module__", None) or ""
+        loaded = sys.modules.get(module.partition(".")[0])
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file and loaded is not None and not is_known(file):
+            return f"{_name(function)} {self.file(file)}"
+        return _name(function)
+
+    def file(self, path: str) -> str:
+        """The digest of a file's content."""
+        try:
+            return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        except OSError as error:
+            self.unknown.append(f"{path}: {error}")
+            return "unreadable"
+
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        what = f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.device}"
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+            return what
+        if tensor.layout is not torch.strided or tensor.nbytes > _MOST_BYTES:
+            self.unknown.append(f"the content of a tensor, {what}")
+            return what
+        plain = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return f"{what} {hashlib.sha256(bytes(plain.tolist())).hexdigest()}"
+
+    def _items(self, value: Any, described: Iterator[str]) -> list[str]:
+        if len(value) > _MOST_ITEMS:
+            self.unknown.append(f"a {type(value).__name__} of {len(value)} items")
+            return []
+        return [type(value).__name__, *described]
+
+    def _module(self, module: ModuleType, names: Names) -> Iterator[str]:
+        covered = covers(module)
+        for name in sorted(names & vars(module).keys()):
+            value = vars(module)[name]
+            # Of torch and Python only what somebody has replaced.
+            if not covered or (isinstance(value, FunctionType) and not covers(value)):
+                yield f"{name} = {self.of(value, names)}"
+
+    def _class(self, kind: type, names: Names) -> Iterator[str]:
+        for each in kind.__mro__:
+            own = vars(each)
+            covered = covers(each)
+            for name in sorted((names | {"__init__", "__new__", "__call__"}) & own.keys()):
+                value = own[name]
+                if not covered or (isinstance(value, FunctionType) and not covers(value)):
+                    yield f"{_name(each)}.{name} = {self.of(value, names)}"
+
+    def _object(self, value: Any, names: Names) -> list[str]:
+        kind = type(value)
+        if isinstance(value, enum.Enum):
+            return [_name(kind), value.name, self.of(value.value)]
+        if isinstance(value, re.Pattern):
+            return [repr(value)]
+        if isinstance(value, _STATELESS):
+            return [_name(kind)]
+        if kind.__module__ == "numpy":
+            return [_name(kind), repr(value), hashlib.sha256(value.tobytes()).hexdigest()]
+        wrapped = inspect.unwrap(value, stop=lambda each: isinstance(each, FunctionType))
+        if wrapped is not value:
+            return [_name(kind), self.of(wrapped)]
+        parts = [_name(kind), *self._class(kind, names)]
+        held = {name for name in names if name in _attributes(value)}
+        parts += [f"{name} = {self.of(getattr(value, name), names)}" for name in sorted(held)]
+        if not held and not hasattr(value, "__dict__") and not covers(kind):
+            self.unknown.append(f"a {_name(kind)}")
+        return parts
+
+    def _kernel(self, value: Any) -> Iterator[str]:
+        """A Triton kernel with what tunes it, a configuration, or a constant of Triton's."""
+        own = {name: getattr(value, name, None) for name in _TRITON}
+        if any(each is not None for each in own.values()):
+            for name, each in own.items():
+                yield f"{name} = {self.of(each)}"
+        elif hasattr(value, "all_kwargs"):
+            yield f"{self.of(value.all_kwargs())} {self.of(getattr(value, 'pre_hook', None))}"
+        else:
+            yield re.sub(r"0x[0-9a-f]+", "", repr(value))
+
+
+def _attributes(value: Any) -> set[str]:
+    found = set(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        found.update((slots,) if isinstance(slots, str) else slots)
+    return {name for name in found if hasattr(value, name)}
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return "empty"
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+
+
+def _short(parts: list[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,172 @@
+"""What is registered for an operator: its schema, and the Python functions that stand behind it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import PurePath
+from types import FrameType
+from typing import Any
+
+from torch import fx
+
+from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.compile.private_torch.operators import overload_name
+from graphrt.core.base import MissingTorchNameError, PrivateName
+
+_NO_KEY = "compiled code that calls operators of others is not kept"
+_FEWER = "what is registered there is not in the key of compiled code"
+_BUILTIN = NAMES.declare("torch._library.utils.is_builtin", without=_NO_KEY)
+_DUMP = NAMES.declare("torch._C._dispatch_dump", without=_NO_KEY)
+_CUSTOM = NAMES.declare("torch._library.custom_ops.OPDEFS", without=_NO_KEY)
+_SIMPLE = NAMES.declare("torch._library.simple_registry.singleton", without=_NO_KEY)
+_KERNELS = NAMES.declare("torch._library.triton.triton_ops_to_kernels", without=_FEWER)
+_SIDE_TABLE = NAMES.declare(
+    "torch._higher_order_ops.triton_kernel_wrap.kernel_side_table", without=_NO_KEY
+)
+_TABLES = {
+    "decompositions": NAMES.declare("torch._decomp.decomposition_table", without=_FEWER),
+    "meta": NAMES.declare("torch._decomp.meta_table", without=_FEWER),
+    "inductor": NAMES.declare("torch._inductor.decomposition.decompositions", without=_FEWER),
+    "lowerings": NAMES.declare("torch._inductor.lowering.lowerings", without=_FEWER),
+    "user lowerings": NAMES.declare("torch._inductor.lowering.user_lowerings", without=_FEWER),
+}
+_HIGHER = NAMES.declare("torch._ops.HigherOrderOperator", without=_NO_KEY)
+_MODE = NAMES.declare("torch.utils._python_dispatch.TorchDispatchMode", without=_NO_KEY)
+_OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_KEY)
+_PLACE = re.compile(r"registered at (\S+?):\d+")
+
+_functions: dict[str, tuple[Any, ...]] = {}
+
+
+def remember_functions(operator: str, run: Any, fake: Any) -> None:
+    """Tell what an operator "ns::op" of graphrt's own calls: torch cannot be asked for it."""
+    _functions[operator] = run, fake
+
+
+def is_torchs_own(operator: Any) -> bool:
+    """Whether an overload comes with torch, whose version says what it is."""
+    return bool(_BUILTIN.find()(operator))
+
+
+def registrations(operator: Any) -> list[str]:
+    """The schema and tags of an overload, and for which dispatch keys it has kernels, each with the
+    name of the file that registered it; equal wherever the program lies."""
+    lines = str(_DUMP.find()(str(own(operator, "_name", _NO_KEY)))).splitlines()
+    found = [_PLACE.sub(lambda at: f"registered at {PurePath(at[1]).name}", x) for x in lines]
+    tags = sorted(str(tag) for tag in operator.tags)
+    return [str(own(operator, "_schema", _NO_KEY)), *tags, *found]
+
+
+def has_compiled_kernels(operator: Any) -> bool:
+    """Whether an overload has kernels that are no Python functions."""
+    lines = str(_DUMP.find()(str(own(operator, "_name", _NO_KEY)))).splitlines()
+    places = (_PLACE.search(line) for line in lines if "::" in line and "[ " in line)
+    return any(found is not None and not found[1].endswith(".py") for found in places)
+
+
+def python_functions(operator: Any) -> tuple[list[Any], list[Any]]:
+    """What is known of the Python functions behind an overload, and of the Triton kernels: those
+    that a compiler may take into its code, and those that are only called when that runs."""
+    name = overload_name(operator) or ""
+    custom = _CUSTOM.find().get(name)
+    entry = _SIMPLE.find().get(str(own(operator, "_name", _NO_KEY)).removesuffix(".default"))
+    run, *baked_in = _functions.get(name, (None,))
+    called = [] if run is None else [run]
+    if custom is not None:
+        called += _callables(vars(custom))
+    if entry is not None:
+        baked_in += _callables(vars(own(entry, "fake_impl", _NO_KEY)))
+        baked_in += _callables(vars(own(entry, "torch_dispatch_rules", _NO_KEY)))
+    baked_in += _callables(own(operator, "py_kernels", _NO_KEY))
+    return [*baked_in, *_found(_KERNELS, {}).get(name, ())], called
+
+
+def tables_of_others() -> Iterator[tuple[str, Any]]:
+    """Decompositions, meta functions and lowerings that do not come with torch, by their names."""
+    for kind, table in _TABLES.items():
+        if table.path.rpartition(".")[0] not in sys.modules:
+            continue  # nobody can have added to it
+        for target, function in _found(table, {}).items():
+            module = getattr(function, "__module__", None) or "torch"
+            if module.partition(".")[0] not in ("torch", "functools"):
+                yield f"{kind} {target}", function
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether a graph's node calls an operator that takes graphs or kernels."""
+    return isinstance(target, _HIGHER.find())
+
+
+def triton_call(node: fx.Node) -> tuple[dict[str, Any], tuple[Any, Any]] | None:
+    """Of a node that calls a Triton kernel of the user's: its arguments without the numbers that
+    stand for something in this process only, and that: the kernel and its constant arguments."""
+    if "kernel_idx" not in node.kwargs or not is_higher_order(node.target):
+        return None
+    table, given = _SIDE_TABLE.find(), dict(node.kwargs)
+    kernel = table.get_kernel(given.pop("kernel_idx"))
+    return given, (kernel, table.get_constant_args(given.pop("constant_args_idx")))
+
+
+def ignoring_new_sizes(fake_mode: Any) -> AbstractContextManager[Any]:
+    """Sizes that depend on data and are made in the block belong to nobody."""
+    found: AbstractContextManager[Any] = own(
+        fake_mode.shape_env, "ignore_fresh_unbacked_symbols", _NO_KEY
+    )()
+    return found
+
+
+@contextmanager
+def operators_called() -> Iterator[list[Any]]:
+    """The overloads that reach the dispatcher's end in the block."""
+    found: list[Any] = []
+    mode: Any = _MODE.find()
+
+    class Collecting(mode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Collecting():
+        yield found
+
+
+@contextmanager
+def python_calls(seen: Callable[[FrameType], None]) -> Iterator[None]:
+    """`seen` gets the frame of each Python function that this thread calls in the block."""
+    before = sys.getprofile()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            seen(frame)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def _callables(held: Any) -> list[Any]:
+    """Functions in a dict, and in the dicts and the holders of a function in it."""
+    found = []
+    for value in held.values():
+        inner = getattr(value, "func", None)
+        if isinstance(value, dict):
+            found += _callables(value)
+        elif inner is not None:
+            found.append(inner)
+        elif callable(value) and not isinstance(value, (type, _OVERLOAD.find())):
+            found.append(value)
+    return found
+
+
+def _found(name: PrivateName, without: Any) -> Any:
+    try:
+        return name.find()
+    except MissingTorchNameError:
+        return without

@@ -1,0 +1,271 @@
+"""What is in the key of what is called and not traced, each by itself; `edits.py` has starts."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import torch.compiler.config
+from torch import fx
+
+import graphrt
+from graphrt.compile import CompileOptions, compile_module
+from graphrt.compile.cache import Compilation, CompileCacheWarning, TracedSources, Values
+from graphrt.compile.cache.key import NOT_IN_KEY, PARTS, code_settings, compiler_variables
+from graphrt.compile.private_torch import compiler_caches_apart, triton_call
+from graphrt.compile.split import fingerprint
+
+OTHER: dict[str, Any] = {
+    "backend": "inductor",
+    "compile_sizes": (7,),
+    "dynamic_shapes": "unbacked",
+    "splitting_ops": ("aten::mm",),
+    "use_inductor_graph_partition": True,
+    "cache_dir": "/elsewhere",
+    "save_format": "unpacked",
+    "autotune": False,
+}
+"""Another value for each option."""
+
+
+def described(value: Any) -> tuple[str, list[str]]:
+    values = Values(TracedSources())
+    return values.of(value), values.unknown
+
+
+# The list ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(CompileOptions)])
+def test_every_option_is_in_the_key_or_says_why_not(name: str):
+    assert name in OTHER, "a new option: give it another value here"
+    changed = code_settings(CompileOptions(**{name: OTHER[name]})) != code_settings(
+        CompileOptions()
+    )
+    assert changed == (name not in NOT_IN_KEY)
+
+
+def test_what_is_not_in_the_key_is_an_option_and_has_a_reason():
+    assert NOT_IN_KEY.keys() <= {each.name for each in fields(CompileOptions)}
+    assert all(NOT_IN_KEY.values())
+
+
+def test_every_part_of_the_list_is_in_the_key():
+    graph = fx.symbolic_trace(lambda x: x + 1)
+    given = Compilation(CompileOptions(), [], graph, torch.device("cpu"))
+    assert given.key().groups.keys() == PARTS.keys()
+    assert given.unknown == []
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("TORCHINDUCTOR_MAX_AUTOTUNE", True),
+        ("TRITON_F32_DEFAULT", True),
+        ("TORCHINDUCTOR_CACHE_DIR", False),
+        ("TRITON_CACHE_DIR", False),
+        ("TORCHINDUCTOR_COMPILE_THREADS", False),
+        ("TRITON_PRINT_AUTOTUNING", False),
+        ("HOME", False),
+    ],
+)
+def test_which_variables_count(name: str, counts: bool):
+    assert (name in compiler_variables({name: "1"})) == counts
+
+
+# Values --------------------------------------------------------------------------------------
+
+
+class Holder:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.other = object()
+
+    def apply(self, x: Any) -> Any:
+        return x * self.factor
+
+
+def closed_over(value: Any) -> Any:
+    return lambda x: x * value
+
+
+def reads_an_attribute(holder: Holder) -> Any:
+    return lambda x: x * holder.factor
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        closed_over,
+        lambda n: reads_an_attribute(Holder(n)),
+        lambda n: Holder(n).apply,
+        lambda n: functools.partial(closed_over(1), n),
+        lambda n: functools.lru_cache(closed_over(n)),
+        lambda n: closed_over([1, {"a": n}]),
+        lambda n: closed_over(torch.tensor([1.0, n])),
+        lambda n: closed_over(closed_over(n)),
+        lambda n: closed_over(staticmethod(closed_over(n))),
+    ],
+)
+def test_what_a_function_holds_counts(of: Any):
+    (one, unknown), (same, _), (other, _) = described(of(2.0)), described(of(2.0)), described(of(3))
+    assert one == same != other
+    assert unknown == []
+
+
+def test_types_of_constants_count():
+    assert len({described(closed_over(n))[0] for n in (1, 1.0, True, "1", None)}) == 5
+    assert described(closed_over(0.0))[0] != described(closed_over(-0.0))[0]
+
+
+def test_what_refers_to_itself_ends():
+    held: list[Any] = [1]
+    held.append(held)
+    assert described(closed_over(held)) == described(closed_over(held))
+
+
+def test_a_counter_is_no_constant():
+    space: dict[str, Any] = {"count": 0, "FACTOR": 2}
+    exec("def f(x):\n    global count\n    count += 1\n    return x * FACTOR", space)
+    before = described(space["f"])
+    space["count"] = 7
+    assert described(space["f"]) == before
+    space["FACTOR"] = 3
+    assert described(space["f"]) != before
+
+
+def test_state_of_what_only_runs_does_not_count():
+    steps: dict[str, int] = {}
+    values = Values(TracedSources())
+    before = values.runs(closed_over(steps))
+    steps["a"] = 1
+    assert Values(TracedSources()).runs(closed_over(steps)) == before
+
+
+def test_what_cannot_be_read_is_named():
+    assert described(closed_over(torch.empty(1 << 23)))[1]
+    assert "content of a tensor" in described(closed_over(torch.empty(1 << 23)))[1][0]
+
+
+# In a graph ----------------------------------------------------------------------------------
+
+
+def scaled_by(factor: float) -> Any:
+    @torch.compiler.allow_in_graph
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
+    return scaled
+
+
+twice, thrice = scaled_by(2.0), scaled_by(3.0)
+
+
+@graphrt.opaque("test_called::between", mutates=["out"])
+def between(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+
+
+def two_closures(x):
+    first = twice(x)
+    out = torch.empty_like(first)
+    between(first, out)
+    return thrice(out)
+
+
+def test_pieces_with_closures_of_one_name_are_not_taken_for_the_same():
+    compiled = compile_module(two_closures, ["x"])
+    x = torch.randn(3, 4)
+    assert torch.equal(compiled(x), two_closures(x))
+    assert compiled.figures.distinct_pieces == 2
+
+
+def test_what_no_process_can_tell_again_is_not_kept(tmp_path: Any):
+    gone = tmp_path / "gone.py"
+    gone.write_text("def body(x):\n    return x * 2\n")
+    space: dict[str, Any] = {"__name__": "gone"}
+    exec(compile(gone.read_text(), str(gone), "exec"), space)
+    gone.unlink()
+    inner = torch.compiler.allow_in_graph(space["body"])
+    graph = fx.Graph()
+    graph.output(graph.call_function(inner, (graph.placeholder("x"),)))
+    for node in graph.nodes:
+        node.meta["example_value"] = torch.ones(2)
+    given = Compilation(CompileOptions(), [], fx.GraphModule({}, graph), torch.device("cpu"))
+    given.key()
+    assert any("gone.py" in each for each in given.unknown)
+
+
+def test_the_compilers_own_caches_are_held_apart_by_the_key():
+    before = torch.compiler.config.cache_key_tag
+    with compiler_caches_apart("digest"):
+        assert "digest" in torch.compiler.config.cache_key_tag
+    assert torch.compiler.config.cache_key_tag == before
+
+
+# Triton --------------------------------------------------------------------------------------
+
+
+def launched(kernel: Any, **constants: Any) -> fx.GraphModule:
+    """A graph as Dynamo makes it of a launch."""
+    from torch._higher_order_ops.triton_kernel_wrap import (
+        kernel_side_table,
+        triton_kernel_wrapper_mutation,
+    )
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.ones(4)
+    graph.call_function(
+        triton_kernel_wrapper_mutation,
+        (),
+        {
+            "kernel_idx": kernel_side_table.add_kernel(kernel),
+            "constant_args_idx": kernel_side_table.add_constant_args(constants),
+            "grid": [(4, 1, 1)],
+            "tma_descriptor_metadata": {},
+            "kwargs": {"x": x},
+        },
+    )
+    graph.output(x)
+    return fx.GraphModule({}, graph)
+
+
+@pytest.fixture
+def kernels() -> Any:
+    pytest.importorskip("triton")
+    from tests.compile import triton_kernels
+
+    return triton_kernels
+
+
+def test_a_piece_that_launches_a_kernel_is_named_by_it_and_not_by_its_number(kernels: Any):
+    first = fingerprint(launched(kernels.doubled, BLOCK=64))
+    assert fingerprint(launched(kernels.doubled, BLOCK=64)) == first, "in a later process too"
+    assert fingerprint(launched(kernels.doubled, BLOCK=128)) != first
+    assert fingerprint(launched(kernels.tripled, BLOCK=64)) != first
+
+
+def test_a_kernels_numbers_are_no_part_of_its_arguments(kernels: Any):
+    node = next(n for n in launched(kernels.doubled, BLOCK=8).graph.nodes if n.kwargs)
+    found = triton_call(node)
+    assert found is not None and found[1] == (kernels.doubled, {"BLOCK": 8})
+    assert set(found[0]) == {"grid", "tma_descriptor_metadata", "kwargs"}
+
+
+@pytest.mark.cuda
+def test_kernels_of_the_users_are_compiled_once_and_loaded(kernels: Any, tmp_path: Any):
+    options = CompileOptions(backend="inductor", cache_dir=str(tmp_path))
+    x = torch.randn(8, 16, device="cuda")
+    expected = kernels.forward(x)
+    for compilations, loads in ((1, 0), (0, 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CompileCacheWarning)
+            compiled = compile_module(kernels.forward, ["x"], options=options)
+            torch.testing.assert_close(compiled(x), expected)
+        assert (compiled.figures.compilations, compiled.figures.loads) == (compilations, loads)
+        torch._dynamo.reset()

@@ -1,0 +1,271 @@
+"""The table of `edits.py`: what the second start finds, and whether its results are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compile.edits import AROUND, EDITS, HIT, MISS, PROGRAMS, Edit
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+COMPILERS = [
+    "stand-in",
+    pytest.param(
+        "inductor",
+        marks=[
+            pytest.mark.long,
+            pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++"),
+        ],
+    ),
+]
+
+
+class Starts:
+    """Programs on disk, each with the cache of its first start."""
+
+    def __init__(self, root: Path, compiler: str) -> None:
+        self.root, self.compiler = root, compiler
+        self._first: dict[str, dict[str, Any]] = {}
+        self._server = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("edits_start.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "TRITON_INTERPRET": "0",
+                "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            },
+        )
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(60)
+
+    def run(self, *several: dict[str, Any]) -> list[dict[str, Any]]:
+        assert self._server.stdin is not None and self._server.stdout is not None
+        print(json.dumps(several), file=self._server.stdin, flush=True)
+        found: list[dict[str, Any]] = json.loads(self._server.stdout.readline())
+        for each in found:
+            assert "error" not in each, each["error"]
+        return found
+
+    def given(self, program: str, directory: Path, cache: Path, **more: Any) -> dict[str, Any]:
+        return {
+            "directory": str(directory),
+            "cache": str(cache),
+            "compiler": self.compiler,
+            "environment": {},
+            "options": {},
+            "setup": "",
+            "setup_after": "",
+            "around": AROUND.get(program, ""),
+            **more,
+        }
+
+    def written(self, program: str) -> Path:
+        directory = self.root / program / "source"
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in PROGRAMS[program].items():
+            (directory / name).write_text(text)
+        return directory
+
+    def first(self, program: str) -> tuple[Path, Path]:
+        """The sources of a program, and a copy of the cache of its first start."""
+        directory, kept = self.written(program), self.root / program / "kept"
+        if program not in self._first:
+            (found,) = self.run(self.given(program, directory, kept))
+            self._first[program] = found
+            assert found["right"] and found["compiled"] and not found["loaded"], found
+        cache = self.root / program / "cache"
+        shutil.rmtree(cache, ignore_errors=True)
+        if kept.exists():
+            shutil.copytree(kept, cache)
+        return directory, cache
+
+    def second(self, edit: Edit) -> dict[str, Any]:
+        """The start after an edit."""
+        directory, cache = self.first(edit.program)
+        if edit.moved:
+            there = self.root / "moved" / edit.program
+            shutil.rmtree(there, ignore_errors=True)
+            directory = Path(shutil.move(directory, there))
+        for name, (old, new) in edit.files.items():
+            text = (directory / name).read_text()
+            assert old in text, edit
+            (directory / name).write_text(text.replace(old, new) if old else new)
+        more: dict[str, Any] = {"around": edit.around} if edit.around else {}
+        (found,) = self.run(
+            self.given(
+                edit.program,
+                directory,
+                cache,
+                setup=edit.setup,
+                setup_after=edit.setup_after,
+                options=dict(edit.options),
+                environment=dict(edit.environment),
+                **more,
+            )
+        )
+        return found
+
+
+def outcome(found: dict[str, Any]) -> str:
+    if "refused" in found:
+        return "refused"
+    if found["compiled"] and found["loaded"]:
+        return "part"
+    return MISS if found["compiled"] else HIT
+
+
+@pytest.fixture(scope="module", params=COMPILERS)
+def starts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Starts]:
+    made = Starts(tmp_path_factory.mktemp("edits"), request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
+def test_the_second_start_after(starts: Starts, edit: Edit):
+    found = starts.second(edit)
+    # Inductor saves no code that calls such functions, which is a warning at every start.
+    unsaved = starts.compiler == "inductor" and edit.program == "allowed"
+    must = MISS if unsaved else edit.must
+    assert (outcome(found), found.get("right")) == (must, True), found
+
+
+# What has become of the cache itself -----------------------------------------------------------
+
+PROGRAM = "plain"
+
+
+def found_in(starts: Starts, cache: Path, **more: Any) -> dict[str, Any]:
+    (found,) = starts.run(starts.given(PROGRAM, starts.written(PROGRAM), cache, **more))
+    assert found["right"], found
+    return found
+
+
+def told(found: dict[str, Any]) -> str:
+    return "\n".join(found["told"])
+
+
+def artifacts(cache: Path) -> list[Path]:
+    return [each for each in cache.rglob("run-*/**/*") if each.is_file()]
+
+
+def test_a_cache_that_was_moved_hits(starts: Starts, tmp_path: Path):
+    _, cache = starts.first(PROGRAM)
+    shutil.move(cache, tmp_path / "elsewhere")
+    assert outcome(found_in(starts, tmp_path / "elsewhere")) == HIT
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_cache_of_another_owner_is_a_miss(starts: Starts):
+    _, cache = starts.first(PROGRAM)
+    os.chown(cache, 12345, -1)
+    found = found_in(starts, cache)
+    assert outcome(found) == MISS and "belongs to user 12345" in told(found)
+
+
+def test_a_truncated_piece_is_a_miss_and_mended(starts: Starts):
+    _, cache = starts.first(PROGRAM)
+    largest = max(artifacts(cache), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    found = found_in(starts, cache)
+    assert outcome(found) == MISS and "compiled again" in told(found)
+    assert outcome(found_in(starts, cache)) == HIT
+
+
+def test_a_truncated_manifest_is_a_miss(starts: Starts):
+    _, cache = starts.first(PROGRAM)
+    (manifest,) = cache.rglob("manifest.json")
+    os.truncate(manifest, manifest.stat().st_size // 2)
+    found = found_in(starts, cache)
+    assert outcome(found) == MISS and "manifest" in told(found)
+
+
+FULL = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+
+
+@pytest.mark.parametrize("bytes_left", [0, 100])
+def test_a_full_disk_is_a_miss_that_keeps_nothing(starts: Starts, tmp_path: Path, bytes_left: int):
+    if starts.compiler == "inductor":
+        pytest.skip("Inductor itself needs the disk")
+    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes_left}, {bytes_left}))"
+    found = found_in(starts, tmp_path / "cache", setup_after=FULL + limit)
+    assert outcome(found) == MISS and "cannot be written" in told(found)
+    assert not list((tmp_path / "cache").rglob("manifest.json"))
+    assert outcome(found_in(starts, tmp_path / "cache")) == MISS
+    assert outcome(found_in(starts, tmp_path / "cache")) == HIT
+
+
+NOBODY = "import os; os.seteuid(65534)"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root becomes somebody else")
+def test_a_read_only_cache_hits_and_takes_nothing_new(starts: Starts, readable: Path):
+    """Root's own cache, and a start of a user that may not write there."""
+    if starts.compiler == "inductor":
+        pytest.skip("Inductor itself writes where only root may")
+    _, cache = starts.first(PROGRAM)
+    shutil.copytree(cache, readable / "cache")
+    for each in (readable / "cache").rglob("*"):
+        each.chmod(0o755 if each.is_dir() else 0o644)
+    (readable / "cache").chmod(0o755)
+    shutil.copytree(starts.written(PROGRAM), readable / "source")
+    (readable / "inductor").mkdir()
+    (readable / "inductor").chmod(0o777)
+    given = starts.given(
+        PROGRAM,
+        readable / "source",
+        readable / "cache",
+        setup_after=NOBODY,
+        environment={"TORCHINDUCTOR_CACHE_DIR": str(readable / "inductor")},
+    )
+    (found,) = starts.run(given)
+    assert (outcome(found), found["right"]) == (HIT, True), found
+    (found,) = starts.run({**given, "options": {"autotune": False}})
+    assert (outcome(found), found["right"]) == (MISS, True), found
+    assert "cannot be written" in told(found)
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A directory that others may read, which a test's own is not."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        yield Path(directory)
+
+
+def test_of_two_processes_at_once_both_are_right_and_a_third_hits(starts: Starts, tmp_path: Path):
+    given = starts.given(PROGRAM, starts.written(PROGRAM), tmp_path / "cache")
+    found = starts.run(given, given)
+    assert all(each["right"] for each in found), found
+    assert MISS in map(outcome, found)
+    assert outcome(found_in(starts, tmp_path / "cache")) == HIT
+
+
+def test_a_key_that_cannot_be_whole_keeps_nothing(starts: Starts, tmp_path: Path):
+    """A source that is gone is a miss at every start, not only at the first."""
+    for _ in range(2):
+        gone = "import helpers, os; os.remove(helpers.__file__)"
+        found = found_in(starts, tmp_path / "cache", setup_after=gone)
+        assert outcome(found) == MISS and "cannot be read" in told(found)
+    assert not (tmp_path / "cache").exists()
