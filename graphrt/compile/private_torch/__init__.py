@@ -122,9 +122,6 @@ __all__ = [
     "tables_of_others",
     "torch_check",
     "trace_so_far",
-<<<<<<< HEAD
-    "written_arguments",
-=======
     "triton_call",
->>>>>>> cachekey
+    "written_arguments",
 ]
