@@ -5,6 +5,12 @@ torch lacks a name, what needs it raises `MissingTorchNameError`, or does as the
 says.
 """
 
+from graphrt.compile.private_torch.guards import (
+    GuardFilter,
+    Guards,
+    function_modes,
+    hooks_guarded,
+)
 from graphrt.compile.private_torch.inductor import (
     Artifact,
     SaveFormat,
@@ -55,6 +61,8 @@ from graphrt.compile.private_torch.traces import (
 __all__ = [
     "NAMES",
     "Artifact",
+    "GuardFilter",
+    "Guards",
     "Load",
     "PartitionFunction",
     "SaveFormat",
@@ -68,9 +76,11 @@ __all__ = [
     "expressions",
     "fake_tensors",
     "find_cpp_compiler",
+    "function_modes",
     "generates_code",
     "has_triton",
     "held_by",
+    "hooks_guarded",
     "inductor_compile",
     "is_registered",
     "kernels_loaded_as_tuned",
