@@ -32,9 +32,14 @@ class KeptPieces:
 
     @classmethod
     def open(
-        cls, options: CompileOptions, codes: Sequence[CodeType], device: torch.device | str
+        cls,
+        options: CompileOptions,
+        codes: Sequence[CodeType],
+        device: torch.device | str,
+        small: Sequence[tuple[str, int]] = (),
     ) -> KeptPieces:
-        """The entry for code that was traced with these options from these sources."""
+        """The entry for code that was traced with these options from these sources; `small` are the
+        axes of size 0 or 1 that it is for alone."""
         cache = CompileCache(options.cache_dir, rank=_rank(), save_format=options.save_format)
         sources = TracedSources()
         for code in codes:
@@ -42,7 +47,10 @@ class KeptPieces:
             if not code.co_filename.startswith("<"):
                 sources.add(code)
         versions = runtime_versions(device)
-        key = CacheKey.of(code_settings(options), sources, versions=versions)
+        settings = code_settings(options)
+        if small:
+            settings["small"] = [list(each) for each in small]
+        key = CacheKey.of(settings, sources, versions=versions)
         return cls(cache.open(key))
 
     @property

@@ -8,18 +8,16 @@ from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
-import torch
-
 from graphrt.compile.private_torch.names import NAMES, own
 
 _NO_GUARDS = "what changes outside of the arguments of compiled code is not seen"
-_ENTRIES = NAMES.declare(
-    "torch._dynamo.eval_frame._debug_get_cache_entry_list", without=_NO_GUARDS
-)
+_ENTRIES = NAMES.declare("torch._dynamo.eval_frame._debug_get_cache_entry_list", without=_NO_GUARDS)
 _DYNAMO_PATCH = NAMES.declare("torch._dynamo.config.patch", without=_NO_GUARDS)
 
 # Sizes, weights and the settings of the process are compared elsewhere.
-_NOT_KEPT = frozenset(("SHAPE_ENV", "TENSOR_MATCH", "DUPLICATE_INPUT", "TENSOR_SUBCLASS_METADATA_MATCH"))
+_NOT_KEPT = frozenset(
+    ("SHAPE_ENV", "TENSOR_MATCH", "DUPLICATE_INPUT", "TENSOR_SUBCLASS_METADATA_MATCH")
+)
 _HELD = (FunctionType, CodeType, type, ModuleType)
 
 
@@ -34,6 +32,8 @@ class GuardEntry(Protocol):
     def has_value(self) -> bool: ...
     @property
     def value(self) -> object: ...
+    @property
+    def orig_guard(self) -> Any: ...
 
 
 class GuardFilter:
@@ -46,7 +46,8 @@ class GuardFilter:
     def __call__(self, entries: Sequence[GuardEntry]) -> list[bool]:
         for each in entries:
             if each.has_value and type(each.value) is float and each.value == 0:
-                self.zeros[each.name] = each.value
+                name = each.orig_guard.name
+                self.zeros[name() if callable(name) else name] = each.value
             if each.has_value and isinstance(each.value, _HELD):
                 # A guard knows it by its id, which another one may get when this one is gone.
                 self.held.append(each.value)

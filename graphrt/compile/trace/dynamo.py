@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import linecache
 import threading
@@ -57,6 +58,18 @@ class Traced:
     guards: Guards
     _function: FunctionType
     _graph_name: str
+
+    def inputs_of(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """What the graph is given in such a call, which ends there."""
+        seen: list[Any] = []
+
+        def look(*inputs: Any) -> tuple[Any, ...]:
+            seen.extend(inputs)
+            raise _Stop
+
+        with contextlib.suppress(_Stop):
+            self.forward_around(look)(*args, **kwargs)
+        return seen
 
     def forward_around(self, run: Callable[..., Sequence[Any]]) -> FunctionType:
         """The forward with `run`, which takes and returns what the graph does, in its place."""

@@ -1,9 +1,9 @@
-"""What a trace has baked in besides its arguments: attributes, globals, closures, hooks, settings."""
+"""What a trace has baked in besides its arguments: attributes, globals, hooks, settings."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch import Guards, function_modes
 from graphrt.compile.trace.side_effects import readable_name
+from graphrt.compile.trace.subject import Method
 from graphrt.core.trust import Ambient
 
 _SOURCE = re.compile(r"\b[GL]\['\w+'\](?:\.\w+|\[[^\]]*\])*")
@@ -19,22 +20,29 @@ _SOURCE = re.compile(r"\b[GL]\['\w+'\](?:\.\w+|\[[^\]]*\])*")
 class Outside:
     """What held outside of the arguments at the trace.
 
-    `guards` are Dynamo's. `inputs` gathers what the graph is given in a call, as Dynamo's code
-    does; `bound` are those at the trace that are neither arguments nor the module's own weights.
+    `guards` are Dynamo's, which say nothing of the methods of classes. `inputs` gathers what the
+    graph is given in a call, as Dynamo's code does; `bound` are those at the trace that are neither
+    arguments nor weights that the code has names for. `taken_anew`: Dynamo's code gathers them in
+    each call, so another one will do that is of the same kind.
     """
 
     def __init__(
         self,
         guards: Guards,
         device_type: str,
+        methods: Sequence[Method],
         inputs: Callable[..., list[Any]],
         bound: Mapping[int, torch.Tensor],
+        *,
+        taken_anew: bool,
     ) -> None:
         self._guards = guards
+        self._methods = tuple(methods)
         self._ambient = Ambient(device_type)
         self._modes = function_modes()
         self._inputs = inputs
         self._bound = dict(bound)
+        self._taken_anew = taken_anew
 
     def check_settings(self) -> None:
         """Raise `RetraceError` if a setting of the process that operators depend on has changed; to
@@ -58,12 +66,28 @@ class Outside:
             source = _SOURCE.search(said)
             name = readable_name(source.group()) if source else "the module"
             raise _changed(name, said)
+        for owner, name, function, code in self._methods:
+            now = getattr(owner, name, None)
+            if now is not function or function.__code__ is not code:
+                raise _changed(f"{owner.__qualname__}.{name}", "another function")
         if not self._bound:
             return
         now = self._inputs(*args, **kwargs)
         for index, tensor in self._bound.items():
-            if now[index] is not tensor:
-                raise _changed("a tensor that is no module's", "another one than at the trace")
+            new = now[index]
+            if new is tensor:
+                continue
+            if not self._taken_anew:
+                raise _changed("a tensor of no module", "another one than at the trace")
+            if _kind(new) != _kind(tensor):
+                raise _changed("a tensor that the forward reads", _kind(new))
+            self._bound[index] = new
+
+
+def _kind(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} on {tensor.device}"
 
 
 def _changed(name: str, got: str) -> RetraceError:

@@ -62,7 +62,9 @@ def _is_restored(effects: SideEffects, owner: Any, attribute: str, stored: Any) 
     if not hasattr(stored, "value"):
         return False
     value = stored.value
-    return value is before or (type(value) is type(before) and type(value) in _PLAIN and value == before)
+    return value is before or (
+        type(value) is type(before) and type(value) in _PLAIN and value == before
+    )
 
 
 def _changed_keys(variable: Any) -> list[str]:
