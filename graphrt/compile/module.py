@@ -92,26 +92,21 @@ class CompiledModule:
             context.enlist(self)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._step(context, args, kwargs, gradients=True)
-        return self._step(context, args, kwargs, gradients=False)
+                return self._step(context, args, kwargs)
+        return self._step(context, args, kwargs)
 
     def _step(
-        self,
-        context: ForwardContext | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        gradients: bool,
+        self, context: ForwardContext | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         built = self._built
         if built is None:
             self._compile(self._subject.parameters.bind(args, kwargs))
-            return self._checked(args, kwargs, gradients).run(*args, **kwargs)
+            return self._checked(args, kwargs).run(*args, **kwargs)
         if self._released or context is None or context.capture is not None:
             self._follow_weights()
         in_pieces = context is not None and context.mode is GraphMode.PIECEWISE
-        if not in_pieces or context.capture is not None or context.slot < 0:
-            built = self._checked(args, kwargs, gradients)
+        if not in_pieces or context is None or context.capture is not None or context.slot < 0:
+            built = self._checked(args, kwargs)
         elif self._small:
             # A step that is replayed reads the buffers of its capture, checked then.
             bound = self._subject.parameters.bind(args, kwargs)
@@ -213,7 +208,7 @@ class CompiledModule:
         """Raise `RetraceError` if the compiled code is not right for such a call."""
         if self._built is not None:
             with torch.no_grad():
-                self._checked(args, kwargs, gradients=False)
+                self._checked(args, kwargs)
 
     def module_changed(self) -> None:
         """Declare that the module, or what else its forward reads of Python, was written.
@@ -295,15 +290,15 @@ class CompiledModule:
                 return
         self.rebind_weights()
 
-    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Built:
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
         """What is right for a call, compiled now if sizes of 0 or 1 need it."""
         bound = self._subject.parameters.bind(args, kwargs)
         found, built = leaves(bound), self._built
         assert built is not None
-        small = built.checker.check(found, gradients=gradients)
+        small = built.checker.check(found)
         if small:
             built = self._small.get(small) or self._compile_small(bound, small)
-            built.checker.check(found, gradients=gradients)
+            built.checker.check(found)
         built.outside.check_settings()
         if not self._sealed:
             built.outside.check_state(bound.arguments, args, kwargs)

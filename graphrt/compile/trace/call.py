@@ -93,7 +93,14 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
     # Capture sizes are numbers of tokens, whatever the first argument counts.
     axis = DEFAULT_AXIS if DEFAULT_AXIS in sizes else next(iter(sizes), None)
     first = next((s for s, place in symbols.items() if place == (axis, 0)), None)
-    checker = CallChecker(given, subject.dims, traced.conditions, symbols, does_same)
+    checker = CallChecker(
+        given,
+        subject.dims,
+        traced.conditions,
+        symbols,
+        does_same,
+        asks_for_gradients=any("requires_grad" in code.co_names for code in traced.codes),
+    )
     outside = _outside(subject, traced, calls[0], set(paths.values()), around is not None)
     return TracedCall(
         traced, around, why_not, checker, outside, _overlaps(paths, traced), first, given

@@ -30,7 +30,8 @@ class CallChecker:
 
     `conditions` are relations between sizes; `symbols` says how each symbol in them follows from
     the sizes of the axes: (axis, offset). `does_the_same` says of sizes of the symbols whether the
-    operators that were traced do there what they did in the trace.
+    operators that were traced do there what they did in the trace. `asks_for_gradients`: some code
+    reads whether a tensor requires them, which compiled code itself never does.
     """
 
     def __init__(
@@ -40,8 +41,11 @@ class CallChecker:
         conditions: Iterable[Any],
         symbols: Mapping[Any, tuple[str, int]],
         does_the_same: Callable[[Mapping[str, int]], bool],
+        *,
+        asks_for_gradients: bool = False,
     ) -> None:
         self._dims = dims
+        self._asks_for_gradients = asks_for_gradients
         self._expected = {leaf.path: self._describe(leaf) for leaf in leaves}
         self._symbols = dict(symbols)
         self._conditions = list(conditions)
@@ -56,18 +60,18 @@ class CallChecker:
                     advice="name the dimension in dynamic_dims, or make it a constant",
                 )
 
-    def check(self, leaves: Sequence[Leaf], *, gradients: bool = False) -> Small:
+    def check(self, leaves: Sequence[Leaf]) -> Small:
         """Raise `RetraceError`, which names the argument, if the code is not right for a call.
 
         Returns the axes of size 0 and 1 where the call needs code of its own for these; else
-        nothing. `gradients` says that the caller has them enabled.
+        nothing.
         """
         paths = [leaf.path for leaf in leaves]
         if paths != list(self._expected):
             changed = sorted(set(paths) ^ set(self._expected)) or paths
             raise _changed(changed[0], "the structure of the arguments", paths, [*self._expected])
         for leaf in leaves:
-            self._check_leaf(leaf, gradients)
+            self._check_leaf(leaf)
         sizes = sizes_of(self._dims, leaves)
         key = tuple(sizes.values())
         if key not in self._known_sizes:
@@ -118,10 +122,20 @@ class CallChecker:
         strided = value.layout is torch.strided and not value.is_contiguous()
         strides = value.stride() if strided else None
         return _Tensor(
-            _kind(value), value.dtype, value.device, value.layout, shape, strides, _flags(value)
+            _kind(value),
+            value.dtype,
+            value.device,
+            value.layout,
+            shape,
+            strides,
+            self._flags(value),
         )
 
-    def _check_leaf(self, leaf: Leaf, gradients: bool) -> None:
+    def _flags(self, value: torch.Tensor) -> tuple[bool, ...]:
+        gradients = self._asks_for_gradients and value.requires_grad
+        return value.is_conj(), value.is_neg(), gradients
+
+    def _check_leaf(self, leaf: Leaf) -> None:
         path, value = leaf.path, leaf.value
         expected = self._expected[path]
         if not isinstance(expected, _Tensor):
@@ -132,10 +146,8 @@ class CallChecker:
             raise _changed(path, "the type", type(value).__name__, expected.kind.__name__)
         if value.layout is not expected.layout:
             raise _changed(path, "the layout", value.layout, expected.layout)
-        if (flags := _flags(value)) != expected.flags:
-            raise _changed(path, ", ".join(_FLAGS), flags, expected.flags)
-        if gradients and value.requires_grad and not isinstance(value, torch.nn.Parameter):
-            raise _changed(path, "gradients, which compiled code does not keep", "on", "no_grad()")
+        if (flags := self._flags(value)) != expected.flags:
+            raise _changed(path, _FLAGS, flags, expected.flags)
         if value.dtype is not expected.dtype:
             raise _changed(path, "the dtype", value.dtype, expected.dtype)
         if value.device != expected.device:
@@ -199,11 +211,7 @@ def _kind(value: torch.Tensor) -> type:
     return torch.Tensor if isinstance(value, torch.nn.Parameter) else type(value)
 
 
-_FLAGS = ("whether it requires gradients", "is conjugated", "is negated")
-
-
-def _flags(value: torch.Tensor) -> tuple[bool, ...]:
-    return value.requires_grad, value.is_conj(), value.is_neg()
+_FLAGS = "whether it is conjugated, is negated, or requires gradients"
 
 
 def _equal(a: Any, b: Any) -> bool:
