@@ -960,14 +960,19 @@ def outcome(each: Change, backend: str, *, sealed: bool = False) -> str:
             compiled.seal()
         given = next(steps)
         make = given if callable(given) else lambda: tree.map_tensors(_copied, given)
-        try:
-            if sealed:
-                compiled.module_changed()
-            got = _result(compiled, make)
-        finally:
-            expected = _result(forward, make)
-            list(steps)
+        got: Any = _what_changed(compiled) if sealed else None
+        got = got or _result(compiled, make)
+        expected = _result(forward, make)
+        list(steps)
     return _verdict(got, expected, 0.0 if backend == "eager" else 1e-5)
+
+
+def _what_changed(compiled: CompiledModule) -> GraphRTError | None:
+    try:
+        compiled.module_changed()
+    except GraphRTError as error:
+        return error
+    return None
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -86,9 +85,8 @@ class Served(nn.Module):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def interface() -> Iterator[None]:
+def interface() -> None:
     transformers.AttentionInterface.register(NAME, as_interface)
-    yield
 
 
 def ids(count: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ from graphrt.compile.private_torch.operators import (
     overload_name,
     overloads,
     storage_identity,
+    was_written,
 )
 from graphrt.compile.private_torch.patches import (
     Load,
@@ -101,4 +102,5 @@ __all__ = [
     "storage_identity",
     "torch_check",
     "trace_so_far",
+    "was_written",
 ]

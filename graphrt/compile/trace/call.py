@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import CompileError
-from graphrt.compile.private_torch import expressions
+from graphrt.compile.private_torch import expressions, was_written
 from graphrt.compile.trace.check import CallChecker, Small
 from graphrt.compile.trace.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes
 from graphrt.compile.trace.dynamo import Traced, trace
@@ -171,7 +171,8 @@ def _overlaps(paths: Mapping[fx.Node, str], traced: Traced) -> Overlaps:
     for node in traced.graph.graph.nodes:
         value = value_of(node)
         # Tracing runs writes on the very stand-ins that the graph's inputs have.
-        if isinstance(value, torch.Tensor) and value._version and node.op == "placeholder":
+        tensor = node.op == "placeholder" and isinstance(value, torch.Tensor)
+        if tensor and was_written(value):
             if node in paths:
                 written.add(paths[node])
             else:
