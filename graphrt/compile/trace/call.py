@@ -46,10 +46,7 @@ class TracedCall:
     @property
     def device(self) -> torch.device:
         """Where the graph runs."""
-        nodes = self.traced.graph.graph.nodes
-        values = (value_of(node) for node in nodes if node.op == "placeholder")
-        devices = [value.device for value in values if isinstance(value, torch.Tensor)]
-        return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        return _device(self.traced)
 
     def check(self) -> None:
         """Raise `RetraceError` if the trace is not right for the very call that it was made of, but
@@ -161,9 +158,21 @@ def _outside(
         for index, value in enumerate(traced.inputs_of(*args, **kwargs))
         if isinstance(value, torch.Tensor) and id(value) not in own
     }
-    device = next((b.device.type for b in bound.values()), "cpu")
     methods = subject.methods(traced.codes)
-    return Outside(traced.guards, device, methods, traced.inputs_of, bound, taken_anew=not stitched)
+    return Outside(
+        traced.guards,
+        _device(traced).type,
+        methods,
+        traced.inputs_of,
+        bound,
+        taken_anew=not stitched,
+    )
+
+
+def _device(traced: Traced) -> torch.device:
+    values = (value_of(node) for node in traced.graph.graph.nodes if node.op == "placeholder")
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
 
 
 def _overlaps(paths: Mapping[fx.Node, str], traced: Traced) -> Overlaps:
