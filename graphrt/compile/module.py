@@ -25,7 +25,16 @@ from graphrt.compile.pieces import (
 )
 from graphrt.compile.private_torch import call_of
 from graphrt.compile.split import Piece
-from graphrt.compile.trace import DynamicDims, Holding, Parameters, Subject, leaves
+from graphrt.compile.trace import (
+    DynamicDims,
+    Holding,
+    Parameters,
+    Small,
+    Subject,
+    at_size,
+    leaves,
+    without_memory,
+)
 from graphrt.core.batch import ForwardContext, GraphMode, PieceProvider, current_context
 from graphrt.core.capture import GraphOptions, GraphWrapper
 from graphrt.core.replay import GraphPool, SegmentHooks, current_capture
@@ -67,7 +76,8 @@ class CompiledModule:
         self._hooks = hooks
         self._read_context = read_context
         self._built: Built | None = None
-        self._run: Callable[..., Any] | None = None
+        self._small: dict[Small, Built] = {}
+        self._example: inspect.BoundArguments | None = None
         self._sealed = False
         self._static_sizes: tuple[int, ...] = ()
         self._places = ArgumentPlaces()
@@ -77,27 +87,34 @@ class CompiledModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._subject.call(*args, **kwargs)
-        run = self._run
         context = self._read_context()
         if context is not None and context.enlist is not None:
             context.enlist(self)
-        if run is None:
-            run = self._compile(self._subject.parameters.bind(args, kwargs)).run
-        else:
-            if self._released or context is None or context.capture is not None:
-                self._follow_weights()
-            if context is None or context.mode is not GraphMode.PIECEWISE:
-                self.check(*args, **kwargs)
-            else:
-                # A step that is replayed reads the buffers of its capture, checked then.
-                if context.capture is not None or context.slot < 0:
-                    self.check(*args, **kwargs)
-                if self._pool is not None:
-                    self._places.check(context, self._pool, (args, kwargs))
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return run(*args, **kwargs)
-        return run(*args, **kwargs)
+                return self._step(context, args, kwargs)
+        return self._step(context, args, kwargs)
+
+    def _step(
+        self, context: ForwardContext | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        built = self._built
+        if built is None:
+            self._compile(self._subject.parameters.bind(args, kwargs))
+            return self._checked(args, kwargs).run(*args, **kwargs)
+        if self._released or context is None or context.capture is not None:
+            self._follow_weights()
+        in_pieces = context is not None and context.mode is GraphMode.PIECEWISE
+        if not in_pieces or context is None or context.capture is not None or context.slot < 0:
+            built = self._checked(args, kwargs)
+        elif self._small:
+            # A step that is replayed reads the buffers of its capture, checked then.
+            bound = self._subject.parameters.bind(args, kwargs)
+            small = built.checker.sizes_needing_own(leaves(bound))
+            built = self._small.get(small, built)
+        if in_pieces and self._pool is not None:
+            self._places.check(context, self._pool, (args, kwargs))
+        return built.run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":
@@ -123,7 +140,7 @@ class CompiledModule:
 
     @property
     def compiled(self) -> bool:
-        return self._run is not None
+        return self._built is not None
 
     @property
     def graphs(self) -> bool:
@@ -158,7 +175,7 @@ class CompiledModule:
     @property
     def wrappers(self) -> tuple[GraphWrapper, ...]:
         """The wrappers of the compiled pieces; none without a pool."""
-        return () if self._built is None else self._built.wrappers
+        return tuple(wrapper for built in self._all_built() for wrapper in built.wrappers)
 
     @property
     def codes(self) -> tuple[CodeType, ...]:
@@ -184,13 +201,27 @@ class CompiledModule:
 
         Raises `CompileSealedError` after `seal`.
         """
-        if self._run is None:
+        if self._built is None:
             self._compile(self._subject.parameters.bind(args, kwargs))
 
     def check(self, *args: Any, **kwargs: Any) -> None:
         """Raise `RetraceError` if the compiled code is not right for such a call."""
         if self._built is not None:
-            self._built.checker.check(leaves(self._subject.parameters.bind(args, kwargs)))
+            with torch.no_grad():
+                self._checked(args, kwargs)
+
+    def module_changed(self) -> None:
+        """Declare that the module, or what else its forward reads of Python, was written.
+
+        Raises `RetraceError` for what the code has baked in otherwise: attributes, hooks,
+        submodules, `train()`, globals, closures. Calls that replay a graph do not look.
+        """
+        example = self._example
+        if example is None:
+            return
+        with torch.no_grad():
+            for built in self._all_built():
+                built.outside.check_state(example.arguments, example.args, example.kwargs)
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
         """Say which further sizes batches are padded to; raises `CompileSizeError` for compile
@@ -214,7 +245,8 @@ class CompiledModule:
         """Take the module's weights as they are now; raises `RetraceError` if one has changed its
         shape, dtype or device."""
         if self._built is not None:
-            self._built.stitched.rebind(self._subject.weights())
+            for built in self._all_built():
+                built.stitched.rebind(self._subject.weights())
             self._weights_held = self._subject.holdings()
             self._released = False
 
@@ -223,10 +255,18 @@ class CompiledModule:
         that code; nothing before it is compiled."""
         if self._built is None:
             return {}
-        return self._built.stitched.in_use(self._subject.weights())
+        found: dict[str, torch.Tensor] = {}
+        for built in self._all_built():
+            found.update(built.stitched.in_use(self._subject.weights()))
+        return found
 
     def seal(self) -> None:
-        """Compile nothing any more; capture nothing any more in the pieces."""
+        """Compile nothing any more; capture nothing any more in the pieces.
+
+        Raises `RetraceError` if the module has changed since it was compiled; from here on only
+        `module_changed` looks.
+        """
+        self.module_changed()
         self._sealed = True
         for wrapper in self.wrappers:
             wrapper.seal()
@@ -250,24 +290,58 @@ class CompiledModule:
                 return
         self.rebind_weights()
 
-    def _compile(self, bound: inspect.BoundArguments) -> Built:
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
+        """What is right for a call, compiled now if sizes of 0 or 1 need it."""
+        bound = self._subject.parameters.bind(args, kwargs)
+        found, built = leaves(bound), self._built
+        assert built is not None
+        small = built.checker.check(found)
+        if small:
+            built = self._small.get(small) or self._compile_small(bound, small)
+            built.checker.check(found)
+        built.outside.check_settings()
+        if not self._sealed:
+            built.outside.check_state(bound.arguments, args, kwargs)
+        if self.options.backend != "eager" and built.overlaps.matter:
+            built.overlaps.check(found, self._subject.weights())
+        return built
+
+    def _all_built(self) -> list[Built]:
+        return [] if self._built is None else [self._built, *self._small.values()]
+
+    def _compile(self, bound: inspect.BoundArguments) -> None:
         self._check_may_compile()
         static = wanted_sizes(self.options.compile_sizes, self._capture_sizes)
+        built = self._build(self._subject, bound, static)
+        self._built, self._static_sizes = built, static
+        self._weights_held = self._subject.holdings()
+        self._example = without_memory(bound)
+        for small in built.small:
+            self._compile_small(at_size(self._subject, bound, small), small)
+
+    def _compile_small(self, bound: inspect.BoundArguments, small: Small) -> Built:
+        self._check_may_compile()
+        built = self._build(self._subject.at(small), bound, ())
+        assert self._built is not None
+        self._built.figures.add(built.figures)
+        self._small[small] = built
+        return built
+
+    def _build(
+        self, subject: Subject, bound: inspect.BoundArguments, static_sizes: Sequence[int]
+    ) -> Built:
         wrapping = None
         if self._pool is not None:
             given = self._wrapper_options or GraphOptions()
             wrapping = Wrapping(self._pool, given, self._read_context, self._hooks)
-        built = build(
-            self._subject,
+        return build(
+            subject,
             bound,
             self.options,
-            static_sizes=static,
+            static_sizes=static_sizes,
             wrapping=wrapping,
             graphs=self._graphs,
         )
-        self._built, self._run, self._static_sizes = built, built.run, static
-        self._weights_held = self._subject.holdings()
-        return built
 
     def _check_may_compile(self) -> None:
         if self._sealed:

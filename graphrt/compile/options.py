@@ -28,8 +28,9 @@ class CompileOptions:
 
     `backend` is "eager" or "inductor". `compile_sizes` are sizes of the first batch axis that get
     code of their own; "capture_sizes" stands for all capture sizes. `dynamic_shapes` says how a
-    batch dimension is traced: "backed" by a number that branches may look at, "unbacked" (a branch
-    that does is an error), or "backed_size_oblivious" (backed, and as if it were never 0 or 1).
+    batch dimension is traced: "backed" by a number that branches may look at, or "unbacked" (a
+    branch that does is an error). In both, operators take it to be neither 0 nor 1, which is proven
+    for 1; "backed_size_oblivious" is another word for "backed".
 
     `splitting_ops` are the operators at which the graph is split, "ns::op" or "ns::op.overload";
     None stands for `DEFAULT_SPLITTING_OPS` and every operator tagged `cudagraph_unsafe`, an empty

@@ -23,17 +23,21 @@ from graphrt.compile.pieces.readable import compiled_line, readable, traced_line
 from graphrt.compile.pieces.stitch import Stitched, stitch
 from graphrt.compile.pieces.wrapping import Wrapping, wrapped_pieces
 from graphrt.compile.split import DEFAULT_SPLITTING_OPS, Piece, split, splits_at, splitting_names
-from graphrt.compile.trace import CallChecker, Subject, trace_call
+from graphrt.compile.trace import CallChecker, Outside, Overlaps, Small, Subject, trace_call
 from graphrt.core.base import frozen_gc, logger
 from graphrt.core.capture import GraphWrapper, eager_break
 
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled subject. `run` takes the calls that `checker` lets pass."""
+    """A compiled subject. `run` takes the calls that `checker` lets pass, as long as `outside` has
+    not changed. `small` are sizes of 1 that need code of their own."""
 
     run: Callable[..., Any]
     checker: CallChecker
+    outside: Outside
+    overlaps: Overlaps
+    small: Sequence[Small]
     stitched: Stitched
     pieces: tuple[Piece, ...]
     wrappers: tuple[GraphWrapper, ...]
@@ -66,7 +70,8 @@ def build(
     device = seen.device
     kept = None
     if options.backend != "eager":
-        kept = KeptPieces.open(Compilation(options, traced.codes, traced.graph, device))
+        compilation = Compilation(options, traced.codes, traced.graph, device, subject.small)
+        kept = KeptPieces.open(compilation)
     backend, figures.backend_reason = backend_for(
         options.backend,
         device.type,
@@ -87,7 +92,7 @@ def build(
         device,
         kept=None if backend.name == "eager" else kept,
         symbol=seen.symbol,
-        sizes=static_sizes,
+        sizes=() if subject.small else static_sizes,
         partition_at=(DEFAULT_SPLITTING_OPS if at is None else at) if partitioned else None,
     ) as compiler:
         calls = [compiler.call_of(piece) for piece in pieces]
@@ -128,9 +133,13 @@ def build(
     if seen.around is None:
         run = traced.forward_around(stitched.function)
     seen.check()
+    small = seen.ones_needing_own()
     return Built(
         run,
         seen.checker,
+        seen.outside,
+        seen.overlaps,
+        small,
         stitched,
         tuple(pieces),
         tuple(wrappers),

@@ -10,7 +10,7 @@ class Figures:
     """Counts and seconds of one compiled module, from its first trace on."""
 
     traces: int = 0
-    """Dynamo traces; more than one never happens."""
+    """Dynamo traces: one, and one more for each size of 0 or 1 that needs code of its own."""
     pieces: int = 0
     """Pieces between the splitting operators."""
     splitting_pieces: int = 0
@@ -34,3 +34,11 @@ class Figures:
     """Why it did not, where that was asked for."""
     call_reason: str = ""
     """Why the code that Dynamo left stays around every call, which makes it slower."""
+
+    def add(self, more: Figures) -> None:
+        """Count what another trace of the same module took; its pieces are not among `pieces`."""
+        self.traces += more.traces
+        self.compilations += more.compilations
+        self.loads += more.loads
+        self.trace_s += more.trace_s
+        self.compile_s += more.compile_s

@@ -6,6 +6,12 @@ says.
 """
 
 from graphrt.compile.private_torch.ambient import ambient_state
+from graphrt.compile.private_torch.guards import (
+    GuardFilter,
+    Guards,
+    function_modes,
+    hooks_guarded,
+)
 from graphrt.compile.private_torch.inductor import (
     Artifact,
     SaveFormat,
@@ -31,6 +37,7 @@ from graphrt.compile.private_torch.operators import (
     overloads,
     returns,
     storage_identity,
+    was_written,
     written_arguments,
 )
 from graphrt.compile.private_torch.patches import (
@@ -46,7 +53,6 @@ from graphrt.compile.private_torch.patches import (
 from graphrt.compile.private_torch.registered import (
     has_compiled_kernels,
     ignoring_new_sizes,
-    is_higher_order,
     is_torchs_own,
     operators_called,
     python_calls,
@@ -73,6 +79,8 @@ from graphrt.compile.private_torch.traces import (
 __all__ = [
     "NAMES",
     "Artifact",
+    "GuardFilter",
+    "Guards",
     "Load",
     "PartitionFunction",
     "SaveFormat",
@@ -88,10 +96,12 @@ __all__ = [
     "expressions",
     "fake_tensors",
     "find_cpp_compiler",
+    "function_modes",
     "generates_code",
     "has_compiled_kernels",
     "has_triton",
     "held_by",
+    "hooks_guarded",
     "ignoring_new_sizes",
     "inductor_compile",
     "is_higher_order",
@@ -123,5 +133,6 @@ __all__ = [
     "torch_check",
     "trace_so_far",
     "triton_call",
+    "was_written",
     "written_arguments",
 ]

@@ -22,6 +22,9 @@ _CALL = NAMES.declare("torch.nn.Module._call_impl", without="modules cannot be c
 _COMPILED_CALL = NAMES.declare(
     "torch.nn.Module._compiled_call_impl", without="pass in_place=False to compile_module"
 )
+_VERSION = NAMES.declare(
+    "torch.Tensor._version", without="arguments that share memory are not told apart"
+)
 _STORAGE = NAMES.declare("torch.UntypedStorage._cdata", without="pieces cannot be compared")
 
 
@@ -121,3 +124,8 @@ def _higher_order_type() -> type:
 def _packet_type() -> type:
     found: type = _PACKET.find()
     return found
+
+
+def was_written(tensor: torch.Tensor) -> bool:
+    """Whether anything has been written into a tensor, or a view of it, since it was made."""
+    return bool(_VERSION.find().__get__(tensor))

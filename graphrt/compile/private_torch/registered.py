@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
-from graphrt.compile.private_torch.operators import overload_name
+from graphrt.compile.private_torch.operators import is_higher_order, overload_name
 from graphrt.core.base import MissingTorchNameError, PrivateName
 
 _NO_KEY = "compiled code that calls operators of others is not kept"
@@ -33,7 +33,6 @@ _TABLES = {
     "lowerings": NAMES.declare("torch._inductor.lowering.lowerings", without=_FEWER),
     "user lowerings": NAMES.declare("torch._inductor.lowering.user_lowerings", without=_FEWER),
 }
-_HIGHER = NAMES.declare("torch._ops.HigherOrderOperator", without=_NO_KEY)
 _MODE = NAMES.declare("torch.utils._python_dispatch.TorchDispatchMode", without=_NO_KEY)
 _OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_KEY)
 _PLACE = re.compile(r"registered at (\S+?):\d+")
@@ -93,11 +92,6 @@ def tables_of_others() -> Iterator[tuple[str, Any]]:
             module = getattr(function, "__module__", None) or "torch"
             if module.partition(".")[0] not in ("torch", "functools"):
                 yield f"{kind} {target}", function
-
-
-def is_higher_order(target: Any) -> bool:
-    """Whether a graph's node calls an operator that takes graphs or kernels."""
-    return isinstance(target, _HIGHER.find())
 
 
 def triton_call(node: fx.Node) -> tuple[dict[str, Any], tuple[Any, Any]] | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -38,6 +39,9 @@ torch_check: Callable[..., None] = NAMES.take(
     "torch._check", without="two arguments cannot share a batch axis"
 )
 """The function itself, as it is what Dynamo knows."""
+
+
+_SIZE = re.compile(r"(.+)\.size\(\)\[(\d+)\]$")
 
 
 class SideEffects(Protocol):
@@ -80,14 +84,31 @@ def side_effects() -> SideEffects:
     return found
 
 
-def trace_so_far() -> tuple[tuple[Any, ...], tuple[CodeType, ...]]:
-    """The relations of sizes that a trace relies on, as sympy has them, and the code that it went
-    through; only inside of a backend."""
+class SoFar(NamedTuple):
+    """What a trace relies on: relations of sizes, as sympy has them, where each of their symbols is
+    in the arguments (Dynamo's name of a tensor, a dimension), and the code that it went through."""
+
+    conditions: tuple[Any, ...]
+    places: Mapping[Any, tuple[str, int]]
+    codes: tuple[CodeType, ...]
+
+
+def trace_so_far() -> SoFar:
+    """That of the trace of this thread; only inside of a backend."""
     context = _CONTEXT.find()()
     env = context.fake_mode.shape_env
-    guards = () if env is None else own(env, "guards", _NO_TRACE)
-    codes = own(context, "traced_code", _NO_TRACE)
-    return tuple(guard.expr for guard in guards), tuple(codes or ())
+    codes = tuple(own(context, "traced_code", _NO_TRACE) or ())
+    if env is None:
+        return SoFar((), {}, codes)
+    places: dict[Any, tuple[str, int]] = {}
+    for symbol, sources in own(env, "var_to_sources", _NO_TRACE).items():
+        for source in sources:
+            name = source.name() if callable(source.name) else str(source.name)
+            size = _SIZE.match(name)
+            if size:
+                places.setdefault(symbol, (size[1], int(size[2])))
+    conditions = tuple(guard.expr for guard in own(env, "guards", _NO_TRACE))
+    return SoFar(conditions, places, codes)
 
 
 def expressions(size: torch.SymInt) -> tuple[Any, Any]:

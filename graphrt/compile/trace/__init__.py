@@ -1,10 +1,12 @@
 """Tracing: one Dynamo trace of a forward, what it relies on, and how its graph is called."""
 
-from graphrt.compile.trace.call import TracedCall, trace_call
-from graphrt.compile.trace.check import CallChecker
+from graphrt.compile.trace.call import TracedCall, at_size, trace_call
+from graphrt.compile.trace.check import CallChecker, Small
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
-from graphrt.compile.trace.parameters import Leaf, Parameters, leaves
+from graphrt.compile.trace.outside import Outside
+from graphrt.compile.trace.overlaps import Overlaps
+from graphrt.compile.trace.parameters import Leaf, Parameters, leaves, without_memory
 from graphrt.compile.trace.sizes import floating, is_number, value_of
 from graphrt.compile.trace.subject import Holding, Subject
 
@@ -16,13 +18,18 @@ __all__ = [
     "Interface",
     "Leaf",
     "Output",
+    "Outside",
+    "Overlaps",
     "Parameters",
+    "Small",
     "Subject",
     "TracedCall",
     "Weight",
+    "at_size",
     "floating",
     "is_number",
     "leaves",
     "trace_call",
     "value_of",
+    "without_memory",
 ]

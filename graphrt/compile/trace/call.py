@@ -11,12 +11,15 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import CompileError
-from graphrt.compile.private_torch import expressions
-from graphrt.compile.trace.check import CallChecker
+from graphrt.compile.private_torch import expressions, was_written
+from graphrt.compile.trace.check import CallChecker, Small
 from graphrt.compile.trace.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes
 from graphrt.compile.trace.dynamo import Traced, trace
 from graphrt.compile.trace.interface import Interface, Probe, argument_paths, interface
+from graphrt.compile.trace.outside import Outside
+from graphrt.compile.trace.overlaps import Overlaps
 from graphrt.compile.trace.parameters import Leaf, leaves, substitute
+from graphrt.compile.trace.rerun import does_the_same
 from graphrt.compile.trace.sizes import resolve_sizes, value_of
 from graphrt.compile.trace.subject import Subject
 
@@ -28,27 +31,31 @@ class TracedCall:
     `around` is what the forward does around its graph, None where only Dynamo's code can do it, for
     the reason `why_not_around`. `symbol` is the size of the batch axis that counts tokens, else of
     the first one; None where the graph has no such symbol. `checker` lets calls pass that the trace
-    is right for.
+    is right for, as long as `outside` has not changed; `overlaps` says which arguments it writes.
     """
 
     traced: Traced
     around: Interface | None
     why_not_around: str
     checker: CallChecker
+    outside: Outside
+    overlaps: Overlaps
     symbol: Any
     _given: Sequence[Leaf]
 
     @property
     def device(self) -> torch.device:
         """Where the graph runs."""
-        nodes = self.traced.graph.graph.nodes
-        values = (value_of(node) for node in nodes if node.op == "placeholder")
-        devices = [value.device for value in values if isinstance(value, torch.Tensor)]
-        return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        return _device(self.traced)
 
     def check(self) -> None:
-        """Raise `RetraceError` if the trace is not right for the very call that it was made of."""
+        """Raise `RetraceError` if the trace is not right for the very call that it was made of, but
+        for sizes of 0 and 1."""
         self.checker.check(self._given)
+
+    def ones_needing_own(self) -> list[Small]:
+        """Axes that need code of their own at a size of 1."""
+        return self.checker.ones_needing_own(self._given)
 
 
 def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: str) -> TracedCall:
@@ -67,18 +74,39 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
     )
     calls: list[Probe] = [(found, b.args, dict(b.kwargs)) for b, found in probes]
     around, why_not = interface(traced, calls)
-    symbols = _symbols(argument_paths(traced, calls[0]), example_leaves, subject.dims)
+    paths = argument_paths(traced, calls[0])
+    symbols = {
+        **_symbols(paths, example_leaves, subject.dims),
+        **_named_symbols(traced.size_places, arguments, example_leaves, subject.dims),
+    }
+    example_sizes = sizes_of(subject.dims, example_leaves)
+    traced_at = {s: example_sizes[axis] + off for s, (axis, off) in symbols.items()}
+
+    def does_same(small: Mapping[str, int]) -> bool:
+        other = {s: small[axis] + off for s, (axis, off) in symbols.items() if axis in small}
+        return does_the_same(traced.graph, {**traced_at, **other})
+
     resolve_sizes(traced.graph.graph)
     # Capture sizes are numbers of tokens, whatever the first argument counts.
-    axis = DEFAULT_AXIS if DEFAULT_AXIS in sizes else next(iter(sizes))
+    axis = DEFAULT_AXIS if DEFAULT_AXIS in sizes else next(iter(sizes), None)
     first = next((s for s, place in symbols.items() if place == (axis, 0)), None)
-    checker = CallChecker(given, subject.dims, traced.conditions, symbols)
-    return TracedCall(traced, around, why_not, checker, first, given)
+    checker = CallChecker(
+        given,
+        subject.dims,
+        traced.conditions,
+        symbols,
+        does_same,
+        asks_for_gradients=any("requires_grad" in code.co_names for code in traced.codes),
+    )
+    outside = _outside(subject, traced, calls[0], set(paths.values()), around is not None)
+    return TracedCall(
+        traced, around, why_not, checker, outside, _overlaps(paths, traced), first, given
+    )
 
 
 def _sizes(subject: Subject, given: Sequence[Leaf]) -> dict[str, int]:
     sizes = sizes_of(subject.dims, given)
-    if not sizes:
+    if not sizes and not subject.small:
         raise CompileError(
             "no argument of the call has a batch dimension",
             got=", ".join(leaf.path for leaf in given),
@@ -108,6 +136,76 @@ def _probe(
         )
     example = substitute(bound, examples(subject.dims, given, found))
     return example, leaves(example)
+
+
+def at_size(
+    subject: Subject, bound: inspect.BoundArguments, small: Small
+) -> inspect.BoundArguments:
+    """The call with example tensors, of sizes as they are but for those of `small`."""
+    given = leaves(bound)
+    sizes = {**sizes_of(subject.dims, given), **dict(small)}
+    return substitute(bound, examples(subject.dims, given, sizes))
+
+
+def _outside(
+    subject: Subject, traced: Traced, call: Probe, arguments: set[str], stitched: bool
+) -> Outside:
+    example, args, kwargs = call
+    own = {id(weight) for weight in subject.weights().values()} if stitched else set()
+    own |= {id(leaf.value) for leaf in example}
+    bound = {
+        index: value
+        for index, value in enumerate(traced.inputs_of(*args, **kwargs))
+        if isinstance(value, torch.Tensor) and id(value) not in own
+    }
+    methods = subject.methods(traced.codes)
+    return Outside(
+        traced.guards,
+        _device(traced).type,
+        methods,
+        traced.inputs_of,
+        bound,
+        taken_anew=not stitched,
+    )
+
+
+def _device(traced: Traced) -> torch.device:
+    values = (value_of(node) for node in traced.graph.graph.nodes if node.op == "placeholder")
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+
+
+def _overlaps(paths: Mapping[fx.Node, str], traced: Traced) -> Overlaps:
+    written, writes_weights = set(), False
+    for node in traced.graph.graph.nodes:
+        value = value_of(node)
+        # Tracing runs writes on the very stand-ins that the graph's inputs have.
+        tensor = node.op == "placeholder" and isinstance(value, torch.Tensor)
+        if tensor and was_written(value):
+            if node in paths:
+                written.add(paths[node])
+            else:
+                writes_weights = True
+    return Overlaps(written, writes_weights=writes_weights)
+
+
+def _named_symbols(
+    places: Mapping[Any, tuple[str, int]],
+    arguments: inspect.BoundArguments,
+    given: Sequence[Leaf],
+    dims: DynamicDims,
+) -> dict[Any, tuple[str, int]]:
+    """The same for symbols of tensors that the graph does not take, by Dynamo's names of them."""
+    axes = {id(leaf.value): dims.of(leaf) for leaf in given}
+    found: dict[Any, tuple[str, int]] = {}
+    for symbol, (name, dim) in places.items():
+        if not name.startswith("L["):
+            continue
+        tensor = eval(name, {"__builtins__": {}}, {"L": dict(arguments.arguments)})
+        axis = axes.get(id(tensor), {}).get(dim)
+        if axis is not None:
+            found[symbol] = (axis.name, axis.extra)
+    return found
 
 
 def _symbols(

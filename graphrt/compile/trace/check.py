@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.compile.errors import RetraceError
+from graphrt.compile.errors import RetraceError, TraceError
 from graphrt.compile.trace.dims import DynamicDims, sizes_of
 from graphrt.compile.trace.parameters import Leaf
+
+Small = tuple[tuple[str, int], ...]
+"""Axes of a call whose size is 0 or 1, with that size."""
 
 
 class _Tensor(NamedTuple):
     kind: type
     dtype: torch.dtype
     device: torch.device
+    layout: torch.layout
     shape: tuple[int | None, ...]
     strides: tuple[int | None, ...] | None
+    flags: tuple[bool, ...]
 
 
 class CallChecker:
     """What the trace has baked in about its arguments, to hold calls against.
 
     `conditions` are relations between sizes; `symbols` says how each symbol in them follows from
-    the sizes of the axes: (axis, offset).
+    the sizes of the axes: (axis, offset). `does_the_same` says of sizes of the symbols whether the
+    operators that were traced do there what they did in the trace. `asks_for_gradients`: some code
+    reads whether a tensor requires them, which compiled code itself never does.
     """
 
     def __init__(
@@ -33,19 +40,32 @@ class CallChecker:
         dims: DynamicDims,
         conditions: Iterable[Any],
         symbols: Mapping[Any, tuple[str, int]],
+        does_the_same: Callable[[Mapping[str, int]], bool],
+        *,
+        asks_for_gradients: bool = False,
     ) -> None:
         self._dims = dims
+        self._asks_for_gradients = asks_for_gradients
         self._expected = {leaf.path: self._describe(leaf) for leaf in leaves}
         self._symbols = dict(symbols)
-        self._conditions = [
-            condition
-            for condition in conditions
-            if condition.free_symbols <= set(symbols) and not _excludes_one(condition)
-        ]
-        self._known_sizes: set[tuple[int, ...]] = set()
+        self._conditions = list(conditions)
+        self._does_the_same = does_the_same
+        self._known_sizes: dict[tuple[int, ...], Small] = {}
+        self._served: dict[Small, bool] = {}
+        for condition in self._conditions:
+            if unknown := condition.free_symbols - set(symbols):
+                raise TraceError(
+                    "the trace relies on a size that no argument says",
+                    got=f"{condition}, where {', '.join(map(str, unknown))} is unknown",
+                    advice="name the dimension in dynamic_dims, or make it a constant",
+                )
 
-    def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raise `RetraceError`, which names the argument, if the code is not right for a call."""
+    def check(self, leaves: Sequence[Leaf]) -> Small:
+        """Raise `RetraceError`, which names the argument, if the code is not right for a call.
+
+        Returns the axes of size 0 and 1 where the call needs code of its own for these; else
+        nothing.
+        """
         paths = [leaf.path for leaf in leaves]
         if paths != list(self._expected):
             changed = sorted(set(paths) ^ set(self._expected)) or paths
@@ -55,8 +75,43 @@ class CallChecker:
         sizes = sizes_of(self._dims, leaves)
         key = tuple(sizes.values())
         if key not in self._known_sizes:
-            self._check_sizes(sizes)
-            self._known_sizes.add(key)
+            self._known_sizes[key] = self._needed(sizes)
+        return self._known_sizes[key]
+
+    def sizes_needing_own(self, leaves: Sequence[Leaf]) -> Small:
+        """What `check` returns for a call that it lets pass; looks at sizes only."""
+        sizes = sizes_of(self._dims, leaves)
+        return self._known_sizes.get(tuple(sizes.values()), ())
+
+    def ones_needing_own(self, leaves: Sequence[Leaf]) -> list[Small]:
+        """Which axes need code of their own at a size of 1: each by itself, and all at once."""
+        axes = list(sizes_of(self._dims, leaves))
+        wanted: list[Small] = [((axis, 1),) for axis in axes]
+        if len(axes) > 1:
+            wanted.append(tuple((axis, 1) for axis in axes))
+        return [small for small in wanted if not self._serves(small)]
+
+    def _needed(self, sizes: Mapping[str, int]) -> Small:
+        small = tuple((axis, size) for axis, size in sizes.items() if size < 2)
+        if small and not (self._serves(small) and self._broken(sizes) is None):
+            return small
+        self._check_sizes(sizes)
+        return ()
+
+    def _serves(self, small: Small) -> bool:
+        if small not in self._served:
+            sizes = dict(small)
+            values = {
+                symbol: sizes[axis] + off
+                for symbol, (axis, off) in self._symbols.items()
+                if axis in sizes
+            }
+            self._served[small] = (
+                0 not in sizes.values()
+                and all(condition.subs(values) != False for condition in self._conditions)  # noqa: E712
+                and self._does_the_same(sizes)
+            )
+        return self._served[small]
 
     def _describe(self, leaf: Leaf) -> Any:
         value = leaf.value
@@ -64,8 +119,21 @@ class CallChecker:
             return value
         dims = self._dims.of(leaf)
         shape = tuple(None if dim in dims else n for dim, n in enumerate(value.shape))
-        strides = None if value.is_contiguous() else value.stride()
-        return _Tensor(_kind(value), value.dtype, value.device, shape, strides)
+        strided = value.layout is torch.strided and not value.is_contiguous()
+        strides = value.stride() if strided else None
+        return _Tensor(
+            _kind(value),
+            value.dtype,
+            value.device,
+            value.layout,
+            shape,
+            strides,
+            self._flags(value),
+        )
+
+    def _flags(self, value: torch.Tensor) -> tuple[bool, ...]:
+        gradients = self._asks_for_gradients and value.requires_grad
+        return value.is_conj(), value.is_neg(), gradients
 
     def _check_leaf(self, leaf: Leaf) -> None:
         path, value = leaf.path, leaf.value
@@ -76,6 +144,10 @@ class CallChecker:
             return
         if not isinstance(value, torch.Tensor) or _kind(value) is not expected.kind:
             raise _changed(path, "the type", type(value).__name__, expected.kind.__name__)
+        if value.layout is not expected.layout:
+            raise _changed(path, "the layout", value.layout, expected.layout)
+        if (flags := self._flags(value)) != expected.flags:
+            raise _changed(path, _FLAGS, flags, expected.flags)
         if value.dtype is not expected.dtype:
             raise _changed(path, "the dtype", value.dtype, expected.dtype)
         if value.device != expected.device:
@@ -86,27 +158,34 @@ class CallChecker:
             if wanted is not None and size != wanted:
                 what = f"the size of dimension {dim}, which is no batch dimension"
                 raise _changed(path, what, tuple(value.shape), _shape_text(expected.shape))
+        if expected.layout is not torch.strided:
+            return
         if expected.strides is None:
             if not value.is_contiguous():
                 raise _changed(path, "the strides", value.stride(), "contiguous")
         elif value.stride() != expected.strides and value.numel() > 1:
             raise _changed(path, "the strides", value.stride(), expected.strides)
 
-    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+    def _broken(self, sizes: Mapping[str, int]) -> Any:
+        """The first condition that does not hold at these sizes."""
         values = {symbol: sizes[axis] + off for symbol, (axis, off) in self._symbols.items()}
-        for condition in self._conditions:
-            if condition.subs(values) == False:  # noqa: E712  (of sympy's own type)
-                names = sorted({self._symbols[s][0] for s in condition.free_symbols})
-                named = condition.subs({s: _axis_symbol(self._symbols[s]) for s in values})
-                raise RetraceError(
-                    f"the number of {' and '.join(names)} is one that the forward decides by, and "
-                    "the other way was traced",
-                    input=self._argument_of(names[0]),
-                    got=", ".join(f"{name}={sizes[name]}" for name in names),
-                    expected=str(named),
-                    advice="compile with a batch of the size that is served, or make the forward "
-                    "take one way for all sizes",
-                )
+        return next((each for each in self._conditions if each.subs(values) == False), None)  # noqa: E712
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        condition = self._broken(sizes)
+        if condition is None:
+            return
+        names = sorted({self._symbols[s][0] for s in condition.free_symbols})
+        named = condition.subs({s: _axis_symbol(place) for s, place in self._symbols.items()})
+        raise RetraceError(
+            f"the number of {' and '.join(names)} is one that the forward decides by, and "
+            "the other way was traced",
+            input=self._argument_of(names[0]),
+            got=", ".join(f"{name}={sizes[name]}" for name in names),
+            expected=str(named),
+            advice="compile with a batch of the size that is served, or make the forward "
+            "take one way for all sizes",
+        )
 
     def _argument_of(self, axis: str) -> str:
         for path, expected in self._expected.items():
@@ -115,12 +194,6 @@ class CallChecker:
                 if any(found.name == axis for found in self._dims.of(probe).values()):
                     return path
         return axis
-
-
-def _excludes_one(condition: Any) -> bool:
-    """Whether a condition only says that a size is not 0 or 1: one trace serves those too."""
-    kind = getattr(condition, "rel_op", None)
-    return kind == "!=" and any(side in (0, 1) for side in condition.args)
 
 
 def _changed(path: str, what: str, got: object, expected: object) -> RetraceError:
@@ -138,9 +211,14 @@ def _kind(value: torch.Tensor) -> type:
     return torch.Tensor if isinstance(value, torch.nn.Parameter) else type(value)
 
 
+_FLAGS = "whether it is conjugated, is negated, or requires gradients"
+
+
 def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)  # also of -0.0, and of what is no number
     try:
         return bool(a == b)
     except (RuntimeError, TypeError, ValueError):

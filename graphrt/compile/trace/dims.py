@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,15 @@ class DynamicDims:
                     expected=", ".join(names),
                     advice="use the parameter names of forward",
                 )
+
+    def without(self, names: Collection[str]) -> DynamicDims:
+        """The same dimensions but for those of the axes `names`, which are like any other."""
+        fewer = DynamicDims({})
+        fewer._axes = {
+            name: {dim: axis for dim, axis in axes.items() if axis.name not in names}
+            for name, axes in self._axes.items()
+        }
+        return fewer
 
     def of(self, leaf: Leaf) -> dict[int, Axis]:
         """The batch dimensions of one leaf; empty for what is no tensor."""
@@ -109,17 +118,19 @@ def examples(
             continue
         axes = dims.of(leaf)
         if not axes:
-            found[leaf.path] = value.detach() if type(value) is torch.Tensor else value
+            plain = type(value) is torch.Tensor and not value.requires_grad
+            found[leaf.path] = value.detach() if plain else value
             continue
         shape = list(value.shape)
         for dim, axis in axes.items():
             shape[dim] = sizes[axis.name] + axis.extra
         if value.is_contiguous():
-            found[leaf.path] = torch.empty(shape, dtype=value.dtype, device=value.device)
+            made = torch.empty(shape, dtype=value.dtype, device=value.device)
         else:
-            found[leaf.path] = torch.empty_strided(
+            made = torch.empty_strided(
                 shape, value.stride(), dtype=value.dtype, device=value.device
             )
+        found[leaf.path] = made.requires_grad_(value.requires_grad)
     return found
 
 

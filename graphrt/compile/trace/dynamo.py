@@ -1,11 +1,12 @@
-"""One Dynamo trace of a forward, with dynamic batch dimensions and without guards."""
+"""One Dynamo trace of a forward, with dynamic batch dimensions."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import linecache
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -16,6 +17,9 @@ from torch import fx
 
 from graphrt.compile.errors import TraceError
 from graphrt.compile.private_torch import (
+    GuardFilter,
+    Guards,
+    hooks_guarded,
     mark_dynamic,
     mark_unbacked,
     new_code_shown,
@@ -41,6 +45,8 @@ class Traced:
     code that Dynamo leaves of the forward: it gathers those, calls the graph, and builds what the
     forward returns. `conditions` are the relations of sizes that the trace relied on. `assigned`
     are the attributes and containers that the forward assigns to. `codes` is what Dynamo inlined.
+    `size_places` says where the symbols of `conditions` are in the arguments: Dynamo's name of a
+    tensor, and a dimension. `guards` are those on what Python can change.
     """
 
     graph: fx.GraphModule
@@ -48,8 +54,22 @@ class Traced:
     conditions: tuple[Any, ...]
     assigned: tuple[str, ...]
     codes: tuple[CodeType, ...]
+    size_places: Mapping[Any, tuple[str, int]]
+    guards: Guards
     _function: FunctionType
     _graph_name: str
+
+    def inputs_of(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """What the graph is given in such a call, which ends there."""
+        seen: list[Any] = []
+
+        def look(*inputs: Any) -> tuple[Any, ...]:
+            seen.extend(inputs)
+            raise _Stop
+
+        with contextlib.suppress(_Stop):
+            self.forward_around(look)(*args, **kwargs)
+        return seen
 
     def forward_around(self, run: Callable[..., Sequence[Any]]) -> FunctionType:
         """The forward with `run`, which takes and returns what the graph does, in its place."""
@@ -86,11 +106,12 @@ def trace(
     equalities = _mark(leaves, dims, unbacked=unbacked)
     function = _function(call, parameters, equalities)
     found: dict[str, Any] = {}
+    kept_guards = GuardFilter()
 
     def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
         found["graph"] = graph
         found["assigned"] = assigned_names()
-        found["conditions"], found["codes"] = trace_so_far()
+        found["so_far"] = trace_so_far()
         return _stop
 
     def keep_code(old: CodeType, new: CodeType) -> None:
@@ -102,9 +123,9 @@ def trace(
         backend=backend,
         fullgraph=True,
         dynamic=False,
-        options={"guard_filter_fn": _no_guards},
+        options={"guard_filter_fn": kept_guards},
     )
-    with _lock, _tracing(keep_code, oblivious=dynamic_shapes == "backed_size_oblivious"):
+    with _lock, _tracing(keep_code, oblivious=not unbacked):
         try:
             compiled(*arguments.args, **arguments.kwargs)
         except _Stop:
@@ -123,6 +144,7 @@ def trace(
         raise TraceError(
             "the traced code calls no single graph", got=names, expected="one compiled function"
         )
+    guards = Guards(function, kept_guards)
     # Dynamo takes its names out of the globals when it forgets the trace.
     kept = FunctionType(
         function.__code__, dict(function.__globals__), "forward", function.__defaults__
@@ -131,9 +153,11 @@ def trace(
     return Traced(
         found["graph"],
         found["code"],
-        found["conditions"],
+        found["so_far"].conditions,
         found["assigned"],
-        found["codes"],
+        found["so_far"].codes,
+        found["so_far"].places,
+        guards,
         kept,
         names[0],
     )
@@ -141,10 +165,6 @@ def trace(
 
 def _stop(*_: object) -> Any:
     raise _Stop
-
-
-def _no_guards(entries: Sequence[object]) -> list[bool]:
-    return [False] * len(entries)
 
 
 def _mark(leaves: Sequence[Leaf], dims: DynamicDims, *, unbacked: bool) -> list[str]:
@@ -193,9 +213,12 @@ def _function(
 
 @contextmanager
 def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> Iterator[None]:
+    """`oblivious`: symbols may be 1, so that a branch that asks for it is a condition; operators do
+    not ask."""
     with ExitStack() as stack:
         stack.enter_context(new_code_shown(hook))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(hooks_guarded())
         if oblivious:
             stack.enter_context(size_oblivious())
         yield

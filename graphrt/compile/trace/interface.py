@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,21 +55,10 @@ class _Unclear(Exception):
     """Generated code cannot say it."""
 
 
-class _Seen(BaseException):
-    """Ends a call once the graph's inputs are known."""
-
-
 def argument_paths(traced: Traced, probe: Probe) -> dict[fx.Node, str]:
     """The placeholders that are arguments, with where they are in the call."""
     leaves, args, kwargs = probe
-    seen: list[Any] = []
-
-    def look(*inputs: Any) -> tuple[Any, ...]:
-        seen.extend(inputs)
-        raise _Seen
-
-    with contextlib.suppress(_Seen):
-        traced.forward_around(look)(*args, **kwargs)
+    seen = traced.inputs_of(*args, **kwargs)
     paths = _paths(leaves)
     nodes = _placeholders(traced.graph)
     return {n: paths[id(v)] for n, v in zip(nodes, seen, strict=True) if id(v) in paths}

@@ -97,6 +97,18 @@ def substitute(
     return copied
 
 
+def without_memory(bound: inspect.BoundArguments) -> inspect.BoundArguments:
+    """The same arguments with tensors that hold no memory."""
+    tensors = ((leaf.path, leaf.value) for leaf in leaves(bound))
+    return substitute(
+        bound, {path: _meta(value) for path, value in tensors if isinstance(value, torch.Tensor)}
+    )
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("meta") if type(tensor) is torch.Tensor else tensor
+
+
 def _next(values: Iterator[Any], _: object) -> Any:
     return next(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,9 @@ from graphrt.compile.private_torch import SideEffects, side_effects
 
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
 _KEPT = re.compile(r"\._(?:parameters|buffers)\b")
+_NOTHING = object()
+_PLAIN = (int, float, bool, str, bytes)
+_ARGUMENT = re.compile(r"^L\['(\w+)'\]")
 _ROOT = re.compile(r"^G\['_call'\](?:\.__self__)?")
 
 
@@ -27,17 +31,40 @@ def _names(effects: SideEffects) -> Iterator[str]:
         source = getattr(variable, "source", None)
         if source is None or not effects.is_modified(variable):
             continue
-        name = _readable(source)
+        name = _name_of(source)
         if name is None:
             continue
-        stored = list(attributes.get(variable, ()))
+        stored = attributes.get(variable)
         if stored:
-            yield from (f"{name}.{attribute}" for attribute in stored)
+            for attribute, value in stored.items():
+                if not _is_restored(effects, variable, attribute, value):
+                    yield f"{name}.{attribute}"
             continue
         if type(variable).__name__ == "TensorVariable":
             continue
         keys = _changed_keys(variable)
         yield from [f"{name}.{key}" for key in keys] or [name]
+
+
+def _is_restored(effects: SideEffects, owner: Any, attribute: str, stored: Any) -> bool:
+    """Whether what an attribute has in the end is what it had before the call, as far as Dynamo
+    tells: one that is set and restored has no effect that a graph would have to repeat."""
+    instance = getattr(owner, "value", None)
+    if instance is None:
+        return False
+    before = inspect.getattr_static(instance, attribute, _NOTHING)
+    if type(stored).__name__ == "DeletedVariable":
+        return before is _NOTHING
+    if before is _NOTHING:
+        return False
+    if effects.id_to_variable.get(id(before)) is stored:
+        return True
+    if not hasattr(stored, "value"):
+        return False
+    value = stored.value
+    return value is before or (
+        type(value) is type(before) and type(value) in _PLAIN and value == before
+    )
 
 
 def _changed_keys(variable: Any) -> list[str]:
@@ -50,11 +77,15 @@ def _changed_keys(variable: Any) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def _readable(source: Any) -> str | None:
-    """ "module.layers.0" from Dynamo's name of where a value comes from; None for a new object."""
+def _name_of(source: Any) -> str | None:
+    """The readable name of where a value comes from; None for a new object."""
     try:
-        name = source.name() if callable(source.name) else str(source.name)
+        return readable_name(source.name() if callable(source.name) else str(source.name))
     except NotImplementedError:
         return None
+
+
+def readable_name(name: str) -> str:
+    """ "module.layers.0" from Dynamo's name of where a value comes from."""
     name = _KEPT.sub("", _MODULE.sub(r".\1", name))
-    return _ROOT.sub("module", name)
+    return _ARGUMENT.sub(r"\1", _ROOT.sub("module", name))

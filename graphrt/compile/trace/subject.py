@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,14 +20,24 @@ Holding = tuple[Mapping[str, Any], str, Any]
 """A dict, a name in it, and the object of that name."""
 
 
+Method = tuple[type, str, FunctionType, CodeType]
+"""A class of a module, the name of a method, the function of that name, and its code."""
+
+
 @dataclass(frozen=True)
 class Subject:
-    """What is compiled: a module or a function, and how it is called."""
+    """What is compiled: a module or a function, and how it is called. `small` are the axes that are
+    no batch ones in `dims`, because their size is 0 or 1."""
 
     module: Callable[..., Any]
     call: Callable[..., Any]
     parameters: Parameters
     dims: DynamicDims
+    small: tuple[tuple[str, int], ...] = ()
+
+    def at(self, small: tuple[tuple[str, int], ...]) -> Subject:
+        """The same for calls with axes of size 0 or 1 only."""
+        return replace(self, dims=self.dims.without(dict(small)), small=small)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All tensors of the module by name, those that share a name's tensor too; of a function,
@@ -44,6 +55,17 @@ class Subject:
             for held in held_by(module):
                 found += [(held, name, value) for name, value in held.items()]
             found += [(own, name, own[name]) for name in own if name[0] != "_"]
+        return found
+
+    def methods(self, codes: Iterable[CodeType]) -> list[Method]:
+        """The methods of the modules whose code is among `codes`."""
+        traced = set(codes)
+        found: list[Method] = []
+        for kind in {type(module): None for _, module in self._modules()}:
+            for name in {name: None for base in kind.__mro__ for name in vars(base)}:
+                function = inspect.getattr_static(kind, name)
+                if isinstance(function, FunctionType) and function.__code__ in traced:
+                    found.append((kind, name, function, function.__code__))
         return found
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:

@@ -43,6 +43,9 @@ class AnnouncedModule(CompiledFacts, Protocol):
         """The tensors of the module that compiled code reads, as they are now, and the constants of
         that code; nothing before it is compiled."""
 
+    def module_changed(self) -> None:
+        """Raise an error that names what its code has baked in and is different now."""
+
     def seal(self) -> None: ...
 
     def unseal(self) -> None:
@@ -72,6 +75,11 @@ class CompiledModules:
                 expected=", ".join(map(repr, self.modules)) or "no compiled module",
                 advice="name it in the plan: compiled=[...]",
             )
+
+    def check(self) -> None:
+        """Raise the error of the first module that has changed since it was compiled."""
+        for module in self.modules:
+            module.module_changed()
 
     def seal(self) -> None:
         """Compile and capture nothing any more."""

@@ -174,8 +174,13 @@ class GraphSet:
         own += [s.tensor for s in as_states(self.state) if s.tensor is not None]
         check_reads(self.weights, self.reads, self.owners(), self._pool, own)
 
+    def check_modules(self) -> None:
+        """Raise the error of a compiled module that has changed."""
+        self._compiled.check()
+
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
+        self.check_modules()
         self.sealing.close()
         for owner in self.owners():
             owner.seal()

@@ -322,8 +322,17 @@ class GraphRunner(Uncopied):
 
     def weights_changed(self) -> None:
         """Declare that weights were written; raises `StaleInputError` if they moved, and
-        `UntrackedWeightsError` if graphs read tensors of which nobody knows the owner."""
+        `UntrackedWeightsError` if graphs read tensors of which nobody knows the owner. Looks at
+        compiled modules as `module_changed` does."""
         self.graphs.check_weights()
+        self.module_changed()
+
+    def module_changed(self) -> None:
+        """Declare that modules were written otherwise: attributes, hooks, submodules, `train()`.
+
+        Raises `RetraceError` if compiled code has baked in what is different now.
+        """
+        self.graphs.check_modules()
 
     def close(self) -> None:
         """Destroy the graphs, and the pool if it is this runner's own.

@@ -47,6 +47,8 @@ class Compilation:
     codes: Sequence[CodeType]
     graph: fx.GraphModule
     device: torch.device
+    small: Sequence[tuple[str, int]] = ()
+    """The axes of size 0 or 1 that the code is for alone."""
     sources: TracedSources = field(default_factory=TracedSources)
     unknown: list[str] = field(default_factory=list)
     """What could not be read: code that may depend on it is neither kept nor loaded."""
@@ -91,7 +93,7 @@ def _sources(compilation: Compilation) -> dict[str, str]:
 
 PARTS: dict[str, Callable[[Compilation], Mapping[str, object]]] = {
     "versions": lambda given: runtime_versions(given.device),
-    "settings": lambda given: code_settings(given.options),
+    "settings": lambda given: {**code_settings(given.options), "small": list(given.small)},
     "compiler": lambda given: compiler_settings(),
     "ambient": lambda given: ambient_state(given.device.type),
     "environment": lambda given: compiler_variables(),

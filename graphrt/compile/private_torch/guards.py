@@ -1,0 +1,112 @@
+"""The guards of a trace as closures of Dynamo's own, which are asked without a call of its code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Protocol
+
+from graphrt.compile.private_torch.names import NAMES, own
+
+_NO_GUARDS = "what changes outside of the arguments of compiled code is not seen"
+_ENTRIES = NAMES.declare("torch._dynamo.eval_frame._debug_get_cache_entry_list", without=_NO_GUARDS)
+_DYNAMO_PATCH = NAMES.declare("torch._dynamo.config.patch", without=_NO_GUARDS)
+
+# Sizes, weights and the settings of the process are compared elsewhere.
+_NOT_KEPT = frozenset(
+    ("SHAPE_ENV", "TENSOR_MATCH", "DUPLICATE_INPUT", "TENSOR_SUBCLASS_METADATA_MATCH")
+)
+_HELD = (FunctionType, CodeType, type, ModuleType)
+
+
+class GuardEntry(Protocol):
+    """What Dynamo tells of one guard."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def guard_type(self) -> str: ...
+    @property
+    def has_value(self) -> bool: ...
+    @property
+    def value(self) -> object: ...
+    @property
+    def orig_guard(self) -> Any: ...
+
+
+class GuardFilter:
+    """Keeps the guards of one trace on what Python can change, in the arguments and outside."""
+
+    def __init__(self) -> None:
+        self.zeros: dict[str, float] = {}
+        self.held: list[object] = []
+
+    def __call__(self, entries: Sequence[GuardEntry]) -> list[bool]:
+        for each in entries:
+            if each.has_value and type(each.value) is float and each.value == 0:
+                name = each.orig_guard.name
+                self.zeros[name() if callable(name) else name] = each.value
+            if each.has_value and isinstance(each.value, _HELD):
+                # A guard knows it by its id, which another one may get when this one is gone.
+                self.held.append(each.value)
+        return [bool(each.name) and each.guard_type not in _NOT_KEPT for each in entries]
+
+
+class Guards:
+    """The guards that `found` has kept of the trace of `function`, whose locals are `arguments`."""
+
+    def __init__(self, function: FunctionType, found: GuardFilter) -> None:
+        entries = _ENTRIES.find()(function.__code__)
+        manager = own(entries[0], "guard_manager", _NO_GUARDS)
+        self._root = own(manager, "root", _NO_GUARDS)
+        self._check: Callable[[Mapping[str, Any]], bool] = own(self._root, "check", _NO_GUARDS)
+        # Dynamo takes its own names out of the globals when it forgets the trace.
+        self._globals, self._names = function.__globals__, dict(function.__globals__)
+        self._zeros = [
+            (name, compile(name, "<guard>", "eval"), value) for name, value in found.zeros.items()
+        ]
+        self._kept = (manager, found.held)
+
+    def hold(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether nothing has changed since the trace."""
+        if not self._check(arguments):
+            if self._globals.keys() >= self._names.keys():
+                return False
+            self._globals.update({**self._names, **self._globals})
+            if not self._check(arguments):
+                return False
+        return not self._zeros or self._changed_zero(arguments) is None
+
+    def broken(self, arguments: Mapping[str, Any]) -> str:
+        """The guard that does not hold, as Dynamo writes it."""
+        found = own(self._root, "check_verbose", _NO_GUARDS)(arguments)
+        if not found.result:
+            parts = [str(part) for part in found.verbose_code_parts]
+            return parts[0].partition("  #")[0].strip() if parts else "an unnamed guard"
+        return self._changed_zero(arguments) or ""
+
+    def _changed_zero(self, arguments: Mapping[str, Any]) -> str | None:
+        scope = {"L": arguments, "G": self._globals}
+        for name, code, before in self._zeros:
+            now = eval(code, {"__builtins__": {}}, scope)
+            if math.copysign(1.0, now) != math.copysign(1.0, before):
+                return f"{name} == {before}"
+        return None
+
+
+def hooks_guarded() -> AbstractContextManager[None]:
+    """Traces of the block have guards on the hooks of modules too."""
+    found: AbstractContextManager[None] = _DYNAMO_PATCH.find()(skip_nnmodule_hook_guards=False)
+    return found
+
+
+def function_modes() -> int:
+    """How many modes there are that see calls of torch's functions."""
+    return _function_modes()
+
+
+_function_modes: Callable[[], int] = NAMES.take(
+    "torch._C._len_torch_function_stack", without=_NO_GUARDS
+)

@@ -1,0 +1,101 @@
+"""What a trace has baked in besides its arguments: attributes, globals, hooks, settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphrt.compile.errors import RetraceError
+from graphrt.compile.private_torch import Guards, function_modes
+from graphrt.compile.trace.side_effects import readable_name
+from graphrt.compile.trace.subject import Method
+from graphrt.core.trust import Ambient
+
+_SOURCE = re.compile(r"\b[GL]\['\w+'\](?:\.\w+|\[[^\]]*\])*")
+
+
+class Outside:
+    """What held outside of the arguments at the trace.
+
+    `guards` are Dynamo's, which say nothing of the methods of classes. `inputs` gathers what the
+    graph is given in a call, as Dynamo's code does; `bound` are those at the trace that are neither
+    arguments nor weights that the code has names for. `taken_anew`: Dynamo's code gathers them in
+    each call, so another one will do that is of the same kind.
+    """
+
+    def __init__(
+        self,
+        guards: Guards,
+        device_type: str,
+        methods: Sequence[Method],
+        inputs: Callable[..., list[Any]],
+        bound: Mapping[int, torch.Tensor],
+        *,
+        taken_anew: bool,
+    ) -> None:
+        self._guards = guards
+        self._methods = tuple(methods)
+        self._ambient = Ambient(device_type)
+        self._modes = function_modes()
+        self._inputs = inputs
+        self._bound = dict(bound)
+        self._taken_anew = taken_anew
+
+    def check_settings(self) -> None:
+        """Raise `RetraceError` if a setting of the process that operators depend on has changed; to
+        be called without gradients. A fraction of a microsecond."""
+        if not self._ambient.holds() and (found := self._ambient.differences()):
+            raise _changed(found[0].partition(":")[0], found[0].replace("capture", "the trace"))
+        if function_modes() != self._modes:
+            raise _changed(
+                "torch function modes", f"{function_modes()} of them, {self._modes} at the trace"
+            )
+
+    def check_state(
+        self, arguments: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Raise `RetraceError` if anything that Python can change is not as it was at the trace.
+
+        `arguments` are those of a call by the names of parameters, `args` and `kwargs` the same.
+        """
+        if not self._guards.hold(arguments):
+            said = self._guards.broken(arguments)
+            source = _SOURCE.search(said)
+            name = readable_name(source.group()) if source else "the module"
+            raise _changed(name, said)
+        for owner, name, function, code in self._methods:
+            now = getattr(owner, name, None)
+            if now is not function or function.__code__ is not code:
+                raise _changed(f"{owner.__qualname__}.{name}", "another function")
+        if not self._bound:
+            return
+        now = self._inputs(*args, **kwargs)
+        for index, tensor in self._bound.items():
+            new = now[index]
+            if new is tensor:
+                continue
+            if not self._taken_anew:
+                raise _changed("a tensor of no module", "another one than at the trace")
+            if _kind(new) != _kind(tensor):
+                raise _changed("a tensor that the forward reads", _kind(new))
+            self._bound[index] = new
+
+
+def _kind(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} on {tensor.device}"
+
+
+def _changed(name: str, got: str) -> RetraceError:
+    return RetraceError(
+        f"{name} is not as it was when the code was traced",
+        input=name,
+        got=got,
+        expected="what the trace has baked in",
+        advice="set it before compiling, compile a new instance of the module, or make it a tensor "
+        "that is written in place",
+    )

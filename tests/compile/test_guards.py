@@ -1,0 +1,175 @@
+"""What a guard would catch: each change between two calls is right or named, never silent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graphrt import Batch, GraphPool, GraphRunner, InputSpec
+from graphrt.compile import CompileOptions, CompileSealedError, RetraceError, compile_module
+from tests.compile.guard_changes import CHANGES, Change, Scaled, outcome, rows
+
+FINE = ("right", "both raise", "RetraceError", "at compile time: TraceError")
+NAMES = [each.name for each in CHANGES]
+
+
+def test_there_are_changes_of_each_kind():
+    assert len(CHANGES) >= 60 and len(set(NAMES)) == len(NAMES)
+    assert {each.where for each in CHANGES} == {"outside", "ambient", "call"}
+
+
+@pytest.mark.parametrize("each", CHANGES, ids=NAMES)
+def test_a_change_is_right_or_named(each: Change):
+    assert outcome(each, "eager") in FINE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("each", CHANGES, ids=NAMES)
+def test_a_change_is_right_or_named_with_inductor(each: Change):
+    assert outcome(each, "inductor") in FINE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("each", CHANGES, ids=NAMES)
+def test_a_change_after_seal_is_right_or_named_once_module_changed_is_asked(each, backend):
+    assert outcome(each, backend, sealed=True) in (*FINE, "CompileSealedError")
+
+
+def test_what_changed_is_named():
+    model = Scaled().eval()
+    compiled = compile_module(model, ["x"], in_place=False)
+    compiled(rows())
+    model.scale = 3.0
+    with pytest.raises(RetraceError, match=r"module\.scale is not as it was") as caught:
+        compiled(rows())
+    assert caught.value.input == "module.scale"
+    model.scale = 2.0
+    compiled(rows())
+
+
+def test_sealing_looks_once_and_module_changed_looks_again():
+    model = Scaled().eval()
+    compiled = compile_module(model, ["x"], in_place=False)
+    compiled.ensure_compiled(rows())
+    model.scale = 3.0
+    with pytest.raises(RetraceError, match="scale"):
+        compiled.seal()
+    model.scale = 2.0
+    compiled.seal()
+    compiled.module_changed()
+    model.scale = 3.0
+    with pytest.raises(RetraceError, match="scale"):
+        compiled.module_changed()
+
+
+def test_another_number_of_threads_is_no_change():
+    compiled = compile_module(Scaled().eval(), ["x"], in_place=False)
+    compiled(rows())
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        compiled(rows())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_guards_outlive_what_dynamo_knows():
+    compiled = compile_module(Scaled().eval(), ["x"], in_place=False)
+    compiled(rows())
+    torch._dynamo.reset()
+    compiled(rows())
+    compiled.unwrap().scale = 3.0
+    with pytest.raises(RetraceError, match="scale"):
+        compiled(rows())
+
+
+def test_sizes_of_one_share_the_code_unless_the_forward_asks():
+    shared = compile_module(lambda x: x * 2, ["x"])
+    shared(rows())
+    assert torch.equal(shared(rows(1)), rows(1) * 2)
+    assert shared.figures.traces == 1
+    asking = compile_module(lambda x: x * (2 if x.shape[0] == 1 else 3), ["x"])
+    asking(rows())
+    assert asking.figures.traces == 2
+    asking.seal()
+    assert torch.equal(asking(rows(1)), rows(1) * 2)
+    assert torch.equal(asking(rows(5)), rows(5) * 3)
+
+
+def test_a_size_of_nothing_has_code_of_its_own_before_seal_only():
+    compiled = compile_module(lambda x: x.sum(0) + len(x.shape), ["x"])
+    compiled(rows())
+    sealed = compile_module(lambda x: x.sum(0) + len(x.shape), ["x"])
+    sealed(rows())
+    sealed.seal()
+    assert torch.equal(compiled(rows()[:0]), torch.full((4,), 2.0))
+    with pytest.raises(CompileSealedError):
+        sealed(rows()[:0])
+
+
+def test_one_axis_of_size_one_beside_another():
+    def forward(x, pages):
+        return x * (2 if pages.shape[0] == 1 else 3) + pages.sum()
+
+    compiled = compile_module(forward, {"x": 0, "pages": {0: "reqs"}})
+    for tokens, reqs in ((6, 3), (6, 1), (1, 3), (1, 1)):
+        args = rows(tokens), torch.ones(reqs, 2)
+        assert torch.equal(compiled(*args), forward(*args))
+
+
+class Config:
+    on: torch.Tensor | None = None
+
+
+class Restoring(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mode, self.config = nn.Linear(4, 4), "a", Config()
+
+    def forward(self, x):
+        before, self.mode, self.config.on = self.mode, "b", x
+        x = self.linear(x) * (2 if self.mode == "b" else 3)
+        self.mode, self.config.on = before, None
+        self.passing = 1
+        del self.passing
+        return x
+
+
+def test_what_is_set_and_restored_within_a_call_is_no_state():
+    model = Restoring().eval()
+    compiled = compile_module(model, ["x"], in_place=False)
+    with torch.no_grad():
+        assert torch.equal(compiled(rows()), model(rows()))
+    assert (model.mode, model.config.on, hasattr(model, "passing")) == ("a", None, False)
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * (2 if x.shape[0] == 1 else 3)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_graphs_of_one_token_replay_the_code_for_one(mode):
+    model, pool = Deciding().eval(), GraphPool("cpu")
+    expected = {n: model(rows(n)).detach() for n in (1, 2, 4)}
+    compiled = compile_module(model, ["x"], pool=pool, options=CompileOptions(backend="eager"))
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    with GraphRunner(
+        model, mode=mode, sizes=[1, 2, 4], inputs=inputs, outputs=("tokens", 4), pool=pool
+    ) as runner:
+        runner.capture()
+        for n in (1, 2, 4, 1):
+            assert torch.equal(runner(Batch(n, n, 1), x=rows(n)), expected[n])
+        assert compiled.figures.traces == 2
+        runner.module_changed()
+        model.linear.register_forward_hook(lambda *_: None)
+        with pytest.raises(RetraceError):
+            runner.module_changed()
+        with pytest.raises(RetraceError):
+            runner.weights_changed()
