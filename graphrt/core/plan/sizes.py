@@ -110,7 +110,9 @@ def _checked_size(size: object, given: Sequence[object]) -> int:
     try:
         number = count_of("a capture size", size)
     except InvalidOptionError:
-        what = "a capture size is not an integer, or larger than any"
+        what = "a capture size is not an integer"
+        if isinstance(size, int) and not isinstance(size, bool):
+            what = "a capture size is larger than any number of a plan or a batch"
         raise _bad_sizes(what, size, given, "drop or round it") from None
     if number < 1:
         raise _bad_sizes("a capture size is not positive", size, given, f"drop {size}")

@@ -1,0 +1,1 @@
+"""Mutants of core: a line changed, and the tests have to notice."""

@@ -1,0 +1,99 @@
+"""Change core line by line and see whether tests notice.
+
+    python -m tests.mutants [--per-file N] [--seed N] [--only TEXT] [--all-tests] [--json FILE]
+
+A mutant that no test notices is a survivor; `survivors.json` says why those that are known do no
+harm. Exits with 1 if there is another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import hypothesis  # noqa: F401  Loaded once, before processes are forked.
+import pytest  # noqa: F401
+import torch
+
+from tests.mutants.mutate import Mutant, mutants
+from tests.mutants.run import ROOT, TESTS, Result, asked_first, copied, failing, result_of
+
+EXPLAINED = Path(__file__).with_name("survivors.json")
+
+
+def files() -> list[str]:
+    """The files that are changed."""
+    found = [path for folder in TESTS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
+
+
+def chosen(per_file: int, seed: int, only: str) -> list[Mutant]:
+    """So many mutants of each file, drawn at random; all whose name has `only` in it."""
+    found = []
+    for file in files():
+        of_file = [mutant for mutant in mutants(ROOT, file) if only in mutant.name]
+        draw = random.Random(f"{seed} {file}")
+        found += draw.sample(of_file, min(per_file, len(of_file)))
+    return found
+
+
+def explained() -> dict[str, str]:
+    """Why a survivor does no harm, by the name of the mutant."""
+    loaded: dict[str, str] = json.loads(EXPLAINED.read_text(encoding="utf-8"))
+    return loaded
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--per-file", type=int, default=3, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a part of a mutant's name")
+    parser.add_argument("--all-tests", action="store_true", help="the other tests too, if needed")
+    parser.add_argument("--timeout", type=int, default=120, metavar="SECONDS")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    todo = chosen(options.per_file, options.seed, options.only)
+    known, done = explained(), []
+    with copied() as tree:
+        for folder in TESTS:
+            by = failing(tree, asked_first(folder), options.timeout * 5)
+            if by:
+                raise SystemExit(f"{folder}: fails without any mutant: {by}")
+        for number, mutant in enumerate(todo, 1):
+            if mutant.name in known:
+                continue
+            result = result_of(mutant, tree, thorough=options.all_tests, timeout_s=options.timeout)
+            done.append(result)
+            said = f"killed by {result.by}" if result.killed else "SURVIVED"
+            print(f"[{number}/{len(todo)}] {mutant.name}: {said} ({result.seconds:.0f} s)")
+            sys.stdout.flush()
+            if options.json is not None:
+                options.json.write_text(json.dumps(as_json(done), indent=1), encoding="utf-8")
+    alive = [result for result in done if not result.killed]
+    print(f"\n{len(done)} mutants, {len(done) - len(alive)} noticed, {len(alive)} not")
+    for result in alive:
+        print(f"{result.mutant.file}:{result.mutant.line}: {result.mutant.name}")
+    raise SystemExit(bool(alive))
+
+
+def as_json(results: list[Result]) -> list[dict[str, object]]:
+    """The table of a run."""
+    return [
+        {
+            "mutant": result.mutant.name,
+            "line": result.mutant.line,
+            "by": result.by,
+            "seconds": round(result.seconds, 1),
+        }
+        for result in results
+    ]
+
+
+if __name__ == "__main__":
+    start = time.monotonic()
+    main()

@@ -1,0 +1,156 @@
+"""Whether tests notice a mutant: they run in a process of its own over a copy of the tree."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.mutants.mutate import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFORMANCE = "tests/test_conformance.py"
+# The tests of what a folder is for first: most mutants end there.
+TESTS: dict[str, tuple[str, ...]] = {
+    "graphrt/core/dispatch/": ("tests/core/test_dispatch*.py", CONFORMANCE),
+    "graphrt/core/inputs/": (
+        "tests/core/test_*puts.py",
+        "tests/core/test_padding_rows.py",
+        "tests/core/test_runner.py",
+        CONFORMANCE,
+        "tests/accelerator",
+    ),
+    "graphrt/core/replay/": (
+        "tests/core/test_segments.py",
+        "tests/core/test_wrapper_arguments.py",
+        "tests/core/test_nested.py",
+        CONFORMANCE,
+        "tests/cpu/test_cpu_tasks.py",
+        "tests/cpu/test_cpu_replay.py",
+        "tests/accelerator",
+    ),
+    "graphrt/core/capture/": (
+        "tests/core/test_segments.py",
+        "tests/core/test_state.py",
+        "tests/core/test_named_errors.py",
+        CONFORMANCE,
+        "tests/cpu/test_cpu_refusals.py",
+        "tests/accelerator",
+    ),
+}
+REST = ("tests/core", "tests/cpu", CONFORMANCE, "tests/accelerator", "tests/demo", "tests/trust")
+"""What runs where the tests of the folder noticed nothing."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """`by` is the test that noticed; "" where none did."""
+
+    mutant: Mutant
+    by: str
+    seconds: float
+
+    @property
+    def killed(self) -> bool:
+        """Whether a test failed, did not end, or nothing could be imported."""
+        return bool(self.by)
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of what tests need; no byte code is written, which could be that of a mutant."""
+    sys.dont_write_bytecode = True
+    with tempfile.TemporaryDirectory() as place:
+        tree = Path(place)
+        for name in ("graphrt", "tests", "examples", "benchmarks", "packages", "ci", "docs"):
+            ignored = shutil.ignore_patterns("__pycache__", ".hypothesis", "build")
+            shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+        for name in ("pyproject.toml", "README.md", "Makefile", "mkdocs.yml", "constraints.txt"):
+            shutil.copy(ROOT / name, tree / name)
+        yield tree
+
+
+def asked_first(file: str) -> list[str]:
+    """The tests that are asked first of a mutant in `file`."""
+    patterns = next(tests for folder, tests in TESTS.items() if file.startswith(folder))
+    found = []
+    for pattern in patterns:
+        found += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+    return list(dict.fromkeys(found))
+
+
+def result_of(mutant: Mutant, tree: Path, *, thorough: bool, timeout_s: int) -> Result:
+    """Run the tests over the mutant, those of its folder first."""
+    place = tree / mutant.file
+    was = place.read_text(encoding="utf-8")
+    start = time.monotonic()
+    try:
+        place.write_text(mutant.source, encoding="utf-8")
+        by = failing(tree, asked_first(mutant.file), timeout_s)
+        if not by and thorough:
+            by = failing(tree, REST, timeout_s * 5)
+    finally:
+        place.write_text(was, encoding="utf-8")
+    return Result(mutant, by, time.monotonic() - start)
+
+
+def failing(tree: Path, tests: Sequence[str], timeout_s: int) -> str:
+    """The first test that fails, "no end" or "no start"; "" if all pass.
+
+    Forked, with torch already there: graphrt must not have been imported yet.
+    """
+    assert "graphrt" not in sys.modules
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        os.setsid()
+        _run_tests(tree, tests, writer)
+    os.close(writer)
+    deadline = time.monotonic() + timeout_s
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(reader)
+            return "no end"
+        time.sleep(0.02)
+    with os.fdopen(reader) as said:
+        # A process that died says nothing.
+        return {"passed": "", "": "died"}.get(text := said.read(), text)
+
+
+def _run_tests(tree: Path, tests: Sequence[str], writer: int) -> None:
+    import pytest
+
+    class First:
+        name = "no start"
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.failed and self.name == "no start":
+                self.name = report.nodeid
+
+    first = First()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.chdir(tree)
+    # The tree's own tests, not those that this module is one of.
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]
+    sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".") != ROOT)]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--no-header"]
+    code = pytest.main([*options, *tests], plugins=[first])
+    os.write(writer, (b"passed" if code == 0 else first.name.encode()))
+    os._exit(0)

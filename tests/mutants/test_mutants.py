@@ -1,0 +1,77 @@
+"""Mutants are what they say, and those that may survive are still lines of core."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import chosen, explained, files
+from tests.mutants.mutate import mutants
+from tests.mutants.run import ROOT, asked_first
+
+SMALL = """
+class Ladder:
+    def find(self, size, sizes=()):
+        if size > 0 and sizes:
+            self.asked += 1
+            return [other for other in sizes if other >= size][0]
+        raise ValueError(f"{size + 1} is none")
+"""
+
+
+def changes(text: str, tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "small.py").write_text(text)
+    return {f"{each.old} -> {each.new}": each.source for each in mutants(tmp_path, "small.py")}
+
+
+def test_each_mutant_is_one_change_that_python_can_read(tmp_path):
+    found = changes(SMALL, tmp_path)
+    assert "size > 0 -> size >= 0" in found
+    assert "size > 0 and sizes -> size > 0 or sizes" in found
+    assert "self.asked += 1 -> pass" in found
+    assert "other >= size -> other > size" in found
+    for source in found.values():
+        ast.parse(source)
+        assert source != SMALL
+
+
+def test_what_an_error_says_is_left_alone(tmp_path):
+    assert not any("size + 1" in name for name in changes(SMALL, tmp_path))
+
+
+def test_the_same_seed_chooses_the_same_mutants():
+    assert chosen(1, 0, "") == chosen(1, 0, "")
+    assert {mutant.file for mutant in chosen(1, 0, "")} <= set(files())
+
+
+def test_what_may_survive_is_still_a_line_of_core():
+    names = {mutant.name for file in files() for mutant in mutants(ROOT, file)}
+    assert sorted(explained().keys() - names) == []
+
+
+@pytest.mark.parametrize("file", sorted({str(Path(file).parent) + "/" for file in files()}))
+def test_every_folder_has_tests_that_are_asked_first(file):
+    assert asked_first(file)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mutants run in forked processes")
+def test_a_line_that_is_broken_is_noticed():
+    code = (
+        "import torch\n"
+        "from pathlib import Path\n"
+        "from tests.mutants.run import copied, failing\n"
+        "with copied() as tree:\n"
+        "    tests = ['tests/core/test_sizes.py']\n"
+        "    print(repr(failing(tree, tests, 200)))\n"
+        "    place = tree / 'graphrt/core/plan/sizes.py'\n"
+        "    place.write_text('raise ValueError()')\n"
+        "    print(repr(failing(tree, tests, 200)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == ["''", "'no start'"], done.stderr[-2000:]
