@@ -36,6 +36,7 @@ from graphrt.compile.private_torch import (
 )
 
 _TENSOR = torch.Tensor
+_WATCHING = ("graphrt.core.", "graphrt.compile.")
 
 
 class CalledSources:
@@ -152,7 +153,9 @@ class CalledSources:
 
         def frame(found: FrameType) -> None:
             code = found.f_code
-            if not is_known(code.co_filename) and found.f_globals.get("__name__") != __name__:
+            # What watches operators while a runner warms up decides about no code.
+            module = str(found.f_globals.get("__name__"))
+            if not is_known(code.co_filename) and not module.startswith(_WATCHING):
                 seen.append(self._values.frame(code, found.f_globals, found.f_locals))
 
         try:
