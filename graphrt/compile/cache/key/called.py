@@ -36,6 +36,7 @@ from graphrt.compile.private_torch import (
 )
 
 _TENSOR = torch.Tensor
+_WATCHING = ("graphrt.core.", "graphrt.compile.")
 
 
 class CalledSources:
@@ -152,7 +153,10 @@ class CalledSources:
 
         def frame(found: FrameType) -> None:
             code = found.f_code
-            if not is_known(code.co_filename) and found.f_globals.get("__name__") != __name__:
+            # What watches operators while a runner warms up decides about no code.
+            module = str(found.f_globals.get("__name__"))
+            generated = code.co_filename.startswith("<") and _is_generated_for_others(module)
+            if not (generated or is_known(code.co_filename) or module.startswith(_WATCHING)):
                 seen.append(self._values.frame(code, found.f_globals, found.f_locals))
 
         try:
@@ -168,9 +172,16 @@ class CalledSources:
         except Exception as error:
             self._values.unknown.append(f"what {target} calls: {type(error).__name__}: {error}")
             return
-        self._add(f"called by {getattr(target, '__qualname__', target)}", *seen)
+        self._add(f"called by {getattr(target, '__qualname__', target)}", *sorted(set(seen)))
         for each in calls:
             self._operator(each)
+
+
+def _is_generated_for_others(module: str) -> bool:
+    """Whether code without a file is a named tuple's, or of torch's data classes: how often that
+    runs depends on what torch has cached."""
+    found = sys.modules.get(module)
+    return module.startswith("namedtuple_") or (found is not None and covers(found))
 
 
 def _example(node: fx.Node) -> Any:
