@@ -12,6 +12,7 @@ from torch import fx
 
 from graphrt.compile.errors import CompileError
 from graphrt.compile.private_torch import expressions, was_written
+from graphrt.compile.trace._rerun import does_the_same
 from graphrt.compile.trace.check import CallChecker, Small
 from graphrt.compile.trace.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes
 from graphrt.compile.trace.dynamo import Traced, trace
@@ -19,7 +20,6 @@ from graphrt.compile.trace.interface import Interface, Probe, argument_paths, in
 from graphrt.compile.trace.outside import Outside
 from graphrt.compile.trace.overlaps import Overlaps
 from graphrt.compile.trace.parameters import Leaf, leaves, substitute
-from graphrt.compile.trace.rerun import does_the_same
 from graphrt.compile.trace.sizes import resolve_sizes, value_of
 from graphrt.compile.trace.subject import Subject
 

@@ -27,9 +27,9 @@ from graphrt.compile.private_torch import (
     torch_check,
     trace_so_far,
 )
+from graphrt.compile.trace._side_effects import assigned_names
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
-from graphrt.compile.trace.side_effects import assigned_names
 from graphrt.core.base import GraphRTError
 
 # Dynamo's hooks for bytecode are process-wide; a trace is rare enough to take turns.
