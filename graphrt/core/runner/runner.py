@@ -295,11 +295,11 @@ class GraphRunner(Uncopied):
         """Capture every planned graph that is not captured yet, then seal.
 
         `progress(done, total, descriptor)` is called before each graph and at the end. With
-        `Host(example=)` graphs are tried then; one that fails its trial raises
-        `VerificationError`, and nothing is captured. A failed
-        capture raises; the graphs before it serve, and a further call tries the rest again. Graphs
-        that the device has no room for are dropped (`report().dropped`) with a
-        `GraphsDroppedWarning`, or under `strict` a `ResourceExhaustedError` when the rest is done.
+        `Host(example=)` graphs are tried then; one that fails its trial raises `VerificationError`,
+        and nothing is captured. A failed capture raises; the graphs before it serve, and a further
+        call tries the rest again. Graphs that the device has no room for are dropped
+        (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
+        `ResourceExhaustedError` when the rest is done.
         """
         self._check_open()
         self.graphs.capture_missing(progress)
@@ -322,16 +322,13 @@ class GraphRunner(Uncopied):
 
     def weights_changed(self) -> None:
         """Declare that weights were written; raises `StaleInputError` if they moved, and
-        `UntrackedWeightsError` if graphs read tensors of which nobody knows the owner. Looks at
-        compiled modules as `module_changed` does."""
+        `UntrackedWeightsError` if graphs read what nobody owns. Then as `module_changed`."""
         self.graphs.check_weights()
         self.module_changed()
 
     def module_changed(self) -> None:
-        """Declare that modules were written otherwise: attributes, hooks, submodules, `train()`.
-
-        Raises `RetraceError` if compiled code has baked in what is different now.
-        """
+        """Declare that modules have other attributes, hooks or submodules, or were `train()`ed;
+        raises `RetraceError` if compiled code has baked in what is different now."""
         self.graphs.check_modules()
 
     def close(self) -> None:
