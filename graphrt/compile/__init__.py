@@ -6,8 +6,8 @@ Its folders, each of which uses those above it only:
 
     private_torch  what is not public in torch, behind typed functions
     trace          a call becomes one graph, by Dynamo
-    split          the graph becomes pieces, at opaque operators
     cache          compiled pieces on disk
+    split          the graph becomes pieces, at opaque operators
     backend        a piece becomes code, by Inductor or as it is
     pieces         pieces are compiled once, wrapped for capture, and stitched into one call
 
