@@ -8,10 +8,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphrt.core.base import RefusedOpError, TaskContractError, ThreadMode
+from graphrt.core.base import (
+    RefusedOpError,
+    TaskContractError,
+    ThreadMode,
+)
 from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
-from graphrt.cpu.private_torch import disabled_dispatch, dispatch_keys_now
+from graphrt.cpu.private_torch import disabled_dispatch
 from graphrt.cpu.tape.aliases import PLAIN, Aliases
 from graphrt.cpu.tape.births import Births
 from graphrt.cpu.tape.lowering import (
@@ -65,7 +69,6 @@ class Tape(ThreadMode):
         self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
         self._inference = inference
-        self._keys = dispatch_keys_now()
         self.aliases = Aliases(arena)
         self.births = Births(arena)
         self._factors: list[tuple[Operator, Source | None, list[int]]] = []
@@ -91,7 +94,7 @@ class Tape(ThreadMode):
         if refuse is not None:
             refuse(op, args, kwargs)
         if op.composite:
-            return op.decompose(args, kwargs, mode=self, keys=self._keys)
+            return self.take_apart(func, args, kwargs)
         if op.name == "aten::lift_fresh":
             return self.births.take(args[0])
         if op.metadata_only:
