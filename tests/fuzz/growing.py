@@ -240,7 +240,8 @@ def _setup(rng: random.Random) -> Setup:
     sizes = tuple(sorted(rng.sample((1, 2, 3, 4, 8, 12), rng.choice((1, 2, 2, 3)))))
     mode = rng.choice(("FULL", "FULL", "PIECEWISE", "PIECEWISE", "FULL_AND_PIECEWISE"))
     if mode == "FULL_AND_PIECEWISE":
-        wrapper = False
+        # A runner takes its inputs in dicts alone.
+        wrapper, container = False, "dict" if container else ""
     modes = ("no_grad", "no_grad", "grad", "inference")
     gradients = rng.choice(modes)
     check = rng.choice(("off", "off", "capture", "capture", "first", "always", "sample"))
