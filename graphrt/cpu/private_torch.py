@@ -53,8 +53,6 @@ _OVERLOAD = "torch.ops.aten.add.Tensor"
 _overload_type = NAMES.declare("torch._ops.OpOverload", without=_NO_CAPTURES)
 NAMES.declare(f"{_OVERLOAD}._schema", without=_NO_CAPTURES)
 NAMES.declare(f"{_OVERLOAD}._op", without=_NO_CAPTURES)
-NAMES.declare(f"{_OVERLOAD}._op_dk", without=_NO_CAPTURES)
-_composite = NAMES.declare("torch._C.DispatchKey.CompositeImplicitAutograd", without=_NO_CAPTURES)
 
 
 def schema_of(overload: Any) -> Any:
@@ -74,11 +72,6 @@ def is_composite(overload: Any) -> bool:
     Python are for tracing, and do not compute the same bits."""
     name = overload.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
-
-
-def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Issue the operators that a composite one is made of."""
-    return overload._op_dk(_composite.find(), *args, **kwargs)
 
 
 _SLOW = "some operators are replayed by slower calls"

@@ -11,7 +11,6 @@ import torch
 from graphrt.core.base import (
     TaskContractError,
     ThreadMode,
-    dispatch_keys_now,
     without_gradients,
 )
 from graphrt.cpu.private_torch import inference_mode
@@ -59,7 +58,6 @@ class _Reissue(ThreadMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = steps
         self.found: list[NewArguments] = []
-        self.keys = dispatch_keys_now()
 
     def __torch_dispatch__(
         self,
@@ -71,7 +69,7 @@ class _Reissue(ThreadMode):
         kwargs = kwargs or {}
         op = operator_of(func)
         if op.composite:
-            return op.decompose(args, kwargs, mode=self, keys=self.keys)
+            return self.take_apart(func, args, kwargs)
         if op.view and not op.mutates:
             return func(*args, **kwargs)
         self._match(op, args, kwargs)

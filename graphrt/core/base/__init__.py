@@ -101,6 +101,7 @@ from graphrt.core.base.settings import read_bounded, read_json, read_settings
 from graphrt.core.base.thread_mode import (
     ThreadMode,
     dispatch_modes,
+    is_taken_apart,
     remove_dispatch_mode,
     unseen,
     without_gradients,
@@ -207,6 +208,7 @@ __all__ = [
     "frozen_gc",
     "has_kernel",
     "inference_guard",
+    "is_taken_apart",
     "items_of",
     "logger",
     "mark_unreadable",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -11,12 +12,15 @@ import torch
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.torch_names import (
     TorchDispatchMode,
+    as_it_was_called,
     conjugation_resolved,
     count_dispatch_modes,
     dispatch_mode_stack,
+    has_kernel,
     inference_guard,
     pop_dispatch_mode,
     push_dispatch_mode,
+    run_composite,
     without_dispatch_modes,
 )
 
@@ -64,6 +68,39 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             while count_dispatch_modes() > depth:
                 pop_dispatch_mode()
             raise
+
+    def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Issue what a composite operator is made of under this mode, from inside its handler.
+
+        Under inference mode torch hands it over as a whole. Called as a whole, its parts would be
+        seen by no mode, and autocast would not reach them.
+        """
+        name = func.name()
+        # Torch itself notes that the whole is a view; it must not note so of the parts.
+        if has_kernel(name, "ADInplaceOrView"):
+            with self:
+                return run_composite(func, args, kwargs)
+        with as_it_was_called():
+            # What autocast has a kernel for it has cast, and has left the parts alone.
+            for key, kind in _AUTOCAST.items():
+                if has_kernel(name, key) and torch.is_autocast_enabled(kind):
+                    torch.set_autocast_enabled(kind, False)
+            with self:
+                return run_composite(func, args, kwargs)
+
+
+_AUTOCAST = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
+
+
+@cache
+def is_taken_apart(func: Any) -> bool:
+    """Whether an operator has no kernel of its own on any device; not a higher-order one."""
+    if getattr(func, "_schema", None) is None:
+        return False
+    name = func.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not any(
+        has_kernel(name, key) for key in ("CPU", "CUDA", "PrivateUse1")
+    )
 
 
 def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:

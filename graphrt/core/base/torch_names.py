@@ -119,6 +119,21 @@ has_kernel: Callable[[str, str], bool] = NAMES.take(
     "torch._C._dispatch_has_kernel_for_dispatch_key", without=_NO_BREAKS
 )
 
+_composite = NAMES.declare(
+    "torch._C.DispatchKey.CompositeImplicitAutograd", without="nothing can be captured"
+)
+NAMES.declare("torch.ops.aten.add.Tensor._op_dk", without="nothing can be captured")
+as_it_was_called: Callable[[], AbstractContextManager[object]] = NAMES.take(
+    "torch._C._RestorePythonTLSSnapshot", without="nothing can be captured under inference mode"
+)
+"""Inside the handler of a dispatch mode: what is switched on (autocast, say) where it came from."""
+
+
+def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Issue the operators that a composite one is made of."""
+    return overload._op_dk(_composite.find(), *args, **kwargs)
+
+
 # Memory ------------------------------------------------------------------------------------------
 
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = NAMES.take(

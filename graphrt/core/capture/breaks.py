@@ -15,10 +15,11 @@ from graphrt.core.base import (
     ThreadMode,
     dispatch_modes,
     has_kernel,
+    is_taken_apart,
     remove_dispatch_mode,
     schemas_of_operator,
 )
-from graphrt.core.capture.refusals import SideDoors, side_doors
+from graphrt.core.capture.refusals import Copies, SideDoors, side_doors
 from graphrt.core.replay import Recording, current_capture
 
 P = ParamSpec("P")
@@ -52,23 +53,27 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
 
 class BreakWatch(ThreadMode):
     """Sees every operator of an open segment: breaks at those of the list, and refuses those that
-    read what left an eager part by a side door."""
+    read what left an eager part by a side door, or write a copy of what others hold."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, capture: Recording, breaks: frozenset[str], doors: SideDoors) -> None:
+    def __init__(
+        self, capture: Recording, breaks: frozenset[str], doors: SideDoors, copies: Copies
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._capture = capture
         self._breaks = breaks
         self._doors = doors
+        self._copies = copies
         for name in breaks:
             _check_break(name)
         self._entered = False
         self._handling = False
 
     def resume(self) -> None:
+        wanted = self._breaks or self._doors or self._copies
         # While an operator is being handled torch has taken this mode off its stack already.
-        if not self._handling and not self._entered and (self._breaks or self._doors):
+        if not self._handling and not self._entered and wanted:
             self.__enter__()
             self._entered = True
 
@@ -94,8 +99,11 @@ class BreakWatch(ThreadMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_taken_apart(func):
+            return self.take_apart(func, args, kwargs)
         if not self._listed(func):
             self._doors.check((args, kwargs), "the graph reads", func)
+            self._copies.check(func, args, kwargs)
             return func(*args, **kwargs)
         capture = self._capture
         if not capture.breakable:

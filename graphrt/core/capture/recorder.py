@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import (
     BreakError,
@@ -23,7 +24,14 @@ from graphrt.core.base import (
 from graphrt.core.batch import ForwardContext
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
-from graphrt.core.capture.refusals import SideDoors, hand_back, side_doors, source_of, withhold
+from graphrt.core.capture.refusals import (
+    Copies,
+    SideDoors,
+    hand_back,
+    side_doors,
+    source_of,
+    withhold,
+)
 from graphrt.core.device import Capability, DeviceGraph
 from graphrt.core.replay import (
     CapturedTask,
@@ -38,6 +46,7 @@ from graphrt.core.replay import (
     graphs_of,
     name_of,
     on_own_containers,
+    on_own_tensors,
     under_way,
 )
 
@@ -79,8 +88,9 @@ class Capture:
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._doors = side_doors.get() or SideDoors()
         self._doors.begin_capture()
+        self._copies = Copies()
         watched = breakable or (breaks and must_break)
-        self._watch = BreakWatch(self, breaks, self._doors) if watched else None
+        self._watch = BreakWatch(self, breaks, self._doors, self._copies) if watched else None
 
     @property
     def segment_open(self) -> bool:
@@ -153,13 +163,17 @@ class Capture:
         self._sites += 1
         self.check_read((args, kwargs), f"eager break {name_of(function)} is given")
         before = tree.leaves((args, kwargs))
+        shapes = list(map(_place, tree.tensors((args, kwargs))))
         kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
+        apart = tree.map_tensors(self._kept_apart, (args, kwargs))
         known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
 
         def hidden(tensor: torch.Tensor) -> bool:
             return tensor.untyped_storage().data_ptr() not in known and self.owns(tensor)
 
-        result = self._doors.watched(function, args, kwargs, hidden if self._watch else None)
+        result = self._doors.watched(
+            function, args, kwargs, hidden if self._watch else None, self._copies.check
+        )
         fresh: set[int] = set()
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
@@ -181,9 +195,16 @@ class Capture:
         recorded = tree.map_tensors(self._kept_apart, readable)
         changed = not _are_same(before, tree.leaves((args, kwargs)))
         called = on_own_containers(function) if changed else function
+        if not changed and list(map(_place, tree.tensors((args, kwargs)))) != shapes:
+            called, (kept_args, kept_kwargs) = on_own_tensors(function), apart
         self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased))
+        leaves = zip(tree.tensors(result), tree.tensors(readable), strict=True)
+        moved = [(_weak(was), copy) for was, copy in leaves if was is not copy]
         # Its own reference to what was copied to its place would look like another way out.
-        del result
+        del result, leaves
+        for was, copy in moved:
+            if not was.expired():  # type: ignore[no-untyped-call]
+                self._copies.note(name_of(function), copy)
         self._doors.settle()
         self._begin()
         return readable
@@ -310,6 +331,14 @@ class Capture:
         self.pool.reset_graphs(captured)
         self.parts.clear()
         self.tasks.clear()
+
+
+def _place(tensor: torch.Tensor) -> object:
+    return tree.identity(tensor) if tensor.layout is torch.strided else None
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]) -> bool:

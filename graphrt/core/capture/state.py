@@ -109,9 +109,15 @@ class SavedState:
         self._restores = [state.save() for state in declared]
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Put everything back as it was; the first error is raised when all is done."""
+        failed: Exception | None = None
         for restore in self._restores:
-            restore()
+            try:
+                restore()
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 def as_states(states: Iterable[State | torch.Tensor]) -> Sequence[State]:

@@ -1,7 +1,13 @@
 """What one captured step is, and how it is replayed in its pool."""
 
 from graphrt.core.replay.arguments import arguments_of, check_arguments
-from graphrt.core.replay.eager_part import EagerPart, deliver, name_of, on_own_containers
+from graphrt.core.replay.eager_part import (
+    EagerPart,
+    deliver,
+    name_of,
+    on_own_containers,
+    on_own_tensors,
+)
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import HandedOut, Handout, handout_of
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
@@ -48,6 +54,7 @@ __all__ = [
     "is_inside_capture",
     "name_of",
     "on_own_containers",
+    "on_own_tensors",
     "under_way",
     "warming_up",
 ]

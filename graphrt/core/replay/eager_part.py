@@ -130,5 +130,17 @@ def on_own_containers(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def on_own_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which gives tensors that it is given another shape or other memory, with new ones
+    over the same memory at every call."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree.map_tensors(torch.Tensor.detach, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return called
+
+
 def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or str(function)

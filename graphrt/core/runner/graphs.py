@@ -275,7 +275,12 @@ class GraphSet:
 
         lengths = {descriptor.query_len for _, descriptor in self._plan.keys}
         query_len = lengths.pop() if len(lengths) == 1 else None
-        self._outputs.resolve(None if saved is None else probe, query_len=query_len)
+        try:
+            self._outputs.resolve(None if saved is None else probe, query_len=query_len)
+        except BaseException:
+            if saved is not None:
+                saved.restore_random()
+            raise
         if saved is not None:
             saved.settle()
         if self.reads is not None:

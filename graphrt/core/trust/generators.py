@@ -16,6 +16,7 @@ class Generators:
 
     def __init__(self, device_type: str) -> None:
         self._put_back: list[Callable[[], object]] = []
+        self._states: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
         self._noted: set[int] = set()
         self._keep(torch.get_rng_state, torch.set_rng_state)
         if device_type != "cpu":
@@ -38,6 +39,17 @@ class Generators:
         for put_back in self._put_back:
             put_back()
 
+    def now(self) -> Callable[[], None]:
+        """What lets all of them go on from where they are now."""
+        states = [(put, get()) for get, put in self._states]
+
+        def put_back() -> None:
+            for put, state in states:
+                put(state)
+
+        return put_back
+
     def _keep(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         state = get()
+        self._states.append((get, put))
         self._put_back.append(lambda: put(state))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any, TypeGuard
 
 import torch
 
-from graphrt.core.base import told
+from graphrt.core.base import told, unseen
 from graphrt.core.trust.places import MISSING, LengthLink, Link, Place, Places, same_value
 from graphrt.core.trust.watching import Use, storage_key
 
@@ -27,11 +27,14 @@ class Moving:
         self._tensors = [place for place, _ in places.tensors]
         self._values = places.values()
         self._held = [place.get() for place in self._tensors]
+        self._memory = [_memory_of(held) for held in self._held]
         self._moved: dict[str, tuple[Place, Any, Any]] = {}
         self._changes: dict[str, list[Any]] = {}
         self._containers = [
             _Contents(link) for link in (*places.links, *places.number_links) if _contained(link)
         ]
+        # Tensors that a run has given other memory, by where they are: what they had.
+        self._moved_memory: dict[str, torch.Tensor] = {}
         self._replaced: list[tuple[Place, torch.Tensor, object]] = []
 
     def look(self) -> None:
@@ -47,6 +50,8 @@ class Moving:
             if isinstance(held, torch.Tensor) and is_news:
                 self._replaced.append((place, held, found))
                 self._changes[place.path] = [0, held]
+        for place, _, memory in self._elsewhere():
+            self._moved_memory.setdefault(place.path, memory)
         self.look_at_moved()
 
     def look_at_moved(self) -> None:
@@ -79,7 +84,21 @@ class Moving:
 
     def rebound(self, uses: Mapping[int, Use]) -> list[str]:
         """Where a run has put another tensor in the place of one that it had read."""
-        return [place.path for place, held, _ in self._replaced if storage_key(held) in uses]
+        replaced = [(place.path, held) for place, held, _ in self._replaced]
+        replaced += self._moved_memory.items()
+        return [path for path, held in replaced if storage_key(held) in uses]
+
+    def restore_memory(self) -> None:
+        """Give tensors the memory back that a run took from them (`set_`, `.data =`)."""
+        for _, held, memory in self._elsewhere():
+            held.data = memory.detach()
+
+    def _elsewhere(self) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
+        for place, held, memory in zip(self._tensors, self._held, self._memory, strict=True):
+            if memory is None or not isinstance(held, torch.Tensor):
+                continue
+            if place.get() is held and storage_key(held) != storage_key(memory):
+                yield place, held, memory
 
     def settle(self) -> None:
         """After several runs: put back what more than one of them has moved, and leave what was
@@ -97,8 +116,17 @@ class Moving:
         for place, held in zip(self._tensors, self._held, strict=True):
             if place.writable and held is not MISSING and place.get() is not held:
                 _set(place, held)
+        self.restore_memory()
         for own in self._containers:
             own.restore()
+
+
+def _memory_of(held: object) -> torch.Tensor | None:
+    if not isinstance(held, torch.Tensor) or storage_key(held) is None:
+        return None
+    # A subclass may have no detach() of the ordinary kind.
+    plain = type(held) in (torch.Tensor, torch.nn.Parameter)
+    return unseen(held.detach) if plain else None
 
 
 def _set(place: Place, value: object) -> None:

@@ -112,6 +112,7 @@ class Trial:
             without = self._watch(rows=(step.live_rows, step.live_rows))
             alone = None if self._mixes_rows else self._alone(without)
             left_alone = self._saves.values()
+            drawn_alone = self._generators.now()
             self._back()
             self._move_numbers(first, eager, written)
             again = verdict.outputs = step.eager(self._watch())
@@ -128,6 +129,7 @@ class Trial:
             if alone is not None and verdict.failure is not None:
                 # What the step is without graphs; by no run more, which other ranks would not do.
                 self._saves.write(left_alone)
+                drawn_alone()
                 verdict.outputs = alone
             if undone or (self._strict and verdict.failure is not None):
                 self._back()

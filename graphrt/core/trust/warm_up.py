@@ -142,9 +142,17 @@ class WatchedState:
 
     def restore(self) -> None:
         """Put back what was declared and what was found."""
-        self._declared.restore()
-        self._of_size.restore()
-        self._saves.restore()
+        try:
+            self._declared.restore()
+        finally:
+            if self._moving is not None:
+                self._moving.restore_memory()
+            self._of_size.restore()
+            self._saves.restore()
+
+    def restore_random(self) -> None:
+        """Put back random numbers alone."""
+        self._generators.restore()
 
     def settle(self) -> None:
         """Put back random numbers and what still moves in Python, and look at memory that only

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 
-from graphrt.core.base import ThreadMode, dispatch_keys, has_kernel
 from graphrt.cpu.private_torch import (
     builtin_of,
     is_composite,
-    run_composite,
     schema_of,
 )
 
@@ -51,7 +48,6 @@ class Operator:
         "repeatable",
         "schema",
         "tags",
-        "tracked_view",
         "view",
     )
 
@@ -72,7 +68,6 @@ class Operator:
         )
         self.random = torch.Tag.nondeterministic_seeded in self.tags
         self.composite = is_composite(func)
-        self.tracked_view = has_kernel(func.name(), "ADInplaceOrView")
         self.repeatable = (
             self.built_in
             and not self.mutates
@@ -80,18 +75,6 @@ class Operator:
             and not any(word in self.name for word in _SILENT_MUTATION)
         )
         """Running it twice has the effect of running it once."""
-
-    def decompose(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, mode: ThreadMode, keys: Any
-    ) -> Any:
-        """Issue what a composite operator is made of under `mode`, from inside its handler.
-
-        `keys` are those of outside. With them a view of what requires a gradient does so too, by
-        which composite operators choose kernels; where torch does that for the whole operator, it
-        must not be done to its parts.
-        """
-        with nullcontext() if self.tracked_view else dispatch_keys(*keys), mode:
-            return run_composite(self.func, args, kwargs)
 
     def written_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that a call may write, also where its schema does not say so."""

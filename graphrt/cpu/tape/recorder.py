@@ -12,7 +12,6 @@ from graphrt.core.base import (
     RefusedOpError,
     TaskContractError,
     ThreadMode,
-    dispatch_keys_now,
 )
 from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
@@ -71,7 +70,6 @@ class Tape(ThreadMode):
         self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
         self._inference = inference
-        self._keys = dispatch_keys_now()
         self.aliases = Aliases(arena)
         self.births = Births(arena)
         self.own = OwnTensors(arena)
@@ -98,7 +96,7 @@ class Tape(ThreadMode):
         if refuse is not None:
             refuse(op, args, kwargs)
         if op.composite:
-            return op.decompose(args, kwargs, mode=self, keys=self._keys)
+            return self.take_apart(func, args, kwargs)
         if op.name == "aten::lift_fresh":
             return self.own.note(self.births.take(args[0]))
         if op.metadata_only:

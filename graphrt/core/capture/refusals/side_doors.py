@@ -10,7 +10,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import SideDoorError, ThreadMode, dispatch_modes, tree
+from graphrt.core.base import (
+    SideDoorError,
+    ThreadMode,
+    dispatch_modes,
+    is_taken_apart,
+    tree,
+)
 from graphrt.core.capture.refusals.source import Source, user_source
 from graphrt.core.replay import name_of
 
@@ -70,6 +76,7 @@ class SideDoors:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         hidden: Callable[[torch.Tensor], bool] | None = None,
+        before: Callable[[Any, Any, Any], None] | None = None,
     ) -> Any:
         """Run an eager part, and see what it makes; those inside of it are part of it.
 
@@ -78,7 +85,7 @@ class SideDoors:
         """
         if any(isinstance(mode, _MakingWatch) and mode.doors is self for mode in dispatch_modes()):
             return function(*args, **kwargs)
-        watch = _MakingWatch(self, name_of(function), hidden)
+        watch = _MakingWatch(self, name_of(function), hidden, before)
         outer = in_eager_part.get()
         try:
             in_eager_part.set(_keys((args, kwargs)))
@@ -140,10 +147,15 @@ class _MakingWatch(ThreadMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, doors: SideDoors, part: str, hidden: Callable[[torch.Tensor], bool] | None
+        self,
+        doors: SideDoors,
+        part: str,
+        hidden: Callable[[torch.Tensor], bool] | None,
+        before: Callable[[Any, Any, Any], None] | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._hidden = hidden
+        self._before = before
         self.doors = doors
         self._part = part
 
@@ -151,10 +163,14 @@ class _MakingWatch(ThreadMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_taken_apart(func):
+            return self.take_apart(func, args, kwargs)
         if self._hidden is not None:
             for tensor in tree.tensors((args, kwargs)):
                 if tensor.layout is torch.strided and self._hidden(tensor):
                     _refuse_hidden(self._part, str(func), tensor)
+        if self._before is not None:
+            self._before(func, args, kwargs)
         result = func(*args, **kwargs)
         made = tree.tensors(result)
         if made:

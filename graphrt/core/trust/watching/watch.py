@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import ThreadMode, storage_of_weak, unseen
+from graphrt.core.base import ThreadMode, is_taken_apart, storage_of_weak, unseen
 from graphrt.core.capture import Source, in_eager_part, user_source
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.watching.operators import facts_of, in_bounds, written
@@ -134,6 +134,8 @@ class Watch(ThreadMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_taken_apart(func):
+            return self.take_apart(func, args, kwargs)
         if func is LIFT_FRESH:
             self._note(Op(func, (unseen(lambda: made_of_data(args[0])),)), args)
             result = func(*args, **kwargs)

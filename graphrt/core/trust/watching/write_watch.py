@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import ThreadMode
+from graphrt.core.base import ThreadMode, is_taken_apart
 from graphrt.core.trust.watching.operators import facts_of, written
 from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
@@ -30,12 +30,14 @@ class WriteWatch(ThreadMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if is_taken_apart(func):
+            return self.take_apart(func, args, kwargs or {})
         facts = facts_of(func)
         if facts.writes and facts.rows is None:
             for tensor in written(facts, args, kwargs or {}):
                 if storage_key(tensor) in self._known:
                     self._saves.save(tensor, facts, args, kwargs or {}, _Written(tensor))
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return func(*args, **(kwargs or {}))
 
 
 class _Written:

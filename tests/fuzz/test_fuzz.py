@@ -1,0 +1,73 @@
+"""Random programs: none may be wrong without a word, raise what is nobody's error, or crash."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.counting import Counts, counted, judged_on
+from tests.fuzz.growing import grown
+from tests.fuzz.minimising import minimised
+from tests.fuzz.printing import printed
+from tests.fuzz.running import judge, program_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def _check(counts: Counts) -> None:
+    assert not counts.defects, {n: (v.outcome, v.detail) for n, v in counts.defects.items()}
+    assert counts.refused_share < 0.4
+    assert counts.hits > counts.total  # else they prove little
+
+
+def test_a_seed_gives_the_same_program_each_time() -> None:
+    assert [grown(seed) for seed in range(5)] == [grown(seed) for seed in range(5)]
+
+
+def test_random_programs_are_right_or_named() -> None:
+    _check(counted(range(150)))
+
+
+@pytest.mark.long
+def test_thousands_of_random_programs_are_right_or_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", "--count=5000"], cwd=ROOT, capture_output=True
+    )
+    assert done.returncode == 0, done.stdout.decode()[-8000:]
+
+
+@pytest.mark.cuda
+def test_random_programs_on_a_gpu_are_right_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    _check(counted(range(1000), "cuda"))
+
+
+def test_a_bridge_that_is_not_filled_is_found_and_made_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That the programs can find something: replays leave results of eager parts where they are."""
+    monkeypatch.setattr(
+        "graphrt.core.replay.eager_part._deliver_tensor", lambda *args, **kwargs: None
+    )
+    found = counted(range(40, 60))
+    assert {verdict.outcome for verdict in found.defects.values()} == {"wrong"}
+    number = next(iter(found.defects))
+    small = minimised(program_of(number), judged_on("cpu"), most=80)
+    assert judge(small).outcome == "wrong"
+    assert len(small.body) <= len(program_of(number).body)
+
+
+def test_a_printed_program_runs_by_itself(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(printed(program_of(3)))
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "outcome=" in done.stdout, done.stderr

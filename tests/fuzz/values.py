@@ -1,0 +1,59 @@
+"""The inputs of steps, padded and not, and the modes that steps run in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from graphrt import InputSpec
+from tests.fuzz.prelude import tensor
+from tests.fuzz.program import CACHE_ROWS
+
+Values = dict[str, torch.Tensor]
+
+
+def values_of(
+    specs: Mapping[str, InputSpec], tokens: int, reqs: int, seed: int, device: str
+) -> Values:
+    """The live rows of a step of this seed."""
+    found: Values = {}
+    for at, (name, spec) in enumerate(specs.items()):
+        shape = spec.sizes(tokens, reqs)
+        if spec.index:
+            order = torch.randperm(CACHE_ROWS, generator=torch.Generator().manual_seed(seed))
+            found[name] = order[:tokens].to(spec.dtype).to(device)
+        else:
+            found[name] = tensor(shape, spec.dtype, 100 * seed + at, device)
+    return found
+
+
+def padded(
+    specs: Mapping[str, InputSpec], values: Values, tokens: int, reqs: int, live: tuple[int, int]
+) -> Values:
+    """The same with padding rows behind the live ones."""
+    found: Values = {}
+    for name, spec in specs.items():
+        value, shape = values[name], spec.sizes(tokens, reqs)
+        _, dim = spec.batch_axis()
+        more = list(shape)
+        more[dim] = shape[dim] - spec.sizes(*live)[dim]
+        if more[dim] == 0:
+            found[name] = value.clone()
+            continue
+        if spec.pad == "repeat":
+            rows = value.narrow(dim, value.shape[dim] - 1, 1).expand(more)
+        else:
+            rows = value.new_full(more, spec.pad_value)
+        found[name] = torch.cat([value, rows], dim)
+    return found
+
+
+def grad_mode(name: str) -> AbstractContextManager[Any]:
+    """The mode of that name."""
+    if name == "inference":
+        return torch.inference_mode()
+    return torch.no_grad() if name == "no_grad" else contextlib.nullcontext()

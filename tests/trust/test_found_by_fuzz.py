@@ -1,0 +1,218 @@
+"""What random programs have found in watching, trying and putting back."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from graphrt import GraphOptions, GraphPool, GraphRunner, Host, InputSpec, eager_break
+from graphrt.core.base import (
+    BreakError,
+    OutputError,
+    StaleInputError,
+)
+from graphrt.errors import GraphQuarantinedWarning
+
+X = {"x": InputSpec(torch.float32, ("tokens", 8))}
+
+
+def runner_of(forward, *, check="capture", mode="FULL", sizes=(4,), host=None, breaks=()):
+    options = GraphOptions(check=check, breaks=breaks)
+    return GraphRunner(
+        forward,
+        mode=mode,
+        sizes=list(sizes),
+        inputs=X,
+        platform="cpu",
+        options=options,
+        host=host,
+        pool=GraphPool("cpu"),
+    )
+
+
+@pytest.mark.parametrize("check", ["off", "capture", "always"])
+def test_autocast_reaches_composite_operators_under_inference_mode(check):
+    weight = torch.randn(8, 4)
+    forward = lambda x: torch.einsum("ti,ij->tj", x, weight)  # noqa: E731
+    runner = runner_of(forward, check=check)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        runner.capture()
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert torch.equal(runner(x=x), forward(x))
+            assert runner.last_dispatch.reason.name == "HIT"
+
+
+@pytest.mark.parametrize("check", ["off", "capture"])
+def test_autocast_of_the_forward_itself_is_seen_under_inference_mode(check):
+    weight = torch.randn(8, 4)
+
+    def forward(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.matmul(x[:, None], weight)
+
+    runner = runner_of(forward, check=check)
+    with torch.inference_mode():
+        runner.capture()
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert torch.equal(runner(x=x), forward(x))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("check", ["off", "capture"])
+@pytest.mark.parametrize("name", ["attention", "linear", "matmul", "layer_norm", "einsum"])
+def test_parts_of_what_autocast_has_cast_itself_are_left_alone(name, check, mode):
+    weight = torch.randn(8, 8)
+    forward = {
+        "attention": lambda x: F.scaled_dot_product_attention(*[x.sign().view(-1, 2, 4)] * 3),
+        "linear": lambda x: F.linear(x[:, None], weight),
+        "matmul": lambda x: torch.matmul(x[:, None], weight),
+        "layer_norm": lambda x: F.layer_norm(x @ weight, (8,)),
+        "einsum": lambda x: torch.einsum("ti,ij->tj", x, weight),
+    }[name]
+    runner = runner_of(forward, check=check)
+    with mode(), torch.autocast("cpu", torch.bfloat16):
+        runner.capture()
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert torch.equal(runner(x=x), forward(x))
+
+
+def test_a_break_is_found_inside_of_a_composite_operator_under_inference_mode():
+    weight = torch.randn(8, 4)
+    runner = runner_of(
+        lambda x: torch.matmul(x, weight), check="off", mode="PIECEWISE", breaks=("aten::mm",)
+    )
+    with torch.inference_mode():
+        runner.capture()
+        x = torch.randn(4, 8)
+        assert torch.equal(runner(x=x), x @ weight)
+    wrapper = runner.graphs.owners()[0]
+    assert any(
+        "Eager" in type(part).__name__ for entry in wrapper.entries.values() for part in entry.parts
+    )
+
+
+def test_random_numbers_go_on_as_without_padding_where_a_trial_fails():
+    runner = runner_of(lambda x: torch.randn(x.shape[0], 8), sizes=(8,))
+    runner.capture()
+    torch.manual_seed(3)
+    with pytest.warns(GraphQuarantinedWarning):
+        got = runner(x=torch.zeros(7, 8)).clone()
+    after = torch.randn(2)
+    torch.manual_seed(3)
+    assert torch.equal(got, torch.randn(7, 8))
+    assert torch.equal(after, torch.randn(2))
+
+
+def test_a_capture_that_fails_draws_no_random_numbers():
+    def forward(x):
+        return torch.randn(x.shape[0], 8) + x if x.shape[0] > 1 else torch.randn(8)
+
+    runner = runner_of(forward, sizes=(1, 3))
+    torch.manual_seed(3)
+    with pytest.raises(OutputError):
+        runner.capture()
+    after = torch.randn(2)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.randn(2))
+
+
+def test_all_declared_state_is_put_back_where_some_of_it_cannot_be():
+    moved, counted = torch.zeros(8), torch.zeros(8)
+
+    def forward(x):
+        moved.data = moved + 1
+        counted.add_(1)
+        return x + counted
+
+    runner = runner_of(forward, host=Host(state=[moved, counted]))
+    with pytest.raises(StaleInputError):
+        runner.capture()
+    assert torch.equal(moved, torch.zeros(8)) and torch.equal(counted, torch.zeros(8))
+
+
+def test_state_that_is_given_other_memory_is_put_back_and_named():
+    state = torch.zeros(8)
+
+    def forward(x):
+        state.data = state + 1
+        return x + state
+
+    runner = runner_of(forward)
+    runner.capture()
+    assert torch.equal(state, torch.zeros(8))
+    with pytest.warns(GraphQuarantinedWarning, match="puts another one in its place"):
+        runner(x=torch.zeros(4, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2, 4):
+            assert torch.equal(runner(x=torch.zeros(4, 8)), torch.full((4, 8), float(step)))
+
+
+def test_a_tensor_of_the_forward_may_be_given_other_memory():
+    def forward(x):
+        own = x.detach()
+        own.set_(x + 1)
+        return own * 2
+
+    runner = runner_of(forward, check="off")
+    runner.capture()
+    x = torch.randn(4, 8)
+    assert torch.equal(runner(x=x), (x + 1) * 2)
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+def test_state_that_an_eager_part_returns_may_not_be_written_through_its_copy(in_part):
+    state = torch.zeros(4, 8)
+
+    @eager_break
+    def part(x):
+        return state[0]
+
+    @eager_break
+    def other(row):
+        row.add_(1)
+
+    def forward(x):
+        row = part(x)
+        other(row) if in_part else row.add_(1)
+        return x + row
+
+    runner = runner_of(forward, mode="PIECEWISE", check="off", host=Host(state=[state]))
+    with pytest.raises(BreakError, match="others hold"):
+        runner.capture()
+    assert torch.equal(state, torch.zeros(4, 8))
+
+
+def test_what_an_eager_part_makes_may_be_written():
+    @eager_break
+    def part(x):
+        return x * 2
+
+    runner = runner_of(lambda x: part(x).add_(1), mode="PIECEWISE")
+    runner.capture()
+    x = torch.randn(4, 8)
+    assert torch.equal(runner(x=x), x * 2 + 1)
+
+
+@pytest.mark.parametrize("how", ["data", "shape"])
+def test_an_eager_part_may_give_its_argument_other_memory_or_another_shape(how):
+    @eager_break
+    def part(y):
+        if how == "data":
+            y.data = y.data * 2
+        else:
+            y.unsqueeze_(-1)
+        return y.flatten(1) + 1
+
+    runner = runner_of(lambda x: part(x * 3), mode="PIECEWISE", check="off")
+    runner.capture()
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        expected = x * 3 * (2 if how == "data" else 1) + 1
+        assert torch.equal(runner(x=x), expected)
