@@ -349,6 +349,41 @@ def test_axes_that_cannot_be_compared_must_be_declared():
     assert torch.equal(declared(x=rows(3)), rows(3, 2))
 
 
+def of_one_size(forward):
+    def only(x, **others):
+        if len(x) != 8:
+            raise RuntimeError("this forward has one size")
+        return forward(x, **others)
+
+    return only
+
+
+def test_requests_are_told_apart_where_the_forward_takes_one_number_of_tokens():
+    run = runner(of_one_size(last_rows), inputs=XS, sizes=[8], max_num_reqs=4)
+    for count in (4, 3, 1):
+        x, last = torch.rand(8, WIDTH), torch.arange(count)
+        assert torch.equal(run(x=x, last=last), x[last] * 2)
+        assert run.last_dispatch.reason.name == "HIT"
+    assert run(x=rows(7), last=torch.arange(2)).shape == (2, WIDTH)
+
+
+def test_an_output_that_no_axis_fits_is_handed_out_whatever_the_size():
+    run = runner(of_one_size(lambda x: torch.ones(5) * x.sum()), sizes=[8])
+    assert torch.equal(run(x=rows(8)), torch.full((5,), 8.0 * WIDTH))
+    assert run(x=rows(7)).shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("FULL", [1]), ("FULL_DECODE_ONLY", [1]), ("FULL_DECODE_ONLY", [1, 2])]
+)
+def test_a_forward_is_never_asked_for_no_tokens(mode, sizes):
+    asked = []
+    run = runner(lambda x: asked.append(len(x)) or x.sum(1), mode=mode, sizes=sizes)
+    assert torch.equal(run(x=rows(1)), torch.full((1,), float(WIDTH)))
+    assert run.last_dispatch.reason.name == "HIT" or mode != "FULL"
+    assert min(asked) == 1
+
+
 @pytest.mark.parametrize("launch", ["graph", "eager"])
 def test_axes_are_found_for_eager_launches_too(launch):
     run = runner(lambda x: x.t() * 2, options=GraphOptions(launch=launch))
