@@ -9,6 +9,7 @@ import torch
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, Host, InputSpec
 from graphrt.core.base import can_mark_unreadable
+from graphrt.core.replay import handout
 from graphrt.errors import OutputError, OverwrittenOutputError
 
 WIDTH = 6
@@ -129,6 +130,25 @@ def test_a_conjugate_is_handed_out_as_one(mode):
         out = run(x=given[:count])
         assert torch.equal(out["c"].resolve_conj(), (given[:count] * 2).conj().resolve_conj())
         assert torch.equal(out["i"].resolve_neg(), given[:count].conj().imag.resolve_neg())
+
+
+@pytest.mark.parametrize("lazy", [torch.Tensor.conj, torch._neg_view], ids=["conj", "neg"])
+def test_what_torch_puts_off_is_handed_out_wherever_storages_can_be_marked(monkeypatch, lazy):
+    monkeypatch.setattr(handout, "can_mark_unreadable", True)
+    output = lazy(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64))
+    out = handout.handout_of(output, raw_storages=True)((2,), [])
+    assert out.tolist() == output.tolist()
+
+
+def test_what_a_step_handed_out_is_marked_and_let_go_when_its_memory_is_written(monkeypatch):
+    marked = []
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
+    pool, storage = GraphPool("cpu"), torch.ones(3).untyped_storage()
+    pool.handed_out.append((storage, None))
+    pool.expire_outputs()
+    assert (marked, pool.handed_out) == ([storage._cdata], [])
+    pool.expire_outputs()
+    assert len(marked) == 1
 
 
 # Stale outputs -----------------------------------------------------------------------------------
@@ -437,6 +457,7 @@ def test_what_grows_with_the_batch_in_another_way_is_refused_at_any_sizes(forwar
 def test_values_that_do_not_depend_on_the_batch_are_returned():
     run = runner(lambda x: (x, 3, "three", None, float("nan")), sizes=[8])
     assert repr(run(x=rows(3))[1:]) == "(3, 'three', None, nan)"
+    assert run.last_dispatch.reason.name == "HIT"
 
 
 # Containers --------------------------------------------------------------------------------------
