@@ -228,6 +228,43 @@ def test_a_reserved_graph_is_not_captured_until_it_is_published():
     assert dispatcher.dispatch(Batch(3)).reason is Reason.NOT_CAPTURED
 
 
+def test_a_graph_that_is_captured_is_planned_for_no_batch_any_more():
+    dispatcher = GraphDispatcher("FULL")
+    dispatcher.publish(FULL, BatchDescriptor(4))
+    assert dispatcher.planned_for(Batch(3)) is None
+    dispatcher.reserve(FULL, BatchDescriptor(8))
+    assert dispatcher.planned_for(Batch(3)).descriptor == BatchDescriptor(8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "query_len"),
+    [
+        (Batch(6, 2, 3), 3),
+        (Batch(6, None, 3), 3),
+        (Batch(6, 2), None),
+        (Batch(7, 2, 3), None),
+        (Batch(7, None, 3), None),
+        (Batch(6, None, 0), None),
+        (Batch(6, None, -3), None),
+    ],
+    ids=str,
+)
+def test_a_step_of_pieces_knows_the_query_length_of_its_requests_if_they_have_one(batch, query_len):
+    dispatcher = GraphDispatcher("PIECEWISE")
+    dispatcher.publish(PIECEWISE, BatchDescriptor(8))
+    for _ in range(2):
+        with dispatcher.step(batch) as context:
+            assert (context.mode, context.query_len) == (PIECEWISE, query_len)
+            # Of a step inside of another one too.
+            with dispatcher.step(batch) as inner:
+                assert (inner.mode, inner.query_len) == (PIECEWISE, query_len)
+
+
+def test_requests_without_tokens_are_a_mixed_batch():
+    dispatcher = ladder()
+    assert dispatcher.dispatch(Batch(4, None, 0)) == dispatcher.dispatch(Batch(4))
+
+
 def test_mode_none_says_so():
     assert GraphDispatcher("none").dispatch(Batch(3)).reason is Reason.MODE_NONE
 

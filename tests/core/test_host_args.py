@@ -7,6 +7,7 @@ import pytest
 from graphrt import UNCHANGED, BatchDescriptor, ForwardContext, GraphMode, HostArg, UpdatableTask
 from graphrt.core.base import InvalidUpdateError, MissingUpdateError
 from graphrt.core.replay import CapturedTask
+from graphrt.core.replay.host_args import WORST_CASE
 from graphrt.core.replay.task_table import TaskTable, resolve_updates
 
 TOKENS, REQS = 8, 4
@@ -74,6 +75,23 @@ def test_a_group_is_fitted_once_for_all_of_its_layers():
     own = resolve({"attention": {"lengths": [1]}, "layer.1": {"lengths": [2]}})
     assert own == [{"lengths": [1, 0]}, {"lengths": [2, 0]}, {"lengths": [1, 0]}]
     assert own[0] is own[2]
+
+
+def test_an_optional_argument_may_be_left_out():
+    spec = UpdatableTask(
+        "attention", print, {"lengths": HostArg("reqs"), "splits": HostArg(None, optional=True)}
+    )
+    for own in ({"lengths": [1]}, {"lengths": [1], "splits": 2}):
+        assert spec.given("layer.0", {"attention": own}) == own
+    for own in ({}, {"splits": 2}, {"lengths": [1], "more": 2}):
+        with pytest.raises(InvalidUpdateError, match="wrong keys"):
+            spec.given("layer.0", {"attention": own})
+
+
+def test_updates_without_values_are_told_by_their_name():
+    with pytest.raises(MissingUpdateError, match="got: WORST_CASE"):
+        resolve(WORST_CASE)
+    assert repr(UNCHANGED) == "UNCHANGED"
 
 
 def test_equal_updates_resolve_to_nothing():

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt import GraphRunner, InputSpec
+from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base import InvalidInputError
 from graphrt.core.device import get_platform
-from graphrt.core.inputs import StaticInputs, nest
+from graphrt.core.inputs import StaticInputs, batch_of, nest
 from graphrt.core.inputs.staging import Staging, Window
 from graphrt.cpu.platform import CpuPlatform
 
@@ -231,6 +231,28 @@ def test_sizes_are_read_off_the_shapes():
     assert inputs.infer(values(5, 3)) == (5, 3)
     with pytest.raises(InvalidInputError, match="disagree"):
         inputs.infer({**values(5, 3), "ids": torch.zeros(4, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reqs", "batch"),
+    [(4, 2, Batch(4, 2)), (3, 3, Batch(3, 3, 1)), (4, None, Batch(4))],
+    ids=str,
+)
+def test_shapes_say_one_query_length_where_there_are_as_many_tokens_as_requests(
+    tokens, reqs, batch
+):
+    of_requests = reqs is not None
+    named = ["ids", "table"] if of_requests else ["ids"]
+    inputs = static({name: SPECS[name] for name in named}, 8, 4)
+    step = values(tokens, reqs or 1)
+    assert batch_of(inputs, {name: step[name] for name in named}) == batch
+
+
+def test_inside_of_a_mapping_an_input_may_have_any_name():
+    specs = {"stage": {"updates": SPECS["ids"], "self": SPECS["mrope"]}}
+    assert sorted(static(specs, 8, 4).buffers) == ["stage.self", "stage.updates"]
+    with pytest.raises(InvalidInputError, match="updates"):
+        static(specs["stage"], 8, 4)
 
 
 def test_nested_inputs_keep_their_structure():

@@ -295,6 +295,11 @@ def test_a_subclass_without_memory_is_refused():
         fixed(Batch(3, 3, 1), x=fake)
     with pytest.raises(InvalidInputError, match="memory"):
         run(Batch(3, 3, 1), x=fake)
+    # With more rows than the buffers have, too, where it could be copied.
+    small = runner(sizes=[2])
+    small.capture()
+    with pytest.raises(InvalidInputError, match="memory"):
+        small(Batch(3, 3, 1), x=fake)
 
 
 @pytest.mark.parametrize(

@@ -240,3 +240,22 @@ def test_three_deep():
     third.capture()
     assert torch.equal(served(third, 3, 4.0), rows(3, 15.0))
     assert torch.equal(served(second, 3, 4.0), rows(3, 10.0))
+
+
+def test_another_step_between_the_pieces_of_one_needs_a_pool_of_its_own():
+    pool, x = GraphPool("cpu"), torch.ones(4)
+    piece, whole = (
+        CPUGraphWrapper(lambda x: x + 1, mode, pool=pool, options=LAZY)
+        for mode in ("PIECEWISE", "FULL")
+    )
+    for mode, wrapped in (("PIECEWISE", piece), ("FULL", whole)):
+        with forward_context(mode, BatchDescriptor(4)):
+            wrapped(x)
+    with forward_context("PIECEWISE", BatchDescriptor(4)):
+        first = piece(x)
+        with forward_context("FULL", BatchDescriptor(4)), pytest.raises(PoolBusyError):
+            whole(x)
+        assert torch.equal(first, x + 1)
+        assert torch.equal(piece(x), x + 1)
+    with forward_context("FULL", BatchDescriptor(4)):
+        assert torch.equal(whole(x), x + 1)

@@ -9,6 +9,7 @@ import torch
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, Host, InputSpec
 from graphrt.core.base import can_mark_unreadable
+from graphrt.core.replay import handout
 from graphrt.errors import OutputError, OverwrittenOutputError
 
 WIDTH = 6
@@ -129,6 +130,25 @@ def test_a_conjugate_is_handed_out_as_one(mode):
         out = run(x=given[:count])
         assert torch.equal(out["c"].resolve_conj(), (given[:count] * 2).conj().resolve_conj())
         assert torch.equal(out["i"].resolve_neg(), given[:count].conj().imag.resolve_neg())
+
+
+@pytest.mark.parametrize("lazy", [torch.Tensor.conj, torch._neg_view], ids=["conj", "neg"])
+def test_what_torch_puts_off_is_handed_out_wherever_storages_can_be_marked(monkeypatch, lazy):
+    monkeypatch.setattr(handout, "can_mark_unreadable", True)
+    output = lazy(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64))
+    out = handout.handout_of(output, raw_storages=True)((2,), [])
+    assert out.tolist() == output.tolist()
+
+
+def test_what_a_step_handed_out_is_marked_and_let_go_when_its_memory_is_written(monkeypatch):
+    marked = []
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
+    pool, storage = GraphPool("cpu"), torch.ones(3).untyped_storage()
+    pool.handed_out.append((storage, None))
+    pool.expire_outputs()
+    assert (marked, pool.handed_out) == ([storage._cdata], [])
+    pool.expire_outputs()
+    assert len(marked) == 1
 
 
 # Stale outputs -----------------------------------------------------------------------------------
@@ -349,6 +369,41 @@ def test_axes_that_cannot_be_compared_must_be_declared():
     assert torch.equal(declared(x=rows(3)), rows(3, 2))
 
 
+def of_one_size(forward):
+    def only(x, **others):
+        if len(x) != 8:
+            raise RuntimeError("this forward has one size")
+        return forward(x, **others)
+
+    return only
+
+
+def test_requests_are_told_apart_where_the_forward_takes_one_number_of_tokens():
+    run = runner(of_one_size(last_rows), inputs=XS, sizes=[8], max_num_reqs=4)
+    for count in (4, 3, 1):
+        x, last = torch.rand(8, WIDTH), torch.arange(count)
+        assert torch.equal(run(x=x, last=last), x[last] * 2)
+        assert run.last_dispatch.reason.name == "HIT"
+    assert run(x=rows(7), last=torch.arange(2)).shape == (2, WIDTH)
+
+
+def test_an_output_that_no_axis_fits_is_handed_out_whatever_the_size():
+    run = runner(of_one_size(lambda x: torch.ones(5) * x.sum()), sizes=[8])
+    assert torch.equal(run(x=rows(8)), torch.full((5,), 8.0 * WIDTH))
+    assert run(x=rows(7)).shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("FULL", [1]), ("FULL_DECODE_ONLY", [1]), ("FULL_DECODE_ONLY", [1, 2])]
+)
+def test_a_forward_is_never_asked_for_no_tokens(mode, sizes):
+    asked = []
+    run = runner(lambda x: asked.append(len(x)) or x.sum(1), mode=mode, sizes=sizes)
+    assert torch.equal(run(x=rows(1)), torch.full((1,), float(WIDTH)))
+    assert run.last_dispatch.reason.name == "HIT" or mode != "FULL"
+    assert min(asked) == 1
+
+
 @pytest.mark.parametrize("launch", ["graph", "eager"])
 def test_axes_are_found_for_eager_launches_too(launch):
     run = runner(lambda x: x.t() * 2, options=GraphOptions(launch=launch))
@@ -402,6 +457,7 @@ def test_what_grows_with_the_batch_in_another_way_is_refused_at_any_sizes(forwar
 def test_values_that_do_not_depend_on_the_batch_are_returned():
     run = runner(lambda x: (x, 3, "three", None, float("nan")), sizes=[8])
     assert repr(run(x=rows(3))[1:]) == "(3, 'three', None, nan)"
+    assert run.last_dispatch.reason.name == "HIT"
 
 
 # Containers --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from graphrt import BatchDescriptor, GraphMode, GraphPool, forward_context
 from graphrt.core.base import CaptureError
 from graphrt.core.capture import CaptureTransaction
-from graphrt.core.capture.refusals.source import source_of
+from graphrt.core.capture.refusals.source import source_of, user_source
 from graphrt.cpu import CPUGraphWrapper
 
 
@@ -24,6 +24,12 @@ def test_the_innermost_line_outside_of_torch_and_graphrt_is_named():
     assert source is not None
     assert source.function == "fails"
     assert str(source).endswith("in fails: return x.view(-1, 3)  # 8 elements")
+
+
+def test_who_asks_for_the_line_is_named_if_it_is_the_users_own():
+    source = user_source()
+    assert source is not None
+    assert str(source).endswith("it_is_the_users_own: source = user_source()")
 
 
 def test_an_error_that_came_through_no_user_code_has_none():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt import State
-from graphrt.core.base import InvalidOptionError, StateTooLargeError
+from graphrt import GraphRunner, InputSpec, State, current_context
+from graphrt.core.base import InvalidOptionError, StaleInputError, StateTooLargeError
 from graphrt.core.capture import SavedState
 
 
@@ -30,6 +30,25 @@ def test_only_the_named_rows_are_saved(rows):
     assert tensor.tolist() == [9, 1, 2, 9]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: setattr(tensor, "data", torch.zeros(4)),
+        lambda tensor: setattr(tensor, "data", torch.zeros(2, 3)),
+        lambda tensor: tensor.unsqueeze_(0),
+    ],
+    ids=["other memory", "other memory of another shape", "another shape"],
+)
+def test_state_that_is_given_other_memory_or_another_shape_is_named_and_put_back(change):
+    tensor = torch.arange(4.0)
+    saved, place = SavedState([tensor], limit_bytes=1 << 20), tensor.data_ptr()
+    tensor.add_(1)
+    change(tensor)
+    with pytest.raises(StaleInputError, match="other memory"):
+        saved.restore()
+    assert (tensor.tolist(), tensor.data_ptr()) == ([0, 1, 2, 3], place)
+
+
 def test_a_hosts_own_functions_are_used():
     box = [1]
     saved = SavedState([State(save=box.copy, restore=lambda old: box.__setitem__(0, old[0]))], 0)
@@ -49,3 +68,17 @@ def test_a_state_that_is_neither_is_a_named_error():
         State()
     with pytest.raises(InvalidOptionError):
         State(save=lambda: 0)
+
+
+def test_who_captures_is_told_which_memory_stays_where_it_is():
+    told = []
+
+    def forward(x):
+        capture = current_context().capture
+        told.append(x.untyped_storage().data_ptr() in capture.fixed if capture else None)
+        return x + 1
+
+    spec = InputSpec(torch.float32, ("tokens", 4))
+    run = GraphRunner(forward, mode="FULL", sizes=[2], inputs={"x": spec}, platform="cpu")
+    run.capture()
+    assert True in told and False not in told

@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from graphrt import (
+    UNCHANGED,
     Batch,
     BatchDescriptor,
     GraphMode,
     GraphOptions,
     GraphPool,
     GraphRunner,
+    HostArg,
     InputSpec,
+    UpdatableTask,
     eager_break,
     forward_context,
 )
@@ -239,3 +242,25 @@ def test_a_sparse_argument_must_be_the_one_that_was_captured(level: str, layout:
         other(matrix, x)
     with forward_context(GraphMode.FULL, D4), pytest.raises(StaleInputError):
         other(matrix.clone(), x)
+
+
+def test_the_first_replay_can_repeat_the_host_arguments_of_the_capturing_step():
+    task = UpdatableTask(
+        "scale", lambda x, out, factor: torch.mul(x, factor, out=out), {"factor": HostArg(None)}
+    )
+
+    def scaled(x):
+        out = torch.empty_like(x)
+        task(x, out)
+        return out
+
+    wrapped, x = wrapper(scaled), torch.ones(4)
+    for updates, factor in (
+        ({"scale": {"factor": 3}}, 3.0),
+        (UNCHANGED, 3.0),
+        ({"scale": {"factor": 5}}, 5.0),
+        (UNCHANGED, 5.0),
+    ):
+        with forward_context("FULL", D4, updates=updates):
+            assert torch.equal(wrapped(x), x * factor)
+    assert list(wrapped.entries) == [D4]

@@ -1,6 +1,7 @@
 """Change core line by line and see whether tests notice.
 
-    python -m tests.mutants [--per-file N] [--seed N] [--only TEXT] [--all-tests] [--json FILE]
+    python -m tests.mutants [--per-file N] [--seed N] [--only TEXT ...] [--all-tests]
+        [--json FILE]
 
 A mutant that no test notices is a survivor; `survivors.json` says why those that are known do no
 harm. Exits with 1 if there is another one.
@@ -13,6 +14,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import hypothesis  # noqa: F401  Loaded once, before processes are forked.
@@ -20,7 +22,17 @@ import pytest  # noqa: F401
 import torch
 
 from tests.mutants.mutate import Mutant, mutants
-from tests.mutants.run import ROOT, TESTS, Result, asked_first, copied, failing, result_of
+from tests.mutants.run import (
+    REST,
+    ROOT,
+    TESTS,
+    Result,
+    asked_first,
+    copied,
+    failing,
+    folder_of,
+    result_of,
+)
 
 EXPLAINED = Path(__file__).with_name("survivors.json")
 
@@ -31,13 +43,18 @@ def files() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
 
 
-def chosen(per_file: int, seed: int, only: str) -> list[Mutant]:
-    """So many mutants of each file, drawn at random; all whose name has `only` in it."""
+def chosen(per_file: int, seed: int, only: Sequence[str] = ()) -> list[Mutant]:
+    """So many mutants of each file, drawn at random; those drawn that have one of `only` in their
+    name, or are named so, drawn or not."""
     found = []
     for file in files():
-        of_file = [mutant for mutant in mutants(ROOT, file) if only in mutant.name]
-        draw = random.Random(f"{seed} {file}")
-        found += draw.sample(of_file, min(per_file, len(of_file)))
+        of_file = mutants(ROOT, file)
+        drawn = random.Random(f"{seed} {file}").sample(of_file, min(per_file, len(of_file)))
+        if only:
+            named = [mutant for mutant in of_file if mutant.name in only and mutant not in drawn]
+            drawn = [mutant for mutant in drawn if any(text in mutant.name for text in only)]
+            drawn += named
+        found += drawn
     return found
 
 
@@ -51,17 +68,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--per-file", type=int, default=3, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="a part of a mutant's name")
+    parser.add_argument("--only", nargs="+", default=[], help="a part of its name, or the name")
     parser.add_argument("--all-tests", action="store_true", help="the other tests too, if needed")
-    parser.add_argument("--timeout", type=int, default=120, metavar="SECONDS")
+    parser.add_argument("--timeout", type=int, default=300, metavar="SECONDS")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
     todo = chosen(options.per_file, options.seed, options.only)
     known, done = explained(), []
     with copied() as tree:
-        for folder in TESTS:
-            by = failing(tree, asked_first(folder), options.timeout * 5)
+        for folder in dict.fromkeys(folder_of(mutant.file) for mutant in todo):
+            tests = [*asked_first(folder), *(REST if options.all_tests else ())]
+            by = failing(tree, tests, options.timeout * 5)
             if by:
                 raise SystemExit(f"{folder}: fails without any mutant: {by}")
         for number, mutant in enumerate(todo, 1):

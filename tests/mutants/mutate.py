@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -42,11 +43,14 @@ class Mutant:
     old: str
     new: str
     source: str
+    nth: int = 1
 
     @property
     def name(self) -> str:
-        """The same as long as the line is the same, wherever it has moved."""
-        return f"{self.file} {self.function}: {self.old} -> {self.new}"
+        """The same as long as the line is the same, wherever it has moved; `nth` tells apart what
+        reads alike in one function."""
+        which = f" ({self.nth})" if self.nth > 1 else ""
+        return f"{self.file} {self.function}: {self.old} -> {self.new}{which}"
 
 
 def mutants(root: Path, file: str) -> list[Mutant]:
@@ -60,6 +64,10 @@ def mutants(root: Path, file: str) -> list[Mutant]:
             source = _replaced(text, node, changed)
             found.append(Mutant(file, node.lineno, function, old, new, source))
     found.sort(key=lambda mutant: mutant.line)
+    alike: Counter[str] = Counter()
+    for place, mutant in enumerate(found):
+        alike[mutant.name] += 1
+        found[place] = replace(mutant, nth=alike[mutant.name])
     return found
 
 

@@ -23,18 +23,26 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFORMANCE = "tests/test_conformance.py"
 # The tests of what a folder is for first: most mutants end there.
 TESTS: dict[str, tuple[str, ...]] = {
-    "graphrt/core/dispatch/": ("tests/core/test_dispatch*.py", CONFORMANCE),
+    "graphrt/core/dispatch/": (
+        "tests/core/test_dispatch*.py",
+        "tests/core/test_missing_graph.py",
+        CONFORMANCE,
+    ),
     "graphrt/core/inputs/": (
         "tests/core/test_*puts.py",
         "tests/core/test_padding_rows.py",
+        "tests/core/test_named_errors.py",
         "tests/core/test_runner.py",
         CONFORMANCE,
         "tests/accelerator",
     ),
     "graphrt/core/replay/": (
         "tests/core/test_segments.py",
+        "tests/core/test_host_args.py",
         "tests/core/test_wrapper_arguments.py",
+        "tests/core/test_eager_parts.py",
         "tests/core/test_nested.py",
+        "tests/core/test_outputs.py",
         CONFORMANCE,
         "tests/cpu/test_cpu_tasks.py",
         "tests/cpu/test_cpu_replay.py",
@@ -43,13 +51,26 @@ TESTS: dict[str, tuple[str, ...]] = {
     "graphrt/core/capture/": (
         "tests/core/test_segments.py",
         "tests/core/test_state.py",
+        "tests/core/test_source.py",
+        "tests/core/test_options.py",
+        "tests/core/test_eager_parts.py",
+        "tests/core/test_missing_graph.py",
+        "tests/core/test_nested.py",
         "tests/core/test_named_errors.py",
         CONFORMANCE,
         "tests/cpu/test_cpu_refusals.py",
         "tests/accelerator",
     ),
 }
-REST = ("tests/core", "tests/cpu", CONFORMANCE, "tests/accelerator", "tests/demo", "tests/trust")
+REST = (
+    "tests/core",
+    "tests/cpu",
+    CONFORMANCE,
+    "tests/accelerator",
+    "tests/demo",
+    "tests/trust",
+    "tests/compile",
+)
 """What runs where the tests of the folder noticed nothing."""
 
 
@@ -81,9 +102,14 @@ def copied() -> Iterator[Path]:
         yield tree
 
 
+def folder_of(file: str) -> str:
+    """The folder of `TESTS` that a file is in."""
+    return next(folder for folder in TESTS if file.startswith(folder))
+
+
 def asked_first(file: str) -> list[str]:
     """The tests that are asked first of a mutant in `file`."""
-    patterns = next(tests for folder, tests in TESTS.items() if file.startswith(folder))
+    patterns = TESTS[folder_of(file)]
     found = []
     for pattern in patterns:
         found += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))

@@ -39,13 +39,33 @@ def test_each_mutant_is_one_change_that_python_can_read(tmp_path):
         assert source != SMALL
 
 
+def test_changes_that_read_alike_have_names_of_their_own(tmp_path):
+    (tmp_path / "alike.py").write_text("def f(x):\n    x.a = 0\n    x.b = 0\n    return x + 0\n")
+    names = [mutant.name for mutant in mutants(tmp_path, "alike.py")]
+    assert len(set(names)) == len(names)
+    assert {"alike.py f: 0 -> 1", "alike.py f: 0 -> 1 (2)", "alike.py f: 0 -> 1 (3)"} <= set(names)
+
+
 def test_what_an_error_says_is_left_alone(tmp_path):
     assert not any("size + 1" in name for name in changes(SMALL, tmp_path))
 
 
 def test_the_same_seed_chooses_the_same_mutants():
-    assert chosen(1, 0, "") == chosen(1, 0, "")
-    assert {mutant.file for mutant in chosen(1, 0, "")} <= set(files())
+    assert chosen(1, 0) == chosen(1, 0)
+    assert {mutant.file for mutant in chosen(1, 0)} <= set(files())
+
+
+def test_a_mutant_is_found_by_its_name_or_a_part_of_it_among_those_drawn():
+    drawn = chosen(3, 0)
+    assert chosen(3, 0, ["core/dispatch/"]) == [
+        mutant for mutant in drawn if "core/dispatch/" in mutant.name
+    ]
+    other = next(each for each in mutants(ROOT, drawn[0].file) if each not in drawn)
+    assert chosen(3, 0, [other.name]) == [other]
+
+
+def test_one_mutant_of_every_file_is_drawn_first():
+    assert set(chosen(1, 0)) <= set(chosen(3, 0))
 
 
 def test_what_may_survive_is_still_a_line_of_core():
@@ -75,3 +95,11 @@ def test_a_line_that_is_broken_is_noticed():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.splitlines() == ["''", "'no start'"], done.stderr[-2000:]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mutants run in forked processes")
+def test_one_mutant_of_every_file_is_noticed_or_explained():
+    command = [sys.executable, "-m", "tests.mutants", "--per-file", "1", "--seed", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7200)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -16,7 +16,9 @@ from graphrt.core.batch import (
 def live_query_len(batch: Batch) -> int | None:
     """How many tokens each request has where that is one number."""
     tokens, reqs, query_len = batch[:3]
-    if query_len is None or (reqs is not None and reqs * query_len != tokens):
+    if query_len is None or query_len < 1:
+        return None
+    if tokens % query_len if reqs is None else reqs * query_len != tokens:
         return None
     return query_len
 

@@ -202,7 +202,7 @@ class StaticInputs:
             wrong = check_value(name, spec, found[name], live)
             if wrong is not None:
                 raise wrong from error
-            unreadable = None if error is None else check_memory(name, spec, found[name])
+            unreadable = check_memory(name, spec, found[name])
             if unreadable is not None:
                 raise unreadable from error
         return found

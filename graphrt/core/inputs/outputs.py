@@ -181,11 +181,16 @@ class OutputLayout:
         that fill it need no cut, and others are refused."""
         if self._axes.get(path) is not None:
             return self._dims_of(path)
-        return tuple(
-            (dim, OneSize("tokens", 0, seen.tokens, seen.reqs, size, path))
-            for dim, (size, *same) in enumerate(_columns(self._seen, path))
-            if len(self._fits([size, *same])) > 1
-        )
+        found: list[tuple[int, Axis | OneSize]] = []
+        for dim, column in enumerate(_columns(self._seen, path)):
+            # Other numbers of requests may have been seen.
+            axis = self._axis_of(path, dim, column)
+            if axis is not None:
+                found.append((dim, axis))
+            elif len(self._fits(column)) > 1:
+                known = OneSize("tokens", 0, seen.tokens, seen.reqs, column[0], path)
+                found.append((dim, known))
+        return tuple(found)
 
     def _saw_one_size(self) -> bool:
         """Whether nothing is known of another size, and steps of another size are padded."""
@@ -221,26 +226,29 @@ class OutputLayout:
                 if isinstance(axis, Axis):
                     found.append((dim, axis))
                 continue
-            fits = self._fits(column)
-            if not fits:
-                raise OutputError(
-                    f"a dimension of an output grows with the batch, but not as its tokens or "
-                    f"requests do{at_path(path)}",
-                    got=", ".join(
-                        f"dimension {dim} is {size} with {seen.tokens} tokens of {seen.reqs} "
-                        "requests"
-                        for size, seen in list(zip(column, self._seen, strict=True))[:2]
-                    ),
-                    expected="a dimension for tokens or for requests",
-                    advice='split it ([tokens * 2] as ["tokens", 2]), or declare it: None in '
-                    "outputs= leaves it as it is, padding included",
-                )
-            axis = fits[0]
+            axis = self._axis_of(path, dim, column)
             if axis is not None:
                 if declared is not None and any(isinstance(axis, Axis) for axis in declared):
                     raise _undeclared_axis(path, dim, axis)
                 found.append((dim, axis))
         return tuple(found)
+
+    def _axis_of(self, path: str, dim: int, column: Sequence[int]) -> Axis | None:
+        """The batch axis that has these sizes, None being a constant."""
+        fits = self._fits(column)
+        if not fits:
+            raise OutputError(
+                f"a dimension of an output grows with the batch, but not as its tokens or "
+                f"requests do{at_path(path)}",
+                got=", ".join(
+                    f"dimension {dim} is {size} with {seen.tokens} tokens of {seen.reqs} requests"
+                    for size, seen in list(zip(column, self._seen, strict=True))[:2]
+                ),
+                expected="a dimension for tokens or for requests",
+                advice='split it ([tokens * 2] as ["tokens", 2]), or declare it: None in '
+                "outputs= leaves it as it is, padding included",
+            )
+        return fits[0]
 
     def _fits(self, column: Sequence[int]) -> list[Axis | None]:
         """What a dimension of these sizes can be, None being a constant."""

@@ -51,7 +51,8 @@ def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
 def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | None:
     at = f" at {path}" if path else ""
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
-        equal = type(ours) is type(theirs) and (ours == theirs or ours is theirs)
+        # NaN is itself, though not equal to itself.
+        equal = type(ours) is type(theirs) and (ours == theirs or repr(ours) == repr(theirs))
         return None if equal else Difference(f"{told(ours)}, not {told(theirs)}{at}", float("inf"))
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs)]

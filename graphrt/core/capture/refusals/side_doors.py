@@ -167,7 +167,7 @@ class _MakingWatch(ThreadMode):
             return self.take_apart(func, args, kwargs)
         if self._hidden is not None:
             for tensor in tree.tensors((args, kwargs)):
-                if tensor.layout is torch.strided and self._hidden(tensor):
+                if any(map(self._hidden, _in_memory(tensor))):
                     _refuse_hidden(self._part, str(func), tensor)
         if self._before is not None:
             self._before(func, args, kwargs)
@@ -188,18 +188,23 @@ side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", defa
 
 
 def _keys(given: Any) -> frozenset[int]:
-    strided = [each for each in tree.tensors(given) if each.layout is torch.strided]
-    return frozenset(each.untyped_storage()._cdata for each in strided)
+    found = [each for tensor in tree.tensors(given) for each in _in_memory(tensor)]
+    return frozenset(each.untyped_storage()._cdata for each in found)
 
 
-def _storages(tensor: torch.Tensor) -> Iterator[StorageWeakRef]:
-    """The memory of a tensor, or of those that a subclass is made of."""
+def _in_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor, or those that a subclass is made of, as far as they have strided memory."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for name in flatten()[0]:
-            yield from _storages(getattr(tensor, name))
+            yield from _in_memory(getattr(tensor, name))
     elif tensor.layout is torch.strided:
-        yield StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        yield tensor
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[StorageWeakRef]:
+    for each in _in_memory(tensor):
+        yield StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _is_gone(ref: StorageWeakRef) -> bool:

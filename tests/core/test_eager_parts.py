@@ -1,0 +1,116 @@
+"""What an eager part returns and what it leaves: values as at capture, tensors for every step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from graphrt import GraphRunner, InputSpec, eager_break
+from graphrt.core.base import BakedScalarError, SideDoorError
+from graphrt.core.capture.bridges import Bridges
+
+
+def captured(forward: Callable[..., Any], mode: str = "PIECEWISE") -> GraphRunner:
+    made = GraphRunner(
+        forward,
+        mode=mode,
+        sizes=[2],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        platform="cpu",
+    )
+    made.capture()
+    return made
+
+
+def runner(value: Callable[[], Any]) -> GraphRunner:
+    part = eager_break(lambda x: (x + 1, value()))
+    return captured(lambda x: part(x)[0] * 2)
+
+
+VALUES = [2**40, 0.1, "text", b"bytes", (1, ("a", None)), 1 + 2j, numpy.arange(3)]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_may_be_made_anew_at_every_step(value):
+    run = runner(lambda: copy.deepcopy(value) if isinstance(value, numpy.ndarray) else same(value))
+    assert torch.equal(run(x=torch.ones(2, 4)), torch.full((2, 4), 4.0))
+
+
+def same(value: Any) -> Any:
+    """An equal object that is another one, where Python can make it."""
+    return eval(repr(value))
+
+
+@pytest.mark.parametrize("value", [numpy.array([1.0, numpy.nan]), float("nan")], ids=repr)
+def test_the_same_object_is_the_same_value_though_it_does_not_equal_itself(value):
+    run = runner(lambda: value)
+    assert torch.equal(run(x=torch.ones(2, 4)), torch.full((2, 4), 4.0))
+
+
+@pytest.mark.parametrize(
+    ("first", "later"), [(3, 4), (3, 3.0), ("a", "b"), (0.0, -0.0), ((1, 2), (1, 3))], ids=repr
+)
+def test_another_value_than_at_capture_is_named(first, later):
+    values = [first]
+    run = runner(lambda: values[-1])
+    values.append(later)
+    with pytest.raises(BakedScalarError, match="another value"):
+        run(x=torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 1)], ids=str)
+def test_a_result_whose_elements_share_memory_is_followed(shape):
+    part = eager_break(lambda x: (x.sum() + 1).expand(shape))
+    run = captured(lambda x: x + part(x).sum())
+    for value in (1.0, 3.0):
+        x = torch.full((2, 4), value)
+        assert torch.equal(run(x=x), x + (8 * value + 1) * torch.ones(shape).sum())
+
+
+def test_results_of_one_place_share_memory_of_the_largest():
+    bridges, large = Bridges(), torch.ones(3, 8)
+    first = bridges.buffer((0, 0), large)
+    assert first.untyped_storage().nbytes() == large.nbytes
+    assert bridges.buffer((0, 0), torch.ones(3, 4)).data_ptr() == first.data_ptr()
+    assert bridges.buffer((0, 1), large).data_ptr() != first.data_ptr()
+    assert bridges.buffer((0, 0), torch.ones(4, 8)).data_ptr() != first.data_ptr()
+
+
+def test_in_one_graph_a_marked_function_may_leave_tensors_anywhere():
+    held: list[torch.Tensor] = []
+
+    @eager_break
+    def part(x):
+        held[:] = [x + 1]
+
+    def forward(x):
+        part(x)
+        return held[0] * 2
+
+    run = captured(forward, mode="FULL")
+    for value in (1.0, 3.0):
+        x = torch.full((2, 4), value)
+        assert torch.equal(run(x=x), (x + 1) * 2)
+    with pytest.raises(SideDoorError, match="did not return"):
+        captured(forward)
+
+
+def test_a_tensor_of_tensors_is_followed_to_those_that_hold_its_memory():
+    held: list[TwoTensor] = []
+
+    @eager_break
+    def part(x):
+        held[:] = [TwoTensor(x, x + 1) * 2]
+        return held[0].a + held[0].b
+
+    run = captured(lambda x: part(x) * 2)
+    x = torch.full((2, 4), 3.0)
+    assert torch.equal(run(x=x), (x * 2 + (x + 1) * 2) * 2)
+    with pytest.raises(SideDoorError, match="did not return"):
+        captured(lambda x: part(x) + held[0].b)
