@@ -247,9 +247,8 @@ class Run:
         for size in (1, 2, 4, 8):
             self._small(logits=torch.zeros(size, self._served.down.shape[1], device=self.device))
         for runner in (self._main, self._small):
-            # Bounded tables of what each pair of live counts moves: rare pairs come late.
-            for layout in runner.inputs._layouts.values():
-                layout._moves.clear()
+            # A bounded table of what each pair of counts moves: rare pairs come late.
+            runner.inputs._layouts.clear()
         self.totals.figures.sample(self.totals.steps, self._main.pool.bytes() or 0)
 
     def _look_at_the_end(self) -> None:
