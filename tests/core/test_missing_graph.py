@@ -19,7 +19,12 @@ from graphrt import (
     Reason,
     forward_context,
 )
-from graphrt.core.base import CaptureSealedError, InvalidOptionError, MissingGraphError
+from graphrt.core.base import (
+    CaptureSealedError,
+    InvalidOptionError,
+    MissingGraphError,
+    PoolClosedError,
+)
 from graphrt.cpu import CPUGraphWrapper
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -67,6 +72,21 @@ def test_a_wrapper_that_has_the_graph_leaves_the_hit_alone():
         wrapped(torch.ones(4))
     assert dispatcher.counts()[Reason.HIT] == 3
     assert dispatcher.counts()[Reason.MISSING_GRAPH] == 1
+
+
+def test_a_pool_that_is_closed_destroys_the_graphs_of_its_wrappers():
+    pool = GraphPool("cpu")
+    lazy = GraphOptions(lazy=True)
+    wrappers = [CPUGraphWrapper(lambda x: x + 1, FULL, pool=pool, options=lazy) for _ in range(2)]
+    for wrapped in wrappers:
+        with forward_context("FULL", D4):
+            wrapped(torch.ones(4))
+        assert len(wrapped.entries) == 1
+    pool.close()
+    for wrapped in wrappers:
+        assert not wrapped.entries
+        with forward_context("FULL", D4), pytest.raises(PoolClosedError):
+            wrapped(torch.ones(4))
 
 
 @pytest.mark.parametrize("slot", [-1, 0])
