@@ -26,7 +26,7 @@ from graphrt.core.batch import ForwardContext, current_context
 from graphrt.core.capture import CaptureTransaction, SideDoors
 from graphrt.core.capture.refusals import hand_back, withhold
 from graphrt.cpu import CPUGraphWrapper
-from graphrt.errors import BreakError, FrozenMetadataError, SideDoorError
+from graphrt.errors import BreakError, FrozenMetadataError, RefusedOpError, SideDoorError
 
 D4 = BatchDescriptor(4)
 
@@ -415,3 +415,11 @@ def test_what_a_forward_does_to_the_result_of_an_eager_part_is_its_own(edit):
         x = torch.rand(count, 3)
         assert torch.equal(run(x=x), forward(x.clone()))
         assert run.last_dispatch.slot >= 0
+
+
+@pytest.mark.parametrize("part", [eager_break(lambda x: x), lambda x: x], ids=["part", "argument"])
+def test_the_shape_of_a_tensor_of_the_caller_is_not_changed_by_a_capture(part):
+    x = torch.rand(4)
+    with pytest.raises(RefusedOpError, match="no replay repeats"):
+        capture(lambda x: part(x).unsqueeze_(0) + 1, x)
+    assert x.shape == (4,)

@@ -31,9 +31,10 @@ def lines_of(rows: Iterable[Row]) -> tuple[list[dict[str, Any]], list[dict[str, 
         for reason, count in counts.items():
             samples = refused.setdefault((row.name, row.variant, *reason), {})
             samples[row.dtype] = f"{count} of {len(row.verdicts)}"
-        if row.counts[RANDOM]:
+        unsteady = sum(v.outcome == RANDOM or v.random for v in row.verdicts)
+        if unsteady:
             samples = random.setdefault((row.name, row.variant), {})
-            samples[row.dtype] = f"{row.counts[RANDOM]} of {len(row.verdicts)}"
+            samples[row.dtype] = f"{unsteady} of {len(row.verdicts)}"
     keys = ("operator", "called", "error", "refused", "why")
     return (
         [dict(zip(keys, key, strict=True)) | {"samples": s} for key, s in sorted(refused.items())],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -86,6 +86,7 @@ class Capture:
         self._sites = 0
         self._keeps_pool = False
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._doors = side_doors.get() or SideDoors()
         self._doors.begin_capture()
         self._copies = Copies()
@@ -192,6 +193,7 @@ class Capture:
 
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
         readable, aliased = self.bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
+        self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
         recorded = tree.map_tensors(self._kept_apart, readable)
         changed = not _are_same(before, tree.leaves((args, kwargs)))
         called = on_own_containers(function) if changed else function
@@ -220,6 +222,17 @@ class Capture:
     def add_task(self, task: CapturedTask) -> None:
         """Note a task of the open segment."""
         self.tasks.append(task)
+
+    def give(self, leaves: Iterable[Any]) -> None:
+        """Note tensors that the forward gets as objects of its own."""
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                self._made[id(leaf)] = weakref.ref(leaf)
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """See `Recording.made`."""
+        found = self._made.get(id(tensor))
+        return found is not None and found() is tensor
 
     def check_read(self, values: Any, what: str) -> None:
         """See `Recording.check_read`."""

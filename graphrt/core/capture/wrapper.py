@@ -103,6 +103,7 @@ class GraphWrapper(Uncopied):
         self._statics = Bridges()
         self._sealing = Sealing(self.options)
         self._off = graphs_off()
+        self._owner_served = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the runnable, as the context says; returns what it returns.
@@ -206,7 +207,8 @@ class GraphWrapper(Uncopied):
 
     def serve_owner(self) -> None:
         """Work for a caller that owns the arguments, which stay where they are, and that keeps the
-        outputs in: replays return the entry's themselves."""
+        outputs in: replays return the entry's themselves. A capture gets arguments made for it."""
+        self._owner_served = True
         self._hot.fresh_containers = False
         self._hot.checks = self._hot.always_checks = False
 
@@ -292,6 +294,8 @@ class GraphWrapper(Uncopied):
             hooks=self._segment_hooks,
             share_executables=self.options.share_executables,
         )
+        if self._owner_served:
+            capture.give(tree.tensors((args, kwargs)))
         transaction = context.capture
         try:
             result = capture.record(functools.partial(self._run, args, kwargs, capture))

@@ -27,6 +27,10 @@ class Recording(Protocol):
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
 
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the forward got this tensor object from graphrt and nobody else has it: what it
+        does to its shape is gone with it, though not what it does to its memory."""
+
     def check_read(self, values: Any, what: str) -> None:
         """Raise `SideDoorError` if a graph may not read a tensor of `values`; `what` begins the
         message. For readers that are no operators of torch."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.replay import current_capture
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.tape.operators import Operator
 from graphrt.cpu.tape.tensors import tensors_in
@@ -14,7 +15,11 @@ from graphrt.cpu.tape.trials import REFUSALS
 
 
 class OwnTensors:
-    """The tensor objects that a capture itself made: its next run makes others."""
+    """The tensor objects that a capture itself made, or was given for itself alone: its next run
+    makes others.
+
+    Results of compiled code are none of them: they may be objects that it keeps.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -30,7 +35,10 @@ class OwnTensors:
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether it was made in this capture."""
         made = self._made.get(id(tensor))
-        return (made is not None and made() is tensor) or self._arena.owns(tensor)
+        if (made is not None and made() is tensor) or self._arena.owns(tensor):
+            return True
+        capture = current_capture()
+        return capture is not None and capture.made(tensor)
 
     def clear(self) -> None:
         """Forget them."""

@@ -19,6 +19,10 @@ _READ_ADVICE = (
     "keep the value on the device (torch.where, masked arithmetic), pass it in as an argument of "
     "the step, or do this part in an eager break"
 )
+_CHECK_ADVICE = (
+    "use the variant that raises nothing (torch.linalg.inv_ex, solve_ex, cholesky_ex, "
+    "lu_factor_ex, ldl_factor_ex), or do this part in an eager break"
+)
 _SYNC_OPS = frozenset(
     "aten::" + name
     for name in (
@@ -77,7 +81,8 @@ def _refuse_collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _refuse_operator(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    _refuse_read(op.label)
+    check = op.name == "aten::_linalg_check_errors"
+    _refuse_read(op.label, _CHECK_ADVICE if check else _READ_ADVICE)
 
 
 def _refuse_masks(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,12 +114,12 @@ def _returns_host_values(op: Operator) -> bool:
     return any(str(r.type) in _HOST_TYPES for r in op.schema.returns)
 
 
-def _refuse_read(operator: str) -> NoReturn:
+def _refuse_read(operator: str, advice: str = _READ_ADVICE) -> NoReturn:
     raise CaptureSyncError(
         "the forward read tensor data on the host while it was being captured",
         op=operator,
         source=_where(),
-        advice=_READ_ADVICE,
+        advice=advice,
     )
 
 
