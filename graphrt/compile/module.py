@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt.compile.errors import CompileSealedError
+from graphrt.compile.errors import CompileSealedError, TraceError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces import (
     ArgumentPlaces,
@@ -35,6 +35,7 @@ from graphrt.compile.trace import (
     leaves,
     without_memory,
 )
+from graphrt.core.base import logger
 from graphrt.core.batch import ForwardContext, GraphMode, PieceProvider, current_context
 from graphrt.core.capture import GraphOptions, GraphWrapper
 from graphrt.core.replay import GraphPool, SegmentHooks, current_capture
@@ -236,8 +237,7 @@ class CompiledModule:
         given or it is compiled already."""
         if self._built is not None:
             return
-        if self._wrapper_options is None:
-            self._wrapper_options = options
+        self._wrapper_options = self._wrapper_options or options
         if self._hooks is None:
             self._hooks = hooks
 
@@ -253,8 +253,6 @@ class CompiledModule:
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors of the module that compiled code reads, as they are now, and the constants of
         that code; nothing before it is compiled."""
-        if self._built is None:
-            return {}
         found: dict[str, torch.Tensor] = {}
         for built in self._all_built():
             found.update(built.stitched.in_use(self._subject.weights()))
@@ -300,6 +298,7 @@ class CompiledModule:
             built = self._small.get(small) or self._compile_small(bound, small)
             built.checker.check(found)
         built.outside.check_settings()
+        built.stitched.check_weights()
         if not self._sealed:
             built.outside.check_state(bound.arguments, args, kwargs)
         if self.options.backend != "eager" and built.overlaps.matter:
@@ -316,8 +315,11 @@ class CompiledModule:
         self._built, self._static_sizes = built, static
         self._weights_held = self._subject.holdings()
         self._example = without_memory(bound)
-        for small in built.small:
-            self._compile_small(at_size(self._subject, bound, small), small)
+        for small in built.small:  # which the forward itself may have no way for; calls say so
+            try:
+                self._compile_small(at_size(self._subject, bound, small), small)
+            except TraceError as error:
+                logger.info("no code for a size of %s: %s", dict(small), error)
 
     def _compile_small(self, bound: inspect.BoundArguments, small: Small) -> Built:
         self._check_may_compile()
@@ -345,16 +347,14 @@ class CompiledModule:
 
     def _check_may_compile(self) -> None:
         if self._sealed:
-            raise CompileSealedError(
-                "a module would have to be compiled after seal()",
-                got=repr(self),
-                expected="a module that was compiled before",
-                advice="call ensure_compiled() before serving, or capture() with this forward",
-            )
-        if current_capture() is not None:
-            raise CompileSealedError(
-                "a module would have to be compiled inside of an open capture",
-                got=repr(self),
-                expected="a module that was compiled before",
-                advice="call ensure_compiled() before capture(), or leave warm-ups on",
-            )
+            when, advice = "after seal()", "before serving, or capture() with this forward"
+        elif current_capture() is not None:
+            when, advice = "inside of an open capture", "before capture(), or leave warm-ups on"
+        else:
+            return
+        raise CompileSealedError(
+            f"a module would have to be compiled {when}",
+            got=repr(self),
+            expected="a module that was compiled before",
+            advice=f"call ensure_compiled() {advice}",
+        )

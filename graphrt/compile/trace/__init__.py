@@ -4,6 +4,7 @@ from graphrt.compile.trace.call import TracedCall, at_size, trace_call
 from graphrt.compile.trace.check import CallChecker, Small
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
+from graphrt.compile.trace.kinds import Kind, kind_of, kind_text
 from graphrt.compile.trace.outside import Outside
 from graphrt.compile.trace.overlaps import Overlaps
 from graphrt.compile.trace.parameters import Leaf, Parameters, leaves, without_memory
@@ -16,6 +17,7 @@ __all__ = [
     "DynamicDims",
     "Holding",
     "Interface",
+    "Kind",
     "Leaf",
     "Output",
     "Outside",
@@ -28,6 +30,8 @@ __all__ = [
     "at_size",
     "floating",
     "is_number",
+    "kind_of",
+    "kind_text",
     "leaves",
     "trace_call",
     "value_of",

@@ -10,6 +10,7 @@ import torch
 
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch import Guards, function_modes
+from graphrt.compile.trace.kinds import kind_of, kind_text
 from graphrt.compile.trace.side_effects import readable_name
 from graphrt.compile.trace.subject import Method
 from graphrt.core.trust import Ambient
@@ -42,6 +43,7 @@ class Outside:
         self._modes = function_modes()
         self._inputs = inputs
         self._bound = dict(bound)
+        self._kinds = {index: kind_of(tensor) for index, tensor in bound.items()}
         self._taken_anew = taken_anew
 
     def check_settings(self) -> None:
@@ -75,19 +77,13 @@ class Outside:
         now = self._inputs(*args, **kwargs)
         for index, tensor in self._bound.items():
             new = now[index]
-            if new is tensor:
-                continue
-            if not self._taken_anew:
+            if new is not tensor and not self._taken_anew:
                 raise _changed("a tensor of no module", "another one than at the trace")
-            if _kind(new) != _kind(tensor):
-                raise _changed("a tensor that the forward reads", _kind(new))
+            if not isinstance(new, torch.Tensor):
+                raise _changed("a tensor that the forward reads", type(new).__name__)
+            if (kind := kind_of(new)) != self._kinds[index]:
+                raise _changed("a tensor that the forward reads", kind_text(kind))
             self._bound[index] = new
-
-
-def _kind(tensor: Any) -> str:
-    if not isinstance(tensor, torch.Tensor):
-        return type(tensor).__name__
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} on {tensor.device}"
 
 
 def _changed(name: str, got: str) -> RetraceError:
