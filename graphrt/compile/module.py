@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt.compile.errors import CompileSealedError, TraceError
+from graphrt.compile.errors import RetraceError, TraceError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces import (
     ArgumentPlaces,
@@ -24,6 +24,7 @@ from graphrt.compile.pieces import (
     wanted_sizes,
 )
 from graphrt.compile.private_torch import call_of
+from graphrt.compile.sealing import check_may_compile
 from graphrt.compile.split import Piece
 from graphrt.compile.trace import (
     DynamicDims,
@@ -38,7 +39,7 @@ from graphrt.compile.trace import (
 from graphrt.core.base import logger
 from graphrt.core.batch import ForwardContext, GraphMode, PieceProvider, current_context
 from graphrt.core.capture import GraphOptions, GraphWrapper
-from graphrt.core.replay import GraphPool, SegmentHooks, current_capture
+from graphrt.core.replay import GraphPool, SegmentHooks
 
 
 class CompiledModule:
@@ -107,7 +108,13 @@ class CompiledModule:
             self._follow_weights()
         in_pieces = context is not None and context.mode is GraphMode.PIECEWISE
         if not in_pieces or context is None or context.capture is not None or context.slot < 0:
-            built = self._checked(args, kwargs)
+            try:
+                built = self._checked(args, kwargs)
+            except RetraceError as error:
+                if not (error.of_sizes and context is not None and context.compared):
+                    raise
+                # A trial asks what the forward does without padding, which may take another way.
+                return self._subject.call(*args, **kwargs)
         elif self._small:
             # A step that is replayed reads the buffers of its capture, checked then.
             bound = self._subject.parameters.bind(args, kwargs)
@@ -309,7 +316,7 @@ class CompiledModule:
         return [] if self._built is None else [self._built, *self._small.values()]
 
     def _compile(self, bound: inspect.BoundArguments) -> None:
-        self._check_may_compile()
+        check_may_compile(self, sealed=self._sealed)
         static = wanted_sizes(self.options.compile_sizes, self._capture_sizes)
         built = self._build(self._subject, bound, static)
         self._built, self._static_sizes = built, static
@@ -322,7 +329,7 @@ class CompiledModule:
                 logger.info("no code for a size of %s: %s", dict(small), error)
 
     def _compile_small(self, bound: inspect.BoundArguments, small: Small) -> Built:
-        self._check_may_compile()
+        check_may_compile(self, sealed=self._sealed)
         built = self._build(self._subject.at(small), bound, ())
         assert self._built is not None
         self._built.figures.add(built.figures)
@@ -343,18 +350,4 @@ class CompiledModule:
             static_sizes=static_sizes,
             wrapping=wrapping,
             graphs=self._graphs,
-        )
-
-    def _check_may_compile(self) -> None:
-        if self._sealed:
-            when, advice = "after seal()", "before serving, or capture() with this forward"
-        elif current_capture() is not None:
-            when, advice = "inside of an open capture", "before capture(), or leave warm-ups on"
-        else:
-            return
-        raise CompileSealedError(
-            f"a module would have to be compiled {when}",
-            got=repr(self),
-            expected="a module that was compiled before",
-            advice=f"call ensure_compiled() {advice}",
         )

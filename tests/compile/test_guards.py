@@ -253,3 +253,13 @@ def test_a_forward_without_a_way_for_one_row_compiles_and_a_call_with_one_is_nam
     with pytest.raises(CompileSealedError):
         compiled(torch.randn(1, 4))
     assert torch.equal(compiled(x), model(x))
+
+
+def test_an_argument_that_was_none_and_is_a_tensor_now_is_named_by_its_type():
+    def forward(x, mask=None):
+        return x.sin() if mask is None else x * mask
+
+    compiled = compile_module(forward, ["x"])
+    compiled(torch.randn(3, 4))
+    with pytest.raises(RetraceError, match=r"mask differs .* in the type\n.*got: Tensor\n.*NoneType"):
+        compiled(torch.randn(3, 4), torch.ones(3, 4))
