@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from graphrt import Batch, GraphPool, GraphRunner, InputSpec
-from graphrt.compile import CompileOptions, CompileSealedError, RetraceError, TraceError, compile_module
+from graphrt.compile import (
+    CompileOptions,
+    CompileSealedError,
+    RetraceError,
+    TraceError,
+    compile_module,
+)
 from tests.compile.guard_changes import CHANGES, Change, Scaled, outcome, rows
 
 FINE = ("right", "both raise", "RetraceError", "at compile time: TraceError")
@@ -45,6 +51,7 @@ def test_what_changed_is_named():
     with pytest.raises(RetraceError, match=r"module\.scale is not as it was") as caught:
         compiled(rows())
     assert caught.value.input == "module.scale"
+    assert "got: 3.0" in str(caught.value) and "expected: module.scale == 2.0" in str(caught.value)
     model.scale = 2.0
     compiled(rows())
 
@@ -261,5 +268,8 @@ def test_an_argument_that_was_none_and_is_a_tensor_now_is_named_by_its_type():
 
     compiled = compile_module(forward, ["x"])
     compiled(torch.randn(3, 4))
-    with pytest.raises(RetraceError, match=r"mask differs .* in the type\n.*got: Tensor\n.*NoneType"):
+    with pytest.raises(
+        RetraceError, match=r"mask differs .* in the type\n.*got: Tensor\n.*NoneType"
+    ):
         compiled(torch.randn(3, 4), torch.ones(3, 4))
+    assert "got: Tensor" in str(caught.value) and "expected: NoneType" in str(caught.value)
