@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrt.compile._sealing import check_may_compile
 from graphrt.compile.errors import RetraceError, TraceError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces import (
@@ -24,7 +25,6 @@ from graphrt.compile.pieces import (
     wanted_sizes,
 )
 from graphrt.compile.private_torch import call_of
-from graphrt.compile.sealing import check_may_compile
 from graphrt.compile.split import Piece
 from graphrt.compile.trace import (
     DynamicDims,
@@ -229,6 +229,7 @@ class CompiledModule:
             return
         with torch.no_grad():
             for built in self._all_built():
+                built.stitched.check_weights()
                 built.outside.check_state(example.arguments, example.args, example.kwargs)
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:

@@ -212,8 +212,9 @@ def test_a_weight_that_becomes_another_kind_in_place_is_named(change, sealed):
     change(model)
     with pytest.raises(RetraceError, match=r"the weight first\.weight is another one"):
         compiled(rows())
-    with pytest.raises(RetraceError, match=r"the weight first\.weight is another one"):
-        compiled.rebind_weights()
+    for told in (compiled.rebind_weights, compiled.module_changed):
+        with pytest.raises(RetraceError, match=r"first\.weight"):
+            told()
 
 
 def test_a_global_tensor_that_becomes_another_kind_in_place_is_named():
@@ -268,8 +269,6 @@ def test_an_argument_that_was_none_and_is_a_tensor_now_is_named_by_its_type():
 
     compiled = compile_module(forward, ["x"])
     compiled(torch.randn(3, 4))
-    with pytest.raises(
-        RetraceError, match=r"mask differs .* in the type\n.*got: Tensor\n.*NoneType"
-    ):
+    with pytest.raises(RetraceError, match=r"mask differs .* in the type") as caught:
         compiled(torch.randn(3, 4), torch.ones(3, 4))
     assert "got: Tensor" in str(caught.value) and "expected: NoneType" in str(caught.value)
