@@ -1,10 +1,10 @@
 """Tracing: one Dynamo trace of a forward, what it relies on, and how its graph is called."""
 
+from graphrt.compile.trace._kinds import Kind, kind_of, kind_text
 from graphrt.compile.trace.call import TracedCall, at_size, trace_call
 from graphrt.compile.trace.check import CallChecker, Small
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
-from graphrt.compile.trace.kinds import Kind, kind_of, kind_text
 from graphrt.compile.trace.outside import Outside
 from graphrt.compile.trace.overlaps import Overlaps
 from graphrt.compile.trace.parameters import Leaf, Parameters, leaves, without_memory

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch import Guards, function_modes
-from graphrt.compile.trace.kinds import kind_of, kind_text
+from graphrt.compile.trace._kinds import kind_of, kind_text
 from graphrt.compile.trace.side_effects import readable_name
 from graphrt.compile.trace.subject import Method
 from graphrt.core.trust import Ambient
