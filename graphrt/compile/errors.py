@@ -16,7 +16,8 @@ class TraceError(CompileError):
 class RetraceError(CompileError):
     """A call differs from the traced one in something that the traced code has baked in.
 
-    `input` names what differs: an argument, or an element of one.
+    `input` names what differs: an argument, or an element of one. `of_sizes`: the forward would
+    take another way at the call's number of tokens or requests.
     """
 
     def __init__(
@@ -27,8 +28,10 @@ class RetraceError(CompileError):
         got: object = None,
         expected: object = None,
         advice: str | None = None,
+        of_sizes: bool = False,
     ) -> None:
         self.input = input
+        self.of_sizes = of_sizes
         super().__init__(what, got=got, expected=expected, advice=advice)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt.compile.errors import CompileSealedError
+from graphrt.compile._sealing import check_may_compile
+from graphrt.compile.errors import RetraceError, TraceError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces import (
     ArgumentPlaces,
@@ -35,9 +36,10 @@ from graphrt.compile.trace import (
     leaves,
     without_memory,
 )
+from graphrt.core.base import logger
 from graphrt.core.batch import ForwardContext, GraphMode, PieceProvider, current_context
 from graphrt.core.capture import GraphOptions, GraphWrapper
-from graphrt.core.replay import GraphPool, SegmentHooks, current_capture
+from graphrt.core.replay import GraphPool, SegmentHooks
 
 
 class CompiledModule:
@@ -106,7 +108,13 @@ class CompiledModule:
             self._follow_weights()
         in_pieces = context is not None and context.mode is GraphMode.PIECEWISE
         if not in_pieces or context is None or context.capture is not None or context.slot < 0:
-            built = self._checked(args, kwargs)
+            try:
+                built = self._checked(args, kwargs)
+            except RetraceError as error:
+                if not (error.of_sizes and context is not None and context.compared):
+                    raise
+                # A trial asks what the forward does without padding, which may take another way.
+                return self._subject.call(*args, **kwargs)
         elif self._small:
             # A step that is replayed reads the buffers of its capture, checked then.
             bound = self._subject.parameters.bind(args, kwargs)
@@ -221,6 +229,7 @@ class CompiledModule:
             return
         with torch.no_grad():
             for built in self._all_built():
+                built.stitched.check_weights()
                 built.outside.check_state(example.arguments, example.args, example.kwargs)
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
@@ -236,8 +245,7 @@ class CompiledModule:
         given or it is compiled already."""
         if self._built is not None:
             return
-        if self._wrapper_options is None:
-            self._wrapper_options = options
+        self._wrapper_options = self._wrapper_options or options
         if self._hooks is None:
             self._hooks = hooks
 
@@ -253,8 +261,6 @@ class CompiledModule:
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors of the module that compiled code reads, as they are now, and the constants of
         that code; nothing before it is compiled."""
-        if self._built is None:
-            return {}
         found: dict[str, torch.Tensor] = {}
         for built in self._all_built():
             found.update(built.stitched.in_use(self._subject.weights()))
@@ -300,6 +306,7 @@ class CompiledModule:
             built = self._small.get(small) or self._compile_small(bound, small)
             built.checker.check(found)
         built.outside.check_settings()
+        built.stitched.check_weights()
         if not self._sealed:
             built.outside.check_state(bound.arguments, args, kwargs)
         if self.options.backend != "eager" and built.overlaps.matter:
@@ -310,17 +317,20 @@ class CompiledModule:
         return [] if self._built is None else [self._built, *self._small.values()]
 
     def _compile(self, bound: inspect.BoundArguments) -> None:
-        self._check_may_compile()
+        check_may_compile(self, sealed=self._sealed)
         static = wanted_sizes(self.options.compile_sizes, self._capture_sizes)
         built = self._build(self._subject, bound, static)
         self._built, self._static_sizes = built, static
         self._weights_held = self._subject.holdings()
         self._example = without_memory(bound)
-        for small in built.small:
-            self._compile_small(at_size(self._subject, bound, small), small)
+        for small in built.small:  # which the forward itself may have no way for; calls say so
+            try:
+                self._compile_small(at_size(self._subject, bound, small), small)
+            except TraceError as error:
+                logger.info("no code for a size of %s: %s", dict(small), error)
 
     def _compile_small(self, bound: inspect.BoundArguments, small: Small) -> Built:
-        self._check_may_compile()
+        check_may_compile(self, sealed=self._sealed)
         built = self._build(self._subject.at(small), bound, ())
         assert self._built is not None
         self._built.figures.add(built.figures)
@@ -342,19 +352,3 @@ class CompiledModule:
             wrapping=wrapping,
             graphs=self._graphs,
         )
-
-    def _check_may_compile(self) -> None:
-        if self._sealed:
-            raise CompileSealedError(
-                "a module would have to be compiled after seal()",
-                got=repr(self),
-                expected="a module that was compiled before",
-                advice="call ensure_compiled() before serving, or capture() with this forward",
-            )
-        if current_capture() is not None:
-            raise CompileSealedError(
-                "a module would have to be compiled inside of an open capture",
-                got=repr(self),
-                expected="a module that was compiled before",
-                advice="call ensure_compiled() before capture(), or leave warm-ups on",
-            )

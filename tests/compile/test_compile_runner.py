@@ -14,17 +14,20 @@ from graphrt.compile import (
     CompileOptions,
     CompileSealedError,
     CompileSizeError,
+    RetraceError,
     compile_module,
     opaque,
 )
 from graphrt.core.base import (
     BreakShapeError,
+    GraphQuarantinedWarning,
     InvalidOptionError,
     OutputError,
     OverwrittenOutputError,
     can_mark_unreadable,
 )
 from graphrt.core.batch import AttentionSupport, PieceProvider
+from graphrt.core.dispatch import Reason
 from tests.models.llama import Llama, check_both_modes, llama_runner, step_inputs
 
 
@@ -302,3 +305,42 @@ def test_a_breakable_wrapper_may_stand_around_a_compiled_module():
     ) as runner:
         runner.capture()
         runner.verify(x=torch.randn(3, 4))
+
+
+class EvenOrOdd(nn.Module):
+    def forward(self, x):
+        return x.sin() if x.shape[0] % 2 else x.cos()
+
+
+class Pairs(nn.Module):
+    def forward(self, x):
+        return x.unflatten(0, (x.shape[0] // 2, 2)).sin().flatten(0, 1)
+
+
+def _padded_runner(module: nn.Module) -> GraphRunner:
+    compile_module(module, ["x"], pool=(pool := GraphPool("cpu")))
+    runner = GraphRunner(
+        module,
+        mode="FULL",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 3))},
+        outputs=("tokens", 3),
+        pool=pool,
+    )
+    runner.capture()
+    return runner
+
+
+def test_a_graph_whose_padded_size_takes_another_way_than_the_live_one_is_found():
+    runner, x = _padded_runner(EvenOrOdd()), torch.randn(3, 3)
+    with pytest.warns(GraphQuarantinedWarning, match="live rows are not what they are without"):
+        torch.testing.assert_close(runner(Batch(3, 3, 1), x=x), x.sin())
+    with pytest.raises(RetraceError, match="tokens"):
+        runner(Batch(3, 3, 1), x=x)
+
+
+def test_a_compiled_forward_that_has_no_way_for_the_live_size_is_served_with_padding():
+    runner, x = _padded_runner(Pairs()), torch.randn(3, 3)
+    for _ in range(2):
+        torch.testing.assert_close(runner(Batch(3, 3, 1), x=x), x.sin())
+        assert runner.last_dispatch.reason is Reason.HIT

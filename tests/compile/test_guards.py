@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from graphrt import Batch, GraphPool, GraphRunner, InputSpec
-from graphrt.compile import CompileOptions, CompileSealedError, RetraceError, compile_module
+from graphrt.compile import (
+    CompileOptions,
+    CompileSealedError,
+    RetraceError,
+    TraceError,
+    compile_module,
+)
 from tests.compile.guard_changes import CHANGES, Change, Scaled, outcome, rows
 
 FINE = ("right", "both raise", "RetraceError", "at compile time: TraceError")
@@ -45,6 +51,7 @@ def test_what_changed_is_named():
     with pytest.raises(RetraceError, match=r"module\.scale is not as it was") as caught:
         compiled(rows())
     assert caught.value.input == "module.scale"
+    assert "got: 3.0" in str(caught.value) and "expected: module.scale == 2.0" in str(caught.value)
     model.scale = 2.0
     compiled(rows())
 
@@ -173,3 +180,95 @@ def test_graphs_of_one_token_replay_the_code_for_one(mode):
             runner.module_changed()
         with pytest.raises(RetraceError):
             runner.weights_changed()
+
+
+def _half(model: nn.Module) -> None:
+    model.half()
+
+
+def _transposed(model: nn.Module) -> None:
+    model.first.weight.data = model.first.weight.data.t().contiguous().t()
+
+
+def _fewer_rows(model: nn.Module) -> None:
+    model.first.weight.data = model.first.weight.data[:2]
+
+
+class Columns(Scaled):
+    """Reads its weight by operators that take any dtype and shape."""
+
+    def forward(self, x):
+        return x * self.first.weight.sum(0)
+
+
+@pytest.mark.parametrize("change", [_half, _transposed, _fewer_rows])
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_weight_that_becomes_another_kind_in_place_is_named(change, sealed):
+    model = Columns().eval()
+    compiled = compile_module(model, ["x"], in_place=False)
+    compiled(rows())
+    if sealed:
+        compiled.seal()
+    change(model)
+    with pytest.raises(RetraceError, match=r"the weight first\.weight is another one"):
+        compiled(rows())
+    for told in (compiled.rebind_weights, compiled.module_changed):
+        with pytest.raises(RetraceError, match=r"first\.weight"):
+            told()
+
+
+def test_a_global_tensor_that_becomes_another_kind_in_place_is_named():
+    table = torch.ones(4)
+    model = Scaled().eval()
+
+    def forward(x):
+        return model.first(x).sum(1, keepdim=True) * table
+
+    compiled = compile_module(forward, ["x"])
+    compiled(rows())
+    table.data = table.double()
+    with pytest.raises(RetraceError, match="float64"):
+        compiled(rows())
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        first, second = x.sin().chunk(2)
+        return first + 2 * second
+
+
+class Second(nn.Module):
+    def forward(self, x):
+        return x.sin()[1]
+
+
+class Several(nn.Module):
+    def forward(self, x):
+        assert x.shape[0] > 1
+        return x.sin()
+
+
+@pytest.mark.parametrize("kind", [Halves, Second, Several])
+def test_a_forward_without_a_way_for_one_row_compiles_and_a_call_with_one_is_named(kind):
+    model = kind()
+    compiled = compile_module(model, ["x"], in_place=False)
+    for size in (4, 2, 6):
+        x = torch.randn(size, 4)
+        assert torch.equal(compiled(x), model(x))
+    with pytest.raises(TraceError):
+        compiled(torch.randn(1, 4))
+    compiled.seal()
+    with pytest.raises(CompileSealedError):
+        compiled(torch.randn(1, 4))
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_an_argument_that_was_none_and_is_a_tensor_now_is_named_by_its_type():
+    def forward(x, mask=None):
+        return x.sin() if mask is None else x * mask
+
+    compiled = compile_module(forward, ["x"])
+    compiled(torch.randn(3, 4))
+    with pytest.raises(RetraceError, match=r"mask differs .* in the type") as caught:
+        compiled(torch.randn(3, 4), torch.ones(3, 4))
+    assert "got: Tensor" in str(caught.value) and "expected: NoneType" in str(caught.value)

@@ -14,16 +14,28 @@ from torch import fx
 
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.split import Piece, attribute_of, target_name
-from graphrt.compile.trace import Argument, Interface, Output, Parameters, Weight, is_number
+from graphrt.compile.trace import (
+    Argument,
+    Interface,
+    Kind,
+    Output,
+    Parameters,
+    Weight,
+    is_number,
+    kind_of,
+    kind_text,
+)
 
 
 @dataclass(frozen=True)
 class Stitched:
-    """A function and its source. `weights` are the names in it of the module's, by their own."""
+    """A function and its source. `weights` are the names in it of the module's, by their own;
+    `kinds` is what the code takes for granted of them, by the names in it."""
 
     function: FunctionType
     source: str
     weights: Mapping[str, str]
+    kinds: Mapping[str, Kind]
 
     def rebind(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Let the function use these weights; raises `RetraceError` for one of another kind, and
@@ -31,13 +43,25 @@ class Stitched:
         namespace = self.function.__globals__
         found: dict[str, tuple[str, torch.Tensor]] = {}
         for own, name in self.weights.items():
-            new, old = weights.get(own), namespace[name]
-            if new is not old and (new is None or _kind(new) != _kind(old)):
-                raise _other_weight(own, "nothing" if new is None else _kind(new), _kind(old))
+            new = weights.get(own)
+            if new is None:
+                raise _other_weight(own, "nothing", kind_text(self.kinds[name]))
+            self._check(own, name, new)
             first, other = found.setdefault(name, (own, new))
             if other is not new:
                 raise _other_weight(own, "a tensor of its own", f"the same as {first}")
         namespace.update({name: new for name, (_, new) in found.items()})
+
+    def check_weights(self) -> None:
+        """Raise `RetraceError` if a weight in use has become one of another kind: code that was
+        compiled for float32 would read memory that is not there. 0.5 us a weight."""
+        namespace = self.function.__globals__
+        for own, name in self.weights.items():
+            self._check(own, name, namespace[name])
+
+    def _check(self, own: str, name: str, weight: torch.Tensor) -> None:
+        if kind_of(weight) != self.kinds[name]:
+            raise _other_weight(own, kind_text(kind_of(weight)), kind_text(self.kinds[name]))
 
     def in_use(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of `weights` that the function reads, and the constants that it has itself."""
@@ -48,10 +72,6 @@ class Stitched:
             if name not in bound and isinstance(value, torch.Tensor)
         }
         return {**own, **{name: weights[name] for name in self.weights if name in weights}}
-
-
-def _kind(weight: torch.Tensor) -> str:
-    return f"{weight.dtype} {tuple(weight.shape)} {weight.stride()} on {weight.device}"
 
 
 def _other_weight(name: str, got: str, expected: str) -> RetraceError:
@@ -171,7 +191,8 @@ class _Writer:
         exec(compile(source, label, "exec"), namespace)
         # So that tracebacks show the lines.
         linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)
-        return Stitched(namespace["forward"], source, self._weights)
+        kinds = {name: kind_of(namespace[name]) for name in self._weights.values()}
+        return Stitched(namespace["forward"], source, self._weights, kinds)
 
     def _take_attributes(self) -> None:
         for node in self._graph.graph.nodes:

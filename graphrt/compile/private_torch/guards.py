@@ -87,6 +87,11 @@ class Guards:
             return parts[0].partition("  #")[0].strip() if parts else "an unnamed guard"
         return self._changed_zero(arguments) or ""
 
+    def value_of(self, source: str, arguments: Mapping[str, Any]) -> object:
+        """What Dynamo's name of something stands for now; raises as Python does if it is gone."""
+        found: object = eval(source, {"__builtins__": {}}, {"L": arguments, "G": self._globals})
+        return found
+
     def _changed_zero(self, arguments: Mapping[str, Any]) -> str | None:
         scope = {"L": arguments, "G": self._globals}
         for name, code, before in self._zeros:

@@ -1,5 +1,6 @@
 """Tracing: one Dynamo trace of a forward, what it relies on, and how its graph is called."""
 
+from graphrt.compile.trace._kinds import Kind, kind_of, kind_text
 from graphrt.compile.trace.call import TracedCall, at_size, trace_call
 from graphrt.compile.trace.check import CallChecker, Small
 from graphrt.compile.trace.dims import DynamicDims
@@ -16,6 +17,7 @@ __all__ = [
     "DynamicDims",
     "Holding",
     "Interface",
+    "Kind",
     "Leaf",
     "Output",
     "Outside",
@@ -28,6 +30,8 @@ __all__ = [
     "at_size",
     "floating",
     "is_number",
+    "kind_of",
+    "kind_text",
     "leaves",
     "trace_call",
     "value_of",

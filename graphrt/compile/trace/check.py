@@ -139,6 +139,8 @@ class CallChecker:
         path, value = leaf.path, leaf.value
         expected = self._expected[path]
         if not isinstance(expected, _Tensor):
+            if isinstance(value, torch.Tensor) or (value is None) is not (expected is None):
+                raise _changed(path, "the type", type(value).__name__, type(expected).__name__)
             if value is not expected and not _equal(value, expected):
                 raise _changed(path, "a value that the code has baked in", value, expected)
             return
@@ -185,6 +187,7 @@ class CallChecker:
             expected=str(named),
             advice="compile with a batch of the size that is served, or make the forward "
             "take one way for all sizes",
+            of_sizes=True,
         )
 
     def _argument_of(self, axis: str) -> str:

@@ -10,11 +10,14 @@ import torch
 
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch import Guards, function_modes
+from graphrt.compile.trace._kinds import kind_of, kind_text
 from graphrt.compile.trace._side_effects import readable_name
 from graphrt.compile.trace.subject import Method
 from graphrt.core.trust import Ambient
 
 _SOURCE = re.compile(r"\b[GL]\['\w+'\](?:\.\w+|\[[^\]]*\])*")
+
+_LENGTH = re.compile(r"(len\(.*\)) != (\d+)")
 
 
 class Outside:
@@ -42,6 +45,7 @@ class Outside:
         self._modes = function_modes()
         self._inputs = inputs
         self._bound = dict(bound)
+        self._kinds = {index: kind_of(tensor) for index, tensor in bound.items()}
         self._taken_anew = taken_anew
 
     def check_settings(self) -> None:
@@ -64,38 +68,59 @@ class Outside:
         if not self._guards.hold(arguments):
             said = self._guards.broken(arguments)
             source = _SOURCE.search(said)
-            name = readable_name(source.group()) if source else "the module"
-            raise _changed(name, said)
+            if source is None:
+                raise _changed("the module", said)
+            name, now = readable_name(source.group()), self._text_of(source.group(), arguments)
+            length = _LENGTH.fullmatch(said)
+            if length and not now.endswith(f" of {length[2]}"):
+                said = f"{length[1]} == {length[2]}"  # some guards say what is wrong
+            raise _changed(name, now, said.replace(source.group(), name))
+        self._check_methods()
+        if self._bound:
+            self._check_bound(args, kwargs)
+
+    def _text_of(self, source: str, arguments: Mapping[str, Any]) -> str:
+        try:
+            return _text(self._guards.value_of(source, arguments))
+        except (AttributeError, IndexError, KeyError, NameError, TypeError):
+            return "nothing"
+
+    def _check_methods(self) -> None:
         for owner, name, function, code in self._methods:
             now = getattr(owner, name, None)
             if now is not function or function.__code__ is not code:
                 raise _changed(f"{owner.__qualname__}.{name}", "another function")
-        if not self._bound:
-            return
+
+    def _check_bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         now = self._inputs(*args, **kwargs)
         for index, tensor in self._bound.items():
             new = now[index]
-            if new is tensor:
-                continue
-            if not self._taken_anew:
+            if new is not tensor and not self._taken_anew:
                 raise _changed("a tensor of no module", "another one than at the trace")
-            if _kind(new) != _kind(tensor):
-                raise _changed("a tensor that the forward reads", _kind(new))
+            if not isinstance(new, torch.Tensor):
+                raise _changed("a tensor that the forward reads", type(new).__name__)
+            if (kind := kind_of(new)) != self._kinds[index]:
+                raise _changed("a tensor that the forward reads", kind_text(kind))
             self._bound[index] = new
 
 
-def _kind(tensor: Any) -> str:
-    if not isinstance(tensor, torch.Tensor):
-        return type(tensor).__name__
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} on {tensor.device}"
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
-def _changed(name: str, got: str) -> RetraceError:
+def _text(value: object) -> str:
+    """A value in few words, and without a look at what tensors hold."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    kind = type(value).__name__
+    return f"{kind} of {len(value)}" if isinstance(value, list | tuple | dict | set) else kind
+
+
+def _changed(name: str, got: str, expected: str = "what the trace has baked in") -> RetraceError:
     return RetraceError(
         f"{name} is not as it was when the code was traced",
         input=name,
         got=got,
-        expected="what the trace has baked in",
+        expected=expected,
         advice="set it before compiling, compile a new instance of the module, or make it a tensor "
         "that is written in place",
     )

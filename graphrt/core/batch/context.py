@@ -55,7 +55,8 @@ class ForwardContext:
     `num_reqs` is the padded number of requests where the descriptor leaves it open. `query_len` is
     how many tokens each request of the live batch has, None where they differ or nobody said: a
     graph of mixed batches serves uniform ones too, which eager parts may run faster; None where a
-    graph is captured. `dispatcher` is told by wrappers that have no graph for the step.
+    graph is captured. `dispatcher` is told by wrappers that have no graph for the step. `compared`
+    says that the step is run on its live rows for a trial, to hold a graph's padded one against it.
 
     Entering it makes it `current_context()` for this thread. It may be entered again after it was
     left, which is another step; `token` is unique to one step and None outside of one.
@@ -63,6 +64,7 @@ class ForwardContext:
 
     __slots__ = (
         "capture",
+        "compared",
         "descriptor",
         "dispatcher",
         "enlist",
@@ -86,7 +88,9 @@ class ForwardContext:
         num_reqs: int | None = None,
         query_len: int | None = None,
         dispatcher: Announcer | None = None,
+        compared: bool = False,
     ) -> None:
+        self.compared = compared
         self.dispatcher = dispatcher
         self.num_reqs = num_reqs
         self.query_len = query_len

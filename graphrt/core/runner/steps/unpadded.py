@@ -65,7 +65,13 @@ class UnpaddedSteps:
             )
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         context = ForwardContext(
-            GraphMode.NONE, found.descriptor, -1, updates, metadata, num_reqs=reqs
+            GraphMode.NONE,
+            found.descriptor,
+            -1,
+            updates,
+            metadata,
+            num_reqs=reqs,
+            compared=around is not None,
         )
         outer = pool.check_free(holder or context)
         try:
