@@ -98,9 +98,13 @@ def is_taken_apart(func: Any) -> bool:
     if getattr(func, "_schema", None) is None:
         return False
     name = func.name()
-    return has_kernel(name, "CompositeImplicitAutograd") and not any(
-        has_kernel(name, key) for key in ("CPU", "CUDA", "PrivateUse1")
-    )
+    try:
+        return has_kernel(name, "CompositeImplicitAutograd") and not any(
+            has_kernel(name, key) for key in ("CPU", "CUDA", "PrivateUse1")
+        )
+    except RuntimeError:
+        # One of TorchScript's, such as prim::device, of which the dispatcher knows nothing.
+        return False
 
 
 def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
