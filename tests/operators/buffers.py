@@ -75,6 +75,12 @@ def fits(first: Values, second: Values) -> bool:
     return len(tensors) == len(others) and all(map(_laid_out_alike, tensors, others))
 
 
+def same(first: Values, second: Values) -> bool:
+    """Whether the tensors of both, which fit, hold the same bits."""
+    pairs = zip(tree.tensors(first), tree.tensors(second), strict=True)
+    return all(not is_plain(a) or torch.equal(_octets(a), _octets(b)) for a, b in pairs)
+
+
 def rolled(values: Values, shift: int) -> Values:
     """The same with each tensor's own elements in another order."""
     memory: dict[int, torch.UntypedStorage] = {}
@@ -90,6 +96,11 @@ def rolled(values: Values, shift: int) -> Values:
 
     args, kwargs = tree.map_tensors(roll, values)
     return args, kwargs
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())
 
 
 def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,12 @@ import torch
 
 pytest.importorskip("expecttest", reason="torch's operator samples import expecttest")
 
+from graphrt.core.base import tree
+from graphrt.cpu import graph
+from graphrt.cpu.tape import program
 from tests.operators import listing, trial
-from tests.operators.samples import SAMPLES, Case, cases
+from tests.operators.buffers import same
+from tests.operators.samples import SAMPLES, Case, cases, chosen
 from tests.operators.table import Row, rows_of
 from tests.operators.trial import EQUAL, INVALID, REFUSED, Sample
 from tests.operators.workers import tried
@@ -49,7 +53,7 @@ def bad(rows: list[Row]) -> list[str]:
 
 
 def test_operators_equal_eager_code_or_are_refused_by_name():
-    rows = [row for case in some("cpu", 50) for row in rows_of(case, 3)]
+    rows = [row for case in some("cpu", 30) for row in rows_of(case, 3)]
     counts = sum((row.counts for row in rows), start=type(rows[0].counts)())
     assert bad(rows) == []
     assert counts[EQUAL] > counts[REFUSED] + counts[INVALID]
@@ -66,6 +70,22 @@ def test_what_depends_on_data_is_refused(name):
     dtype = torch.int64 if name == "bincount" else torch.float32
     outcomes = {v.outcome for row in rows_of(Case(name, dtype, "cpu"), 4) for v in row.verdicts}
     assert outcomes <= {REFUSED, INVALID} and REFUSED in outcomes
+
+
+@pytest.mark.parametrize("name", ["exp", "add", "native_batch_norm", "linalg.inv"])
+def test_each_draw_of_a_sample_has_numbers_of_its_own(name):
+    for first, *others in chosen(Case(name, torch.float32, "cpu"), 4):
+        if all(t.numel() > 3 for t in tree.tensors(first)):
+            assert not any(same(first, other) for other in others)
+
+
+def test_a_result_that_a_replay_leaves_as_it_was_is_found(monkeypatch):
+    def stale(steps, *args):
+        return program.assemble([s for s in steps if s.lowered.kind != "again"], *args)
+
+    monkeypatch.setattr(graph, "assemble", stale)
+    monkeypatch.setattr(trial, "_CALLS", 8)
+    assert bad(rows_of(Case("native_batch_norm", torch.float32, "cpu"), 2))
 
 
 def test_a_replay_that_computes_something_else_is_found(monkeypatch):
