@@ -35,6 +35,7 @@ class Moving:
         ]
         # Tensors that a run has given other memory, by where they are: what they had.
         self._moved_memory: dict[str, torch.Tensor] = {}
+        self._moves_of_memory: dict[str, list[Any]] = {}
         self._replaced: list[tuple[Place, torch.Tensor, object]] = []
 
     def look(self) -> None:
@@ -60,6 +61,10 @@ class Moving:
             change, now = self._changes[place.path], place.get()
             if not (now is change[1] or same_value(change[1], now)):
                 change[:] = change[0] + 1, now
+        for place, held, memory in self._elsewhere():
+            change = self._moves_of_memory.setdefault(place.path, [0, storage_key(memory)])
+            if storage_key(held) != change[1]:
+                change[:] = change[0] + 1, storage_key(held)
 
     def names(self) -> list[str]:
         """The paths of numbers that a run has moved and that can be moved further."""
@@ -88,10 +93,14 @@ class Moving:
         replaced += self._moved_memory.items()
         return [path for path, held in replaced if storage_key(held) in uses]
 
-    def restore_memory(self) -> None:
-        """Give tensors the memory back that a run took from them (`set_`, `.data =`)."""
-        for _, held, memory in self._elsewhere():
-            held.data = memory.detach()
+    def restore_memory(self, *, once: bool = True) -> None:
+        """Give tensors the memory back that runs took from them (`set_`, `.data =`); without
+        `once` only where more than one has: a weight may be converted at the first call."""
+        for place, held, memory in self._elsewhere():
+            moves = self._moves_of_memory.get(place.path, [0, None])
+            if once or moves[0] > 1:
+                held.data = memory.detach()
+                moves[1] = storage_key(memory)
 
     def _elsewhere(self) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
         for place, held, memory in zip(self._tensors, self._held, self._memory, strict=True):

@@ -118,10 +118,10 @@ class Trial:
             again = verdict.outputs = step.eager(self._watch())
             rewritten = self._saves.values()[: len(written)]
             rounding = rounding_of(use.dtype for use in first.uses.values())
-            self._judge_repeats(eager, again, replayed, first, rounding)
             rebound = self._moving.rebound(first.uses)
             if rebound:
                 self._fail_rebound(rebound)
+            self._judge_repeats(eager, again, replayed, first, rounding)
             self._judge_writes(written, rewritten, left, first, rounding)
             self._judge_padding(eager, other, alone, rounding, (first, without))
             if alone is not None:

@@ -146,7 +146,7 @@ class WatchedState:
             self._declared.restore()
         finally:
             if self._moving is not None:
-                self._moving.restore_memory()
+                self._moving.restore_memory(once=False)
             self._of_size.restore()
             self._saves.restore()
 
