@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import (
     BreakError,
@@ -22,6 +21,7 @@ from graphrt.core.base import (
     unseen,
 )
 from graphrt.core.batch import ForwardContext
+from graphrt.core.capture._leaves import are_same, place_of, weak_storage
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.refusals import (
@@ -164,7 +164,7 @@ class Capture:
         self._sites += 1
         self.check_read((args, kwargs), f"eager break {name_of(function)} is given")
         before = tree.leaves((args, kwargs))
-        shapes = list(map(_place, tree.tensors((args, kwargs))))
+        shapes = list(map(place_of, tree.tensors((args, kwargs))))
         kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
         apart = tree.map_tensors(self._kept_apart, (args, kwargs))
         known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
@@ -195,13 +195,13 @@ class Capture:
         readable, aliased = self.bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
         recorded = tree.map_tensors(self._kept_apart, readable)
-        changed = not _are_same(before, tree.leaves((args, kwargs)))
+        changed = not are_same(before, tree.leaves((args, kwargs)))
         called = on_own_containers(function) if changed else function
-        if not changed and list(map(_place, tree.tensors((args, kwargs)))) != shapes:
+        if not changed and list(map(place_of, tree.tensors((args, kwargs)))) != shapes:
             called, (kept_args, kept_kwargs) = on_own_tensors(function), apart
         self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased))
         leaves = zip(tree.tensors(result), tree.tensors(readable), strict=True)
-        moved = [(_weak(was), copy) for was, copy in leaves if was is not copy]
+        moved = [(weak_storage(was), copy) for was, copy in leaves if was is not copy]
         # Its own reference to what was copied to its place would look like another way out.
         del result, leaves
         for was, copy in moved:
@@ -344,22 +344,6 @@ class Capture:
         self.pool.reset_graphs(captured)
         self.parts.clear()
         self.tasks.clear()
-
-
-def _place(tensor: torch.Tensor) -> object:
-    return tree.identity(tensor) if tensor.layout is torch.strided else None
-
-
-def _weak(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]) -> bool:
-    """Whether containers hold the very objects that they held before."""
-    return len(before) == len(after) and all(
-        path == other_path and leaf is other
-        for (path, leaf), (other_path, other) in zip(before, after, strict=True)
-    )
 
 
 def inside_capture() -> NestedCaptureError:
