@@ -15,6 +15,7 @@ from torch import fx
 
 from graphrt.compile.private_torch import expressions, fake_tensors
 from graphrt.compile.trace.sizes import value_of
+from graphrt.core.base import logger
 
 
 def does_the_same(graph: fx.GraphModule, sizes: Mapping[Any, int]) -> bool:
@@ -24,8 +25,10 @@ def does_the_same(graph: fx.GraphModule, sizes: Mapping[Any, int]) -> bool:
     try:
         with fake_tensors(), torch.no_grad():
             _Rerun(graph, sizes).run()
-    except Exception:
-        # Whatever it is: it was no error at the sizes of the trace.
+    except Exception as error:
+        # Whatever it is: it was no error at the sizes of the trace. It costs a trace more, no more.
+        at = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+        logger.info(f"not served by the general code: {at}: {type(error).__name__}: {error}")
         return False
     return True
 
@@ -70,12 +73,13 @@ class _Rerun(fx.Interpreter):
     def _compare(self, got: Any, traced: Any) -> None:
         if isinstance(traced, tuple | list):
             if len(got) != len(traced):
-                raise _OtherResult
+                raise _OtherResult(f"{len(got)} results, {len(traced)} in the trace")
             for one, other in zip(got, traced, strict=True):
                 self._compare(one, other)
         elif isinstance(traced, torch.Tensor):
             shape = tuple(self._number(size) for size in traced.shape)
             if tuple(got.shape) != shape or got.dtype is not traced.dtype:
-                raise _OtherResult
+                ours = f"{got.dtype} {tuple(got.shape)}"
+                raise _OtherResult(f"{ours}, {traced.dtype} {shape} by the trace")
         elif isinstance(traced, torch.SymInt | int) and got != self._number(traced):
-            raise _OtherResult
+            raise _OtherResult(f"{got}, {self._number(traced)} by the trace")
