@@ -198,6 +198,7 @@ def forged(path: Path, top: dict[str, Any], arguments: dict[str, Any]) -> Path:
         {"sizes": list(range(1, 5000)), "loras": list(range(5000)), "budget": None},
         {"loras": list(range(70_000))},
         {"variants": [nested(500)]},
+        {"variants": [nested(40)]},
         {"traffic": {"9" * 5000: 1.0}},
         {"max_num_tokens": "512"},
         {"max_num_tokens": float("nan")},
@@ -207,12 +208,22 @@ def forged(path: Path, top: dict[str, Any], arguments: dict[str, Any]) -> Path:
         {"mode": "X" * 100_000},
         {"unknown": 1},
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_saved_plan_with_a_bomb_in_it_is_refused(tmp_path, arguments):
     with pytest.raises(PlanFileError) as caught:
         Plan.load(forged(tmp_path / "plan.json", {}, arguments), platform="cpu")
     assert len(str(caught.value)) < 2000
+
+
+def test_a_plan_that_could_not_be_read_again_is_not_written(tmp_path):
+    deep: Any = 1
+    for _ in range(40):
+        deep = (deep,)
+    plan = Plan("FULL", sizes=[1, 2], variants=[deep], platform="cpu")
+    with pytest.raises(PlanFileError, match="cannot be written"):
+        plan.save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_saved_plan_of_another_structure_is_refused(tmp_path):

@@ -27,6 +27,10 @@ from graphrt.core.plan.sizes import CaptureKey, CaptureSizes
 _MOST_BYTES = 1 << 26
 """Of a file, which is more than the largest plan takes."""
 
+_DEEPEST = 32
+"""Lists in lists: a plan takes 4 but for its variants, which may be tuples of tuples. Fixed, as
+what Python recurses through depends on the caller's depth and on its recursion limit."""
+
 FORMAT = 1
 """The version of the file; another one is refused."""
 
@@ -144,6 +148,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def write(path: str | os.PathLike[str], plain: Mapping[str, Any]) -> None:
     """Write a plan to a file, whole or not at all."""
+    if _is_deeper(plain, _DEEPEST):
+        raise PlanFileError(
+            "the plan cannot be written",
+            got=f"a variant of tuples nested deeper than {_DEEPEST - 4}",
+            advice="name the variant with a string",
+        )
     content = {"graphrt_plan": FORMAT, "fingerprint": fingerprint(plain), **plain}
     target = _path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
@@ -164,6 +174,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = json.loads(read_bounded(file, _MOST_BYTES))
         if not isinstance(content, dict) or content.pop("graphrt_plan", None) != FORMAT:
             raise _not_a_plan(path, "another format", f"a plan of format {FORMAT}")
+        if _is_deeper(content, _DEEPEST):
+            raise _not_a_plan(path, f"lists nested deeper than {_DEEPEST}", "what Plan.save wrote")
         told, counted = content.pop("fingerprint", None), fingerprint(content)
     except PlanFileError:
         raise
@@ -211,6 +223,19 @@ def _not_a_plan(path: str | os.PathLike[str], got: object, expected: str) -> Pla
         expected=expected,
         advice="save it again: graphrt plan --save PATH, or Plan(...).save(path)",
     )
+
+
+def _is_deeper(content: object, most: int) -> bool:
+    below: list[object] = [content]
+    for _ in range(most):
+        inner: list[object] = []
+        for node in below:
+            if isinstance(node, dict):
+                inner.extend(node.values())
+            elif isinstance(node, list):
+                inner.extend(node)
+        below = inner
+    return bool(below)
 
 
 def _path(path: str | os.PathLike[str]) -> Path:
