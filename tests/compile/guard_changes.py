@@ -479,6 +479,33 @@ def another_dtype_of_a_module() -> Steps:
     yield (rows().double(),)
 
 
+class Asked(nn.Module):
+    """Decides by a weight that no operator reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.unread.dtype == torch.float16
+        return (x * 2 if low else x) + self.table.shape[0]
+
+
+@change("outside")
+def the_dtype_of_a_weight_that_is_not_read() -> Steps:
+    yield (model := net(Asked)), (rows(),)
+    model.unread.data = model.unread.data.half()
+    yield (rows(),)
+
+
+@change("outside")
+def the_shape_of_a_buffer_that_is_not_read() -> Steps:
+    yield (model := net(Asked)), (rows(),)
+    model.table = torch.ones(5)
+    yield (rows(),)
+
+
 GLOBAL, GLOBAL_TABLE = 2.0, {"scale": 2.0}
 GLOBAL_TENSOR = torch.ones(4)
 

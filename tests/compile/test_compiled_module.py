@@ -94,6 +94,8 @@ class Small(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.seen = 0
         self.log: list[int] = []
+        self.register_buffer("kept", torch.zeros(()))
+        self.table = {"a": torch.ones(()), "b": torch.ones(())}
 
     def forward(self, x, scale=2.0, *, extra=None):
         y = self.linear(x) * scale
@@ -270,7 +272,9 @@ class Assigning(Small):
 
     def forward(self, x):
         if self.kind == "buffer":
-            self.count = self.count + 1
+            self.count = self.count + self.kept
+        elif self.kind == "table":
+            self.table["b"] = self.table["a"] + self.table["b"]
         elif self.kind == "attribute":
             self.seen = self.seen + 1
         elif self.kind == "inner":
@@ -286,6 +290,7 @@ class Assigning(Small):
     ("kind", "names"),
     [
         ("buffer", ("module.count",)),
+        ("table", ("module.table.b",)),
         ("attribute", ("module.seen",)),
         ("inner", ("module.linear.last",)),
         ("list", ("module.log",)),
@@ -301,6 +306,7 @@ def test_assigning_is_refused_where_there_are_graphs(kind, names):
 
 def test_assigning_is_repeated_where_there_are_none():
     model = Assigning("buffer")
+    model.kept.fill_(1)
     compiled = compile_module(model, ["x"], graphs=False)
     compiled(X)
     compiled(X[:2])

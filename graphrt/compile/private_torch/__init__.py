@@ -11,6 +11,7 @@ from graphrt.compile.private_torch.guards import (
     Guards,
     function_modes,
     hooks_guarded,
+    names_read,
 )
 from graphrt.compile.private_torch.inductor import (
     Artifact,
@@ -114,6 +115,7 @@ __all__ = [
     "load_library",
     "mark_dynamic",
     "mark_unbacked",
+    "names_read",
     "new_code_shown",
     "operator_names",
     "operators_called",

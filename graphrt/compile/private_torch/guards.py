@@ -8,16 +8,17 @@ from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
+from torch import fx
+
 from graphrt.compile.private_torch.names import NAMES, own
 
 _NO_GUARDS = "what changes outside of the arguments of compiled code is not seen"
 _ENTRIES = NAMES.declare("torch._dynamo.eval_frame._debug_get_cache_entry_list", without=_NO_GUARDS)
 _DYNAMO_PATCH = NAMES.declare("torch._dynamo.config.patch", without=_NO_GUARDS)
 
-# Sizes, weights and the settings of the process are compared elsewhere.
-_NOT_KEPT = frozenset(
-    ("SHAPE_ENV", "TENSOR_MATCH", "DUPLICATE_INPUT", "TENSOR_SUBCLASS_METADATA_MATCH")
-)
+# Sizes, what the graph reads, and the settings of the process are compared elsewhere.
+_NOT_KEPT = frozenset(("SHAPE_ENV", "DUPLICATE_INPUT", "TENSOR_SUBCLASS_METADATA_MATCH"))
+_ARGUMENT = "L["
 _HELD = (FunctionType, CodeType, type, ModuleType)
 
 
@@ -37,21 +38,47 @@ class GuardEntry(Protocol):
 
 
 class GuardFilter:
-    """Keeps the guards of one trace on what Python can change, in the arguments and outside."""
+    """Keeps the guards of one trace on what Python can change, in the arguments and outside.
+
+    `read` are the tensors that the graph is given, by Dynamo's names; to be set in the backend.
+    Others of a module are kept: the forward asks what they are, as for a weight's dtype.
+    """
 
     def __init__(self) -> None:
         self.zeros: dict[str, float] = {}
         self.held: list[object] = []
+        self.read: frozenset[str] = frozenset()
 
     def __call__(self, entries: Sequence[GuardEntry]) -> list[bool]:
         for each in entries:
             if each.has_value and type(each.value) is float and each.value == 0:
-                name = each.orig_guard.name
-                self.zeros[name() if callable(name) else name] = each.value
+                self.zeros[_name(each)] = each.value
             if each.has_value and isinstance(each.value, _HELD):
                 # A guard knows it by its id, which another one may get when this one is gone.
                 self.held.append(each.value)
-        return [bool(each.name) and each.guard_type not in _NOT_KEPT for each in entries]
+        return [self._is_kept(each) for each in entries]
+
+    def _is_kept(self, entry: GuardEntry) -> bool:
+        if entry.guard_type == "TENSOR_MATCH":
+            name = _name(entry)
+            return not name.startswith(_ARGUMENT) and name not in self.read
+        return bool(entry.name) and entry.guard_type not in _NOT_KEPT
+
+
+def _name(entry: GuardEntry) -> str:
+    """Dynamo's name of a value, which `name` of an entry is a shorter one of in some versions."""
+    name = entry.orig_guard.name
+    return str(name() if callable(name) else name)
+
+
+def names_read(graph: fx.GraphModule) -> frozenset[str]:
+    """Dynamo's names of what a graph is given; to be called in the backend."""
+    found = set()
+    for node in graph.graph.find_nodes(op="placeholder"):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        if source is not None:
+            found.add(str(source.name() if callable(source.name) else source.name))
+    return frozenset(found)
 
 
 class Guards:

@@ -10,10 +10,12 @@ from typing import Any
 from graphrt.compile.private_torch import SideEffects, side_effects
 
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
-_KEPT = re.compile(r"\._(?:parameters|buffers)\b")
+_KEPT = re.compile(r"\._(?:parameters|buffers)\b(?:\['(\w+)'\])?")
 _NOTHING = object()
 _PLAIN = (int, float, bool, str, bytes)
 _ARGUMENT = re.compile(r"^L\['(\w+)'\]")
+_IMPORT = re.compile(r"^G\['__import_(\w+?)'\]")
+_GLOBAL = re.compile(r"^G\['(\w+)'\]")
 _ROOT = re.compile(r"^G\['_call'\](?:\.__self__)?")
 
 
@@ -72,9 +74,25 @@ def _changed_keys(variable: Any) -> list[str]:
     now, before = getattr(variable, "items", None), getattr(variable, "original_items", None)
     if not isinstance(now, dict) or not isinstance(before, dict):
         return []
-    changed = [key for key, value in now.items() if before.get(key) is not value]
-    names = [getattr(getattr(key, "vt", None), "value", None) for key in changed]
-    return [name for name in names if isinstance(name, str)]
+    named = {_key_of(key): value for key, value in before.items()}
+    return [
+        name
+        for key, value in now.items()
+        if isinstance(name := _key_of(key), str) and not _is_same(value, named.get(name))
+    ]
+
+
+def _key_of(key: Any) -> object:
+    """The key itself: Dynamo wraps it once, or twice."""
+    return getattr(getattr(key, "vt", key), "value", None)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Dynamo may know one value by two objects, of which one is not looked at yet."""
+    if value is before:
+        return True
+    source = getattr(value, "source", None)
+    return source is not None and source == getattr(before, "source", None)
 
 
 def _name_of(source: Any) -> str | None:
@@ -87,5 +105,7 @@ def _name_of(source: Any) -> str | None:
 
 def readable_name(name: str) -> str:
     """ "module.layers.0" from Dynamo's name of where a value comes from."""
-    name = _KEPT.sub("", _MODULE.sub(r".\1", name))
-    return _ARGUMENT.sub(r"\1", _ROOT.sub("module", name))
+    name = _KEPT.sub(lambda held: f".{held[1]}" if held[1] else "", _MODULE.sub(r".\1", name))
+    name = _ARGUMENT.sub(r"\1", _ROOT.sub("module", name))
+    name = _IMPORT.sub(lambda found: found[1].replace("_dot_", "."), name)
+    return _GLOBAL.sub(r"\1", name)

@@ -22,6 +22,7 @@ from graphrt.compile.private_torch import (
     hooks_guarded,
     mark_dynamic,
     mark_unbacked,
+    names_read,
     new_code_shown,
     size_oblivious,
     torch_check,
@@ -110,6 +111,7 @@ def trace(
 
     def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
         found["graph"] = graph
+        kept_guards.read = names_read(graph)
         found["assigned"] = assigned_names()
         found["so_far"] = trace_so_far()
         return _stop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +9,10 @@ import torch
 
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch import Guards, function_modes
+from graphrt.compile.trace._guard_texts import AS_TRACED, explained
 from graphrt.compile.trace._kinds import kind_of, kind_text
-from graphrt.compile.trace._side_effects import readable_name
 from graphrt.compile.trace.subject import Method
 from graphrt.core.trust import Ambient
-
-_SOURCE = re.compile(r"\b[GL]\['\w+'\](?:\.\w+|\[[^\]]*\])*")
-
-_LENGTH = re.compile(r"(len\(.*\)) != (\d+)")
 
 
 class Outside:
@@ -66,15 +61,10 @@ class Outside:
         `arguments` are those of a call by the names of parameters, `args` and `kwargs` the same.
         """
         if not self._guards.hold(arguments):
-            said = self._guards.broken(arguments)
-            source = _SOURCE.search(said)
-            if source is None:
-                raise _changed("the module", said)
-            name, now = readable_name(source.group()), self._text_of(source.group(), arguments)
-            length = _LENGTH.fullmatch(said)
-            if length and not now.endswith(f" of {length[2]}"):
-                said = f"{length[1]} == {length[2]}"  # some guards say what is wrong
-            raise _changed(name, now, said.replace(source.group(), name))
+            broken = explained(
+                self._guards.broken(arguments), lambda source: self._text_of(source, arguments)
+            )
+            raise _changed(broken.name, broken.got, broken.expected)
         self._check_methods()
         if self._bound:
             self._check_bound(args, kwargs)
@@ -109,13 +99,15 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 def _text(value: object) -> str:
     """A value in few words, and without a look at what tensors hold."""
+    if isinstance(value, torch.Tensor):
+        return kind_text(kind_of(value))
     if isinstance(value, _PLAIN):
         return repr(value)
     kind = type(value).__name__
     return f"{kind} of {len(value)}" if isinstance(value, list | tuple | dict | set) else kind
 
 
-def _changed(name: str, got: str, expected: str = "what the trace has baked in") -> RetraceError:
+def _changed(name: str, got: str, expected: str = AS_TRACED) -> RetraceError:
     return RetraceError(
         f"{name} is not as it was when the code was traced",
         input=name,
