@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,15 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if collection_path.suffix == ".py" and _missing_packages(collection_path):
         return True
     return None
+
+
+@pytest.fixture(scope="module")
+def frozen_heap() -> Iterator[None]:
+    """What other tests have left is not walked through at each collection of these."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_report_header(start_path: Path) -> list[str]:

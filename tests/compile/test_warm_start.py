@@ -157,7 +157,9 @@ def check_starts(tmp_path: Path, save_format: str, device: str, **environment: s
 
 
 @needs_compiler
-@pytest.mark.parametrize("save_format", FORMATS)
+@pytest.mark.parametrize(
+    "save_format", ["binary", pytest.param("unpacked", marks=pytest.mark.long)]
+)
 def test_a_second_start_needs_no_compiler(tmp_path: Path, save_format: str):
     calls = check_starts(tmp_path, save_format, "cpu", PATH=str(tmp_path))
     assert calls["libraries built"] and calls["algorithms selected"]

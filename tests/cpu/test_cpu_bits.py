@@ -185,6 +185,7 @@ def differs(info, one, other, inference, zeros):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("inference", "zeros"),
     [(False, True), (True, False)],

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,10 +20,7 @@ from tests.faults.world import World
 ON_CPU = {name: of for name, of in {**SCENARIOS, **SHARING}.items() if of is not CaptureSharing}
 
 
-@pytest.fixture(autouse=True)
-def _thawed() -> Iterator[None]:
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("frozen_heap")
 
 
 def check(scenario: type[World], make: Callable[[], Platform], count: int | None) -> None:

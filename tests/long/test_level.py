@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
 from tests.long import level
 from tests.long.level import OBJECTS_BESIDES, Figures, is_level, rise
+
+pytestmark = pytest.mark.usefixtures("frozen_heap")
 
 STEPS = range(0, 60_000, 1000)
 
