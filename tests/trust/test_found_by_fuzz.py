@@ -46,6 +46,50 @@ def test_autocast_reaches_composite_operators_under_inference_mode(check):
             assert runner.last_dispatch.reason.name == "HIT"
 
 
+@torch.library.custom_op("graphrt_tests::multiplying", mutates_args=())
+def multiplying(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x @ weight).float()
+
+
+@multiplying.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("graphrt_tests::cast_for", mutates_args=())
+def cast_for(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+cast_for.register_autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("check", ["off", "capture"])
+@pytest.mark.parametrize("name", ["custom", "custom, with a rule", "bilinear", "pinv"])
+def test_autocast_reaches_the_body_of_an_operator(name, check, inference):
+    weight, matrix = torch.randn(8, 4), torch.randn(6, 5)
+    cube = torch.randn(3, 8, 8)
+    body = {
+        "custom": lambda x: multiplying(x, weight),
+        "custom, with a rule": lambda x: cast_for(x, weight),
+        "bilinear": lambda x: torch.nn.functional.bilinear(x, x, cube),
+        "pinv": lambda x: x[:, :6] @ torch.linalg.pinv(matrix).T,
+    }[name]
+
+    def forward(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return body(x)
+
+    runner = runner_of(forward, check=check)
+    with torch.inference_mode(inference), torch.no_grad():
+        runner.capture()
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert torch.equal(runner(x=x), forward(x))
+            assert runner.last_dispatch.reason.name == "HIT"
+
+
 @pytest.mark.parametrize("check", ["off", "capture"])
 def test_autocast_of_the_forward_itself_is_seen_under_inference_mode(check):
     weight = torch.randn(8, 4)

@@ -89,7 +89,13 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return run_composite(func, args, kwargs)
 
 
-_AUTOCAST = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
+_AUTOCAST = {
+    "AutocastCPU": "cpu",
+    "AutocastCUDA": "cuda",
+    "AutocastPrivateUse1": "privateuseone",
+}
+_BUILT_IN = frozenset({"aten", "prim", "prims"})
+_CALLING_OTHERS = frozenset({"aten::_trilinear", "aten::linalg_pinv.atol_rtol_tensor"})
 
 
 @cache
@@ -111,11 +117,31 @@ def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
     """`handler` of a mode, in which operators compute what they compute outside of it."""
 
     @functools.wraps(handler)
-    def handle(*args: Any, **kwargs: Any) -> Any:
+    def handle(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        cast = _autocast_where_it_was_called() if _casts_inside(func) else ()
         with conjugation_resolved():
-            return handler(*args, **kwargs)
+            for kind in cast:  # until the guard ends
+                torch.set_autocast_enabled(kind, True)
+            return handler(self, func, *args, **kwargs)
 
     return handle
+
+
+@cache
+def _casts_inside(func: Any) -> bool:
+    """Whether autocast reaches what an operator is made of, but not a handler that calls it: one
+    whose body calls other operators, and that autocast itself passes by."""
+    if getattr(func, "_schema", None) is None:
+        return False
+    name = func.name()
+    if func.namespace in _BUILT_IN and name not in _CALLING_OTHERS:
+        return False
+    return not any(has_kernel(name, key) for key in _AUTOCAST)
+
+
+def _autocast_where_it_was_called() -> list[str]:
+    with as_it_was_called():
+        return [kind for kind in _AUTOCAST.values() if torch.is_autocast_enabled(kind)]
 
 
 def without_gradients(function: Callable[[], T]) -> T:

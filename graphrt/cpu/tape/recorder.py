@@ -177,7 +177,8 @@ class Tape(ThreadMode):
         if op.allocates:
             return replace_tensors(result, {id(t): self.place(t, op) for t in fresh})
         placed: dict[int, torch.Tensor] = {}
-        if op.repeatable and len(fresh) == len(tensors) and fresh:
+        inside = torch.is_autocast_enabled("cpu")
+        if op.repeatable and not inside and len(fresh) == len(tensors) and fresh:
             outs = [self.place(t, op) for t in fresh]
             weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
             with replay_guard(inference=self._inference):
@@ -309,8 +310,8 @@ def _has_own_dispatch(kind: type) -> bool:
 
 
 def _with_autocast(op: Operator, call: Call) -> Call:
-    # Built-in operators are recorded below autocast; the body of a custom one is above it.
-    if op.built_in or not torch.is_autocast_enabled("cpu"):
+    # Recorded is what autocast made of an operator; on is it where the body calls others.
+    if not torch.is_autocast_enabled("cpu"):
         return call
     return Call(_under_autocast, (torch.get_autocast_dtype("cpu"), call))
 
