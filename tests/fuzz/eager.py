@@ -13,7 +13,7 @@ from graphrt.core.base import tree
 from tests.fuzz.comparing import alike, copied, cut
 from tests.fuzz.prelude import Fields, Pair
 from tests.fuzz.program import Program, built
-from tests.fuzz.values import Values, grad_mode, padded, values_of
+from tests.fuzz.values import Values, blank, grad_mode, padded, values_of
 
 
 class Seen(NamedTuple):
@@ -106,6 +106,8 @@ def usable(program: Program) -> Program | None:
                 seen = twin.run(values_of(specs, tokens, reqs, 7, "cpu"))
                 shapes.append([(t.shape, tokens, reqs) for t in tree.tensors(seen.outputs)])
                 forms.add(tuple(tensor.dim() for tensor in tree.tensors(seen.outputs)))
+            for tokens, reqs in sorted(sizes):
+                twin.tried(blank(specs, tokens, reqs))
             if len(forms) > 1:
                 return None
             if any(not _grows_plainly(*each) for each in zip(*shapes, strict=True)):

@@ -46,6 +46,7 @@ IN_PLACE = [
     Template("torch._foreach_mul_([{f}], {k})", 0),
     Template("F.relu({f}, inplace=True)"),
     Template("{f}.mul_(2).add_(1)"),
+    Template("torch.ops.graphrt_fuzz.decay_({f}, {k})"),
 ]
 STATE = [
     Template("s0.add_({k})", 0),

@@ -139,6 +139,10 @@ MATRIX = [
     Template("torch.fft.rfft({f}.float())"),
     Template("torch.linalg.qr({q}.float())", 2),
     Template("torch.kron({m}, b0[:2])"),
+    Template("F.bilinear({m}.float(), {m}.float(), w3)"),
+    Template("{m}.float()[:, :3] @ torch.linalg.pinv(w0[:3, :5]).T"),
+    Template("torch.ops.graphrt_fuzz.weigh({m}, {w})"),
+    Template("torch.ops.graphrt_fuzz.parts({f})", 2),
 ]
 INDEXING = [
     Template("F.embedding({i}.remainder(16), table)"),

@@ -38,3 +38,22 @@ def tensor(
     else:
         made = torch.randint(0, high, shape, generator=generator).to(dtype)
     return made.to(device)
+
+
+@torch.library.custom_op("graphrt_fuzz::weigh", mutates_args=())
+def weigh(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What is made of other operators: autocast reaches those."""
+    return (x.to(weight.dtype) @ weight).tanh()
+
+
+@torch.library.custom_op("graphrt_fuzz::decay_", mutates_args=("x",))
+def decay_(x: torch.Tensor, by: float) -> torch.Tensor:
+    """Writes an argument, and returns something else."""
+    x.mul_(by)
+    return x.float().sum(-1)
+
+
+@torch.library.custom_op("graphrt_fuzz::parts", mutates_args=())
+def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two results."""
+    return x.cumsum(-1), (x * 0.5).contiguous()

@@ -52,6 +52,18 @@ def padded(
     return found
 
 
+def blank(specs: Mapping[str, InputSpec], tokens: int, reqs: int) -> Values:
+    """What warm-ups and captures run on: padding rows alone, on the CPU."""
+    return {
+        name: torch.full(
+            spec.sizes(tokens, reqs),
+            0 if spec.pad == "repeat" else spec.pad_value,
+            dtype=spec.dtype,
+        )
+        for name, spec in specs.items()
+    }
+
+
 def grad_mode(name: str) -> AbstractContextManager[Any]:
     """The mode of that name."""
     if name == "inference":

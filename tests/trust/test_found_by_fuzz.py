@@ -260,3 +260,22 @@ def test_an_eager_part_may_give_its_argument_other_memory_or_another_shape(how):
         x = torch.randn(4, 8)
         expected = x * 3 * (2 if how == "data" else 1) + 1
         assert torch.equal(runner(x=x), expected)
+
+
+def test_a_tensor_that_an_eager_part_has_reshaped_is_returned_in_its_new_shape():
+    @eager_break
+    def part(y):
+        y.unsqueeze_(-1)
+        return y * 2
+
+    def forward(x):
+        y = torch.cat([x, x], -1)
+        half = y[:, :8]
+        return part(half), half
+
+    runner = runner_of(forward, mode="PIECEWISE", check="off")
+    runner.capture()
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        for got, expected in zip(runner(x=x), forward(x), strict=True):
+            assert torch.equal(got, expected)

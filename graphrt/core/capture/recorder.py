@@ -242,7 +242,8 @@ class Capture:
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
         known = self._aliases.get(id(tensor))
-        if known is not None and known[0]() is tensor:
+        # An eager part may have given it another shape, or other memory.
+        if known and known[0]() is tensor and place_of(known[1]) == place_of(tensor):
             return known[1]
         # An alias of memory would lose a conjugation that torch has put off.
         if not self.owns(tensor) or tensor.is_conj() or tensor.is_neg():
