@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from graphrt.ascend.budget.profiles import Deployment, StreamFigures, profile_named
 from graphrt.core.base import InvalidOptionError
+from graphrt.core.device import GraphWork, StreamRoom
 
 STRUCTURAL = "structural"
 
@@ -19,6 +20,10 @@ TORCH_NPU_STREAMS = 34
 """Streams that torch_npu takes for itself: two at the start, 32 with the first `Stream()`."""
 RESERVED_STREAMS = 48
 """Kept free by default: the 32 that torch_npu makes for its other priority, and some slack."""
+OPERATOR_ENTRIES = 2
+"""Queue entries of an operator, on average and at most: most launch one kernel, some a few."""
+SCARCE_STREAMS = 256
+"""With fewer free ones a capture may well run out of them in its middle."""
 DOMAIN_STREAMS = 2
 """Side streams of a communication domain whose collectives are not on vector cores."""
 
@@ -100,6 +105,26 @@ def graph_streams(entries: Sequence[int], device: Device) -> int:
     Source: the rules of the CANN runtime; a cascade may itself take an entry, which is not counted.
     """
     return sum(-(-max(1, each) // device.stream_entries) for each in entries)
+
+
+def streams_needed(work: GraphWork, device: Device) -> int:
+    """The most streams that graphs of such a forward hold together, from what a warm-up issued.
+
+    Each takes part in every side stream, as nobody knows which of them do, and each operator is
+    `OPERATOR_ENTRIES` kernels.
+    """
+    entries = OPERATOR_ENTRIES * sum(work.operators.values()) + device.task_entries * work.tasks
+    streams = max(1, len(work.operators))
+    # However they are spread over the streams, each of these is full once more.
+    return work.graphs * streams + entries // device.stream_entries
+
+
+def stream_room(free: int, reserve: int | None = None) -> StreamRoom:
+    """What graphs may take of the streams that are free; `reserve` stay free, by default as many
+    as torch_npu might yet make itself, but no more than a tenth of few."""
+    if reserve is None:
+        reserve = min(RESERVED_STREAMS, free // 10)
+    return StreamRoom(free, reserve)
 
 
 def structural_figures(
