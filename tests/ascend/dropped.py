@@ -35,7 +35,14 @@ def spare(streams: int) -> None:
     """Leave so many streams free, and hold the others."""
     global _held
     _held = []
-    while (available_streams() or 0) > streams:
+    hold_all_but(streams)
+
+
+def hold_all_but(streams: int | None) -> None:
+    """Hold more streams, or fewer, until so many are free; None is all."""
+    while _held and (streams is None or (available_streams() or 0) < streams):
+        _held.pop().reset()
+    while streams is not None and (available_streams() or 0) > streams:
         graph = torch.npu.NPUGraph()
         with torch.npu.graph(graph):
             torch.zeros(1, device="npu")

@@ -19,6 +19,7 @@ from graphrt.ascend.budget import (
     device_of,
     graph_streams,
     probe_streams,
+    profile_named,
     sizes_that_fit,
     stream_figures,
     structural_figures,
@@ -115,10 +116,26 @@ def test_modes_without_pieces_keep_every_size(mode: str) -> None:
     assert update_aclgraph_sizes(SIZES, model(400, "dp", "tp"), mode=mode) == SIZES
 
 
-def test_the_oldest_version_knows_no_expansion() -> None:
-    old = PROFILES["0.9.1"]
+@pytest.mark.parametrize("name", ["0.9.1", "0.9.2"])
+def test_the_oldest_versions_know_no_expansion_and_no_draft_model(name: str) -> None:
+    old = PROFILES[name]
+    assert old.capacity(model(36, draft_layers=4)) == 1920 // 37
+    assert old.figures(model(36, draft_layers=4)).pieces == 37
     assert old.capacity(model(36)) == 1920 // 37
     assert old.capacity(model(36, "dp", "tp", "ep", "etp", aiv=True)) == 1920 // 37 // 5
+
+
+@pytest.mark.parametrize("name", ["0.21", "v0.21.0rc1", "0.23.0.post1", "1.0"])
+def test_a_version_without_the_formula_is_told_so(name: str) -> None:
+    with pytest.raises(InvalidOptionError, match=r"removed its stream formula in 0\.21") as caught:
+        update_aclgraph_sizes(SIZES, model(4), profile=name)
+    assert "structural" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["0.10", "0.12", "newest"])
+def test_a_version_that_nobody_knows_is_not_told_so(name: str) -> None:
+    with pytest.raises(InvalidOptionError, match="unknown stream profile"):
+        profile_named(name)
 
 
 def test_context_parallelism_is_unknown_to_version_0_11() -> None:
@@ -223,6 +240,10 @@ def test_usable_streams_are_a_sum_that_can_be_printed() -> None:
 )
 def test_devices_by_the_name_they_report(reported: str, name: str, streams: int) -> None:
     assert (device_of(reported).name, device_of(reported).streams) == (name, streams)
+
+
+def test_a5_is_the_950() -> None:
+    assert device_named("a5") is device_named("950") is A5
 
 
 @pytest.mark.parametrize(
@@ -387,5 +408,6 @@ def test_whole_and_broken_division_agree(
     """The formula was written with float divisions."""
     found = PROFILES[profile]
     usable = max(0, sum(streams for _, streams in found.terms(deployment, full_graphs)))
-    parts = found.per_size(deployment) // deployment.pieces
-    assert found.capacity(deployment, full_graphs) == int(usable / deployment.pieces / parts)
+    pieces = found.pieces(deployment)
+    parts = found.per_size(deployment) // pieces
+    assert found.capacity(deployment, full_graphs) == int(usable / pieces / parts)

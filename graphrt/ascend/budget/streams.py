@@ -48,6 +48,8 @@ class Device:
     group_entries: int = 8
     """Entries that beginning a task group puts in front of the task."""
     captures: bool = True
+    also: tuple[str, ...] = ()
+    """Other names of the generation."""
 
     @property
     def stream_entries(self) -> int:
@@ -66,7 +68,13 @@ DEVICES = {
     for device in (
         Device("A3", ("Ascend910_93",), 1984),
         Device(
-            "950", ("Ascend950", "Ascend910_95"), 1984, 2049, _QUEUE_HEADROOM + 8, wait_entries=3
+            "950",
+            ("Ascend950", "Ascend910_95"),
+            1984,
+            2049,
+            _QUEUE_HEADROOM + 8,
+            wait_entries=3,
+            also=("A5",),
         ),
         Device("310P", ("Ascend310P",), 1024, group_entries=10),
         Device("310B", ("Ascend310B",), 512, captures=False),
@@ -85,13 +93,14 @@ def device_of(name: str) -> Device:
 
 def device_named(name: str) -> Device:
     """The generation of that name, in any case; raises `InvalidOptionError`."""
-    for device in DEVICES.values():
-        if device.name.lower() == name.strip().lower():
+    names = {each: device for device in DEVICES.values() for each in (device.name, *device.also)}
+    for each, device in names.items():
+        if each.lower() == name.strip().lower():
             return device
     raise InvalidOptionError(
         "unknown generation of NPUs",
         got=repr(name),
-        expected=", ".join(DEVICES),
+        expected=", ".join(names),
         advice="A2 for Ascend 910B, A3 for Ascend 910_93",
     )
 

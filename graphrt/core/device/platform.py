@@ -72,6 +72,8 @@ class Platform(ABC):
     raw_storages: bool = False
     """Whether torch's own storages can be made over memory of this device at any address. What a
     runner hands out is then no copy, but unreadable as soon as the next step overwrites it."""
+    simulated: bool = False
+    """Whether its device is a simulation, so that times on it mean nothing."""
     by_name_only: bool = False
     """Never the default: only `GRAPHRT_PLATFORM` and `platform=` choose it."""
 

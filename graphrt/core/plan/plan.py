@@ -7,7 +7,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from graphrt.core.base import ResourceExhaustedError, only_known
-from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, graphs_off
+from graphrt.core.batch import (
+    AttentionSupport,
+    BatchDescriptor,
+    GraphMode,
+    PieceProvider,
+    graphs_off,
+)
 from graphrt.core.device import Platform, resolve_platform
 from graphrt.core.plan import saved, text
 from graphrt.core.plan.arguments import (
@@ -150,7 +156,7 @@ class Plan:
         """The graphs that are captured, in capture order, with what each takes."""
         return self._fitted.captured
 
-    def capture_order(self) -> tuple[CaptureKey, ...]:
+    def capture_order(self) -> tuple[tuple[GraphMode, BatchDescriptor], ...]:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
         how many streams are free for graphs, those first that are worth most if it runs out."""
         if self.platform.stream_room() is None:

@@ -23,6 +23,7 @@ from graphrt.core.base import (
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import CaptureTransaction, SideDoors, side_doors
+from graphrt.core.plan import alike
 from graphrt.core.replay import WORST_CASE, GraphPool, under_way, warming_up
 from graphrt.core.runner._streams import StreamLedger
 from graphrt.core.runner.host import Host, Phase
@@ -139,21 +140,34 @@ def capture_graphs(
 
 def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
     """Warn of graphs that did not fit on the device, or raise `ResourceExhaustedError`."""
-    names = ", ".join(f"{each.mode.name} [{each.descriptor}]" for each in dropped)
+    lines = dropped_lines(dropped)
     if strict:
         raise ResourceExhaustedError(
             f"{len(dropped)} of {planned} graphs did not fit on the device",
-            got=f"{names}\n  the first: {dropped[0].reason}",
+            got="".join(f"\n  {line}" for line in lines),
             expected="every planned graph (strict=True)",
             advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
             "serves",
         )
     warnings.warn(
-        f"{len(dropped)} of {planned} graphs did not fit on the device and run eagerly: {names}; "
-        f"the first: {dropped[0].reason}",
+        f"{len(dropped)} of {planned} graphs did not fit on the device, and batches that no other "
+        "serves run eagerly:" + "".join(f"\n  {line}" for line in lines),
         GraphsDroppedWarning,
         stacklevel=4,
     )
+
+
+def dropped_lines(dropped: Iterable[DroppedGraph]) -> list[str]:
+    """A line for each reason: the first of its graphs, and how many more there are."""
+    by_reason: dict[tuple[GraphMode, str], list[BatchDescriptor]] = {}
+    for each in dropped:
+        by_reason.setdefault((each.mode, each.reason), []).append(each.descriptor)
+    lines = []
+    for (mode, reason), (first, *others) in by_reason.items():
+        more = f"; {alike(others)}" if others else ""
+        text = "; ".join(part.strip() for part in reason.splitlines())
+        lines.append(f"{mode.name} [{first}]: {text}{more}")
+    return lines
 
 
 class WarmUps:
