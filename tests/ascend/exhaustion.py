@@ -1,17 +1,16 @@
 """Running out of streams at any count: what fits serves, the rest runs eagerly and says why.
 
 Run in processes of their own, whose device has the streams and the queue depth that they are given:
-`python -m tests.ascend.exhaustion MODE 4 200` prints a row for each count of free streams.
+see `test_exhaustion`.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -163,7 +162,7 @@ def cold(modes: Iterable[str] = MODES) -> Iterator[Row]:
             yield row(run, mode, free)
 
 
-if __name__ == "__main__":
-    mode, least, most = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    for each in rows(mode, range(least, most + 1)):
-        print(each, flush=True)
+def modes(each: Iterable[str], counts: Sequence[int]) -> Iterator[Row]:
+    """`rows` of one mode after the other."""
+    for mode in each:
+        yield from rows(mode, counts)
