@@ -20,9 +20,11 @@ from attention_models import HEADS, MAX_KV, PAGES, WIDTH, Decoder, Step
 from dropped import hold_all_but
 
 from graphrt import Batch, GraphRunner, InputSpec, eager_break, get_platform
+from graphrt.ascend import AscendOptions, AscendPlatform
 from graphrt.ascend.attention import fused_infer_attention
 from graphrt.ascend.driver.library import available_streams
 from graphrt.core.base import GraphsDroppedWarning
+from graphrt.platforms import GraphWork
 
 MODES = ("FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 LAYERS, MOST = 8, 20
@@ -166,3 +168,43 @@ def modes(each: Iterable[str], counts: Sequence[int]) -> Iterator[Row]:
     """`rows` of one mode after the other."""
     for mode in each:
         yield from rows(mode, counts)
+
+
+def overtaken(rounds: int) -> list[int]:
+    """Rounds in which work on the stream that is captured on where streams are few did not come
+    after what was issued before it, or before what was issued after it."""
+    platform = AscendPlatform()
+    torch.zeros(1, device="npu")
+    stream = platform.new_stream()
+    direct = platform.capture_stream(stream, GraphWork({0: 1}))
+    assert direct != stream
+    found = []
+    x = torch.zeros(20_000, device="npu")
+    for place in range(rounds):
+        x.zero_()
+        for _ in range(30):
+            x.add_(1)
+        with platform.on_stream(direct):
+            y = x.clone().add_(1)
+        if (y + 1)[0].item() != 32:
+            found.append(place)
+    return found
+
+
+def chosen() -> None:
+    """Who is captured on that stream: one-stream forwards, and only where streams are few."""
+    platform = AscendPlatform()
+    torch.zeros(1, device="npu")
+    stream = platform.new_stream()
+    one = GraphWork({0: 5})
+    assert platform.capture_stream(stream, one) == stream, "streams are plenty"
+    hold_all_but(100)
+    assert platform.capture_stream(stream, one) != stream
+    assert platform.capture_stream(stream, None) == stream, "nobody knows"
+    assert platform.capture_stream(stream, GraphWork({0: 5, 7: 1})) == stream, "side streams"
+    assert platform.capture_stream(stream, GraphWork({0: 5}, collectives=True)) == stream
+    first = AscendPlatform(AscendOptions(update_order="update_first"))
+    tasks = GraphWork({0: 5}, tasks=1)
+    assert first.capture_stream(first.new_stream(), one) != stream
+    assert first.capture_stream(stream, tasks) == stream, "waits for signals before it replays"
+    assert platform.capture_stream(stream, tasks) != stream

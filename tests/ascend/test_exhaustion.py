@@ -40,6 +40,19 @@ def test_streams_that_are_few_when_the_process_starts():
     assert any(int(full) for _, _, full, *_ in rows(f"cold({two!r})", streams=48))
 
 
+def test_work_before_and_after_a_capture_is_not_overtaken_where_streams_are_few():
+    need_simulator()
+    code = "import exhaustion; print(exhaustion.overtaken(60)); print('done')"
+    for schedule in ("random:1", "slow:0"):
+        assert python(code, streams=200, schedule=schedule).splitlines()[-2:] == ["[]", "done"]
+
+
+def test_which_forwards_are_captured_on_a_stream_whose_errors_end_nothing():
+    need_simulator()
+    out = python("import exhaustion; exhaustion.chosen(); print('done')", streams=400)
+    assert out.splitlines()[-1] == "done"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("shallow", [True, False])
 @pytest.mark.parametrize("mode", MODES)
