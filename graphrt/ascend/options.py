@@ -32,8 +32,8 @@ class AscendOptions:
     update_order: UpdateOrder | None = None
     update_strategy: UpdateStrategy = "groups"
     hang_timeout_s: float | None = None
-    reserve_streams: int | None = None
     on_hang: Callable[[DeviceHangError], object] | None = None
+    reserve_streams: int | None = None
 
     def __post_init__(self) -> None:
         if self.reserve_streams is not None:

@@ -27,7 +27,7 @@ def rows(
 
 
 def test_a_few_counts_in_every_mode():
-    counts = (4, 22, 90)
+    counts = (3, 22, 90)
     found = rows(f"modes({MODES!r}, {counts!r})", streams=300)
     assert [(mode, int(free)) for mode, free, *_ in found] == [
         (mode, free) for mode in MODES for free in counts
@@ -36,7 +36,9 @@ def test_a_few_counts_in_every_mode():
 
 def test_streams_that_are_few_when_the_process_starts():
     two = MODES[0], MODES[-1]
+    # Too few for the streams that torch_npu makes; for those that it makes besides; enough.
     assert len(rows(f"cold({two!r})", streams=22)) == 2
+    assert len(rows(f"cold({two!r})", streams=37)) == 2
     assert any(int(full) for _, _, full, *_ in rows(f"cold({two!r})", streams=48))
 
 
@@ -56,9 +58,9 @@ def test_which_forwards_are_captured_on_a_stream_whose_errors_end_nothing():
 @pytest.mark.long
 @pytest.mark.parametrize("shallow", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_count_from_4_to_200(mode, shallow):
-    found = rows(f"rows({mode!r}, range(4, 201))", streams=300, timeout_s=1800, shallow=shallow)
-    assert [int(free) for _, free, *_ in found] == list(range(4, 201))
+def test_every_count_from_1_to_200(mode, shallow):
+    found = rows(f"rows({mode!r}, range(1, 201))", streams=300, timeout_s=1800, shallow=shallow)
+    assert [int(free) for _, free, *_ in found] == list(range(1, 201))
 
 
 @pytest.mark.long

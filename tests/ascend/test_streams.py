@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphrt.ascend import AscendOptions
 from graphrt.ascend.budget import (
     DEVICES,
     DOMAINS,
@@ -22,11 +23,14 @@ from graphrt.ascend.budget import (
     profile_named,
     sizes_that_fit,
     stream_figures,
+    stream_room,
+    streams_needed,
     structural_figures,
     update_aclgraph_sizes,
 )
 from graphrt.core.base import InvalidOptionError
 from graphrt.core.batch import GraphMode
+from graphrt.core.device import GraphWork
 from graphrt.core.plan import Budget, capture_sizes
 from graphrt.core.plan.budget import Fitted, fit
 from graphrt.core.plan.sizes import descriptors_for, mixed_sizes
@@ -216,6 +220,54 @@ def test_a_domain_takes_two_side_streams_unless_on_vector_cores() -> None:
 def test_a_draft_model_has_graphs_of_its_own() -> None:
     found = structural_figures(model(36, draft_layers=1), A2)
     assert (found.pieces, found.full) == (39, 2)
+
+
+@pytest.mark.parametrize(
+    ("work", "streams"),
+    [
+        (GraphWork({0: 100}), 1),
+        (GraphWork({0: 1007}), 1),
+        (GraphWork({0: 1008}), 2),
+        (GraphWork({0: 1000}, tasks=2), 2),
+        (GraphWork({0: 100, 7: 3, 8: 1}), 3),
+        (GraphWork({}), 1),
+        (GraphWork({0: 100}, breaks=8), 1),
+        (GraphWork({0: 100}, breaks=8, in_pieces=True), 9),
+        (GraphWork({0: 100, 7: 3}, breaks=8, in_pieces=True), 18),
+    ],
+)
+def test_a_warm_up_bounds_what_its_graphs_take(work: GraphWork, streams: int) -> None:
+    assert streams_needed(work, A2) == streams
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(0, 200))
+def test_the_bound_holds_however_operators_and_tasks_are_spread(
+    operators: list[int], tasks: int
+) -> None:
+    work = GraphWork(dict(enumerate(operators)), tasks)
+    for one in range(len(operators)):
+        entries = [2 * each for each in operators]
+        entries[one] += tasks * A2.task_entries
+        assert graph_streams(entries, A2) <= streams_needed(work, A2)
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "reserve", "usable"),
+    [(2, None, 0, 2), (22, None, 2, 20), (1950, None, 48, 1902), (22, 0, 0, 22), (22, 30, 30, 0)],
+)
+def test_a_reserve_stays_free(free: int, given: int | None, reserve: int, usable: int) -> None:
+    room = stream_room(free, given)
+    assert (room.free, room.reserve, room.usable) == (free, reserve, usable)
+
+
+def test_the_reserve_is_an_option_and_a_variable() -> None:
+    assert AscendOptions.from_environment({"GRAPHRT_ASCEND_RESERVE_STREAMS": "7"}) == AscendOptions(
+        reserve_streams=7
+    )
+    with pytest.raises(InvalidOptionError, match="RESERVE_STREAMS is no number"):
+        AscendOptions.from_environment({"GRAPHRT_ASCEND_RESERVE_STREAMS": "few"})
+    with pytest.raises(InvalidOptionError, match="reserve_streams"):
+        AscendOptions(reserve_streams=-1)
 
 
 def test_usable_streams_are_a_sum_that_can_be_printed() -> None:
