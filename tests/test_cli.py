@@ -85,6 +85,11 @@ def test_the_budget_is_printed_line_by_line():
     assert "PIECEWISE [512 tokens]: 195 streams" in text
     assert "left out: PIECEWISE [496 tokens]: needs 195 streams; free: 42 of 1902" in text
     assert "padded to 512" in text
+    left_out = [line for line in text.splitlines() if line.startswith("left out")]
+    assert len(left_out) == 1 and left_out[0].endswith("so are 41 more of 2 to 480 tokens")
+    assert run(*NPU, "--device", "A5", "--layers", "64") == run(
+        *NPU, "--device", "950", "--layers", "64"
+    )
 
 
 def test_a_profile_of_the_formula_shows_what_hosts_got():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from graphrt.ascend.budget import TORCH_NPU_STREAMS
 from graphrt.ascend.driver import available_streams, check_queue
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.update import Tasks
@@ -72,3 +73,12 @@ class AclCaptures(Captures[GraphMemory]):
             memory.release_share()
         if routed:
             memory.abandon(graph)
+
+
+def no_stream() -> StreamBudgetError:
+    """That torch_npu could make no stream to capture on."""
+    return StreamBudgetError(
+        "the device has too few free streams for torch_npu's own, on one of which is captured",
+        expected=f"{TORCH_NPU_STREAMS} when the process starts",
+        advice="leave more streams of the device free, and start the process anew",
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from graphrt.core.base import DeviceHangError, InvalidOptionError
+from graphrt.core.base import DeviceHangError, InvalidOptionError, count_of
 
 UpdateOrder = Literal["replay_first", "update_first"]
 UpdateStrategy = Literal["groups", "auto_dispatch"]
@@ -24,14 +24,20 @@ class AscendOptions:
 
     With `hang_timeout_s` a replay of a graph with tasks that runs for longer is a
     `DeviceHangError`: see `graphrt.ascend.watchdog`, which calls `on_hang` with it at once.
+
+    `reserve_streams` of the device stay free when graphs are captured, by default 48 or a tenth of
+    what is free then, whichever is less.
     """
 
     update_order: UpdateOrder | None = None
     update_strategy: UpdateStrategy = "groups"
     hang_timeout_s: float | None = None
     on_hang: Callable[[DeviceHangError], object] | None = None
+    reserve_streams: int | None = None
 
     def __post_init__(self) -> None:
+        if self.reserve_streams is not None:
+            count_of("reserve_streams", self.reserve_streams, least=0)
         if self.update_order is not None:
             _check("update_order", self.update_order, get_args(UpdateOrder))
         _check("update_strategy", self.update_strategy, get_args(UpdateStrategy))
@@ -46,13 +52,16 @@ class AscendOptions:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AscendOptions:
-        """Options from GRAPHRT_ASCEND_UPDATE_ORDER, GRAPHRT_ASCEND_UPDATE_STRATEGY and
-        GRAPHRT_ASCEND_HANG_TIMEOUT_S; raises `InvalidOptionError`."""
+        """Options from GRAPHRT_ASCEND_UPDATE_ORDER, GRAPHRT_ASCEND_UPDATE_STRATEGY,
+        GRAPHRT_ASCEND_HANG_TIMEOUT_S and GRAPHRT_ASCEND_RESERVE_STREAMS; raises
+        `InvalidOptionError`."""
         found: dict[str, Any] = {}
-        for name in ("update_order", "update_strategy", "hang_timeout_s"):
-            text = environment.get(f"GRAPHRT_ASCEND_{name.upper()}")
+        for name in ("update_order", "update_strategy", "hang_timeout_s", "reserve_streams"):
+            variable = f"GRAPHRT_ASCEND_{name.upper()}"
+            text = environment.get(variable)
             if text:
-                found[name] = _seconds(text) if name == "hang_timeout_s" else text
+                number = _NUMBERS.get(name)
+                found[name] = text if number is None else _read(variable, number, text)
         return cls(**found)
 
 
@@ -72,10 +81,14 @@ def _check(name: str, value: object, choices: tuple[str, ...]) -> None:
         )
 
 
-def _seconds(text: str) -> float:
+_NUMBERS: dict[str, type[int | float]] = {"hang_timeout_s": float, "reserve_streams": int}
+
+
+def _read(variable: str, kind: type[int | float], text: str) -> int | float:
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
+        expected = "seconds" if kind is float else "an integer >= 0"
         raise InvalidOptionError(
-            "GRAPHRT_ASCEND_HANG_TIMEOUT_S is no number", got=repr(text), expected="seconds"
+            f"{variable} is no number", got=repr(text), expected=expected
         ) from None

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
-from graphrt.ascend.captures import AclCaptures
+from graphrt.ascend.budget import SCARCE_STREAMS, device_of, stream_room, streams_needed
+from graphrt.ascend.captures import AclCaptures, no_stream
 from graphrt.ascend.driver import (
+    DirectStreams,
     availability,
+    available_streams,
+    device_name,
     explain,
     has_queue_ended,
     limits,
@@ -24,14 +28,16 @@ from graphrt.ascend.options import AscendOptions, update_order_of
 from graphrt.ascend.private_torch import current_device, memory_stats, raw_stream_of, weak_ref
 from graphrt.ascend.update import TaskHandle, Tasks, is_update_stream
 from graphrt.ascend.watchdog import Watchdog
-from graphrt.core.base import CaptureError
+from graphrt.core.base import CaptureError, StreamBudgetError
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
     Availability,
     Capability,
+    GraphWork,
     Limits,
     MemoryFigures,
     Platform,
+    StreamRoom,
     TaskUpdate,
 )
 
@@ -63,6 +69,10 @@ class AscendPlatform(Platform):
     @cached_property
     def _npu(self) -> Any:
         return torch_npu().npu
+
+    @cached_property
+    def _direct(self) -> DirectStreams:
+        return DirectStreams(self._npu)
 
     @cached_property
     def _watchdog(self) -> Watchdog | None:
@@ -144,7 +154,17 @@ class AscendPlatform(Platform):
     # Streams ---------------------------------------------------------------------------------
 
     def new_stream(self) -> Any:
-        stream = self._npu.Stream()
+        try:
+            stream = self._npu.Stream()
+            # First thing: when streams have become few there may be none left for it.
+            if not self._direct.make():
+                return None
+        except RuntimeError as error:
+            # torch_npu makes 32 at once. Without them there are no graphs, and all runs eagerly.
+            explained = self.explain(error)
+            if isinstance(explained, StreamBudgetError):
+                return None
+            raise explained from error
         for _ in range(32):
             if not is_update_stream(stream):
                 break
@@ -153,7 +173,11 @@ class AscendPlatform(Platform):
 
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
+        if stream is None:
+            raise no_stream()
         caller = self._npu.current_stream()
+        if self._direct.is_one(stream):
+            caller.synchronize()
         stream.wait_stream(caller)
         try:
             with self._npu.stream(stream):
@@ -162,6 +186,15 @@ class AscendPlatform(Platform):
             # An interrupt may have kept the `with` from doing so.
             self._npu.set_stream(caller)
             caller.wait_stream(stream)
+
+    def capture_stream(self, stream: Any, work: GraphWork | None) -> Any:
+        if stream is None or work is None or len(work.operators) > 1 or work.collectives:
+            return stream
+        free, direct = available_streams(), self._direct.get()
+        if free is None or free >= SCARCE_STREAMS or direct is None:
+            return stream
+        # Its first replay, which waits for what was updated before, would not wait long enough.
+        return stream if work.tasks and self._tasks.update_first else direct
 
     def current_stream_id(self) -> int:
         return raw_stream_of()(current_device())
@@ -197,6 +230,13 @@ class AscendPlatform(Platform):
 
     def limits(self) -> Limits:
         return limits()
+
+    def stream_room(self) -> StreamRoom | None:
+        free = available_streams()
+        return None if free is None else stream_room(free, self.options.reserve_streams)
+
+    def streams_needed(self, work: GraphWork) -> int:
+        return streams_needed(work, device_of(device_name()))
 
     def explain(self, error: BaseException) -> CaptureError:
         if isinstance(error, CaptureError):

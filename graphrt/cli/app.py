@@ -126,7 +126,9 @@ def plan(
         str | None,
         typer.Option(help="How NPU streams are counted: structural, 0.9.1, 0.11, ... or last."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="NPU generation: A2, A3, 950, 310P.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="NPU generation: A2, A3, A5 (or 950), 310P.")
+    ] = None,
     budget: Annotated[
         list[str] | None,
         typer.Option(help="A limit, such as streams=1000, bytes=2GiB, seconds=60, graphs=500."),

@@ -25,6 +25,7 @@ from graphrt.demo.report import Comparison, Run, Setup, compare, group_steps, ru
 from graphrt.demo.tokenizer import Tokenizer
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+_NO_TIMES = "{} is a simulation: times and tokens/s below mean nothing, equality does."
 _PROMPTS = [
     "Hello",
     "A captured graph is",
@@ -77,6 +78,8 @@ def _load(
     tokenizer = Tokenizer(model, checkpoint.config.vocab_size)
     name = "a small seeded model (its text is noise)" if model is None else str(model)
     console.print(Text(f"{name} on {device.name}", style="bold"))
+    if device.simulated:
+        console.print(Text(_NO_TIMES.format(device.name), style="yellow"))
     if tokenizer.notice is not None:
         console.print(Text(tokenizer.notice, style="yellow"))
     weights = {key: weight.to(device.device_type) for key, weight in checkpoint.weights.items()}

@@ -35,7 +35,14 @@ def spare(streams: int) -> None:
     """Leave so many streams free, and hold the others."""
     global _held
     _held = []
-    while (available_streams() or 0) > streams:
+    hold_all_but(streams)
+
+
+def hold_all_but(streams: int | None) -> None:
+    """Hold more streams, or fewer, until so many are free; None is all."""
+    while _held and (streams is None or (available_streams() or 0) < streams):
+        _held.pop().reset()
+    while streams is not None and (available_streams() or 0) > streams:
         graph = torch.npu.NPUGraph()
         with torch.npu.graph(graph):
             torch.zeros(1, device="npu")
@@ -96,19 +103,40 @@ def check(mode: str, free: int, *, side: bool = False) -> None:
 
 
 def ended_queue() -> None:
-    """The first capture finds no side stream, which ends torch_npu's queue: no drop hides that."""
-    platform = AscendPlatform()
-    torch.zeros(1, device="npu")
-    forked.side = torch.npu.Stream()  # type: ignore[attr-defined]
-    run = GraphRunner(
-        forked,
-        mode="FULL",
-        sizes=SIZES,
-        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
-        platform=platform,
-    )
+    """The first capture, of which no warm-up has told anything, finds no side stream, which ends
+    torch_npu's queue: no drop hides that."""
+    run = _forked_runner(GraphOptions(warmups=0))
     spare(1)
     for _ in range(2):
         with pytest.raises(CaptureError, match="start the process anew") as caught:
             run.capture()
         assert not isinstance(caught.value, ResourceExhaustedError)
+
+
+def too_few_for_a_fork() -> None:
+    """The warm-up has told that a graph takes a side stream too: none is begun, and all serve."""
+    with _forked_runner(GraphOptions()) as run:
+        spare(1)
+        with pytest.warns(GraphsDroppedWarning, match="20 of 20 graphs"):
+            run.capture()
+        assert available_streams() == 1
+        for tokens in SIZES:
+            x = torch.arange(tokens * 8.0).view(tokens, 8)
+            assert torch.equal(run(Batch(tokens, tokens, 1), x=x).cpu(), forked(x.to("npu")).cpu())
+        hold_all_but(None)
+        run.capture()
+        assert len(run.report().graphs) == 20
+
+
+def _forked_runner(options: GraphOptions) -> GraphRunner:
+    torch.zeros(1, device="npu")
+    forked.side = torch.npu.Stream()  # type: ignore[attr-defined]
+    return GraphRunner(
+        forked,
+        mode="FULL",
+        sizes=SIZES,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        outputs=("tokens", 8),
+        platform=AscendPlatform(),
+        options=options,
+    )

@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
+from schedules import is_simulated
 
 from graphrt.demo import run_demo
 from graphrt.demo.npu import FusedDecodeAttention
@@ -27,6 +28,7 @@ def test_every_mode_equals_eager_and_decode_steps_bring_their_lengths(monkeypatc
     assert run_demo(mode=mode, max_new_tokens=6, console=console) == 0
     text = console.file.getvalue()
     assert "0 differ" in text
+    assert ("times and tokens/s below mean nothing" in text) is is_simulated()
     # FULL steps down to FULL_AND_PIECEWISE: the operator serves one token a request.
     assert (" FULL " in text) is (mode != "PIECEWISE")
     assert lengths

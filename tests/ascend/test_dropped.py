@@ -28,3 +28,9 @@ def test_an_error_in_the_queue_of_launches_is_not_taken_for_a_lack_of_room():
     need_simulator()
     out = python("import dropped; dropped.ended_queue(); print('done')", streams=100, hang_ms=500)
     assert out.splitlines()[-1] == "done"
+
+
+def test_a_graph_whose_side_streams_do_not_fit_is_not_begun():
+    need_simulator()
+    out = python("import dropped; dropped.too_few_for_a_fork(); print('done')", streams=100)
+    assert out.splitlines()[-1] == "done"

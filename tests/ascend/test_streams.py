@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphrt.ascend import AscendOptions
 from graphrt.ascend.budget import (
     DEVICES,
     DOMAINS,
@@ -19,13 +20,17 @@ from graphrt.ascend.budget import (
     device_of,
     graph_streams,
     probe_streams,
+    profile_named,
     sizes_that_fit,
     stream_figures,
+    stream_room,
+    streams_needed,
     structural_figures,
     update_aclgraph_sizes,
 )
 from graphrt.core.base import InvalidOptionError
 from graphrt.core.batch import GraphMode
+from graphrt.core.device import GraphWork
 from graphrt.core.plan import Budget, capture_sizes
 from graphrt.core.plan.budget import Fitted, fit
 from graphrt.core.plan.sizes import descriptors_for, mixed_sizes
@@ -115,10 +120,26 @@ def test_modes_without_pieces_keep_every_size(mode: str) -> None:
     assert update_aclgraph_sizes(SIZES, model(400, "dp", "tp"), mode=mode) == SIZES
 
 
-def test_the_oldest_version_knows_no_expansion() -> None:
-    old = PROFILES["0.9.1"]
+@pytest.mark.parametrize("name", ["0.9.1", "0.9.2"])
+def test_the_oldest_versions_know_no_expansion_and_no_draft_model(name: str) -> None:
+    old = PROFILES[name]
+    assert old.capacity(model(36, draft_layers=4)) == 1920 // 37
+    assert old.figures(model(36, draft_layers=4)).pieces == 37
     assert old.capacity(model(36)) == 1920 // 37
     assert old.capacity(model(36, "dp", "tp", "ep", "etp", aiv=True)) == 1920 // 37 // 5
+
+
+@pytest.mark.parametrize("name", ["0.21", "v0.21.0rc1", "0.23.0.post1", "1.0"])
+def test_a_version_without_the_formula_is_told_so(name: str) -> None:
+    with pytest.raises(InvalidOptionError, match=r"removed its stream formula in 0\.21") as caught:
+        update_aclgraph_sizes(SIZES, model(4), profile=name)
+    assert "structural" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["0.10", "0.12", "newest"])
+def test_a_version_that_nobody_knows_is_not_told_so(name: str) -> None:
+    with pytest.raises(InvalidOptionError, match="unknown stream profile"):
+        profile_named(name)
 
 
 def test_context_parallelism_is_unknown_to_version_0_11() -> None:
@@ -201,6 +222,54 @@ def test_a_draft_model_has_graphs_of_its_own() -> None:
     assert (found.pieces, found.full) == (39, 2)
 
 
+@pytest.mark.parametrize(
+    ("work", "streams"),
+    [
+        (GraphWork({0: 100}), 1),
+        (GraphWork({0: 1007}), 1),
+        (GraphWork({0: 1008}), 2),
+        (GraphWork({0: 1000}, tasks=2), 2),
+        (GraphWork({0: 100, 7: 3, 8: 1}), 3),
+        (GraphWork({}), 1),
+        (GraphWork({0: 100}, breaks=8), 1),
+        (GraphWork({0: 100}, breaks=8, in_pieces=True), 9),
+        (GraphWork({0: 100, 7: 3}, breaks=8, in_pieces=True), 18),
+    ],
+)
+def test_a_warm_up_bounds_what_its_graphs_take(work: GraphWork, streams: int) -> None:
+    assert streams_needed(work, A2) == streams
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(0, 200))
+def test_the_bound_holds_however_operators_and_tasks_are_spread(
+    operators: list[int], tasks: int
+) -> None:
+    work = GraphWork(dict(enumerate(operators)), tasks)
+    for one in range(len(operators)):
+        entries = [2 * each for each in operators]
+        entries[one] += tasks * A2.task_entries
+        assert graph_streams(entries, A2) <= streams_needed(work, A2)
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "reserve", "usable"),
+    [(2, None, 0, 2), (22, None, 2, 20), (1950, None, 48, 1902), (22, 0, 0, 22), (22, 30, 30, 0)],
+)
+def test_a_reserve_stays_free(free: int, given: int | None, reserve: int, usable: int) -> None:
+    room = stream_room(free, given)
+    assert (room.free, room.reserve, room.usable) == (free, reserve, usable)
+
+
+def test_the_reserve_is_an_option_and_a_variable() -> None:
+    assert AscendOptions.from_environment({"GRAPHRT_ASCEND_RESERVE_STREAMS": "7"}) == AscendOptions(
+        reserve_streams=7
+    )
+    with pytest.raises(InvalidOptionError, match="RESERVE_STREAMS is no number"):
+        AscendOptions.from_environment({"GRAPHRT_ASCEND_RESERVE_STREAMS": "few"})
+    with pytest.raises(InvalidOptionError, match="reserve_streams"):
+        AscendOptions(reserve_streams=-1)
+
+
 def test_usable_streams_are_a_sum_that_can_be_printed() -> None:
     found = structural_figures(model(36), A2)
     assert [streams for _, streams in found.terms] == [1984, -34, -48]
@@ -223,6 +292,10 @@ def test_usable_streams_are_a_sum_that_can_be_printed() -> None:
 )
 def test_devices_by_the_name_they_report(reported: str, name: str, streams: int) -> None:
     assert (device_of(reported).name, device_of(reported).streams) == (name, streams)
+
+
+def test_a5_is_the_950() -> None:
+    assert device_named("a5") is device_named("950") is A5
 
 
 @pytest.mark.parametrize(
@@ -387,5 +460,6 @@ def test_whole_and_broken_division_agree(
     """The formula was written with float divisions."""
     found = PROFILES[profile]
     usable = max(0, sum(streams for _, streams in found.terms(deployment, full_graphs)))
-    parts = found.per_size(deployment) // deployment.pieces
-    assert found.capacity(deployment, full_graphs) == int(usable / deployment.pieces / parts)
+    pieces = found.pieces(deployment)
+    parts = found.per_size(deployment) // pieces
+    assert found.capacity(deployment, full_graphs) == int(usable / pieces / parts)

@@ -11,7 +11,9 @@ from graphrt.ascend.budget.profiles import (
 )
 from graphrt.ascend.budget.streams import (
     DEVICES,
+    SCARCE_STREAMS,
     STRUCTURAL,
+    TORCH_NPU_STREAMS,
     Device,
     device_named,
     device_of,
@@ -19,6 +21,8 @@ from graphrt.ascend.budget.streams import (
     probe_streams,
     sizes_that_fit,
     stream_figures,
+    stream_room,
+    streams_needed,
     structural_figures,
 )
 
@@ -26,7 +30,9 @@ __all__ = [
     "DEVICES",
     "DOMAINS",
     "PROFILES",
+    "SCARCE_STREAMS",
     "STRUCTURAL",
+    "TORCH_NPU_STREAMS",
     "Deployment",
     "Device",
     "Profile",
@@ -38,6 +44,8 @@ __all__ = [
     "profile_named",
     "sizes_that_fit",
     "stream_figures",
+    "stream_room",
+    "streams_needed",
     "structural_figures",
     "update_aclgraph_sizes",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphrt.core.base import InvalidOptionError
 from graphrt.core.batch import BatchDescriptor, GraphMode
@@ -97,7 +98,7 @@ class Profile:
     `by_expansion` tells collectives on vector cores (AIV) from those on streams of their own;
     `spare_set` keeps one piecewise set free for a dense model under AIV; `context_parallel` takes
     100 streams for each domain of context parallelism; `full_graphs` takes one stream for each
-    full graph before the pieces get theirs.
+    full graph before the pieces get theirs; `drafts` counts the pieces of a draft model.
     """
 
     name: str
@@ -106,10 +107,15 @@ class Profile:
     spare_set: bool = True
     context_parallel: bool = True
     full_graphs: bool = False
+    drafts: bool = True
+
+    def pieces(self, model: Deployment) -> int:
+        """Pieces of one piecewise set, as this version counted them."""
+        return model.pieces if self.drafts else model.layers + 1
 
     def per_size(self, model: Deployment) -> int:
         """Streams of one piecewise set (ACL-graph design): pieces times parallel parts."""
-        return model.pieces * self._parts(model)
+        return self.pieces(model) * self._parts(model)
 
     def terms(self, model: Deployment, full_graphs: int = 0) -> tuple[tuple[str, int], ...]:
         """The streams of a device and what is kept free of them, by name."""
@@ -135,7 +141,7 @@ class Profile:
         """The figures for a plan, which counts full graphs itself, at one stream each."""
         terms = self.terms(model)
         usable = max(0, sum(streams for _, streams in terms))
-        return StreamFigures(self.name, usable, 1, self.per_size(model), model.pieces, terms)
+        return StreamFigures(self.name, usable, 1, self.per_size(model), self.pieces(model), terms)
 
     def _parts(self, model: Deployment) -> int:
         domains = model.domains
@@ -147,10 +153,15 @@ class Profile:
         return parts + (model.moe and "dp" in domains)
 
 
+_FIRST = Profile(
+    "0.9.1", 1920, by_expansion=False, spare_set=False, context_parallel=False, drafts=False
+)
+
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("0.9.1", 1920, by_expansion=False, spare_set=False, context_parallel=False),
+        _FIRST,
+        replace(_FIRST, name="0.9.2"),
         Profile("0.11", 1800, context_parallel=False),
         # These three differ only in how a host counts the layers of its draft model.
         Profile("0.13", 1800),
@@ -160,6 +171,10 @@ PROFILES = {
     )
 }
 """The formula by the version of the host that had it; "last" is its last revision."""
+
+
+_WITHOUT_FORMULA = (0, 21)
+_VERSION = re.compile(r"v?(\d+)\.(\d+)")
 
 
 def update_aclgraph_sizes(
@@ -189,16 +204,25 @@ def update_aclgraph_sizes(
 
 
 def profile_named(name: str) -> Profile:
-    """The profile of that name; raises `InvalidOptionError` if there is none."""
-    try:
-        return PROFILES[name]
-    except KeyError:
+    """The profile of that name; raises `InvalidOptionError` if there is none, as of versions after
+    the formula was removed."""
+    found = PROFILES.get(name)
+    if found is not None:
+        return found
+    version = _VERSION.match(name)
+    if version is not None and tuple(map(int, version.groups())) >= _WITHOUT_FORMULA:
         raise InvalidOptionError(
-            "unknown stream profile",
+            "vllm-ascend removed its stream formula in 0.21, so this version has none",
             got=repr(name),
             expected=", ".join(PROFILES),
-            advice='profile="0.20"',
-        ) from None
+            advice='"structural", which is the default; profile="last" is the formula\'s last form',
+        )
+    raise InvalidOptionError(
+        "unknown stream profile",
+        got=repr(name),
+        expected=", ".join(PROFILES),
+        advice='profile="0.20"',
+    )
 
 
 def evenly_spaced(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from graphrt.ascend.budget.profiles import Deployment, StreamFigures, profile_named
 from graphrt.core.base import InvalidOptionError
+from graphrt.core.device import GraphWork, StreamRoom
 
 STRUCTURAL = "structural"
 
@@ -19,6 +20,10 @@ TORCH_NPU_STREAMS = 34
 """Streams that torch_npu takes for itself: two at the start, 32 with the first `Stream()`."""
 RESERVED_STREAMS = 48
 """Kept free by default: the 32 that torch_npu makes for its other priority, and some slack."""
+OPERATOR_ENTRIES = 2
+"""Queue entries of an operator, on average and at most: most launch one kernel, some a few."""
+SCARCE_STREAMS = 256
+"""With fewer free ones a capture may well run out of them in its middle."""
 DOMAIN_STREAMS = 2
 """Side streams of a communication domain whose collectives are not on vector cores."""
 
@@ -43,6 +48,8 @@ class Device:
     group_entries: int = 8
     """Entries that beginning a task group puts in front of the task."""
     captures: bool = True
+    also: tuple[str, ...] = ()
+    """Other names of the generation."""
 
     @property
     def stream_entries(self) -> int:
@@ -61,7 +68,13 @@ DEVICES = {
     for device in (
         Device("A3", ("Ascend910_93",), 1984),
         Device(
-            "950", ("Ascend950", "Ascend910_95"), 1984, 2049, _QUEUE_HEADROOM + 8, wait_entries=3
+            "950",
+            ("Ascend950", "Ascend910_95"),
+            1984,
+            2049,
+            _QUEUE_HEADROOM + 8,
+            wait_entries=3,
+            also=("A5",),
         ),
         Device("310P", ("Ascend310P",), 1024, group_entries=10),
         Device("310B", ("Ascend310B",), 512, captures=False),
@@ -80,13 +93,14 @@ def device_of(name: str) -> Device:
 
 def device_named(name: str) -> Device:
     """The generation of that name, in any case; raises `InvalidOptionError`."""
-    for device in DEVICES.values():
-        if device.name.lower() == name.strip().lower():
+    names = {each: device for device in DEVICES.values() for each in (device.name, *device.also)}
+    for each, device in names.items():
+        if each.lower() == name.strip().lower():
             return device
     raise InvalidOptionError(
         "unknown generation of NPUs",
         got=repr(name),
-        expected=", ".join(DEVICES),
+        expected=", ".join(names),
         advice="A2 for Ascend 910B, A3 for Ascend 910_93",
     )
 
@@ -100,6 +114,26 @@ def graph_streams(entries: Sequence[int], device: Device) -> int:
     Source: the rules of the CANN runtime; a cascade may itself take an entry, which is not counted.
     """
     return sum(-(-max(1, each) // device.stream_entries) for each in entries)
+
+
+def streams_needed(work: GraphWork, device: Device) -> int:
+    """The most streams that graphs of such a forward hold together, from what a warm-up issued.
+
+    Each takes part in every side stream, as nobody knows which of them do, and each operator is
+    `OPERATOR_ENTRIES` kernels.
+    """
+    entries = OPERATOR_ENTRIES * sum(work.operators.values()) + device.task_entries * work.tasks
+    streams = max(1, len(work.operators))
+    # However they are spread over the streams, each of these is full once more.
+    return work.graphs * streams + entries // device.stream_entries
+
+
+def stream_room(free: int, reserve: int | None = None) -> StreamRoom:
+    """What graphs may take of the streams that are free; `reserve` stay free, by default as many
+    as torch_npu might yet make itself, but no more than a tenth of few."""
+    if reserve is None:
+        reserve = min(RESERVED_STREAMS, free // 10)
+    return StreamRoom(free, reserve)
 
 
 def structural_figures(

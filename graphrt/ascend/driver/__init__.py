@@ -1,5 +1,6 @@
 """torch_npu and CANN: what they say of this machine, and what their errors mean."""
 
+from graphrt.ascend.driver.direct_stream import DirectStreams
 from graphrt.ascend.driver.explain import explain, explain_replay
 from graphrt.ascend.driver.launch_queue import check_queue, has_queue_ended, queue_ended
 from graphrt.ascend.driver.library import (
@@ -13,6 +14,7 @@ from graphrt.ascend.driver.library import (
 )
 
 __all__ = [
+    "DirectStreams",
     "availability",
     "available_streams",
     "check_queue",

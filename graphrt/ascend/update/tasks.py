@@ -34,7 +34,7 @@ class Tasks:
         watchdog: Watchdog | None,
     ) -> None:
         self._npu = npu
-        self._update_first = order == "update_first"
+        self.update_first = order == "update_first"
         self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)
         self._watchdog = watchdog
         self._capturing: set[int] = set()
@@ -83,7 +83,7 @@ class Tasks:
             if replayed is not None:
                 updating.stream.wait_event(replayed)
             try:
-                if self._update_first:
+                if self.update_first:
                     self._update(graph, updating.stream, updates, changed, watched)
                     current.wait_stream(updating.stream)
                     self._launch(graph, current, watched)
@@ -138,7 +138,7 @@ class Tasks:
         its signal taken where that comes behind the replay. To wait for one that may not be there
         it is given first; `reset` alone takes none where CANN has a value wait.
         """
-        if not self._update_first:
+        if not self.update_first:
             for update in updates:
                 with suppress(RuntimeError):
                     update.handle.event.record(updating)

@@ -19,8 +19,11 @@ class AllowedCapture(Protocol):
 
     `slot` is where their entries will be found, `fixed` are the addresses of the storages in which
     every step of the graph finds its inputs, `task_names` collects the tasks of the step, and their
-    groups. `metadata_is_declared` says that the context's metadata is right for every step.
+    groups. `metadata_is_declared` says that the context's metadata is right for every step. `work`
+    is the `GraphWork` that a warm-up of the same kind issued, or None.
     """
+
+    work: Any
 
     @property
     def slot(self) -> int: ...

@@ -1,6 +1,6 @@
 """How a step is captured: segments, eager breaks, state, the wrapper."""
 
-from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.breaks import eager_break, is_listed
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
@@ -27,6 +27,7 @@ __all__ = [
     "eager_break",
     "in_eager_part",
     "inside_capture",
+    "is_listed",
     "separate_strides",
     "side_doors",
     "user_source",

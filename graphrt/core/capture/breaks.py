@@ -20,7 +20,7 @@ from graphrt.core.base import (
     schemas_of_operator,
 )
 from graphrt.core.capture.refusals import Copies, SideDoors, side_doors
-from graphrt.core.replay import Recording, current_capture
+from graphrt.core.replay import Recording, counted, current_capture
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +43,9 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
         capture = current_capture()
         if capture is not None and capture.breakable:
             return cast(R, capture.run_eagerly(function, args, kwargs))
+        work = counted.get()
+        if work is not None:
+            work.breaks += 1
         doors = None if capture is not None else side_doors.get()
         if doors is None:
             return function(*args, **kwargs)
@@ -101,7 +104,7 @@ class BreakWatch(ThreadMode):
         kwargs = kwargs or {}
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
-        if not self._listed(func):
+        if not is_listed(func, self._breaks):
             self._doors.check((args, kwargs), "the graph reads", func)
             self._copies.check(func, args, kwargs)
             return func(*args, **kwargs)
@@ -118,12 +121,14 @@ class BreakWatch(ThreadMode):
         finally:
             self._handling = False
 
-    def _listed(self, func: Any) -> bool:
-        schema = getattr(func, "_schema", None)  # a higher-order operator has none
-        if schema is None or not self._breaks:
-            return False
-        name: str = schema.name
-        return name in self._breaks or f"{name}.{func._overloadname}" in self._breaks
+
+def is_listed(func: Any, breaks: frozenset[str]) -> bool:
+    """Whether an operator is one of `breaks`, by its name or that of its overload."""
+    schema = getattr(func, "_schema", None)  # a higher-order operator has none
+    if schema is None or not breaks:
+        return False
+    name: str = schema.name
+    return name in breaks or f"{name}.{func._overloadname}" in breaks
 
 
 def _is_dispatched(operator: str) -> bool:

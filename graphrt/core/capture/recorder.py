@@ -148,7 +148,9 @@ class Capture:
         undo.later(partial(pool.give_back, pool.check_free(self._context)))
         pool.owner = self._context
         pool.follow_stream()
-        undo.enter(self._platform.on_stream(pool.stream))
+        allowed = self._context.capture
+        work = None if allowed is None else allowed.work
+        undo.enter(self._platform.on_stream(self._platform.capture_stream(pool.stream, work)))
         pool.expire_outputs()
 
     def _forget_watch(self) -> None:

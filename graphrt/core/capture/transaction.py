@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from graphrt.core.device import GraphWork
 from graphrt.core.dispatch import Reason
 
 
@@ -40,6 +41,7 @@ class CaptureTransaction:
         self.fixed = frozenset(fixed)
         self.metadata_is_declared = metadata_is_declared
         self.task_names: set[str] = set()
+        self.work: GraphWork | None = None
         self._captured: list[Captured] = []
 
     def add(self, owner: GraphOwner, undo: Callable[[], None]) -> None:

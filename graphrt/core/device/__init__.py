@@ -4,7 +4,14 @@ from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedP
 from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
 from graphrt.core.device.error_chain import error_chain
-from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
+from graphrt.core.device.figures import (
+    GraphWork,
+    Limits,
+    MemoryFigures,
+    SharingFigures,
+    StreamRoom,
+    UpdateFigures,
+)
 from graphrt.core.device.found import FoundPlatform, PluginWarning
 from graphrt.core.device.graph import (
     DeviceEvent,
@@ -51,6 +58,7 @@ __all__ = [
     "FoundPlatform",
     "GraphPointers",
     "GraphRead",
+    "GraphWork",
     "Limits",
     "Memory",
     "MemoryBlock",
@@ -63,6 +71,7 @@ __all__ = [
     "PoolHandle",
     "PoolMemory",
     "SharingFigures",
+    "StreamRoom",
     "TaskUpdate",
     "UpdateFigures",
     "captured_pool",

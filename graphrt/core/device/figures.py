@@ -1,8 +1,8 @@
-"""Figures of a device: its limits and memory, and what sharing and updating graphs brought."""
+"""Figures of a device: its limits, streams and memory, and what sharing and updating brought."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,6 +11,42 @@ class Limits:
 
     streams: int | None = None
     graphs: int | None = None
+
+
+@dataclass(frozen=True)
+class StreamRoom:
+    """Streams that are free for graphs now, and how many of them must stay free."""
+
+    free: int
+    reserve: int = 0
+
+    @property
+    def usable(self) -> int:
+        """Streams that graphs may take."""
+        return max(0, self.free - self.reserve)
+
+
+@dataclass
+class GraphWork:
+    """What an eager run of a forward issued, from which follows what its graph will take.
+
+    `operators` counts those that launch something, by the id of the stream they were issued on;
+    `tasks` counts updatable tasks, whose operators are counted too; `breaks` the places where a
+    capture in pieces ends one graph and begins the next.
+    """
+
+    operators: dict[int, int] = field(default_factory=dict)
+    tasks: int = 0
+    breaks: int = 0
+    collectives: bool = False
+    """Whether ranks communicate, which devices do on streams of their own."""
+    in_pieces: bool = False
+    """Whether it will be captured in pieces, between its breaks."""
+
+    @property
+    def graphs(self) -> int:
+        """Device graphs that it is captured as."""
+        return self.breaks + 1 if self.in_pieces else 1
 
 
 @dataclass(frozen=True)

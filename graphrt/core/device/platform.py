@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from graphrt.core.base import CaptureError, MissingCapabilityError
-from graphrt.core.device.figures import Limits, MemoryFigures, SharingFigures, UpdateFigures
+from graphrt.core.device.figures import (
+    GraphWork,
+    Limits,
+    MemoryFigures,
+    SharingFigures,
+    StreamRoom,
+    UpdateFigures,
+)
 from graphrt.core.device.graph import (
     DeviceEvent,
     DeviceGraph,
@@ -65,6 +72,8 @@ class Platform(ABC):
     raw_storages: bool = False
     """Whether torch's own storages can be made over memory of this device at any address. What a
     runner hands out is then no copy, but unreadable as soon as the next step overwrites it."""
+    simulated: bool = False
+    """Whether its device is a simulation, so that times on it mean nothing."""
     by_name_only: bool = False
     """Never the default: only `GRAPHRT_PLATFORM` and `platform=` choose it."""
 
@@ -208,6 +217,11 @@ class Platform(ABC):
         """A stream to capture on; None where the device has no streams."""
         return None
 
+    def capture_stream(self, stream: Any, work: GraphWork | None) -> Any:
+        """The stream to capture on: `stream`, of `new_stream`, or one that suits better what the
+        warm-up issued, which is None where nobody counted it."""
+        return stream
+
     def on_stream(self, stream: Any) -> AbstractContextManager[object]:
         """Make `stream` current; it waits for the caller's stream, which waits for it at exit."""
         return nullcontext()
@@ -257,6 +271,17 @@ class Platform(ABC):
     def limits(self) -> Limits:
         """The limits that a plan must keep."""
         return Limits()
+
+    def stream_room(self) -> StreamRoom | None:
+        """The streams that graphs may take now, and those that must stay free; None where graphs
+        hold no streams, or the device does not tell. Where it does, core begins no capture that may
+        take more, and the most valuable graphs are captured first. Asked around every capture."""
+        return None
+
+    def streams_needed(self, work: GraphWork) -> int:
+        """The most streams that the graphs of such a forward will hold together, all that are
+        taken in the middle of a capture included. Asked only where `stream_room` tells some."""
+        return work.graphs
 
     def explain(self, error: BaseException) -> CaptureError:
         """The cause of a failed capture, with the offending operator and advice where known."""

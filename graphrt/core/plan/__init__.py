@@ -6,7 +6,7 @@ from graphrt.core.plan.compiled import CompiledFacts, SavedFacts, all_compiled, 
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.resolution import ModeResolution, ResolutionStep
 from graphrt.core.plan.sizes import CaptureKey, CaptureSizes, capture_sizes, check_sizes
-from graphrt.core.plan.text import UNNAMED
+from graphrt.core.plan.text import UNNAMED, alike
 from graphrt.core.plan.traffic import Traffic
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "ResolutionStep",
     "SavedFacts",
     "Traffic",
+    "alike",
     "all_compiled",
     "capture_sizes",
     "check_plan_arguments",

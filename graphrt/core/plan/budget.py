@@ -194,7 +194,7 @@ def fit(
         mode = ModeResolution(parsed, parsed)
     costs = {key: budget.cost_of(*key) for key in keys}
     if any(getattr(budget, name) is not None for name in RESOURCES):
-        order = _by_priority(keys, traffic, landmarks)
+        order = by_priority(keys, traffic, landmarks)
     else:
         order = list(keys)
     kept = _fill(order, costs, budget)
@@ -224,7 +224,7 @@ def fit(
     return Fitted(mode, captured, left_out, budget)
 
 
-def _by_priority(
+def by_priority(
     keys: Sequence[CaptureKey], traffic: Traffic | None, landmarks: Collection[int]
 ) -> list[CaptureKey]:
     """All keys, those first that are kept last when the budget shrinks."""

@@ -7,7 +7,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from graphrt.core.base import ResourceExhaustedError, only_known
-from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, graphs_off
+from graphrt.core.batch import (
+    AttentionSupport,
+    BatchDescriptor,
+    GraphMode,
+    PieceProvider,
+    graphs_off,
+)
 from graphrt.core.device import Platform, resolve_platform
 from graphrt.core.plan import saved, text
 from graphrt.core.plan.arguments import (
@@ -16,7 +22,15 @@ from graphrt.core.plan.arguments import (
     checked_arguments,
     largest_batch,
 )
-from graphrt.core.plan.budget import Budget, Fitted, GraphCost, LeftOut, PlannedCapture, fit
+from graphrt.core.plan.budget import (
+    Budget,
+    Fitted,
+    GraphCost,
+    LeftOut,
+    PlannedCapture,
+    by_priority,
+    fit,
+)
 from graphrt.core.plan.compiled import AUTO, provider_of, without_graphs
 from graphrt.core.plan.resolution import SWITCHED_OFF, ModeResolution, resolve_mode
 from graphrt.core.plan.sizes import (
@@ -129,7 +143,7 @@ class Plan:
             budget or Budget(),
             mode=resolution,
             traffic=own["traffic"],
-            landmarks=[self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode],
+            landmarks=self._landmarks,
         )
         self.resolution: ModeResolution = self._fitted.resolution
         self.resolution.log_steps()
@@ -142,6 +156,13 @@ class Plan:
         """The graphs that are captured, in capture order, with what each takes."""
         return self._fitted.captured
 
+    def capture_order(self) -> tuple[tuple[GraphMode, BatchDescriptor], ...]:
+        """`keys` in the order in which they are captured: as they are, or, where the device tells
+        how many streams are free for graphs, those first that are worth most if it runs out."""
+        if self.platform.stream_room() is None:
+            return self.keys
+        return tuple(by_priority(self.keys, self.arguments["traffic"], self._landmarks))
+
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
         """The graphs that the budget does not hold, and why."""
@@ -151,6 +172,11 @@ class Plan:
     def total(self) -> GraphCost:
         """What all captured graphs take together."""
         return self._fitted.total
+
+    @property
+    def _landmarks(self) -> list[int]:
+        """The sizes of full decode batches, in tokens."""
+        return [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
 
     @property
     def attention(self) -> Mapping[str, AttentionSupport]:

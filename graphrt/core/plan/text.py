@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from graphrt.core.batch import AttentionSupport
+from graphrt.core.batch import AttentionSupport, BatchDescriptor
 from graphrt.core.plan.budget import (
     BUDGET_RULE,
     RESOURCES,
@@ -81,7 +81,7 @@ def budget_lines(fitted: Fitted) -> tuple[str, ...]:
         if (limit := getattr(budget, name)) is not None
     ]
     lines.append(f"in all: {counted}, {', '.join(limits) or _figures(total, shown)}")
-    lines += [_left_out_line(each) for each in fitted.left_out]
+    lines += _left_out_lines(fitted.left_out)
     lines += [
         f"mode {step.before.name} becomes {step.after.name}: {step.why}"
         for step in fitted.resolution.steps
@@ -103,7 +103,26 @@ def _figures(cost: GraphCost, names: Iterable[str]) -> str:
     return ", ".join(figure(name, getattr(cost, name)) for name in names)
 
 
-def _left_out_line(left_out: LeftOut) -> str:
-    size = left_out.padded_to
-    served = "no graph of its kind serves its batches" if size is None else f"padded to {size}"
-    return f"left out: {left_out.mode.name} [{left_out.descriptor}]: {left_out.why}; {served}"
+def _left_out_lines(left_out: Iterable[LeftOut]) -> list[str]:
+    """A line for each reason: the largest of its graphs, and how many more there are."""
+    by_reason: dict[tuple[str, str, bool], list[LeftOut]] = {}
+    for each in left_out:
+        reason = each.mode.name, each.why, each.padded_to is None
+        by_reason.setdefault(reason, []).append(each)
+    lines = []
+    for first, *others in by_reason.values():
+        size = first.padded_to
+        served = "no graph of its kind serves its batches" if size is None else f"padded to {size}"
+        more = f"; {alike(each.descriptor for each in others)}" if others else ""
+        lines.append(
+            f"left out: {first.mode.name} [{first.descriptor}]: {first.why}; {served}{more}"
+        )
+    return lines
+
+
+def alike(descriptors: Iterable[BatchDescriptor]) -> str:
+    """How many graphs share a reason with one that was named, and of which sizes."""
+    sizes = [descriptor.num_tokens for descriptor in descriptors]
+    least, most = min(sizes), max(sizes)
+    tokens = f"{most} tokens" if least == most else f"{least} to {most} tokens"
+    return f"so {'is' if len(sizes) == 1 else 'are'} {len(sizes)} more of {tokens}"

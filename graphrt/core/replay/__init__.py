@@ -15,6 +15,7 @@ from graphrt.core.replay.pool import GraphPool, HoldsGraphs
 from graphrt.core.replay.recording import (
     Recording,
     active,
+    counted,
     current_capture,
     is_inside_capture,
     under_way,
@@ -47,6 +48,7 @@ __all__ = [
     "arguments_of",
     "check_arguments",
     "check_names",
+    "counted",
     "current_capture",
     "deliver",
     "graphs_of",

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from graphrt.core.device import GraphWork
+
 
 class Recording(Protocol):
     """A capture under way. In its eager parts no segment is open."""
@@ -45,6 +47,9 @@ class Recording(Protocol):
 active: ContextVar[Recording | None] = ContextVar("graphrt_capture", default=None)
 
 warming_up: ContextVar[bool] = ContextVar("graphrt_warm_up", default=False)
+
+counted: ContextVar[GraphWork | None] = ContextVar("graphrt_counted_work", default=None)
+"""What the warm-up that runs in this thread has issued so far, where that is counted."""
 
 under_way: set[int] = set()
 """Captures and warm-ups in any thread, by their `id`: mostly none, as every step sees by one look.

@@ -15,7 +15,7 @@ import torch
 from graphrt.core.base import InvalidUpdateError, MissingUpdateError, tree
 from graphrt.core.batch import BatchDescriptor, ForwardContext, current_context
 from graphrt.core.replay.host_args import WORST_CASE, HostArg, HostValues
-from graphrt.core.replay.recording import Recording, current_capture
+from graphrt.core.replay.recording import Recording, counted, current_capture
 
 
 class UpdatableTask:
@@ -54,6 +54,9 @@ class UpdatableTask:
             context.capture.task_names.update((name, self.group))
         values = self._values(context, name)
         if capture is None:
+            work = counted.get()
+            if work is not None:
+                work.tasks += 1
             self.issue(*args, **kwargs, **values)
         else:
             _record(capture, self, name, args, kwargs, values)

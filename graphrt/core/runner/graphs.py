@@ -97,7 +97,7 @@ class GraphSet:
         self.dropped.clear()
         captured = {(found.mode, found.descriptor) for found in self.dispatcher.published}
         before = len(self.records)
-        self.capture([key for key in self._plan.keys if key not in captured], progress)
+        self.capture([key for key in self._plan.capture_order() if key not in captured], progress)
         self.seal()
         new = self.records[before:]
         logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
@@ -143,6 +143,7 @@ class GraphSet:
                     each=self._options.warm_up_each,
                     # What `bind` does may depend on the descriptor; inputs depend on the size.
                     alike=self._host.bind is None,
+                    breaks=self._options.breaks,
                 ),
                 bind=self._prepare,
                 enlist=self._compiled.enlist,

@@ -16,13 +16,16 @@ from graphrt.core.base import (
     GraphRTError,
     GraphsDroppedWarning,
     ResourceExhaustedError,
+    StreamBudgetError,
     Undo,
     freeze_garbage,
     thaw_garbage,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import CaptureTransaction, SideDoors, side_doors
+from graphrt.core.plan import alike
 from graphrt.core.replay import WORST_CASE, GraphPool, under_way, warming_up
+from graphrt.core.runner._streams import StreamLedger
 from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.steps import PaddedStep
 from graphrt.core.trust import WatchedState
@@ -42,6 +45,8 @@ class GraphRecord:
     driver_bytes: int | None = None
     """Bytes that the device's driver took for the executable graphs, with what else it took
     meanwhile, for other processes too; None where the platform cannot tell."""
+    streams: int | None = None
+    """Streams of the device that its graphs hold; None where the platform does not tell."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ def capture_graphs(
     """Capture `planned` in its order and publish each graph once all its wrappers have it.
 
     A graph that fails is rolled back and the error raised; those before it stay published. One
-    that the device has no room for is rolled back and dropped: smaller ones after it may fit.
+    that the device has no room for is not begun, or rolled back, and dropped: smaller ones after it
+    may fit.
     `take_back` undoes what a graph's capture, and `publish`, came to. `enlist` is asked about every
     compiled module that takes part. `state` is restored after every
     forward, so that each starts from it. `settle` is called when all are captured. The pool is held
@@ -134,43 +140,60 @@ def capture_graphs(
 
 def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
     """Warn of graphs that did not fit on the device, or raise `ResourceExhaustedError`."""
-    names = ", ".join(f"{each.mode.name} [{each.descriptor}]" for each in dropped)
+    lines = dropped_lines(dropped)
     if strict:
         raise ResourceExhaustedError(
             f"{len(dropped)} of {planned} graphs did not fit on the device",
-            got=f"{names}\n  the first: {dropped[0].reason}",
+            got="".join(f"\n  {line}" for line in lines),
             expected="every planned graph (strict=True)",
             advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
             "serves",
         )
     warnings.warn(
-        f"{len(dropped)} of {planned} graphs did not fit on the device and run eagerly: {names}; "
-        f"the first: {dropped[0].reason}",
+        f"{len(dropped)} of {planned} graphs did not fit on the device, and batches that no other "
+        "serves run eagerly:" + "".join(f"\n  {line}" for line in lines),
         GraphsDroppedWarning,
         stacklevel=4,
     )
+
+
+def dropped_lines(dropped: Iterable[DroppedGraph]) -> list[str]:
+    """A line for each reason: the first of its graphs, and how many more there are."""
+    by_reason: dict[tuple[GraphMode, str], list[BatchDescriptor]] = {}
+    for each in dropped:
+        by_reason.setdefault((each.mode, each.reason), []).append(each.descriptor)
+    lines = []
+    for (mode, reason), (first, *others) in by_reason.items():
+        more = f"; {alike(others)}" if others else ""
+        text = "; ".join(part.strip() for part in reason.splitlines())
+        lines.append(f"{mode.name} [{first}]: {text}{more}")
+    return lines
 
 
 class WarmUps:
     """Which graphs are warmed up before their capture, and how often.
 
     With `each` all are, but those of one size and kind together if they are `alike`: if the mode
-    alone makes no difference to the forward. Without, only the first of each kind is.
+    alone makes no difference to the forward. Without, only the first of each kind is. `breaks` are
+    operators that end a segment of a PIECEWISE capture.
     """
 
-    def __init__(self, count: int, *, each: bool = True, alike: bool = False) -> None:
+    def __init__(
+        self, count: int, *, each: bool = True, alike: bool = False, breaks: tuple[str, ...] = ()
+    ) -> None:
         self.count = count
         self._each = each
         self._alike = alike
         self._done: set[Hashable] = set()
+        self.breaks = breaks
 
     def needed(self, graph: PlannedGraph) -> bool:
-        return self.count > 0 and self._kind(graph) not in self._done
+        return self.count > 0 and self.kind(graph) not in self._done
 
     def done(self, graph: PlannedGraph) -> None:
-        self._done.add(self._kind(graph))
+        self._done.add(self.kind(graph))
 
-    def _kind(self, graph: PlannedGraph) -> Hashable:
+    def kind(self, graph: PlannedGraph) -> Hashable:
         own, step = graph.descriptor, graph.step
         if not self._each:
             return graph.mode, *own.kind
@@ -197,6 +220,7 @@ class _Session:
         self._state = state
         self._host = host
         self._doors = SideDoors()
+        self._streams = StreamLedger(pool.platform, warm_ups.breaks)
 
     def __repr__(self) -> str:
         return "capture()"
@@ -205,14 +229,19 @@ class _Session:
         """Warm up and capture one graph, in `transaction`, which can take it back."""
         pool, platform = self._pool, self._pool.platform
         started, before = time.perf_counter(), pool.bytes()
+        key = graph.mode, graph.descriptor
+        self._streams.check(*key, None)
         new = self._warm_ups.count > 0 and self._state.is_new(graph.descriptor.kind)
         warm = new or self._warm_ups.needed(graph)
         if warm:
             self._warm_up(graph)
-        outside = platform.driver_bytes()
+        transaction.work = self._streams.check(*key, self._warm_ups.kind(graph))
+        outside, room = platform.driver_bytes(), self._streams.room()
         try:
             self._attempt(graph, transaction)
-        except ResourceExhaustedError:
+        except ResourceExhaustedError as error:
+            if isinstance(error, StreamBudgetError):
+                self._streams.failed(*key, room)
             raise
         except CaptureError:
             if warm or not self._warm_ups.count:
@@ -226,6 +255,7 @@ class _Session:
             time.perf_counter() - started,
             _growth(before, pool.bytes()),
             _growth(outside, platform.driver_bytes()),
+            self._streams.took(*key, room),
         )
 
     def _warm_up(self, graph: PlannedGraph) -> None:
@@ -276,7 +306,10 @@ class _Session:
             with context:
                 if transaction is None:
                     outputs = self._state.run(
-                        graph.descriptor.kind, graph.step.tokens, graph.step.storages(), call
+                        graph.descriptor.kind,
+                        graph.step.tokens,
+                        graph.step.storages(),
+                        partial(self._streams.count, self._warm_ups.kind(graph), call),
                     )
                 else:
                     outputs = call()

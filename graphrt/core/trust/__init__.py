@@ -11,6 +11,7 @@ from graphrt.core.trust.watching import (
     UnknownMemory,
     Use,
     Watch,
+    WorkCount,
     address_of,
     unknown_memory,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "WarmedUp",
     "Watch",
     "WatchedState",
+    "WorkCount",
     "address_of",
     "check_parameters",
     "places_of",

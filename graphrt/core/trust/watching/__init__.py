@@ -1,5 +1,6 @@
 """What a run of a forward does with memory from outside."""
 
+from graphrt.core.trust.watching.count import WorkCount
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
     UnknownMemory,
@@ -20,6 +21,7 @@ __all__ = [
     "UnknownMemory",
     "Use",
     "Watch",
+    "WorkCount",
     "WriteWatch",
     "address_of",
     "first_difference",

@@ -12,6 +12,7 @@ class SimulatedAscendPlatform(AscendPlatform):
     """Everything is `torch_npu`'s own code down to the interface of CANN, which is simulated."""
 
     name = "ascend-sim"
+    simulated = True
     by_name_only = True
 
     def availability(self) -> Availability:

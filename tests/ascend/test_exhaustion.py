@@ -1,0 +1,69 @@
+"""Streams that run out at any count of them, in every mode: see `exhaustion`."""
+
+from __future__ import annotations
+
+import pytest
+from exhaustion import MODES
+from schedules import need_simulator, python
+
+pytestmark = pytest.mark.npu
+
+SHALLOW = {"GRAPHRT_SIM_QUEUE_DEPTH": "64"}
+"""Queues of which a full graph of 8 layers fills five, one after the other."""
+
+
+def rows(
+    call: str, *, streams: int, timeout_s: float = 300, shallow: bool = True
+) -> list[list[str]]:
+    """The rows that `call` gives, as texts, in a process with such a device."""
+    need_simulator()
+    code = f"import exhaustion\nfor row in exhaustion.{call}: print(row, flush=True)\nprint('done')"
+    out = python(
+        code, streams=streams, timeout_s=timeout_s, environment=SHALLOW if shallow else None
+    )
+    *found, done = out.splitlines()
+    assert done == "done"
+    return [line.split(" | ") for line in found if " | " in line]
+
+
+def test_a_few_counts_in_every_mode():
+    counts = (3, 22, 90)
+    found = rows(f"modes({MODES!r}, {counts!r})", streams=300)
+    assert [(mode, int(free)) for mode, free, *_ in found] == [
+        (mode, free) for mode in MODES for free in counts
+    ]
+
+
+def test_streams_that_are_few_when_the_process_starts():
+    two = MODES[0], MODES[-1]
+    # Too few for the streams that torch_npu makes; for those that it makes besides; enough.
+    assert len(rows(f"cold({two!r})", streams=22)) == 2
+    assert len(rows(f"cold({two!r})", streams=37)) == 2
+    assert any(int(full) for _, _, full, *_ in rows(f"cold({two!r})", streams=48))
+
+
+def test_work_before_and_after_a_capture_is_not_overtaken_where_streams_are_few():
+    need_simulator()
+    code = "import exhaustion; print(exhaustion.overtaken(60)); print('done')"
+    for schedule in ("random:1", "slow:0"):
+        assert python(code, streams=200, schedule=schedule).splitlines()[-2:] == ["[]", "done"]
+
+
+def test_which_forwards_are_captured_on_a_stream_whose_errors_end_nothing():
+    need_simulator()
+    out = python("import exhaustion; exhaustion.chosen(); print('done')", streams=400)
+    assert out.splitlines()[-1] == "done"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shallow", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_count_from_1_to_200(mode, shallow):
+    found = rows(f"rows({mode!r}, range(1, 201))", streams=300, timeout_s=1800, shallow=shallow)
+    assert [int(free) for _, free, *_ in found] == list(range(1, 201))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("streams", [*range(4, 50), *range(50, 201, 10)])
+def test_every_count_of_streams_of_the_device(streams):
+    assert len(rows("cold()", streams=streams)) == len(MODES)

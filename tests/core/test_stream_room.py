@@ -1,0 +1,251 @@
+"""A device that tells its free streams: what a graph will take is known before it begins."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    GraphMode,
+    GraphOptions,
+    GraphRunner,
+    HostArg,
+    InputSpec,
+    Plan,
+    UpdatableTask,
+    eager_break,
+    forward_context,
+)
+from graphrt.core.base import GraphsDroppedWarning, ResourceExhaustedError, StreamBudgetError
+from graphrt.core.trust import WorkCount
+from graphrt.cpu import CpuPlatform
+from graphrt.platforms import GraphWork, StreamRoom
+
+SIZES = [1, 2, 3, 4, 6, 8]
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+
+
+class CountingPlatform(CpuPlatform):
+    """A graph holds a stream from its beginning and `more` from its end, like one that is full."""
+
+    def __init__(self, free: int, reserve: int = 0, *, more: int = 0, told: int | None = None):
+        super().__init__()
+        self.free, self.reserve, self.more = free, reserve, more
+        self.told = more if told is None else told
+        self.held: dict[Any, int] = {}
+        self.begun: list[int] = []
+        self.ran_out = 0
+        self.lowest = free
+
+    def stream_room(self) -> StreamRoom:
+        return StreamRoom(self.free, self.reserve)
+
+    def streams_needed(self, work: GraphWork) -> int:
+        return work.graphs * (1 + self.told)
+
+    def begin_capture(self, graph: Any, memory: Any) -> None:
+        super().begin_capture(graph, memory)
+        self._take(graph, 1)
+
+    def end_capture(self, graph: Any) -> bool:
+        self._take(graph, self.more)
+        return super().end_capture(graph)
+
+    def abort_capture(self, graph: Any) -> None:
+        super().abort_capture(graph)
+        self.free += self.held.pop(graph, 0)
+
+    def reset_graphs(self, graphs: Any) -> None:
+        super().reset_graphs(graphs)
+        self.free += sum(self.held.pop(graph, 0) for graph in graphs)
+
+    def _take(self, graph: Any, count: int) -> None:
+        if self.free < count:
+            self.ran_out += 1
+            raise StreamBudgetError("none left", got=self.free)
+        self.free -= count
+        self.held[graph] = self.held.get(graph, 0) + count
+        self.lowest = min(self.lowest, self.free)
+
+
+@eager_break
+def between(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def forward(x: torch.Tensor) -> torch.Tensor:
+    return between(between(x + 1) + 1) + 1
+
+
+def runner(device: CpuPlatform, mode: str = "FULL_AND_PIECEWISE", **options: Any) -> GraphRunner:
+    return GraphRunner(
+        forward,
+        mode=mode,
+        sizes=SIZES,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 2))},
+        outputs=("tokens", 2),
+        platform=device,
+        options=GraphOptions(**options),
+    )
+
+
+def captured(run: GraphRunner) -> list[tuple[GraphMode, int]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphsDroppedWarning)
+        run.capture()
+    return [(each.mode, each.descriptor.num_tokens) for each in run.report().graphs]
+
+
+def serves_every_batch(run: GraphRunner) -> None:
+    for tokens in range(1, 9):
+        for query_len in (1, None):
+            x = torch.arange(tokens * 2.0).view(tokens, 2)
+            assert torch.equal(run(Batch(tokens, tokens, query_len), x=x), forward(x))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(("more", "told"), [(0, None), (4, None), (4, 0)])
+def test_at_any_count_of_streams_what_fits_serves_and_all_come_back(mode, more, told):
+    for free in (0, 1, 2, 4, 5, 9, 14, 17, 31, 44):
+        device = CountingPlatform(free, min(3, free // 4), more=more, told=told)
+        with runner(device, mode) as run:
+            found = captured(run)
+            report = run.report()
+            assert len(found) + len(report.dropped) == len(run.plan.keys)
+            assert sum(each.streams for each in report.graphs) == free - device.free
+            assert device.free >= device.reserve
+            serves_every_batch(run)
+            run.release()
+            assert device.free == free
+        if told is None:
+            assert device.ran_out == 0 and device.lowest >= device.reserve
+
+
+def test_the_most_valuable_are_captured_first_where_streams_are_told():
+    device = CountingPlatform(100)
+    run = runner(device)
+    order = captured(run)
+    assert order[:3] == [(FULL, 8), (FULL, 1), (FULL, 4)]
+    assert [mode for mode, _ in order] == [FULL] * 6 + [PIECEWISE] * 6
+    assert run.plan.capture_order() != run.plan.keys
+
+
+def test_elsewhere_graphs_are_captured_in_the_order_of_the_plan():
+    run = runner(CpuPlatform())
+    assert captured(run) == [(mode, each.num_tokens) for mode, each in run.plan.keys]
+    assert run.plan.capture_order() is run.plan.keys
+    assert {each.streams for each in run.report().graphs} == {None}
+
+
+def test_pieces_that_do_not_fit_are_not_begun_and_full_graphs_are_kept():
+    device = CountingPlatform(6 + 2 * 3 + 2)
+    run = runner(device)
+    *full, first, last = captured(run)
+    assert sorted(full) == [(FULL, size) for size in SIZES]
+    assert (first, last) == ((PIECEWISE, 8), (PIECEWISE, 1))
+    assert device.ran_out == 0 and device.free == 2
+    (reason,) = {each.reason for each in run.report().dropped}
+    assert "2 free" in reason and "3 (as many as PIECEWISE [1 tokens] took)" in reason
+
+
+def test_the_first_graph_of_a_mode_is_measured_by_its_warm_up():
+    device = CountingPlatform(8, more=2)
+    run = runner(device, "PIECEWISE")
+    assert captured(run) == []
+    assert device.lowest == 8
+    assert "9 (at most, by what its warm-up issued)" in run.report().dropped[0].reason
+
+
+def test_without_a_warm_up_running_out_is_taken_back_and_not_tried_again():
+    device = CountingPlatform(8, more=2)
+    run = runner(device, "PIECEWISE", warmups=0)
+    assert captured(run) == []
+    assert device.ran_out == 1 and device.free == 8
+    reasons = [each.reason for each in run.report().dropped]
+    assert "none left" in reasons[0]
+    assert all("9 (more than PIECEWISE [8 tokens] found)" in each for each in reasons[1:])
+
+
+def test_a_graph_that_takes_of_the_reserve_is_taken_back():
+    device = CountingPlatform(5, reserve=3, more=2, told=0)
+    run = runner(device, "FULL")
+    assert captured(run) == []
+    assert device.free == 5
+    assert "3 of them kept in reserve" in run.report().dropped[0].reason
+    serves_every_batch(run)
+
+
+def test_the_warning_has_a_line_for_each_reason():
+    run = runner(CountingPlatform(7), "FULL_AND_PIECEWISE")
+    with pytest.warns(GraphsDroppedWarning, match="6 of 12 graphs") as told:
+        run.capture()
+    head, *lines = str(told[0].message).splitlines()
+    assert "run eagerly" in head
+    assert len(lines) == 1 and lines[0].endswith("so are 5 more of 1 to 6 tokens")
+
+
+def test_strict_refuses_what_does_not_fit():
+    run = runner(CountingPlatform(7), strict=True)
+    with pytest.raises(ResourceExhaustedError, match="too few free streams"):
+        run.capture()
+
+
+def count(function: Any, breaks: tuple[str, ...] = ()) -> GraphWork:
+    counter = WorkCount(lambda: stream[0], frozenset(breaks))
+    counter.run(function)
+    return counter.work
+
+
+stream = [0]
+
+
+def test_operators_are_counted_by_stream_and_views_are_not():
+    x = torch.ones(4, 2)
+
+    def work() -> None:
+        (x.view(8) + 1)[2:].t()
+        stream[0] = 7
+        torch.mul(x, 2)
+        stream[0] = 0
+
+    assert count(work).operators == {0: 1, 7: 1}
+
+
+def test_tasks_and_breaks_are_counted_and_only_while_counting():
+    x, out = torch.ones(2), torch.empty(2)
+
+    def issue(tensor: torch.Tensor, result: torch.Tensor, *, scale: int) -> None:
+        torch.mul(tensor, scale, out=result)
+
+    task = UpdatableTask("scale", issue, {"scale": HostArg(None)})
+
+    def work() -> None:
+        with forward_context(
+            GraphMode.NONE, BatchDescriptor(2, 2), updates={"scale": {"scale": 2}}
+        ):
+            task(x, out)
+        between(torch.sigmoid(x))
+
+    found = count(work, ("aten::sigmoid",))
+    assert (found.tasks, found.breaks, sum(found.operators.values())) == (1, 2, 3)
+    assert (found.graphs, GraphWork(breaks=2, in_pieces=True).graphs) == (1, 3)
+    work()
+    assert (found.tasks, found.breaks) == (1, 2)
+
+
+def test_a_count_that_fails_leaves_nothing_behind():
+    with pytest.raises(ZeroDivisionError):
+        count(lambda: 1 // 0)
+    before = count(lambda: None)
+    between(torch.ones(1))
+    assert before == GraphWork()
+
+
+def test_a_plan_keeps_its_order_on_a_platform_without_figures():
+    plan = Plan("FULL", sizes=[1, 2, 4], platform="cpu")
+    assert plan.capture_order() == plan.keys
