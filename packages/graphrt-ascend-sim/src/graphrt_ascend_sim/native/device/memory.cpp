@@ -55,7 +55,14 @@ TaskPtr memory_task(const char* name, std::function<void(GraphRun*)> run) {
 
 }  // namespace
 
+// Of the operator library: whether memory that was not given back holds it all.
+API bool graphrt_sim_is_device_memory(const void* pointer, size_t bytes) {
+    Lock lock(device().mutex);
+    return contains(memory().device, pointer, bytes);
+}
+
 API aclError aclrtMalloc(void** pointer, size_t bytes, int) {
+    SIM_CALL();
     Lock lock(device().mutex);
     if (memory().used + bytes > settings().memory) {
         return fail(kOutOfMemory, "the device is out of memory: " + std::to_string(bytes) +
@@ -71,10 +78,12 @@ API aclError aclrtMalloc(void** pointer, size_t bytes, int) {
 }
 
 API aclError aclrtMallocAlign32(void** pointer, size_t bytes, int policy) {
+    SIM_CALL();
     return aclrtMalloc(pointer, bytes, policy);
 }
 
 API aclError aclrtFree(void* pointer) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Memory& all = memory();
     const auto found = all.device.find(reinterpret_cast<uintptr_t>(pointer));
@@ -94,6 +103,7 @@ API aclError aclrtFree(void* pointer) {
 }
 
 API aclError aclrtMallocHost(void** pointer, size_t bytes) {
+    SIM_CALL();
     Lock lock(device().mutex);
     if (posix_memalign(pointer, 64, bytes + 64)) return fail(kOutOfMemory, "out of host memory");
     memory().pinned[reinterpret_cast<uintptr_t>(*pointer)] = bytes;
@@ -101,6 +111,7 @@ API aclError aclrtMallocHost(void** pointer, size_t bytes) {
 }
 
 API aclError aclrtFreeHost(void* pointer) {
+    SIM_CALL();
     Lock lock(device().mutex);
     memory().pinned.erase(reinterpret_cast<uintptr_t>(pointer));
     std::free(pointer);
@@ -108,6 +119,7 @@ API aclError aclrtFreeHost(void* pointer) {
 }
 
 API aclError aclrtGetMemInfo(int, size_t* free, size_t* total) {
+    SIM_CALL();
     Lock lock(device().mutex);
     *total = settings().memory;
     *free = settings().memory - memory().used;
@@ -115,18 +127,20 @@ API aclError aclrtGetMemInfo(int, size_t* free, size_t* total) {
 }
 
 API aclError aclrtMemcpy(void* to, size_t, const void* from, size_t bytes, int) {
+    SIM_CALL();
     {
         Lock lock(device().mutex);
-        if (aclError error = check_blocking("memory was copied at once")) return error;
+        if (aclError error = check_blocking("memory was copied at once", kCaptureMode)) return error;
     }
     std::memmove(to, from, bytes);
     return kOk;
 }
 
 API aclError aclrtMemset(void* to, size_t, int value, size_t bytes) {
+    SIM_CALL();
     {
         Lock lock(device().mutex);
-        if (aclError error = check_blocking("memory was set at once")) return error;
+        if (aclError error = check_blocking("memory was set at once", kCaptureMode)) return error;
     }
     std::memset(to, value, bytes);
     return kOk;
@@ -134,13 +148,20 @@ API aclError aclrtMemset(void* to, size_t, int value, size_t bytes) {
 
 API aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t bytes, int kind,
                               aclrtStream handle) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Stream& stream = *device().find(handle);
     const void* host = kind == kHostToDevice ? from : kind == kDeviceToHost ? to : nullptr;
     const bool slow = host && bytes && pageable(host, bytes);
+    // Of the CANN runtime's api_error.cc: such a copy becomes a wait and a copy at once, which a
+    // capture on the stream refuses as a parameter, and one elsewhere by its mode.
     if (slow && stream.capture) {
-        stream.capture->invalid = true;
-        return fail(kBlockingCall, "a capture cannot hold a copy with pageable host memory");
+        return fail(kParameter, "a capture cannot hold a copy with pageable host memory");
+    }
+    if (slow) {
+        if (aclError error = check_blocking("a copy with pageable memory", kBlockingCall)) {
+            return error;
+        }
     }
     if (slow && kind == kHostToDevice) {
         // The driver stages such a copy before the call returns.
@@ -156,6 +177,7 @@ API aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t bytes, 
 }
 
 API aclError aclrtMemsetAsync(void* to, size_t, int value, size_t bytes, aclrtStream stream) {
+    SIM_CALL();
     Lock lock(device().mutex);
     return device().submit(lock, *device().find(stream), memory_task("memset", [=](GraphRun*) {
                                std::memset(to, value, bytes);

@@ -59,18 +59,21 @@ std::set<Graph*>& graphs() {
     return *all;
 }
 
-aclError check_not_captured(Stream& stream, const char* what) {
+aclError check_not_captured(const Stream& stream, const char* what) {
     if (!stream.capture) return kOk;
-    stream.capture->invalid = true;
     return fail(kStreamCaptured, std::string(what) + " while it is captured");
 }
 
-aclError check_blocking(const char* what) {
+aclError check_device_idle_of_captures(const char* what) {
+    const bool capturing = std::any_of(graphs().begin(), graphs().end(),
+                                       [](const Graph* graph) { return graph->capturing; });
+    if (!capturing) return kOk;
+    return fail(kStreamCaptured, std::string(what) + " while a stream of it is captured");
+}
+
+aclError check_blocking(const char* what, aclError code) {
     if (blocking_allowed()) return kOk;
-    for (Graph* graph : graphs()) {
-        if (graph->capturing) graph->invalid = true;
-    }
-    return fail(kBlockingCall, std::string(what) + " during a capture");
+    return fail(code, std::string(what) + " during a capture");
 }
 
 aclError join_capture(Graph& graph, Stream& stream) {
@@ -88,15 +91,15 @@ aclError join_capture(Graph& graph, Stream& stream) {
 
 aclError append_to_capture(Stream& stream, const TaskPtr& task) {
     Graph& graph = *stream.capture;
-    if (graph.invalid) {
-        return fail(kInvalidated, "an earlier error has invalidated the capture");
-    }
     CapturePart& part = graph.parts[graph.part_of[&stream]];
     if (graph.open_groups > 0 && !stream.recording) {
         graph.invalid = true;
+        graph.group_error = kGroupInterrupted;
         return fail(kGroupInterrupted, "another captured stream was given a task in a task group");
     }
     if (stream.recording && !task->kernel) {
+        graph.invalid = true;
+        graph.group_error = kTaskType;
         return fail(kTaskType, "a task group cannot hold: " + task->name);
     }
     if (part.entries + kReservedEntries >= settings().queue_depth) {
@@ -120,6 +123,7 @@ aclError append_to_capture(Stream& stream, const TaskPtr& task) {
 using namespace sim;
 
 API aclError aclmdlRICaptureBegin(aclrtStream handle, int mode) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Stream& stream = *device().find(handle);
     if (&stream == device().default_stream()) {
@@ -144,6 +148,7 @@ API aclError aclmdlRICaptureBegin(aclrtStream handle, int mode) {
 }
 
 API aclError aclmdlRICaptureGetInfo(aclrtStream handle, int* status, aclmdlRI* model) {
+    SIM_CALL();
     enum { kNone = 0, kActive = 1, kBroken = 2 };
     Lock lock(device().mutex);
     Graph* graph = device().find(handle)->capture;
@@ -153,6 +158,7 @@ API aclError aclmdlRICaptureGetInfo(aclrtStream handle, int* status, aclmdlRI* m
 }
 
 API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
+    SIM_CALL();
     Lock lock(device().mutex);
     *model = nullptr;
     Stream& stream = *device().find(handle);
@@ -181,11 +187,13 @@ API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
 }
 
 API aclError aclmdlRICaptureThreadExchangeMode(int* mode) {
+    SIM_CALL();
     std::swap(*mode, thread_mode);
     return kOk;
 }
 
 API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
+    SIM_CALL();
     Lock lock(device().mutex);
     auto* graph = static_cast<Graph*>(model);
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
@@ -201,6 +209,7 @@ API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
 }
 
 API aclError aclmdlRIDestroy(aclmdlRI model) {
+    SIM_CALL();
     Lock lock(device().mutex);
     auto* graph = static_cast<Graph*>(model);
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
@@ -210,6 +219,7 @@ API aclError aclmdlRIDestroy(aclmdlRI model) {
 }
 
 API aclError aclmdlRIGetId(aclmdlRI model, uint32_t* id) {
+    SIM_CALL();
     Lock lock(device().mutex);
     auto* graph = static_cast<Graph*>(model);
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
@@ -218,6 +228,7 @@ API aclError aclmdlRIGetId(aclmdlRI model, uint32_t* id) {
 }
 
 API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char* path, uint32_t) {
+    SIM_CALL();
     Lock lock(device().mutex);
     auto* graph = static_cast<Graph*>(model);
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
