@@ -32,7 +32,9 @@ _EMPTY_LIBRARIES = (
     "libhccl.so",
     "libnnopbase.so",
 )
-LIBRARIES = (DEVICE_LIBRARY, *_EMPTY_LIBRARIES, OPERATOR_LIBRARY)
+# Its functions are in the operator library.
+_ATTENTION_LIBRARY = "libatb.so"
+LIBRARIES = (DEVICE_LIBRARY, *_EMPTY_LIBRARIES, OPERATOR_LIBRARY, _ATTENTION_LIBRARY)
 _LACKS = """
 #include "errors.h"
 #define WEAK extern "C" __attribute__((weak, visibility("default")))
@@ -132,6 +134,7 @@ def _build_in(work: Path) -> None:
         _link(work, name, *here)
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     _link(work, OPERATOR_LIBRARY, *objects([*operators, missing]), *here, *libraries)
+    _link(work, _ATTENTION_LIBRARY, *here, "-lopapi")
 
 
 def _refusals(wheel: Path) -> str:

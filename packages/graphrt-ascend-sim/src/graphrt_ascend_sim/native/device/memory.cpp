@@ -20,10 +20,13 @@ namespace {
 constexpr int kPattern = 0xFF;
 // Freed memory is kept for a while, so that who still reads it finds the pattern and no crash.
 constexpr size_t kKeptBytes = 256u << 20;
+// The policy that torch_npu's NPUWorkspaceAllocator.cpp asks with, and no other of its allocators.
+constexpr int kHugeOnly = 1;
 enum CopyKind { kHostToHost = 0, kHostToDevice = 1, kDeviceToHost = 2 };
 
 struct Memory {
     std::map<uintptr_t, size_t> device, pinned;
+    std::map<uintptr_t, size_t> workspaces;  // those of `device` that torch_npu's cache has
     std::deque<std::pair<void*, size_t>> freed;
     size_t used = 0, kept = 0;
 };
@@ -60,8 +63,13 @@ API bool graphrt_sim_is_device_memory(const void* pointer, size_t bytes) {
     Lock lock(device().mutex);
     return contains(memory().device, pointer, bytes);
 }
+// Whether it is of the cache of workspaces that torch_npu has for each stream.
+API bool graphrt_sim_is_cached_workspace(const void* pointer) {
+    Lock lock(device().mutex);
+    return contains(memory().workspaces, pointer, 1);
+}
 
-API aclError aclrtMalloc(void** pointer, size_t bytes, int) {
+API aclError aclrtMalloc(void** pointer, size_t bytes, int policy) {
     SIM_CALL();
     Lock lock(device().mutex);
     if (memory().used + bytes > settings().memory) {
@@ -74,6 +82,7 @@ API aclError aclrtMalloc(void** pointer, size_t bytes, int) {
     std::memset(*pointer, kPattern, bytes);
     memory().used += bytes;
     memory().device[reinterpret_cast<uintptr_t>(*pointer)] = bytes;
+    if (policy == kHugeOnly) memory().workspaces[reinterpret_cast<uintptr_t>(*pointer)] = bytes;
     return kOk;
 }
 
@@ -91,6 +100,7 @@ API aclError aclrtFree(void* pointer) {
     const size_t bytes = found->second;
     std::memset(pointer, kPattern, bytes);
     all.used -= bytes;
+    all.workspaces.erase(found->first);
     all.device.erase(found);
     all.freed.emplace_back(pointer, bytes);
     all.kept += bytes;

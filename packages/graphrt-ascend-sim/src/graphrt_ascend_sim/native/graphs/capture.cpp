@@ -15,6 +15,8 @@ enum Mode { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 };
 
 // Free entries that a stream of a capture keeps; with fewer, it goes on in another stream.
 constexpr int kReservedEntries = 32;
+// Queues that graphs which run at once share where queues are software (CANN's runtime, EE1023).
+constexpr int kSharedQueues = 1024;
 
 thread_local int thread_mode = kGlobal;
 int next_graph = 0;
@@ -27,8 +29,11 @@ void end_capture(Graph& graph) {
     graph.capturing = false;
 }
 
+// With software queues a graph takes none of the device's streams before it runs.
+bool take_stream() { return settings().software_queues || device().take_streams(1); }
+
 void destroy(Graph* graph) {
-    device().streams_used -= graph->streams;
+    if (!settings().software_queues) device().streams_used -= graph->streams;
     graphs().erase(graph);
     delete graph;
 }
@@ -77,7 +82,7 @@ aclError check_blocking(const char* what, aclError code) {
 }
 
 aclError join_capture(Graph& graph, Stream& stream) {
-    if (!device().take_streams(1)) {
+    if (!take_stream()) {
         graph.invalid = true;
         return fail(kNoStreamResource,
                     "[SqCqManage]Alloc sq cq fail: no stream is left for a stream of the capture");
@@ -103,7 +108,7 @@ aclError append_to_capture(Stream& stream, const TaskPtr& task) {
         return fail(kTaskType, "a task group cannot hold: " + task->name);
     }
     if (part.entries + kReservedEntries >= settings().queue_depth) {
-        if (!device().take_streams(1)) {
+        if (!take_stream()) {
             graph.invalid = true;
             return fail(kNoStreamResource,
                         "[SqCqManage]Alloc sq cq fail: no stream is left to go on with the capture");
@@ -130,7 +135,7 @@ API aclError aclmdlRICaptureBegin(aclrtStream handle, int mode) {
         return fail(kNotSupported, "the default stream cannot be captured");
     }
     if (stream.capture) return fail(kStreamCaptured, "the stream is being captured already");
-    if (!device().take_streams(1)) {
+    if (!take_stream()) {
         return fail(kNoStreamForCapture,
                     "Insufficient_Stream_Resources(EL0009): The stream resources are insufficient.");
     }
@@ -199,6 +204,12 @@ API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
     Stream& stream = *device().find(handle);
     if (stream.capture) return fail(kStreamCaptured, "a graph replayed on a captured stream");
+    int queues = graph->streams;
+    for (const Graph* other : graphs()) queues += other->running && other != graph ? other->streams : 0;
+    if (settings().software_queues && queues > kSharedQueues) {
+        return fail(kNoStreamResource, "too many graphs run at once: they need " +
+                                           std::to_string(queues) + " queues");
+    }
     auto task = std::make_shared<Task>();
     task->name = "graph " + std::to_string(graph->id);
     task->replay = graph;

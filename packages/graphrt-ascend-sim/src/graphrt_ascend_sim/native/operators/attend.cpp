@@ -130,8 +130,9 @@ void attend(const Attention& call) {
     for (int64_t request = 0; request < requests; request++) {
         const int64_t batch = packed ? 0 : request;
         const int64_t from = packed ? q_spans.starts[request] : 0;
-        const int64_t queries = packed ? q_spans.lengths[request]
-                                       : at_or(call.query_lengths, request, q.size(2));
+        const int64_t queries =
+            packed ? q_spans.lengths[request]
+                   : std::min(q.size(2), at_or(call.query_lengths, request, q.size(2)));
         const int64_t count = packed && !table ? k_spans.lengths[request]
                               : table          ? at_or(call.key_lengths, request, 0)
                                                : at_or(call.key_lengths, request, k.size(2));

@@ -13,6 +13,7 @@ extern "C" int graphrt_sim_launch(aclrtStream stream, const char* name, const vo
                                   bool allocated);
 extern "C" aclError graphrt_sim_counted(const char* function);
 extern "C" bool graphrt_sim_is_device_memory(const void* pointer, size_t bytes);
+extern "C" bool graphrt_sim_is_cached_workspace(const void* pointer);
 extern "C" aclError graphrt_sim_fail(aclError code, const char* text);
 
 namespace sim {
@@ -109,8 +110,9 @@ int launch(aclOpExecutor* executor, aclrtStream stream, void* workspace, uint64_
         body();
         used.check();
     };
-    // To the byte what was asked for: allocated by torch_npu in this call (see kOddBytes).
-    const bool allocated = executor->workspace && size == executor->workspace;
+    // To the byte what was asked for (see kOddBytes), or of the cache: allocated in this call.
+    const bool odd = executor->workspace % 16 == kOddBytes && size == executor->workspace;
+    const bool allocated = executor->workspace && (odd || graphrt_sim_is_cached_workspace(workspace));
     const int error = graphrt_sim_launch(stream, executor->name.c_str(), &run, allocated);
     delete executor;
     return error;
