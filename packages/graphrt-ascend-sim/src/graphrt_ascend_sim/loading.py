@@ -85,9 +85,7 @@ def _load() -> ctypes.CDLL:
     # torch brings the libraries that the operators link against.
     importlib.import_module("torch")
     # The loader takes a library that is loaded already for every other one of its name.
-    device = ctypes.CDLL(
-        str(directories[0] / building.DEVICE_LIBRARY), mode=ctypes.RTLD_GLOBAL
-    )
+    device = ctypes.CDLL(str(directories[0] / building.DEVICE_LIBRARY), mode=ctypes.RTLD_GLOBAL)
     for name in building.LIBRARIES[1:]:
         ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL)
     importlib.import_module("torch_npu")

@@ -155,7 +155,13 @@ void attend(const Attention& call) {
         o[batch].slice(1, from, from + queries).copy_(found);
         all_lse[batch].slice(1, from, from + queries).copy_(found_lse);
     }
-    if (!call.wants_lse || call.lse.numel() != all_lse.numel()) return;
+    if (!call.lse.defined()) return;
+    if (!call.wants_lse) {
+        // A single zero, as npu_fused_infer_attention_score documents it.
+        call.lse.zero_();
+        return;
+    }
+    if (call.lse.numel() != all_lse.numel()) return;
     const Tensor ordered = packed ? all_lse[0].transpose(0, 1).contiguous() : all_lse;
     call.lse.copy_(ordered.reshape(call.lse.sizes()));
 }
