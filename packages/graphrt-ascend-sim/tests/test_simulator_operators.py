@@ -96,3 +96,30 @@ def test_paged_attention_reads_its_pages(version: str) -> None:
         scores = torch.einsum("hd,thd->ht", query[row], key) * 0.3
         expected = torch.einsum("ht,thd->hd", scores.softmax(-1), value)
         torch.testing.assert_close(out[row].cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_atb_attends_to_pages_and_to_latents() -> None:
+    draw = torch.Generator().manual_seed(3)
+    lengths, heads, dim, rope, page = [5, 8], 4, 16, 8, 4
+    query, query_rope = (torch.randn(2, heads, size, generator=draw).half() for size in (dim, rope))
+    latents, ropes = (torch.randn(8, page, 1, size, generator=draw).half() for size in (dim, rope))
+    table = torch.tensor([[3, 1], [0, 6]], dtype=torch.int32)
+    paged = torch.empty(2, heads, dim, dtype=torch.float16, device="npu")
+    torch_npu._npu_paged_attention(
+        query.npu(), latents.npu(), latents.npu(), 1, heads, 0.3, table.npu(),
+        torch.tensor(lengths, dtype=torch.int32), paged,
+    )  # fmt: skip
+    latent = torch_npu.atb.npu_multi_head_latent_attention(
+        query.npu(), query_rope.npu(), latents.npu(), ropes.npu(), table.npu(), lengths,
+        heads, 0.3, 1, cache_mode="krope_ctkv",
+    )  # fmt: skip
+    for row, length in enumerate(lengths):
+        keys, rope_keys = (
+            cache[table[row].long()].reshape(8, -1)[:length].float() for cache in (latents, ropes)
+        )
+        scores = query[row].float() @ keys.t()
+        expected = (scores * 0.3).softmax(-1) @ keys
+        torch.testing.assert_close(paged[row].cpu().float(), expected, rtol=1e-3, atol=1e-3)
+        scores = scores + query_rope[row].float() @ rope_keys.t()
+        expected = (scores * 0.3).softmax(-1) @ keys
+        torch.testing.assert_close(latent[row].cpu().float(), expected, rtol=1e-3, atol=1e-3)

@@ -30,6 +30,10 @@ class Attention:
         self.graph, self.sites = torch.npu.NPUGraph(), []
         hidden = self.query.npu()
         self.keep = hidden
+        # Of the most that any lengths need, and kept: an update that allocates its own is an error.
+        self.workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
+            hidden, self.device[0], self.device[1], actual_seq_lengths_kv=[8], **OPTIONS
+        )
         with torch.npu.graph(self.graph, pool=pool):
             stream = torch.npu.current_stream()
             for layer in range(LAYERS):
@@ -47,7 +51,7 @@ class Attention:
     def issue(self, layer: int, query: Any, out: Any, length: int) -> None:
         torch_npu.npu_fused_infer_attention_score.out(
             query, self.device[2 * layer], self.device[2 * layer + 1],
-            actual_seq_lengths_kv=[length], out=list(out), **OPTIONS,
+            actual_seq_lengths_kv=[length], out=list(out), workspace=self.workspace, **OPTIONS,
         )  # fmt: skip
 
     def expected(self, length: int) -> torch.Tensor:

@@ -21,6 +21,8 @@ from graphrt.errors import PlatformUnavailableError
 
 SOURCES = Path(__file__).with_name("native")
 DEVICE_LIBRARY, OPERATOR_LIBRARY = "libascendcl.so", "libopapi.so"
+# The device of a CANN that has no aclrtValueWait, as its folder in the cache.
+OLD_CANN = "without_value_wait"
 # Linked by torch_npu too; what it looks for in them is in the device library.
 _EMPTY_LIBRARIES = (
     "libacl_op_compiler.so",
@@ -30,7 +32,9 @@ _EMPTY_LIBRARIES = (
     "libhccl.so",
     "libnnopbase.so",
 )
-LIBRARIES = (DEVICE_LIBRARY, *_EMPTY_LIBRARIES, OPERATOR_LIBRARY)
+# Its functions are in the operator library.
+_ATTENTION_LIBRARY = "libatb.so"
+LIBRARIES = (DEVICE_LIBRARY, *_EMPTY_LIBRARIES, OPERATOR_LIBRARY, _ATTENTION_LIBRARY)
 _LACKS = """
 #include "errors.h"
 #define WEAK extern "C" __attribute__((weak, visibility("default")))
@@ -76,7 +80,8 @@ def build() -> Path:
 
 
 def _complete(directory: Path) -> bool:
-    return all((directory / name).is_file() for name in LIBRARIES)
+    names = (*LIBRARIES, f"{OLD_CANN}/{DEVICE_LIBRARY}")
+    return all((directory / name).is_file() for name in names)
 
 
 def _directory() -> Path:
@@ -122,10 +127,14 @@ def _build_in(work: Path) -> None:
 
     here = ["-L.", "-Wl,--no-as-needed", "-lascendcl", "-Wl,-rpath,$ORIGIN"]
     _link(work, DEVICE_LIBRARY, *objects(device), "-lpthread")
+    (work / OLD_CANN).mkdir()
+    older = [path for path in device if path.name != "values.cpp"]
+    _link(work, f"{OLD_CANN}/{DEVICE_LIBRARY}", *objects(older), "-lpthread")
     for name in _EMPTY_LIBRARIES:
         _link(work, name, *here)
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     _link(work, OPERATOR_LIBRARY, *objects([*operators, missing]), *here, *libraries)
+    _link(work, _ATTENTION_LIBRARY, *here, "-lopapi")
 
 
 def _refusals(wheel: Path) -> str:
@@ -140,7 +149,7 @@ def _refusals(wheel: Path) -> str:
 
 
 def _link(work: Path, name: str, *arguments: str) -> None:
-    _run(work, "-shared", "-o", name, f"-Wl,-soname,{name}", *arguments)
+    _run(work, "-shared", "-o", name, f"-Wl,-soname,{Path(name).name}", *arguments)
 
 
 def _run(work: Path, *arguments: str) -> None:

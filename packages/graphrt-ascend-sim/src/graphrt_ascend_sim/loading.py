@@ -76,18 +76,20 @@ def _load() -> ctypes.CDLL:
     # The simulated device has no virtual memory.
     os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    paths = [str(directory), os.environ.get("LD_LIBRARY_PATH", "")]
+    directories = [directory]
+    if os.environ.get("GRAPHRT_SIM_VALUE_WAIT", "1") == "0":
+        directories.insert(0, directory / building.OLD_CANN)
+    paths = [*map(str, directories), os.environ.get("LD_LIBRARY_PATH", "")]
     # For the processes started from this one; it changes nothing here.
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
     # torch brings the libraries that the operators link against.
     importlib.import_module("torch")
     # The loader takes a library that is loaded already for every other one of its name.
-    loaded = {
-        name: ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL)
-        for name in building.LIBRARIES
-    }
+    device = ctypes.CDLL(str(directories[0] / building.DEVICE_LIBRARY), mode=ctypes.RTLD_GLOBAL)
+    for name in building.LIBRARIES[1:]:
+        ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL)
     importlib.import_module("torch_npu")
-    return loaded[building.DEVICE_LIBRARY]
+    return device
 
 
 def _inherited() -> ctypes.CDLL | None:
@@ -101,6 +103,9 @@ def _inherited() -> ctypes.CDLL | None:
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.graphrt_sim_synchronizations.restype = ctypes.c_ulonglong
     library.graphrt_sim_set_schedule.argtypes = [ctypes.c_char_p]
+    library.graphrt_sim_calls.restype = ctypes.c_ulonglong
+    library.graphrt_sim_calls.argtypes = [ctypes.c_char_p]
+    library.graphrt_sim_fail_call.argtypes = [ctypes.c_char_p, ctypes.c_ulonglong, ctypes.c_int]
     return library
 
 
@@ -130,6 +135,39 @@ def stream_id(stream: Any) -> int:
     number = ctypes.c_int32()
     _library().aclrtStreamGetId(ctypes.c_void_p(stream.npu_stream), ctypes.byref(number))
     return number.value
+
+
+def calls(function: str) -> int:
+    """How often a function of CANN was called: one of the runtime (`aclmdlRIExecuteAsync`), or one
+    of the two of an operator (`aclnnAddGetWorkspaceSize`, `aclnnAdd`).
+
+    Raises `ValueError` for a function that the simulator does not have.
+    """
+    return int(_library().graphrt_sim_calls(_known(function)))
+
+
+def fail_call(function: str, nth: int = 1, *, code: int = 507899) -> None:
+    """Make the `nth` call of a function from now on fail with `code`, and do nothing.
+
+    Failures of other calls stay wanted. Raises `ValueError` for a function that the simulator does
+    not have, and for an `nth` or a `code` that no call has.
+    """
+    if nth < 1 or code == 0:
+        raise ValueError(f"nth must be 1 or more and code an error, got nth={nth}, code={code}")
+    _library().graphrt_sim_fail_call(_known(function), nth, code)
+
+
+def fail_nothing() -> None:
+    """Forget the failures that were asked for and have not come."""
+    _library().graphrt_sim_fail_nothing()
+
+
+def _known(function: str) -> bytes:
+    operators = ctypes.CDLL(building.OPERATOR_LIBRARY)
+    is_ours = function.startswith("acl")
+    if not is_ours or not (hasattr(_library(), function) or hasattr(operators, function)):
+        raise ValueError(f"the simulator has no function {function!r}")
+    return function.encode()
 
 
 def _library() -> ctypes.CDLL:

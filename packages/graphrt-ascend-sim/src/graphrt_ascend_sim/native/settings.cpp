@@ -21,10 +21,14 @@ Settings* read() {
     }
     read->streams = static_cast<int>(number("GRAPHRT_SIM_STREAMS", read->streams));
     read->queue_depth = static_cast<int>(number("GRAPHRT_SIM_QUEUE_DEPTH", read->queue_depth));
+    read->events = static_cast<int>(number("GRAPHRT_SIM_EVENTS", read->events));
     read->hang_ms = static_cast<int>(number("GRAPHRT_SIM_HANG_MS", read->hang_ms));
     const long megabytes = static_cast<long>(read->memory >> 20);
     read->memory = static_cast<size_t>(number("GRAPHRT_SIM_MEMORY_MB", megabytes)) << 20;
     if (const char* soc = std::getenv("GRAPHRT_SIM_SOC")) read->soc = soc;
+    read->update_first = number("GRAPHRT_SIM_UPDATE_FIRST", 0) != 0;
+    read->software_queues = number("GRAPHRT_SIM_SOFTWARE_QUEUES", 0) != 0;
+    read->allocating_updates = number("GRAPHRT_SIM_ALLOCATING_UPDATES", 0) != 0;
     read->log = number("GRAPHRT_SIM_LOG", 0) != 0;
     return read;
 }
@@ -38,15 +42,16 @@ bool parse_schedule(const std::string& text, Schedule& schedule) {
     const int number = has_number ? std::atoi(text.c_str() + colon + 1) : -1;
     Schedule parsed;
     parsed.lazy = kind == "lazy" || kind == "lazy-random";
+    parsed.single = kind == "single";
+    const bool plain = kind == "eager" || kind == "lazy" || kind == "single";
     if (kind == "random" || kind == "lazy-random") {
         parsed.seed = number;
     } else if (kind == "slow") {
         parsed.slow_stream = number;
-    } else if (has_number || (kind != "eager" && kind != "lazy")) {
+    } else if (has_number || !plain) {
         return false;
     }
-    const bool needs_number = kind != "eager" && kind != "lazy";
-    if (needs_number && number < 0) return false;
+    if (!plain && number < 0) return false;
     schedule = parsed;
     return true;
 }

@@ -37,6 +37,7 @@ Reports& reports() {
 }  // namespace
 
 API aclError aclrtLaunchHostFunc(aclrtStream stream, Callback function, void* data) {
+    SIM_CALL();
     Lock lock(device().mutex);
     auto task = std::make_shared<Task>();
     task->name = "host function";
@@ -46,18 +47,21 @@ API aclError aclrtLaunchHostFunc(aclrtStream stream, Callback function, void* da
 }
 
 API aclError aclrtSubscribeReport(uint64_t thread, aclrtStream stream) {
+    SIM_CALL();
     Lock lock(device().mutex);
     reports().subscribed[device().find(stream)] = static_cast<pthread_t>(thread);
     return kOk;
 }
 
 API aclError aclrtUnSubscribeReport(uint64_t, aclrtStream stream) {
+    SIM_CALL();
     Lock lock(device().mutex);
     reports().subscribed.erase(device().find(stream));
     return kOk;
 }
 
 API aclError aclrtLaunchCallback(Callback callback, void* data, int blocks, aclrtStream handle) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Stream* stream = device().find(handle);
     const auto found = reports().subscribed.find(stream);
@@ -83,6 +87,7 @@ API aclError aclrtLaunchCallback(Callback callback, void* data, int blocks, aclr
 }
 
 API aclError aclrtProcessReport(int32_t timeout_ms) {
+    SIM_CALL();
     Lock lock(device().mutex);
     const pthread_t self = pthread_self();
     const auto pending = [&] { return !reports().pending[self].empty(); };
@@ -103,11 +108,14 @@ API aclError aclrtProcessReport(int32_t timeout_ms) {
 }
 
 // Of the operator library; `function` is a std::function<void()>, which is copied.
-API int graphrt_sim_launch(aclrtStream stream, const char* name, const void* function) {
+API int graphrt_sim_launch(aclrtStream stream, const char* name, const void* function,
+                           bool allocated) {
+    if (aclError wanted = counted(name)) return wanted;
     auto run = *static_cast<const std::function<void()>*>(function);
     auto task = std::make_shared<Task>();
     task->name = name;
     task->kernel = true;
+    task->allocated = allocated;
     task->unlocked = true;
     task->run = [run](GraphRun*) { run(); };
     Lock lock(device().mutex);

@@ -62,7 +62,7 @@ bool Device::step(Lock& lock) {
         });
     }
     for (const Lane& lane : candidates) {
-        if (!try_run(lock, lane)) continue;
+        if (!may_run(*lane.stream) || !try_run(lock, lane)) continue;
         last_ = lane.stream;
         return true;
     }
@@ -72,7 +72,7 @@ bool Device::step(Lock& lock) {
 std::vector<Device::Lane> Device::lanes() {
     std::vector<Lane> found;
     for (Stream* stream : streams) {
-        if (stream->queue.empty()) continue;
+        if (stream->queue.empty() || !may_run(*stream)) continue;
         Graph* graph = stream->queue.front()->replay;
         if (!graph) {
             found.push_back({stream, -1});
@@ -86,6 +86,15 @@ std::vector<Device::Lane> Device::lanes() {
     return found;
 }
 
+bool Device::may_run(const Stream& stream) const {
+    if (exclusive_ && exclusive_ != &stream) return false;
+    if (!schedule_.single) return true;
+    const uint64_t number = stream.queue.front()->number;
+    return std::all_of(streams.begin(), streams.end(), [=](const Stream* other) {
+        return other->queue.empty() || other->queue.front()->number >= number;
+    });
+}
+
 bool Device::try_run(Lock& lock, const Lane& lane) {
     Stream& stream = *lane.stream;
     if (lane.part < 0) {
@@ -95,6 +104,9 @@ bool Device::try_run(Lock& lock, const Lane& lane) {
         stream.queue.pop_front();
         return true;
     }
+    // A graph that has begun has such a device to itself, so that a signal which it waits for and
+    // does not have yet never comes.
+    if (settings().update_first) exclusive_ = &stream;
     GraphRun& graph_run = *stream.replaying;
     const std::vector<TaskPtr>& tasks = graph_run.graph.parts[lane.part].tasks;
     size_t& next = graph_run.next[lane.part];
@@ -133,6 +145,7 @@ bool Device::finish_replay(Stream& stream) {
         if (graph_run.next[part] < graph_run.graph.parts[part].tasks.size()) return false;
     }
     graph_run.graph.running--;
+    exclusive_ = nullptr;
     stream.replaying.reset();
     stream.queue.pop_front();
     return true;

@@ -33,6 +33,8 @@ struct Task {
     int entries = 1;        // of the stream's hardware queue
     std::function<bool(GraphRun*)> ready;  // empty: always
     std::function<void(GraphRun*)> run;
+    bool allocated = false;  // its workspace for this call alone
+    uint64_t number = 0;     // in the order of submission
     Graph* replay = nullptr;  // set: the task is a replay of this graph
 };
 using TaskPtr = std::shared_ptr<Task>;
@@ -84,6 +86,7 @@ private:
     void loop();
     bool step(Lock& lock);
     std::vector<Lane> lanes();
+    bool may_run(const Stream& stream) const;
     bool try_run(Lock& lock, const Lane& lane);
     void run(Lock& lock, const TaskPtr& task, GraphRun* graph_run);
     bool finish_replay(Stream& stream);
@@ -96,6 +99,8 @@ private:
     Stream* last_ = nullptr;  // that a task was run of
     bool stopping_ = false, stopped_ = false, running_ = false;
     int waiting_ = 0, pokes_ = 0;
+    Stream* exclusive_ = nullptr;  // whose replay nothing else runs beside
+    uint64_t submitted_ = 0;
     uint64_t moves_ = 0;        // tasks submitted and finished
     uint64_t hung_at_ = ~0ull;  // moves_ when a wait was given up
 };

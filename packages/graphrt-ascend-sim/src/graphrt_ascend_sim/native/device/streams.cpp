@@ -48,6 +48,7 @@ aclError Device::submit(Lock& lock, Stream& stream, TaskPtr task) {
             return fail(kQueueFull, "the queue of stream " + std::to_string(stream.id) + " is full");
         }
     }
+    task->number = ++submitted_;
     stream.queue.push_back(std::move(task));
     changed();
     return kOk;
@@ -58,6 +59,7 @@ aclError Device::submit(Lock& lock, Stream& stream, TaskPtr task) {
 using namespace sim;
 
 API aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
+    SIM_CALL();
     Lock lock(device().mutex);
     device().default_stream();
     if (!device().take_streams(1)) {
@@ -68,10 +70,12 @@ API aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t
 }
 
 API aclError aclrtCreateStream(aclrtStream* stream) {
+    SIM_CALL();
     return aclrtCreateStreamWithConfig(stream, 0, 0);
 }
 
 API aclError aclrtDestroyStream(aclrtStream handle) {
+    SIM_CALL();
     Lock lock(device().mutex);
     // The struct stays: tasks of captured graphs may name it.
     Stream* stream = device().find(handle);
@@ -80,21 +84,27 @@ API aclError aclrtDestroyStream(aclrtStream handle) {
     return kOk;
 }
 
-API aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }
+API aclError aclrtDestroyStreamForce(aclrtStream stream) {
+    SIM_CALL();
+    return aclrtDestroyStream(stream);
+}
 
 API aclError aclrtGetStreamAvailableNum(uint32_t* count) {
+    SIM_CALL();
     Lock lock(device().mutex);
     *count = static_cast<uint32_t>(settings().streams - device().streams_used);
     return kOk;
 }
 
 API aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
+    SIM_CALL();
     Lock lock(device().mutex);
     *id = device().find(stream)->id;
     return kOk;
 }
 
 API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Stream* stream = device().find(handle);
     if (aclError error = check_not_captured(*stream, "a stream was waited for")) return error;
@@ -103,19 +113,25 @@ API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeo
 }
 
 API aclError aclrtSynchronizeStream(aclrtStream stream) {
+    SIM_CALL();
     return aclrtSynchronizeStreamWithTimeout(stream, -1);
 }
 
 API aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
+    SIM_CALL();
     Lock lock(device().mutex);
-    if (aclError error = check_blocking("the device was waited for")) return error;
+    if (aclError error = check_device_idle_of_captures("the device was waited for")) return error;
     device().synchronizations++;
     return device().wait(lock, "the device", [] { return device().idle(); }, timeout_ms);
 }
 
-API aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }
+API aclError aclrtSynchronizeDevice() {
+    SIM_CALL();
+    return aclrtSynchronizeDeviceWithTimeout(-1);
+}
 
 API aclError aclrtStreamQuery(aclrtStream handle, int* status) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Stream* stream = device().find(handle);
     if (aclError error = check_not_captured(*stream, "a stream was queried")) return error;

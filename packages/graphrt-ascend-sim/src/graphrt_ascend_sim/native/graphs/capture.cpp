@@ -15,6 +15,8 @@ enum Mode { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 };
 
 // Free entries that a stream of a capture keeps; with fewer, it goes on in another stream.
 constexpr int kReservedEntries = 32;
+// Queues that graphs which run at once share where queues are software (CANN's runtime, EE1023).
+constexpr int kSharedQueues = 1024;
 
 thread_local int thread_mode = kGlobal;
 int next_graph = 0;
@@ -27,8 +29,11 @@ void end_capture(Graph& graph) {
     graph.capturing = false;
 }
 
+// With software queues a graph takes none of the device's streams before it runs.
+bool take_stream() { return settings().software_queues || device().take_streams(1); }
+
 void destroy(Graph* graph) {
-    device().streams_used -= graph->streams;
+    if (!settings().software_queues) device().streams_used -= graph->streams;
     graphs().erase(graph);
     delete graph;
 }
@@ -59,22 +64,25 @@ std::set<Graph*>& graphs() {
     return *all;
 }
 
-aclError check_not_captured(Stream& stream, const char* what) {
+aclError check_not_captured(const Stream& stream, const char* what) {
     if (!stream.capture) return kOk;
-    stream.capture->invalid = true;
     return fail(kStreamCaptured, std::string(what) + " while it is captured");
 }
 
-aclError check_blocking(const char* what) {
+aclError check_device_idle_of_captures(const char* what) {
+    const bool capturing = std::any_of(graphs().begin(), graphs().end(),
+                                       [](const Graph* graph) { return graph->capturing; });
+    if (!capturing) return kOk;
+    return fail(kStreamCaptured, std::string(what) + " while a stream of it is captured");
+}
+
+aclError check_blocking(const char* what, aclError code) {
     if (blocking_allowed()) return kOk;
-    for (Graph* graph : graphs()) {
-        if (graph->capturing) graph->invalid = true;
-    }
-    return fail(kBlockingCall, std::string(what) + " during a capture");
+    return fail(code, std::string(what) + " during a capture");
 }
 
 aclError join_capture(Graph& graph, Stream& stream) {
-    if (!device().take_streams(1)) {
+    if (!take_stream()) {
         graph.invalid = true;
         return fail(kNoStreamResource,
                     "[SqCqManage]Alloc sq cq fail: no stream is left for a stream of the capture");
@@ -88,19 +96,19 @@ aclError join_capture(Graph& graph, Stream& stream) {
 
 aclError append_to_capture(Stream& stream, const TaskPtr& task) {
     Graph& graph = *stream.capture;
-    if (graph.invalid) {
-        return fail(kInvalidated, "an earlier error has invalidated the capture");
-    }
     CapturePart& part = graph.parts[graph.part_of[&stream]];
     if (graph.open_groups > 0 && !stream.recording) {
         graph.invalid = true;
+        graph.group_error = kGroupInterrupted;
         return fail(kGroupInterrupted, "another captured stream was given a task in a task group");
     }
     if (stream.recording && !task->kernel) {
+        graph.invalid = true;
+        graph.group_error = kTaskType;
         return fail(kTaskType, "a task group cannot hold: " + task->name);
     }
     if (part.entries + kReservedEntries >= settings().queue_depth) {
-        if (!device().take_streams(1)) {
+        if (!take_stream()) {
             graph.invalid = true;
             return fail(kNoStreamResource,
                         "[SqCqManage]Alloc sq cq fail: no stream is left to go on with the capture");
@@ -120,13 +128,14 @@ aclError append_to_capture(Stream& stream, const TaskPtr& task) {
 using namespace sim;
 
 API aclError aclmdlRICaptureBegin(aclrtStream handle, int mode) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Stream& stream = *device().find(handle);
     if (&stream == device().default_stream()) {
         return fail(kNotSupported, "the default stream cannot be captured");
     }
     if (stream.capture) return fail(kStreamCaptured, "the stream is being captured already");
-    if (!device().take_streams(1)) {
+    if (!take_stream()) {
         return fail(kNoStreamForCapture,
                     "Insufficient_Stream_Resources(EL0009): The stream resources are insufficient.");
     }
@@ -144,6 +153,7 @@ API aclError aclmdlRICaptureBegin(aclrtStream handle, int mode) {
 }
 
 API aclError aclmdlRICaptureGetInfo(aclrtStream handle, int* status, aclmdlRI* model) {
+    SIM_CALL();
     enum { kNone = 0, kActive = 1, kBroken = 2 };
     Lock lock(device().mutex);
     Graph* graph = device().find(handle)->capture;
@@ -153,6 +163,7 @@ API aclError aclmdlRICaptureGetInfo(aclrtStream handle, int* status, aclmdlRI* m
 }
 
 API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
+    SIM_CALL();
     Lock lock(device().mutex);
     *model = nullptr;
     Stream& stream = *device().find(handle);
@@ -181,16 +192,24 @@ API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
 }
 
 API aclError aclmdlRICaptureThreadExchangeMode(int* mode) {
+    SIM_CALL();
     std::swap(*mode, thread_mode);
     return kOk;
 }
 
 API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
+    SIM_CALL();
     Lock lock(device().mutex);
     auto* graph = static_cast<Graph*>(model);
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
     Stream& stream = *device().find(handle);
     if (stream.capture) return fail(kStreamCaptured, "a graph replayed on a captured stream");
+    int queues = graph->streams;
+    for (const Graph* other : graphs()) queues += other->running && other != graph ? other->streams : 0;
+    if (settings().software_queues && queues > kSharedQueues) {
+        return fail(kNoStreamResource, "too many graphs run at once: they need " +
+                                           std::to_string(queues) + " queues");
+    }
     auto task = std::make_shared<Task>();
     task->name = "graph " + std::to_string(graph->id);
     task->replay = graph;
@@ -201,6 +220,7 @@ API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
 }
 
 API aclError aclmdlRIDestroy(aclmdlRI model) {
+    SIM_CALL();
     Lock lock(device().mutex);
     auto* graph = static_cast<Graph*>(model);
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
@@ -210,6 +230,7 @@ API aclError aclmdlRIDestroy(aclmdlRI model) {
 }
 
 API aclError aclmdlRIGetId(aclmdlRI model, uint32_t* id) {
+    SIM_CALL();
     Lock lock(device().mutex);
     auto* graph = static_cast<Graph*>(model);
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
@@ -218,6 +239,7 @@ API aclError aclmdlRIGetId(aclmdlRI model, uint32_t* id) {
 }
 
 API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char* path, uint32_t) {
+    SIM_CALL();
     Lock lock(device().mutex);
     auto* graph = static_cast<Graph*>(model);
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");

@@ -23,6 +23,7 @@ struct TaskGroup {
     std::vector<TaskPtr> tasks;
     bool updating = false;
     size_t updated = 0;
+    bool allocated = false;  // in the update that is open
 };
 
 struct Graph {
@@ -32,6 +33,7 @@ struct Graph {
     std::thread::id thread;
     bool capturing = true, invalid = false;
     int open_groups = 0;
+    aclError group_error = kOk;  // of the task that broke a task group
     int streams = 1;  // device streams that it holds until it is destroyed
     int records = 0;
     int running = 0;
@@ -55,10 +57,14 @@ aclError join_capture(Graph& graph, Stream& stream);
 aclError append_to_capture(Stream& stream, const TaskPtr& task);
 aclError append_to_update(Stream& stream, const TaskPtr& task, TaskPtr& update);
 
-// Refuses to wait for or to query a stream that is captured, which breaks the capture.
-aclError check_not_captured(Stream& stream, const char* what);
-// Refuses a call that waits for the whole device, or reads or writes its memory at once, where the
-// mode of a capture forbids it; that breaks the capture too.
-aclError check_blocking(const char* what);
+// What the host may not do during a capture. None of these refusals breaks the capture: the CANN
+// runtime (open source: api_error.cc, context.cc, capture_model_utils.cc) returns before it touches
+// it, and a test of torch_npu's says the same of a device (test_aclgraph_rng_state.py).
+// A wait for or a query of a captured stream.
+aclError check_not_captured(const Stream& stream, const char* what);
+// A wait for the device: from any thread and whatever the mode (Context::Synchronize).
+aclError check_device_idle_of_captures(const char* what);
+// A call that reads or writes device memory at once, where the mode of a capture forbids it.
+aclError check_blocking(const char* what, aclError code);
 
 }  // namespace sim

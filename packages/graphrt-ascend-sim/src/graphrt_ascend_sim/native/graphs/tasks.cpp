@@ -7,6 +7,7 @@
 #include "device/device.h"
 #include "errors.h"
 #include "graphs/graph.h"
+#include "settings.h"
 
 namespace sim {
 
@@ -20,6 +21,7 @@ aclError append_to_update(Stream& stream, const TaskPtr& task, TaskPtr& update) 
         return fail(kTaskMismatch, "the update has more tasks than the group it updates");
     }
     TaskPtr target = group.tasks[group.updated++];
+    group.allocated |= task->allocated;
     update = std::make_shared<Task>();
     update->name = "update of " + target->name;
     update->run = [target, task](GraphRun*) {
@@ -34,6 +36,7 @@ aclError append_to_update(Stream& stream, const TaskPtr& task, TaskPtr& update) 
 using namespace sim;
 
 API aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Stream& stream = *device().find(handle);
     if (!stream.capture) return fail(kNotCaptured, "the stream is not being captured");
@@ -50,6 +53,7 @@ API aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
 }
 
 API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* group) {
+    SIM_CALL();
     Lock lock(device().mutex);
     *group = nullptr;
     Stream& stream = *device().find(handle);
@@ -57,6 +61,9 @@ API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* group) 
     if (!stream.recording) return fail(kGroupStatus, "the stream has no task group open");
     TaskGroup* recorded = std::exchange(stream.recording, nullptr);
     stream.capture->open_groups--;
+    if (const aclError error = std::exchange(stream.capture->group_error, kOk)) {
+        return fail(error, "an earlier error has broken the task group");
+    }
     if (stream.capture->invalid) {
         return fail(kInvalidated, "an earlier error has invalidated the capture");
     }
@@ -65,6 +72,7 @@ API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* group) 
 }
 
 API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group_handle) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Stream& stream = *device().find(handle);
     auto* group = static_cast<TaskGroup*>(group_handle);
@@ -75,16 +83,23 @@ API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp gro
     if (!exists) return fail(kParameter, "no such task group; was its graph destroyed?");
     if (stream.capture) return fail(kStreamCaptured, "the update stream is being captured");
     if (stream.updating) return fail(kGroupStatus, "the stream has an update open already");
+    // The runtime does not look; its documentation updates after aclmdlRICaptureEnd alone
+    // (dev_guide, 04-03), and the entries that an update would patch are not in their queue yet.
+    if (group->graph->capturing) {
+        return fail(kModelCaptured, "the graph of the task group is still being captured");
+    }
     if (group->updating) {
         return fail(kGroupStatus, "The handle only can be updated by one stream.");
     }
     group->updating = true;
     group->updated = 0;
+    group->allocated = false;
     stream.updating = group;
     return kOk;
 }
 
 API aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
+    SIM_CALL();
     Lock lock(device().mutex);
     Stream& stream = *device().find(handle);
     if (!stream.updating) return fail(kGroupStatus, "the stream has no update open");
@@ -93,6 +108,13 @@ API aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
     if (group.updated != group.tasks.size()) {
         return fail(kTaskMismatch, "the update left tasks out: " + std::to_string(group.updated) +
                                        " of " + std::to_string(group.tasks.size()));
+    }
+    // Not a rule of the device, which finds it overwritten or given back at some later replay:
+    // torch_npu frees its tensor after the call (op_api_common.h of op-plugin).
+    if (group.allocated && !settings().allocating_updates) {
+        return fail(kTaskMismatch,
+                    "the update allocated its workspace, which the graph does not keep: pass "
+                    "workspace=, from the operator's get_workspace function");
     }
     return kOk;
 }

@@ -1,198 +1,245 @@
 // Fused attention: npu_fused_infer_attention_score, v1 and v2.
 
-#include <cmath>
-#include <limits>
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "errors.h"
-#include "operators/operators.h"
+#include "operators/attend.h"
 
 using namespace sim;
 
 namespace {
 
 constexpr aclError kTilingFailed = 561002;
-constexpr uint64_t kWorkspace = 1024, kLargestWorkspace = 4096;
 
-struct Options {
-    int64_t heads, kv_heads;
-    double scale;
-    int64_t sparse_mode, before, after, block_size;
+// What a call takes, and what is written of it: a part that is always needed, and one for each
+// tile of keys. The numbers mean nothing; that the need follows the lengths is what the device does.
+constexpr uint64_t kWorkspace = 1024, kTileBytes = 16;
+constexpr int64_t kTileKeys = 16;
+
+struct Lengths {
+    Ints queries, keys;
 };
 
-// True where a query does not see a key; queries are the last ones of the keys in modes 3 and 4.
-Tensor hidden_of(const Options& options, const Tensor& mask, int64_t queries, int64_t keys) {
-    enum { kGiven = 0, kAll = 1, kLeftCausal = 2, kRightCausal = 3, kBand = 4 };
-    const int64_t mode = options.sparse_mode;
-    if (mode == kGiven || mode == kAll) {
-        if (!mask.defined()) return Tensor();
-        return mask.to(at::kBool).slice(-2, 0, queries).slice(-1, 0, keys);
-    }
-    const Tensor query = at::arange(queries).unsqueeze(1), key = at::arange(keys);
-    if (mode == kLeftCausal) return key > query;
-    const Tensor distance = key - query - (keys - queries);
-    if (mode == kRightCausal) return distance > 0;
-    TORCH_CHECK(mode == kBand, "the simulator lacks sparse_mode ", mode);
-    return at::logical_or(distance > options.after, distance < -options.before);
-}
-
-// query [heads, queries, dim], key and value [kv_heads, keys, dim], all float32.
-std::pair<Tensor, Tensor> attend(const Options& options, const Tensor& query, Tensor key,
-                                 Tensor value, const Tensor& hidden) {
-    const int64_t groups = query.size(0) / key.size(0);
-    key = key.repeat_interleave(groups, 0);
-    value = value.repeat_interleave(groups, 0);
-    Tensor scores = at::matmul(query, key.transpose(-1, -2)) * options.scale;
-    if (hidden.defined()) scores.masked_fill_(hidden, -std::numeric_limits<float>::infinity());
-    const Tensor lse = at::logsumexp(scores, {-1}, true);
-    // A query that sees nothing gets zeros.
-    return {at::matmul(at::nan_to_num(at::softmax(scores, -1), 0.0), value), lse};
-}
-
-// The keys of one request from the cache: [blocks, size, kv_heads * dim] or
-// [blocks, kv_heads, size, dim].
-Tensor paged(const Tensor& cache, const Tensor& blocks, int64_t keys, const Options& options) {
-    const int64_t count = (keys + options.block_size - 1) / options.block_size;
-    Tensor pages = cache.index_select(0, blocks.slice(0, 0, count));
-    if (cache.dim() == 3) {
-        pages = pages.view({-1, options.kv_heads, cache.size(2) / options.kv_heads}).transpose(0, 1);
-    } else {
-        pages = pages.transpose(0, 1).flatten(1, 2);
-    }
-    return pages.slice(1, 0, keys).to(at::kFloat);
-}
-
-// As [batch, heads, tokens, dim], whatever the layout; TND counts as one batch.
-Tensor normal_form(const Tensor& tensor, const std::string& layout, int64_t heads) {
-    if (layout == "BNSD") return tensor;
-    if (layout == "BSND") return tensor.transpose(1, 2);
-    if (layout == "BSH") return tensor.unflatten(-1, {heads, -1}).transpose(1, 2);
-    if (layout == "TND") return tensor.transpose(0, 1).unsqueeze(0);
-    if (layout == "NTD" || layout == "NSD") return tensor.unsqueeze(0);
-    TORCH_CHECK(false, "the simulator lacks the attention layout ", layout);
-}
-
-int64_t at_or(const Ints& values, int64_t index, int64_t otherwise) {
-    if (values.empty()) return otherwise;
-    return values[values.size() == 1 ? 0 : index];
-}
-
-struct Spans {
-    Ints lengths, starts;
+// What the lengths of a call are held against.
+struct Shapes {
+    bool packed;             // layouts TND and NTD: query lengths add up
+    bool paged;
+    int64_t requests;        // of the call
+    int64_t queries;         // tokens, of all requests if packed
+    int64_t keys;            // that one request may have; without pages those of all if packed
+    int64_t rows;            // of the table
 };
 
-Spans spans_of(const Ints& ends) {
-    Spans spans;
-    int64_t start = 0;
-    for (int64_t end : ends) {
-        spans.starts.push_back(start);
-        spans.lengths.push_back(end - start);
-        start = end;
-    }
-    return spans;
-}
-
-void fused_attention(const Tensor& query, const Tensors& keys, const Tensors& values,
-                     const Tensor& mask, const Ints& query_lengths, const Ints& key_lengths,
-                     const Tensor& blocks, const std::string& layouts, Options options,
-                     bool wants_lse, const Tensor& out, const Tensor& lse) {
-    const size_t bar = layouts.find('_');
-    const std::string layout = layouts.substr(0, bar);
-    const std::string out_layout = bar == std::string::npos ? layout : layouts.substr(bar + 1);
-    if (!options.kv_heads) options.kv_heads = options.heads;
-    const Tensor q = normal_form(query, layout, options.heads).to(at::kFloat);
-    const Tensor o = normal_form(out, out_layout, options.heads);
+Shapes shapes_of(In query, List keys, In blocks, const Lengths& lengths, const std::string& layouts,
+                 int64_t block_size) {
+    const std::string layout = layouts.substr(0, layouts.find('_'));
     const bool packed = layout == "TND" || layout == "NTD";
-    const bool table = blocks.defined();
-    const Tensor k = table ? keys[0] : normal_form(keys[0], layout, options.kv_heads);
-    const Tensor v = table ? values[0] : normal_form(values[0], layout, options.kv_heads);
-    const Spans q_spans = packed ? spans_of(query_lengths) : Spans{};
-    const Spans k_spans = packed && !table ? spans_of(key_lengths) : Spans{};
-    const int64_t requests = packed ? static_cast<int64_t>(query_lengths.size()) : q.size(0);
-    Tensor all_lse = at::full({q.size(0), q.size(1), q.size(2), 1},
-                              std::numeric_limits<float>::infinity());
-    o.zero_();
-    for (int64_t request = 0; request < requests; request++) {
-        const int64_t batch = packed ? 0 : request;
-        const int64_t from = packed ? q_spans.starts[request] : 0;
-        const int64_t queries = packed ? q_spans.lengths[request]
-                                       : std::min(q.size(2), at_or(query_lengths, request, q.size(2)));
-        const int64_t count = packed && !table ? k_spans.lengths[request]
-                              : table          ? at_or(key_lengths, request, 0)
-                                               : std::min(k.size(2), at_or(key_lengths, request,
-                                                                           k.size(2)));
-        if (count <= 0 || queries <= 0) continue;
-        const int64_t k_from = packed && !table ? k_spans.starts[request] : 0;
-        const auto keys_of = [&](const Tensor& cache) {
-            if (table) return paged(cache, blocks[request], count, options);
-            return cache[batch].slice(1, k_from, k_from + count).to(at::kFloat);
-        };
-        const Tensor own_mask =
-            mask.defined() && mask.dim() > 2 ? mask[mask.size(0) == 1 ? 0 : request] : mask;
-        const auto [found, found_lse] =
-            attend(options, q[batch].slice(1, from, from + queries), keys_of(k), keys_of(v),
-                   hidden_of(options, own_mask, queries, count));
-        o[batch].slice(1, from, from + queries).copy_(found);
-        all_lse[batch].slice(1, from, from + queries).copy_(found_lse);
-    }
-    if (!wants_lse || lse.numel() != all_lse.numel()) return;
-    lse.copy_(packed ? all_lse[0].transpose(0, 1).reshape(lse.sizes()) : all_lse.view(lse.sizes()));
+    const auto tokens_of = [&](const aclTensor& tensor) {
+        if (layout == "TND") return tensor.sizes[0];
+        return tensor.sizes[layout == "BNSD" ? 2 : 1];
+    };
+    Shapes shapes{packed, blocks != nullptr, 0, tokens_of(*query), 0, 0};
+    shapes.requests = packed ? static_cast<int64_t>(lengths.queries.size()) : query->sizes[0];
+    shapes.rows = blocks ? blocks->sizes[0] : 0;
+    shapes.keys = blocks ? blocks->sizes[1] * block_size : tokens_of(*keys->tensors[0]);
+    return shapes;
 }
 
-int prepare_attention(const char* name, uint64_t* workspace, aclOpExecutor** executor, In query,
-                      List keys, List values, In mask, Array query_lengths, Array key_lengths,
-                      In blocks, const char* layout, Options options, bool wants_lse, Out out,
-                      Out lse) {
-    const std::string layouts = layout;
-    if (layouts.substr(0, 3) == "TND") {
-        const Ints ends = hold(query_lengths);
-        if (ends.empty() || ends.back() != query->sizes[0]) {
-            return fail(kTilingFailed,
-                        "in layout TND the last of actual_seq_lengths must be the number of "
-                        "tokens of the query, queryT: " +
-                            (ends.empty() ? "none given" : std::to_string(ends.back())) +
-                            " is not " + std::to_string(query->sizes[0]));
+std::string wrong_list(const char* name, const Ints& values, bool adds_up, int64_t requests,
+                       int64_t most) {
+    const auto count = static_cast<int64_t>(values.size());
+    if (count < requests && count != 1) {
+        return std::string(name) + " has " + std::to_string(count) + " entries for " +
+               std::to_string(requests) + " requests";
+    }
+    int64_t before = 0;
+    for (int64_t value : values) {
+        if (value < (adds_up ? before : 0) || value > most) {
+            return std::string(name) + " has " + std::to_string(value) + ", which is not between " +
+                   std::to_string(adds_up ? before : 0) + " and " + std::to_string(most);
+        }
+        if (adds_up) before = value;
+    }
+    return "";
+}
+
+// The constraints of the public documentation of npu_fused_infer_attention_score (op-plugin,
+// docs/zh/custom_APIs), which the tiling of the operator checks on the host: lengths are not
+// negative and not beyond the tensors, those of layout TND add up to the tokens, one list has an
+// entry for each request or one for all, the table is [requests, >= most pages of a request].
+std::string wrong_lengths(const Shapes& shapes, const Lengths& lengths) {
+    if (shapes.packed) {
+        if (lengths.queries.empty() || lengths.queries.back() != shapes.queries) {
+            const std::string last =
+                lengths.queries.empty() ? "none given" : std::to_string(lengths.queries.back());
+            return "in layout TND the last of actual_seq_lengths must be the number of tokens of "
+                   "the query, queryT: " +
+                   last + " is not " + std::to_string(shapes.queries);
         }
     }
+    std::string wrong;
+    // Elsewhere they are an upper bound, which tests of torch_npu's set beyond a single token.
+    if (shapes.packed) {
+        wrong = wrong_list("actual_seq_lengths", lengths.queries, true, shapes.requests,
+                           shapes.queries);
+    }
+    if (!wrong.empty()) return wrong;
+    if (shapes.paged && shapes.rows < shapes.requests) {
+        return "the block table has " + std::to_string(shapes.rows) + " rows for " +
+               std::to_string(shapes.requests) + " requests";
+    }
+    if (lengths.keys.empty()) {
+        return shapes.paged || shapes.packed ? "actual_seq_lengths_kv is missing" : "";
+    }
+    return wrong_list("actual_seq_lengths_kv", lengths.keys, shapes.packed && !shapes.paged,
+                      shapes.requests, shapes.keys);
+}
+
+uint64_t tiles_of(int64_t keys) { return (keys + kTileKeys - 1) / kTileKeys; }
+
+uint64_t needed_workspace(const Shapes& shapes, const Lengths& lengths, int64_t heads) {
+    uint64_t tiles = 0;
+    const bool adds_up = shapes.packed && !shapes.paged;
+    for (int64_t request = 0; request < shapes.requests; request++) {
+        if (lengths.keys.empty() || adds_up) {
+            tiles += tiles_of(shapes.keys);
+            continue;
+        }
+        tiles += tiles_of(lengths.keys[lengths.keys.size() == 1 ? 0 : request]);
+    }
+    return kWorkspace + kTileBytes * static_cast<uint64_t>(heads) * tiles - kOddBytes;
+}
+
+// Of all lengths that the tensors allow.
+uint64_t largest_workspace(const Shapes& shapes, int64_t heads) {
+    const auto requests = static_cast<uint64_t>(std::max(shapes.requests, shapes.rows));
+    return kWorkspace + kTileBytes * static_cast<uint64_t>(heads) * requests * tiles_of(shapes.keys);
+}
+
+// Arguments that the simulator does not compute with are refused: on the device they change the
+// result.
+int lacked(std::initializer_list<std::pair<const char*, bool>> given) {
+    for (const auto& [name, is_given] : given) {
+        if (is_given) return fail(kNoOperator, std::string("the simulator's attention lacks ") + name);
+    }
+    return kOk;
+}
+
+struct Call {
+    In query;
+    List keys, values;
+    In shift, mask;
+    Array query_lengths, key_lengths;
+    In blocks;
+    const char* layout;
+    AttentionOptions options;
+    bool wants_lse;
+    In query_rope, key_rope, sinks;
+};
+
+int prepare_attention(const char* name, uint64_t* workspace, aclOpExecutor** executor,
+                      const Call& call, Out out, Out lse) {
+    const Lengths lengths{hold(call.query_lengths), hold(call.key_lengths)};
+    const AttentionOptions options = call.options;
+    const std::string layouts = call.layout;
+    const Shapes shapes = shapes_of(call.query, call.keys, call.blocks, lengths, layouts,
+                                    options.block_size);
+    const std::string wrong = wrong_lengths(shapes, lengths);
+    if (!wrong.empty()) return fail(kTilingFailed, wrong);
+    const bool wants_lse = call.wants_lse;
     return prepare(
-        name, kWorkspace, workspace, executor,
-        [=](const Tensor& q, const Tensors& k, const Tensors& v, const Tensor& hidden,
-            const Ints& q_lengths, const Ints& k_lengths, const Tensor& table, const Tensor& o,
-            const Tensor& sums) {
-            fused_attention(q, k, v, hidden, q_lengths, k_lengths, table, layouts, options,
-                            wants_lse, o, sums);
+        name, needed_workspace(shapes, lengths, options.heads), workspace, executor,
+        [=](const Tensor& q, const Tensors& k, const Tensors& v, const Tensor& mask,
+            const Tensor& shift, const Tensor& sinks, const Tensor& q_rope, const Tensor& k_rope,
+            const Tensor& table, const Tensor& o, const Tensor& sums) {
+            attend({q, k, v, mask, shift, sinks, q_rope, k_rope, lengths.queries, lengths.keys,
+                    table, layouts, options, wants_lse, o, sums});
         },
-        query, keys, values, mask, query_lengths, key_lengths, blocks, out, lse);
+        call.query, call.keys, call.values, call.mask, call.shift, call.sinks, call.query_rope,
+        call.key_rope, call.blocks, out, lse);
+}
+
+int largest_of(const char* name, uint64_t* workspace, aclOpExecutor** executor, const Call& call) {
+    const Lengths lengths{hold(call.query_lengths), hold(call.key_lengths)};
+    const Shapes shapes = shapes_of(call.query, call.keys, call.blocks, lengths, call.layout,
+                                    call.options.block_size);
+    *workspace = largest_workspace(shapes, call.options.heads);
+    *executor = new aclOpExecutor{name, [] {}};
+    return kOk;
 }
 
 }  // namespace
 
 // The parameters up to the shared prefix are those of all versions.
-#define COMMON_PARAMETERS                                                                       \
-    In query, List key, List value, In, In mask, Array query_lengths, Array key_lengths, In, In, \
-        In, In, In, In, In, In blocks, In, In, In, In, In, In, In, In, Array
+#define COMMON_PARAMETERS                                                                      \
+    In query, List key, List value, In shift, In mask, Array query_lengths, Array key_lengths, \
+        In dequant1, In quant1, In dequant2, In quant2, In offset2, In antiquant,              \
+        In antiquant_offset, In blocks, In query_padding, In kv_padding, In key_antiquant,     \
+        In key_antiquant_offset, In value_antiquant, In value_antiquant_offset, In key_prefix, \
+        In value_prefix, Array
 #define OPTION_PARAMETERS                                                                       \
     int64_t heads, double scale, int64_t before, int64_t after, char *layout, int64_t kv_heads, \
         int64_t sparse_mode, int64_t, int64_t block_size, int64_t, bool wants_lse, int64_t, int64_t
 #define RESULTS Out out, Out lse, uint64_t *workspace, aclOpExecutor **executor
+#define LACKED_ARGUMENTS                                                                 \
+    {"dequant_scale1", dequant1 != nullptr}, {"quant_scale1", quant1 != nullptr},        \
+        {"dequant_scale2", dequant2 != nullptr}, {"quant_scale2", quant2 != nullptr},    \
+        {"quant_offset2", offset2 != nullptr}, {"antiquant_scale", antiquant != nullptr}, \
+        {"antiquant_offset", antiquant_offset != nullptr},                               \
+        {"query_padding_size", query_padding != nullptr},                                \
+        {"kv_padding_size", kv_padding != nullptr},                                      \
+        {"key_antiquant_scale", key_antiquant != nullptr},                               \
+        {"key_antiquant_offset", key_antiquant_offset != nullptr},                       \
+        {"value_antiquant_scale", value_antiquant != nullptr},                           \
+        {"value_antiquant_offset", value_antiquant_offset != nullptr},                   \
+        {"key_shared_prefix", key_prefix != nullptr},                                    \
+        {"value_shared_prefix", value_prefix != nullptr}
 
-#define FUSED_ATTENTION(name, ...)                                                             \
-    API int name##GetWorkspaceSize(COMMON_PARAMETERS, __VA_ARGS__, RESULTS) {                  \
-        const Options options{heads, kv_heads, scale, sparse_mode, before, after, block_size}; \
-        return prepare_attention(#name, workspace, executor, query, key, value, mask,          \
-                                 query_lengths, key_lengths, blocks, layout, options,          \
-                                 wants_lse, out, lse);                                         \
-    }                                                                                          \
-    API int name##GetMaxWorkspaceSize(COMMON_PARAMETERS, __VA_ARGS__, RESULTS) {               \
-        *workspace = kLargestWorkspace;                                                        \
-        *executor = new aclOpExecutor{#name, [] {}};                                           \
-        return kOk;                                                                            \
-    }                                                                                          \
+// `own` are the tensors of a version: query_rope, key_rope, what quantizes the two, learnable_sink.
+#define FUSED_ATTENTION(name, own, ...)                                                            \
+    API int name##GetWorkspaceSize(COMMON_PARAMETERS, __VA_ARGS__, RESULTS) {                      \
+        struct { In query_rope, key_rope, key_rope_antiquant, query_dequant, sinks; } more = own;  \
+        if (int error = lacked({LACKED_ARGUMENTS,                                                  \
+                                {"key_rope_antiquant_scale", more.key_rope_antiquant != nullptr},  \
+                                {"dequant_scale_query", more.query_dequant != nullptr}})) {        \
+            return error;                                                                          \
+        }                                                                                          \
+        const AttentionOptions options{heads, kv_heads, scale, sparse_mode, before, after,         \
+                                       block_size};                                                \
+        return prepare_attention(#name, workspace, executor,                                       \
+                                 {query, key, value, shift, mask, query_lengths, key_lengths,      \
+                                  blocks, layout, options, wants_lse, more.query_rope,             \
+                                  more.key_rope, more.sinks},                                      \
+                                 out, lse);                                                        \
+    }                                                                                              \
+    API int name##GetMaxWorkspaceSize(COMMON_PARAMETERS, __VA_ARGS__, RESULTS) {                   \
+        const AttentionOptions options{heads, kv_heads, scale, sparse_mode, before, after,         \
+                                       block_size};                                                \
+        return largest_of(#name, workspace, executor,                                              \
+                          {query, key, value, shift, mask, query_lengths, key_lengths, blocks,     \
+                           layout, options, wants_lse, nullptr, nullptr, nullptr});                \
+    }                                                                                              \
     SIM_LAUNCH(name)
 
-FUSED_ATTENTION(aclnnFusedInferAttentionScoreV2, OPTION_PARAMETERS)
-FUSED_ATTENTION(aclnnFusedInferAttentionScoreV3, In, In, In, OPTION_PARAMETERS)
-FUSED_ATTENTION(aclnnFusedInferAttentionScoreV4, In, In, In, In, In, OPTION_PARAMETERS, int64_t)
+#define NO_TENSORS \
+    { nullptr, nullptr, nullptr, nullptr, nullptr }
+#define ROPE_TENSORS \
+    { query_rope, key_rope, rope_antiquant, nullptr, nullptr }
+#define ALL_TENSORS \
+    { query_rope, key_rope, rope_antiquant, query_dequant, sinks }
+
+FUSED_ATTENTION(aclnnFusedInferAttentionScoreV2, SIM_UNWRAP(NO_TENSORS), OPTION_PARAMETERS)
+FUSED_ATTENTION(aclnnFusedInferAttentionScoreV3, SIM_UNWRAP(ROPE_TENSORS), In query_rope,
+                In key_rope, In rope_antiquant, OPTION_PARAMETERS)
+FUSED_ATTENTION(aclnnFusedInferAttentionScoreV4, SIM_UNWRAP(ALL_TENSORS), In query_rope,
+                In key_rope, In rope_antiquant, In query_dequant, In sinks, OPTION_PARAMETERS,
+                int64_t)
+// Of Ascend 950, where it takes the place of the others.
+FUSED_ATTENTION(aclnnFusedInferAttentionScoreV5, SIM_UNWRAP(ALL_TENSORS), In query_rope,
+                In key_rope, In rope_antiquant, In query_dequant, In sinks, Array, Array,
+                OPTION_PARAMETERS, int64_t, int64_t)
 
 // scaled_dot_product_attention and npu_fusion_attention, without dropout.
 OPERATOR(aclnnFlashAttentionScore,
@@ -209,7 +256,9 @@ OPERATOR(aclnnFlashAttentionScore,
              const int64_t kv_heads = layout == "BSH"    ? heads * key.size(2) / query.size(2)
                                       : layout == "BNSD" ? key.size(1)
                                                          : key.size(2);
-             const Options options{heads, kv_heads, scale, sparse_mode, before, after, 0};
-             fused_attention(query, {key}, {value}, mask, {}, {}, Tensor(), layout, options, false,
-                             out, Tensor());
+             Attention call{};
+             call.query = query, call.keys = {key}, call.values = {value}, call.mask = mask;
+             call.layouts = layout, call.out = out;
+             call.options = {heads, kv_heads, scale, sparse_mode, before, after, 0};
+             attend(call);
          })

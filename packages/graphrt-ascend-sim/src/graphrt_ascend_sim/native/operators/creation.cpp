@@ -145,6 +145,13 @@ OPERATOR(aclnnMultinomial,
             const Tensor& out) {
              out.copy_(at::multinomial(a, count, replace, generator(seed, offset)));
          })
+OPERATOR(aclnnMultinomialTensor,
+         (In a_, int64_t count_, bool replace_, In seed_, In offset_, int64_t further_, Out out_),
+         (a_, count_, replace_, seed_, offset_, further_, out_),
+         [](const Tensor& a, int64_t count, bool replace, const Tensor& seed, const Tensor& offset,
+            int64_t further, const Tensor& out) {
+             out.copy_(at::multinomial(a, count, replace, generator(seed, offset, further)));
+         })
 OPERATOR(aclnnDropoutGenMaskV2,
          (Array shape_, double drop_, int64_t seed_, int64_t offset_, int, Out out_),
          (shape_, drop_, seed_, offset_, out_),

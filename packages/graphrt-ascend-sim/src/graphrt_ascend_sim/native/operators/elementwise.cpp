@@ -225,3 +225,8 @@ OPERATOR(aclnnSWhere, (In condition_, In a_, In b_, Out out_), (condition_, a_, 
          })
 OPERATOR(aclnnEqual, (In a_, In b_, Out out_), (a_, b_, out_),
          [](const Tensor& a, const Tensor& b, const Tensor& out) { out.fill_(at::equal(a, b)); })
+OPERATOR(aclnnIsClose,
+         (In a_, In b_, double relative_, double absolute_, bool equal_nan_, Out out_),
+         (a_, b_, relative_, absolute_, equal_nan_, out_),
+         [](const Tensor& a, const Tensor& b, double relative, double absolute, bool equal_nan,
+            const Tensor& out) { out.copy_(at::isclose(a, b, relative, absolute, equal_nan)); })

@@ -2,15 +2,51 @@
 
 #include "operators/operators.h"
 
+#include <algorithm>
+
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "errors.h"
 
 // Of the device library; `function` is a std::function<void()>.
-extern "C" int graphrt_sim_launch(aclrtStream stream, const char* name, const void* function);
+extern "C" int graphrt_sim_launch(aclrtStream stream, const char* name, const void* function,
+                                  bool allocated);
+extern "C" aclError graphrt_sim_counted(const char* function);
+extern "C" bool graphrt_sim_is_device_memory(const void* pointer, size_t bytes);
+extern "C" bool graphrt_sim_is_cached_workspace(const void* pointer);
 extern "C" aclError graphrt_sim_fail(aclError code, const char* text);
 
 namespace sim {
+namespace {
+
+// Device memory that an operator writes while it runs. aclnn takes address and size as they come
+// (CommonOpExecutorRun of CANN's opbase), so that on the device one that is too small or was given
+// back is written nevertheless; here it is the error that the device would give at best.
+class Workspace {
+public:
+    Workspace(void* start, uint64_t size, uint64_t needed)
+        : start_(static_cast<unsigned char*>(start)), needed_(needed) {
+        if (!needed) return;
+        TORCH_CHECK(size >= needed, "a workspace of ", size, " bytes is too small: these lengths ",
+                    "need ", needed);
+        TORCH_CHECK(graphrt_sim_is_device_memory(start, needed),
+                    "the workspace is no device memory, or was given back");
+        std::fill_n(start_, needed_, kWritten);
+    }
+
+    void check() const {
+        TORCH_CHECK(std::all_of(start_, start_ + needed_,
+                                [](unsigned char byte) { return byte == kWritten; }),
+                    "the workspace is memory of a tensor of the same call");
+    }
+
+private:
+    static constexpr unsigned char kWritten = 0xFF;  // no number, in every floating-point type
+    unsigned char* start_;
+    uint64_t needed_;
+};
+
+}  // namespace
 
 aclError fail(aclError code, const std::string& text) {
     return graphrt_sim_fail(code, text.c_str());
@@ -62,12 +98,22 @@ Tensors open(const HeldList& held) {
     return tensors;
 }
 
-int launch(aclOpExecutor* executor, aclrtStream stream) {
-    const std::function<void()> run = [body = std::move(executor->run)] {
+int begun(const char* name) {
+    return graphrt_sim_counted((std::string(name) + "GetWorkspaceSize").c_str());
+}
+
+int launch(aclOpExecutor* executor, aclrtStream stream, void* workspace, uint64_t size) {
+    const std::function<void()> run = [body = std::move(executor->run), workspace, size,
+                                       needed = executor->workspace] {
         at::AutoDispatchBelowADInplaceOrView below_autograd;
+        Workspace used(workspace, size, needed);
         body();
+        used.check();
     };
-    const int error = graphrt_sim_launch(stream, executor->name.c_str(), &run);
+    // To the byte what was asked for (see kOddBytes), or of the cache: allocated in this call.
+    const bool odd = executor->workspace % 16 == kOddBytes && size == executor->workspace;
+    const bool allocated = executor->workspace && (odd || graphrt_sim_is_cached_workspace(workspace));
+    const int error = graphrt_sim_launch(stream, executor->name.c_str(), &run, allocated);
     delete executor;
     return error;
 }

@@ -18,59 +18,102 @@ constexpr int64_t kCores = 24;
 
 }  // namespace
 
-API aclError aclInit(const char*) { return kOk; }
-API aclError aclFinalize() { return kOk; }
+API aclError aclInit(const char*) {
+    SIM_CALL();
+    return kOk;
+}
+API aclError aclFinalize() {
+    SIM_CALL();
+    return kOk;
+}
 API aclError aclrtSetDevice(int id) {
+    SIM_CALL();
     if (id != 0) return fail(kParameter, "the simulator has one device");
     current_device = id;
     return kOk;
 }
 API aclError aclrtGetDevice(int* id) {
+    SIM_CALL();
     *id = current_device;
     return kOk;
 }
-API aclError aclrtResetDevice(int) { return kOk; }
+API aclError aclrtResetDevice(int) {
+    SIM_CALL();
+    return kOk;
+}
 API aclError aclrtGetDeviceCount(uint32_t* count) {
+    SIM_CALL();
     *count = 1;
     return kOk;
 }
 API const char* aclrtGetSocName() { return settings().soc.c_str(); }
 API aclError aclrtGetCurrentContext(void** context) {
+    SIM_CALL();
     *context = &device();
     return kOk;
 }
-API aclError aclrtSetCurrentContext(void*) { return kOk; }
+API aclError aclrtSetCurrentContext(void*) {
+    SIM_CALL();
+    return kOk;
+}
 API aclError aclrtGetPrimaryCtxState(int, uint32_t* flags, int* active) {
+    SIM_CALL();
     if (flags) *flags = 0;
     if (active) *active = 1;
     return kOk;
 }
 API aclError aclrtDeviceCanAccessPeer(int* can, int, int) {
+    SIM_CALL();
     *can = 1;
     return kOk;
 }
-API aclError aclrtDeviceEnablePeerAccess(int, uint32_t) { return kOk; }
+API aclError aclrtDeviceEnablePeerAccess(int, uint32_t) {
+    SIM_CALL();
+    return kOk;
+}
 API aclError aclGetCannAttribute(int, int32_t* value) {
+    SIM_CALL();
     *value = 1;
     return kOk;
 }
 API aclError aclGetDeviceCapability(uint32_t, int, int64_t* value) {
+    SIM_CALL();
     *value = kCores;
     return kOk;
 }
 API aclError aclrtGetDeviceInfo(uint32_t, int, int64_t* value) {
+    SIM_CALL();
     *value = kCores;
     return kOk;
 }
 
 // Switches that change nothing here.
-API aclError aclrtSetStreamFailureMode(void*, uint64_t) { return kOk; }
-API aclError aclrtSetOpWaitTimeout(uint32_t) { return kOk; }
-API aclError aclrtSetOpExecuteTimeOut(uint32_t) { return kOk; }
-API aclError aclrtSetDeviceSatMode(int) { return kOk; }
-API aclError aclrtCtxSetSysParamOpt(int, int64_t) { return kOk; }
-API aclError aclrtSetSysParamOpt(int, int64_t) { return kOk; }
+API aclError aclrtSetStreamFailureMode(void*, uint64_t) {
+    SIM_CALL();
+    return kOk;
+}
+API aclError aclrtSetOpWaitTimeout(uint32_t) {
+    SIM_CALL();
+    return kOk;
+}
+API aclError aclrtSetOpExecuteTimeOut(uint32_t) {
+    SIM_CALL();
+    return kOk;
+}
+API aclError aclrtSetDeviceSatMode(int) {
+    SIM_CALL();
+    return kOk;
+}
+API aclError aclrtCtxSetSysParamOpt(int, int64_t) {
+    SIM_CALL();
+    return kOk;
+}
+API aclError aclrtSetSysParamOpt(int, int64_t) {
+    SIM_CALL();
+    return kOk;
+}
 API aclError aclrtGetSysParamOpt(int, int64_t* value) {
+    SIM_CALL();
     *value = 0;
     return kOk;
 }

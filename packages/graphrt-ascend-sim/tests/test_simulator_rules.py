@@ -1,0 +1,364 @@
+"""What the device forbids and the simulator must see: workspaces, lengths, captures, failures."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.npu
+if os.environ.get("GRAPHRT_PLATFORM") != "ascend-sim":
+    reason = "needs graphrt-ascend-sim and GRAPHRT_PLATFORM=ascend-sim (make test-ascend)"
+    pytest.skip(reason, allow_module_level=True)
+
+import graphrt_ascend_sim as simulator  # noqa: E402
+
+simulator.start()
+
+import torch_npu  # noqa: E402
+from graphrt_ascend_sim import building  # noqa: E402
+from test_simulator import captured, run  # noqa: E402
+from update_orders import OPTIONS, Attention, graph_wait_then_update  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def nothing_fails_later() -> Iterator[None]:
+    yield
+    simulator.fail_nothing()
+    torch.npu.synchronize()
+
+
+def message(action: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        action()
+    return str(caught.value)
+
+
+# Workspaces ---------------------------------------------------------------------------------------
+
+
+def attend(length: int, keys: int = 64, **options: Any) -> torch.Tensor:
+    query = torch.ones(1, 2, 1, 4, device="npu")
+    cache = torch.ones(1, 2, keys, 4, device="npu")
+    out = [torch.empty_like(query), torch.empty(1, device="npu")]
+    torch_npu.npu_fused_infer_attention_score.out(
+        query, cache, cache, actual_seq_lengths_kv=[length], out=out, **OPTIONS, **options
+    )
+    return out[0]
+
+
+def test_what_is_needed_of_a_workspace_follows_the_lengths() -> None:
+    small = torch.empty(1060, dtype=torch.uint8, device="npu")
+    attend(16, workspace=small)
+    torch.npu.synchronize()
+    attend(64, workspace=small)
+    assert "1060 bytes is too small" in message(torch.npu.synchronize)
+
+
+def test_a_workspace_is_written() -> None:
+    workspace = torch.zeros(4096, dtype=torch.uint8, device="npu")
+    attend(64, workspace=workspace)
+    assert 1024 < workspace.cpu().count_nonzero() < 4096
+
+
+def test_a_workspace_that_was_given_back_is_seen() -> None:
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="npu")
+    graph, _ = captured(partial(attend, 64, workspace=workspace))
+    del workspace
+    torch.npu.empty_cache()
+    graph.replay()
+    assert "was given back" in message(torch.npu.synchronize)
+
+
+def test_an_update_that_allocates_its_workspace_is_an_error() -> None:
+    model = Attention()
+    kept, model.workspace = model.workspace, None
+    assert "which the graph does not keep" in message(lambda: model.update(2))
+    model.workspace = kept
+    for site in model.sites[:1]:
+        site[3].record(model.updates)
+        site[3].wait(model.updates)
+    graph_wait_then_update(model, 5)
+    torch.testing.assert_close(model.out.cpu(), model.expected(5))
+
+
+# Lengths and arguments ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wrong"), [([9, 8], "9, which"), ([-1, 2], "-1, which"), ([], "missing")]
+)
+def test_lengths_that_the_block_table_does_not_have(lengths: list[int], wrong: str) -> None:
+    query = torch.ones(2, 2, 8, device="npu")
+    cache = torch.ones(8, 4, 16, device="npu")
+    table = torch.zeros(2, 2, dtype=torch.int32, device="npu")
+
+    def call() -> None:
+        torch_npu.npu_fused_infer_attention_score(
+            query, cache, cache, num_heads=2, input_layout="TND", block_table=table, block_size=4,
+            actual_seq_lengths=[1, 2], actual_seq_lengths_kv=lengths or None,
+        )  # fmt: skip
+
+    found = message(call)
+    assert "561002" in found and wrong in found
+
+
+def test_too_few_lengths_and_too_few_rows_of_the_table() -> None:
+    query = torch.ones(3, 2, 8, device="npu")
+    cache = torch.ones(8, 4, 16, device="npu")
+
+    def call(rows: int, lengths: list[int]) -> None:
+        torch_npu.npu_fused_infer_attention_score(
+            query, cache, cache, num_heads=2, input_layout="TND", block_size=4,
+            block_table=torch.zeros(rows, 2, dtype=torch.int32, device="npu"),
+            actual_seq_lengths=[1, 2, 3], actual_seq_lengths_kv=lengths,
+        )  # fmt: skip
+
+    assert "2 entries for 3 requests" in message(lambda: call(3, [1, 2]))
+    assert "2 rows for 3 requests" in message(lambda: call(2, [1, 2, 3]))
+
+
+def test_a_bias_and_a_sink_are_computed_and_scales_of_quantized_keys_are_refused() -> None:
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, count, 16, generator=draw) for count in (3, 5, 5))
+    bias, sink = torch.randn(1, 2, 3, 5, generator=draw), torch.randn(2, generator=draw)
+    scores = query @ key.transpose(-1, -2) * 0.5
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(), key.npu(), value.npu(), pse_shift=bias.npu(), **OPTIONS
+    )
+    torch.testing.assert_close(out.cpu(), (scores + bias).softmax(-1) @ value)
+    out, _ = torch_npu.npu_fused_infer_attention_score_v2(
+        query.npu(), key.npu(), value.npu(), learnable_sink=sink.npu(),
+        num_query_heads=2, softmax_scale=0.5, input_layout="BNSD",
+    )  # fmt: skip
+    with_sink = torch.cat([scores, sink.view(1, 2, 1, 1).expand(1, 2, 3, 1)], -1).softmax(-1)
+    torch.testing.assert_close(out.cpu(), with_sink[..., :-1] @ value)
+    scale = torch.ones(2, 16, dtype=torch.float16, device="npu")
+    refused = message(
+        lambda: torch_npu.npu_fused_infer_attention_score(
+            query.npu(), key.npu(), value.npu(), antiquant_scale=scale, **OPTIONS
+        )
+    )
+    assert "lacks antiquant_scale" in refused
+
+
+# Captures -----------------------------------------------------------------------------------------
+
+
+def test_what_is_refused_in_a_capture_does_not_spoil_it() -> None:
+    x, event = torch.ones(4, device="npu"), torch.npu.Event()
+    found = list[str]()
+
+    def body() -> torch.Tensor:
+        stream = torch.npu.current_stream()
+        event.record(stream)
+        found.append(message(lambda: x[0].item()))
+        found.append(message(stream.synchronize))
+        found.append(message(torch.npu.synchronize))
+        found.append(message(event.synchronize))
+        return x + 1
+
+    graph, out = captured(body)
+    graph.replay()
+    assert out.tolist() == [2.0] * 4
+    codes = ("107027", "107027", "107027", "107028")
+    assert all(code in text for code, text in zip(codes, found, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_no_thread_waits_for_the_device_during_a_capture(mode: str) -> None:
+    x, found = torch.ones(4, device="npu"), list[str]()
+
+    def wait() -> None:
+        torch.npu.set_device(0)
+        found.append(message(torch.npu.synchronize))
+
+    def body() -> torch.Tensor:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        return x + 1
+
+    graph, out = captured(body, capture_error_mode=mode)
+    graph.replay()
+    assert out.tolist() == [2.0] * 4 and "107027" in found[0]
+
+
+def test_a_group_is_not_updated_while_its_graph_is_captured() -> None:
+    x, updates, found = torch.ones(4, device="npu"), torch.npu.Stream(), list[str]()
+
+    def body() -> torch.Tensor:
+        stream = torch.npu.current_stream()
+        torch.npu.graph_task_group_begin(stream)
+        out = x + 1
+        group = torch.npu.graph_task_group_end(stream)
+        found.append(message(lambda: torch.npu.graph_task_update_begin(updates, group)))
+        return out
+
+    graph, out = captured(body)
+    graph.replay()
+    assert out.tolist() == [2.0] * 4 and "107026" in found[0]
+
+
+CONFLICT = """
+first, second = torch.npu.Stream(), torch.npu.Stream()
+graphs = [torch.npu.NPUGraph(), torch.npu.NPUGraph()]
+event, elsewhere = torch.npu.Event(), torch.npu.Event()
+elsewhere.record()
+torch.npu.synchronize()
+
+def code(action):
+    try:
+        action()
+    except RuntimeError as error:
+        return str(error).split("error code is ")[1][:6]
+
+with torch.npu.stream(first):
+    graphs[0].capture_begin(capture_error_mode="relaxed")
+    print(code(lambda: first.wait_event(elsewhere)))
+    event.record(first)
+with torch.npu.stream(second):
+    graphs[1].capture_begin(capture_error_mode="relaxed")
+    print(code(lambda: second.wait_event(event)))
+    print(code(graphs[1].capture_end))
+with torch.npu.stream(first):
+    print(code(graphs[0].capture_end))
+"""
+
+
+def test_an_event_from_outside_is_refused_and_one_of_another_capture_breaks_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # With a queue of launches their waits would fail in it, which ends it for the process.
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
+    assert run(CONFLICT).split() == ["107024", "107032", "507903", "507903"]
+
+
+# Failures that are asked for ----------------------------------------------------------------------
+
+
+def test_the_call_that_is_chosen_fails_and_no_other() -> None:
+    x = torch.ones(4, device="npu")
+    graph, out = captured(lambda: x + 1)
+    before = simulator.calls("aclmdlRIExecuteAsync")
+    simulator.fail_call("aclmdlRIExecuteAsync", 2, code=207005)
+    graph.replay()
+    found = message(graph.replay)
+    assert "error code is 207005" in found and "made to fail at call" in found
+    graph.replay()
+    assert out.tolist() == [2.0] * 4
+    assert simulator.calls("aclmdlRIExecuteAsync") == before + 3
+
+
+def test_an_operator_can_be_made_to_fail() -> None:
+    x = torch.ones(4, device="npu")
+    simulator.fail_call("aclnnMulGetWorkspaceSize", code=561002)
+    assert "561002" in message(lambda: x * x)
+    assert (x * x).tolist() == [1.0] * 4
+
+
+def test_failures_of_what_does_not_exist_are_refused() -> None:
+    for function, nth, code in (("aclrtNothing", 1, 1), ("malloc", 1, 1), ("aclrtMalloc", 0, 1)):
+        with pytest.raises(ValueError, match=r"nothing|malloc|nth"):
+            simulator.fail_call(function.replace("Nothing", "nothing"), nth, code=code)
+
+
+# Other devices ------------------------------------------------------------------------------------
+
+ORDERS = """
+import update_orders
+for order in ORDERS:
+    update_orders.main(order)
+"""
+
+
+def test_a_device_that_needs_every_signal_before_the_graph() -> None:
+    right = """
+import update_orders
+def ordered(model, length):
+    model.updates.wait_stream(torch.npu.current_stream())
+    model.update(length)
+    torch.npu.current_stream().wait_stream(model.updates)
+    model.replay()
+print("wrong steps:", update_orders.wrong_steps(ordered))
+"""
+    assert run(right, schedule="random:1", update_first=1) == "wrong steps: []\n"
+    found = run(f"ORDERS = ['graph_wait_then_replay']{ORDERS}", schedule="lazy", update_first=1)
+    assert "507046" in found
+
+
+def test_a_device_of_one_queue_hangs_where_the_replay_comes_first() -> None:
+    assert "507046" in run(f"ORDERS = ['graph_wait_then_replay']{ORDERS}", schedule="single")
+    found = run(f"ORDERS = ['graph_wait_then_update']{ORDERS}", schedule="single")
+    assert found == "wrong steps: []\n"
+
+
+SIGNALS = """
+import graphrt_ascend_sim as simulator, update_orders
+side, real = torch.npu.Stream(), torch.npu.ExternalEvent
+
+def made():
+    # There torch_npu makes the event when it is first recorded, and waits for none before that.
+    event = real()
+    event.record(side)
+    event.reset(side)
+    return event
+
+torch.npu.ExternalEvent = made
+model = update_orders.Attention()
+torch.npu.synchronize()
+update_orders.graph_wait_then_replay(model, 1)
+torch.npu.synchronize()
+simulator.set_schedule(f"slow:{simulator.stream_id(model.updates)}")
+right = []
+for length in (5, 8):
+    update_orders.graph_wait_then_replay(model, length)
+    torch.npu.synchronize()
+    right.append(torch.allclose(model.out.cpu(), model.expected(length), atol=1e-5))
+print(right)
+"""
+
+
+def test_without_value_wait_a_signal_lasts_until_it_is_reset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A process that is started from this one would run on the library of this one.
+    older = building.build() / building.OLD_CANN
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{older}:{os.environ['LD_LIBRARY_PATH']}")
+    assert run(SIGNALS).split() == ["[True,", "True]"]
+    forgotten = SIGNALS.replace("model = ", "real.reset = lambda *_: None\nmodel = ")
+    assert run(forgotten).split() == ["[False,", "False]"]
+
+
+def test_the_events_of_the_device_run_out() -> None:
+    code = """
+events = []
+try:
+    for _ in range(200):
+        events.append(torch.npu.Event())
+        events[-1].record()
+except RuntimeError as error:
+    print('207007' in str(error))
+"""
+    assert run(code, events=100).split() == ["True"]
+
+
+def test_with_software_queues_a_captured_graph_holds_no_stream() -> None:
+    code = """
+import graphrt_ascend_sim as simulator
+x = torch.ones(4, device='npu'); torch.npu.Stream(); graphs = []
+torch.npu.synchronize()
+before = simulator.available_streams()
+for _ in range(8):
+    graphs.append(torch.npu.NPUGraph())
+    with torch.npu.graph(graphs[-1]):
+        out = x + 1
+    graphs[-1].replay()
+print(before - simulator.available_streams(), out.tolist()[0])
+"""
+    assert run(code, software_queues=1).split() == ["0", "2.0"]
