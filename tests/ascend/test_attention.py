@@ -60,7 +60,7 @@ def test_fused_infer_attention(npu):
             {
                 "input_layout": "TND",
                 "out": ["o", "lse"],
-                "actual_seq_lengths": [1, 2, 2, 4],
+                "actual_seq_lengths": [1, 2, 3, 4],
                 "actual_seq_lengths_kv": [5, 6, 0, 0],
             },
         )
@@ -107,7 +107,7 @@ def test_mla_attention(npu, query_lens):
     assert name == "npu_multi_head_latent_attention"
     assert args == (*arguments[:5], [5, 6, 0, 0], *arguments[5:])
     assert kwargs.pop("output") == "out"
-    assert kwargs == ({"qseqlen": [1, 1, 0, 0]} if query_lens else {})
+    assert kwargs == ({"qseqlen": [1, 1, 1, 1]} if query_lens else {})
 
 
 def test_worst_case_lengths_fill_the_graph():

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from graphrt.ascend.driver import check_queue, explain_replay, has_queue_ended, queue_ended
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import UpdateOrder, UpdateStrategy
+from graphrt.ascend.update.allocations import AllocationWatch
 from graphrt.ascend.update.brackets import AutoDispatch, Groups, TaskHandle
 from graphrt.ascend.update.streams import UpdateStream, new_update_stream, note_use
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
@@ -37,6 +38,7 @@ class Tasks:
         self._update_first = order == "update_first"
         self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)
         self._watchdog = watchdog
+        self._allocations = AllocationWatch(npu)
         self._capturing: set[int] = set()
         self._captured_on: WeakKeyDictionary[GraphMemory, set[int]] = WeakKeyDictionary()
         self._memories: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
@@ -111,18 +113,25 @@ class Tasks:
         watched: WatchedStep | None,
     ) -> None:
         signalled = 0
+        looking = changed and self._allocations.looks_at(graph)
         try:
             with self._npu.stream(stream):
                 for update in updates:
                     if watched is not None:
                         watched.updating(update.name)
-                    if changed:
+                    if looking:
+                        before = self._allocations.count()
+                        self._brackets.issue(graph, stream, update)
+                        self._allocations.check(update.name, stream, before)
+                    elif changed:
                         self._brackets.issue(graph, stream, update)
                     else:
                         update.handle.event.record(stream)
                     signalled += 1
                     if watched is not None:
                         watched.signalled(stream)
+            if looking:
+                self._allocations.passed(graph)
         except BaseException as error:
             named = _named(error, updates[min(signalled, len(updates) - 1)])
             if named is not None:

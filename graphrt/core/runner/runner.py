@@ -217,13 +217,15 @@ class GraphRunner(Uncopied):
         slot = -1 if self._eager_launch else found.slot
         if updates is not None:
             step = None if slot < 0 else self._steps[slot]
-            updates = self._updates.resolve(updates, step, slot, self._steps)
+            updates = self._updates.resolve(updates, step, slot, self._steps, batch)
         try:
             if found.slot < 0:
                 self._check_open()
                 return self._unpadded.run(batch, found, values, updates, metadata)
             mode = GraphMode.NONE if self._eager_launch else found.mode
-            context = ForwardContext(mode, found.descriptor, found.slot, updates, metadata)
+            context = ForwardContext(
+                mode, found.descriptor, found.slot, updates, metadata, live=batch
+            )
             outputs = self._padded.run(batch, found, values, context, eager=False)
         except BaseException:
             self._updates.step_failed(updates)
@@ -248,8 +250,11 @@ class GraphRunner(Uncopied):
                 expected="a dispatch with Reason.HIT",
             )
         if updates is not None:
-            updates = self._updates.resolve(updates, self._steps[found.slot], -1, self._steps)
-        context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
+            step = self._steps[found.slot]
+            updates = self._updates.resolve(updates, step, -1, self._steps, batch)
+        context = ForwardContext(
+            GraphMode.NONE, found.descriptor, -1, updates, metadata, live=batch
+        )
         return self._padded.run(batch, found, values, context, eager=True)
 
     def verify(
