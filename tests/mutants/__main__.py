@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import hypothesis  # noqa: F401  Loaded once, before processes are forked.
@@ -41,9 +41,9 @@ from tests.mutants.run import (
 EXPLAINED = Path(__file__).with_name("survivors.json")
 
 
-def files() -> list[str]:
-    """The files that are changed."""
-    found = [path for folder in CHANGED for path in sorted((ROOT / folder).rglob("*.py"))]
+def files(folders: Iterable[str] = CHANGED) -> list[str]:
+    """The files that are changed, of these folders."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     names = [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
     return [name for name in dict.fromkeys(names) if not name.startswith(ELSEWHERE)]
 

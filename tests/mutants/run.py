@@ -67,10 +67,10 @@ TESTS: dict[str, tuple[str, ...]] = {
 SIMULATED = os.environ.get("GRAPHRT_PLATFORM") == "ascend-sim"
 _PROTOCOL = (
     "tests/ascend/test_update_orders.py",
-    "tests/ascend/test_protocol.py",
-    "tests/ascend/test_watchdog.py",
     "tests/ascend/test_captures.py",
+    "tests/ascend/test_watchdog.py",
     "tests/ascend/test_workspaces.py",
+    "tests/ascend/test_protocol.py",
 )
 # Asked on the simulator, where core is not changed.
 ASCEND_TESTS: dict[str, tuple[str, ...]] = {
