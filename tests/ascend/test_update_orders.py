@@ -75,9 +75,12 @@ def nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class World:
-    """Two tasks of one graph, captured on S0 of a pool."""
+    """Tasks of one graph, captured on S0 of a pool."""
 
-    def __init__(self, order: Any = "replay_first", watchdog: Any = None) -> None:
+    def __init__(
+        self, order: Any = "replay_first", watchdog: Any = None, *, count: int = 2
+    ) -> None:
+        self.count = count
         self.npu = FakeNpu()
         self.memory: Any = Memory()
         self.tasks = Tasks(self.npu, order=order, strategy="groups", watchdog=watchdog)
@@ -89,7 +92,7 @@ class World:
         self.tasks.leave(stream, self.memory)
         found = []
         with self.npu.stream(stream):
-            for place in range(2):
+            for place in range(self.count):
                 self.tasks.begin(graph, self.memory)
                 found.append(Update(self.npu, f"task {place}", self.tasks.end(graph)))
         self.tasks.return_to(stream)
@@ -222,9 +225,9 @@ def test_the_watchdog_is_told_of_every_task_and_of_the_launch(order):
 
 
 def test_an_error_of_torch_npu_is_named_with_its_task():
-    world = World()
+    world = World(count=4)
     text = "fn:x NPU function error: aclmdlRICaptureTaskUpdateEnd, error code is 507000"
-    for place in range(2):
+    for place in range(4):
         world.updates[place].fails = RuntimeError(text)
         with pytest.raises(TaskContractError, match=f"task {place}") as caught:
             world.replay()
