@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import protocol
 import pytest
+from attention_models import replayed, runner, steps
 from schedules import SCHEDULES, need_simulator, scheduled
 
 from graphrt.ascend import AscendOptions, AscendPlatform
@@ -25,6 +26,25 @@ def ids(way: dict[str, str]) -> str:
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_update_that_raises_at_any_task_leaves_a_usable_device(way, waits):
     protocol.a_failing_update_leaves_a_usable_device(platform_of(way), waits=waits)
+
+
+def test_torch_npu_keeps_its_own_records_of_every_task():
+    """A host may update the graph by itself, or look what was captured."""
+    decoder = protocol.Failing(3)
+    platform = platform_of({"update_strategy": "auto_dispatch"})
+    with runner(decoder, sizes=(8,), platform=platform) as run:
+        run.capture()
+        decoder.watch(run)
+        (entry,) = run.graphs.owners()[0].entries.values()
+        records = [task.handle.record for task in entry.tasks]
+        mode = entry.parts[0].graph.graph_dispatch_mode
+        todo = steps(2, most=8)
+        replayed(run, todo[0])
+        assert mode.graph_dispatch_records == records and len(records) == 3
+        decoder.layer = "layers.1"
+        with pytest.raises(protocol.Boom):
+            replayed(run, todo[1])
+        assert mode.graph_dispatch_records == records
 
 
 # One way each, so that all four meet many; the long tests take every pair.
