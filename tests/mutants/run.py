@@ -67,6 +67,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 SIMULATED = os.environ.get("GRAPHRT_PLATFORM") == "ascend-sim"
 _PROTOCOL = (
     "tests/ascend/test_update_orders.py",
+    "tests/ascend/test_auto_dispatch.py",
     "tests/ascend/test_captures.py",
     "tests/ascend/test_watchdog.py",
     "tests/ascend/test_workspaces.py",
