@@ -22,7 +22,7 @@ from graphrt.ascend.driver import (
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import AscendOptions, update_order_of
 from graphrt.ascend.private_torch import current_device, memory_stats, raw_stream_of, weak_ref
-from graphrt.ascend.update import TaskHandle, Tasks, is_update_stream
+from graphrt.ascend.update import TaskHandle, Tasks, is_update_stream, leave_stream
 from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.base import CaptureError
 from graphrt.core.capture import GraphWrapper
@@ -154,6 +154,7 @@ class AscendPlatform(Platform):
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
         caller = self._npu.current_stream()
+        leave_stream(stream)
         stream.wait_stream(caller)
         try:
             with self._npu.stream(stream):
@@ -173,7 +174,10 @@ class AscendPlatform(Platform):
         return self._npu.current_stream()
 
     def order_after(self, stream: Any) -> None:
-        self._npu.current_stream().wait_stream(stream)
+        current = self._npu.current_stream()
+        # Before anything is queued there, the inputs of a step among it.
+        leave_stream(current)
+        current.wait_stream(stream)
 
     def synchronize(self) -> None:
         if self._watchdog is not None:

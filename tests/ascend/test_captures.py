@@ -15,6 +15,7 @@ from graphrt.ascend import ACLGraphWrapper, AscendPlatform, captures
 from graphrt.ascend.captures import AclCaptures
 from graphrt.ascend.driver import launch_queue
 from graphrt.ascend.options import update_order_of
+from graphrt.ascend.update.streams import is_update_stream, new_update_stream
 from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.base import CaptureError, DeviceHangError, NestedCaptureError, StreamBudgetError
 
@@ -286,9 +287,21 @@ def test_a_stream_that_is_entered_waits_for_its_caller_and_the_other_way_round()
     assert npu.told() == ["C waits for S0"]
 
 
-def test_no_new_stream_is_one_that_tasks_are_updated_on():
-    from graphrt.ascend.update.streams import new_update_stream
+@pytest.mark.parametrize("how", ["entered", "made to wait"])
+def test_a_stream_that_is_to_be_computed_on_is_updated_on_no_longer(how):
+    npu = FakeNpu()
+    platform = Simple(npu)
+    held = new_update_stream(npu, npu.current, ())
+    if how == "entered":
+        with platform.on_stream(held.stream):
+            assert held.is_left
+    else:
+        npu.current = held.stream
+        platform.order_after(npu.pool[3])
+    assert held.is_left and not is_update_stream(held.stream)
 
+
+def test_no_new_stream_is_one_that_tasks_are_updated_on():
     npu = FakeNpu(streams=3)
     held = new_update_stream(npu, npu.current, ())
     found = {Simple(npu).new_stream().name for _ in range(6)}

@@ -382,17 +382,49 @@ def test_two_threads_that_share_an_update_stream_take_turns():
     assert world.npu.told()[-1] == "S1 signals signal 1"
 
 
-def test_a_capture_waits_for_updates_on_its_stream():
+@pytest.mark.parametrize("what", ["a capture", "a replay of another pool"])
+def test_who_is_to_use_a_stream_waits_for_the_update_on_it_which_is_the_last_one(what):
+    """What is launched inside of an update would be taken for a part of it."""
+    world, other = World(), World()
+    world.replay()
+    stream = world.updating
+    update_stream = world.tasks._streams[world.memory]
+
+    def use() -> None:
+        if what == "a capture":
+            other.tasks.leave(stream, Memory())  # type: ignore[arg-type]
+        else:
+            other.npu.current = stream
+            other.replay()
+
+    with update_stream.lock:
+        other.npu.told()
+        thread = blocked(use)
+        assert other.npu.told() == []
+        # One that has found its stream, and waits for its turn on it.
+        late = blocked(world.replay)
+    for each in (thread, late):
+        each.join(timeout=10)
+        assert not each.is_alive()
+    world.replay()
+    assert world.updating != stream
+    assert not is_update_stream(stream)
+
+
+def test_a_step_that_finds_its_stream_left_when_its_turn_comes_takes_another():
     world = World()
     world.replay()
     update_stream = world.tasks._streams[world.memory]
     with update_stream.lock:
-        thread = blocked(
-            lambda: world.tasks.leave(update_stream.stream, Memory())  # type: ignore[arg-type]
-        )
-        assert world.tasks._streams.get(world.memory) is update_stream
+        world.npu.told()
+        told: list[list[str]] = []
+        thread = blocked(lambda: told.append(world.replay()))
+        update_stream.is_left = True
     thread.join(timeout=10)
-    assert world.memory not in world.tasks._streams
+    (orders,) = told
+    assert "S2 begin group" in orders and "S1 begin group" not in orders
+    # Behind the replay before, as ever.
+    assert orders[0] == "S2 waits for event 1"
 
 
 # Brackets ------------------------------------------------------------------------------------

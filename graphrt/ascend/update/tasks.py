@@ -7,8 +7,8 @@ afterwards the update stream would wait for what waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import UpdateOrder, UpdateStrategy
 from graphrt.ascend.update.allocations import AllocationWatch
 from graphrt.ascend.update.brackets import AutoDispatch, Groups, TaskHandle
-from graphrt.ascend.update.streams import UpdateStream, new_update_stream, note_use
+from graphrt.ascend.update.streams import UpdateStream, leave_stream, new_update_stream
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base import DeviceHangError, GraphRTError
 from graphrt.core.device import TaskUpdate
@@ -58,13 +58,9 @@ class Tasks:
 
     def leave(self, stream: Any, memory: GraphMemory) -> None:
         """Update nothing on `stream` any more, which is going to be captured on into `memory`."""
-        note_use(stream)
         self._capturing.add(stream.npu_stream)
         self._captured_on.setdefault(memory, set()).add(stream.npu_stream)
-        for other, update_stream in list(self._streams.items()):
-            if update_stream.stream == stream:
-                with update_stream.lock:
-                    self._streams.pop(other, None)
+        leave_stream(stream)
 
     def return_to(self, stream: Any) -> None:
         """Nothing is captured on `stream` any more."""
@@ -78,8 +74,8 @@ class Tasks:
         """
         check_queue()
         current = self._npu.current_stream()
-        updating = self._update_stream(graph, current)
-        with updating.lock:
+        leave_stream(current)
+        with self._locked_stream(graph, current) as updating:
             watched = None if self._watchdog is None else self._watchdog.begin(name, current)
             replayed = self._replayed.get(graph)
             if replayed is not None:
@@ -161,12 +157,20 @@ class Tasks:
         # What is updated next would be signalled before that.
         updating.wait_stream(current)
 
+    @contextmanager
+    def _locked_stream(self, graph: Any, current: Any) -> Iterator[UpdateStream]:
+        """The stream to update on, which nobody else does or begins to compute on meanwhile."""
+        while True:
+            found = self._update_stream(graph, current)
+            with found.lock:
+                if not found.is_left:
+                    yield found
+                    return
+
     def _update_stream(self, graph: Any, current: Any) -> UpdateStream:
         memory = self._memories[graph]
         found = self._streams.get(memory)
-        note_use(current)
-        # On the stream of the replay the signal would queue up behind what waits for it.
-        if found is None or found.stream == current:
+        if found is None or found.is_left:
             avoid = self._capturing | self._captured_on[memory]
             found = new_update_stream(self._npu, current, avoid)
             self._streams[memory] = found
