@@ -230,7 +230,8 @@ def test_mla_attention_is_issued_by_the_overload_that_takes_a_workspace(npu, lse
     task = attention.mla_attention(max_kv_len=200, query_lens=True)
     updates = {"attention": {"context_lens": [3, 4], "qseqlen": [1, 1]}}
     caches = torch.zeros(2, 128, 1, 8), torch.zeros(2, 128, 1, 4)
-    tensors = (torch.zeros(4, 2, 8), torch.zeros(4, 2, 4), *caches, torch.zeros(4, 2))
+    ropes = torch.zeros(4, 2, 4, dtype=torch.float16)
+    tensors = (torch.zeros(4, 2, 8), ropes, *caches, torch.zeros(4, 2))
     more = {} if lse is None else {"lse": lse}
     output = torch.zeros(4, 2, 8)
     captured(task, updates, *tensors, 2, 1.0, 1, output=output, mask_type="x", **more)
@@ -239,6 +240,7 @@ def test_mla_attention_is_issued_by_the_overload_that_takes_a_workspace(npu, lse
     assert kwargs["workspace"].numel() == 64
     assert kwargs["return_lse"] is (lse is not None)
     assert kwargs["lse"] is lse if lse is not None else kwargs["lse"].numel() == 1
+    assert kwargs["lse"].dtype == torch.float32
     assert kwargs["mask_type"] == "x" and "unread_lse" not in kwargs
     ask_args, ask_kwargs = npu.asked[0]
     assert ask_args[9] is (lse is not None)
