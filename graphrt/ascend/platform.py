@@ -26,7 +26,7 @@ from graphrt.ascend.driver import (
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import AscendOptions, update_order_of
 from graphrt.ascend.private_torch import current_device, memory_stats, raw_stream_of, weak_ref
-from graphrt.ascend.update import TaskHandle, Tasks, is_update_stream
+from graphrt.ascend.update import TaskHandle, Tasks, is_update_stream, leave_stream
 from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.base import CaptureError, StreamBudgetError
 from graphrt.core.capture import GraphWrapper
@@ -176,6 +176,7 @@ class AscendPlatform(Platform):
         if stream is None:
             raise no_stream()
         caller = self._npu.current_stream()
+        leave_stream(stream)
         if self._direct.is_one(stream):
             caller.synchronize()
         stream.wait_stream(caller)
@@ -206,7 +207,10 @@ class AscendPlatform(Platform):
         return self._npu.current_stream()
 
     def order_after(self, stream: Any) -> None:
-        self._npu.current_stream().wait_stream(stream)
+        current = self._npu.current_stream()
+        # Before anything is queued there, the inputs of a step among it.
+        leave_stream(current)
+        current.wait_stream(stream)
 
     def synchronize(self) -> None:
         if self._watchdog is not None:

@@ -6,11 +6,13 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +42,20 @@ def is_simulated() -> bool:
 def need_simulator() -> None:
     if not is_simulated():
         pytest.skip("needs a simulated NPU, whose limits and schedule can be chosen")
+
+
+@contextmanager
+def scheduled(schedule: str) -> Iterator[None]:
+    """The device of this process picks its tasks so, and eagerly again afterwards."""
+    import graphrt_ascend_sim as simulator
+
+    simulator.set_schedule(schedule)
+    try:
+        yield
+    finally:
+        # What is left over would be done under the other one.
+        torch.npu.synchronize()
+        simulator.set_schedule("eager")
 
 
 def python(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -105,6 +106,52 @@ def test_every_mode_equals_eager(mode, decode):
             found.append(replayed(run, step).cpu())
             assert run.last_dispatch.mode is wanted
         assert differing(found, eager_outputs(run, todo)) == []
+
+
+@pytest.mark.parametrize("query_len", [1, 2])
+def test_no_request_of_a_padded_uniform_batch_has_more_tokens_than_its_graph_was_captured_with(
+    query_len,
+):
+    """Operators choose their kernels by the longest query, which is the graph's at capture."""
+    decoder, longest = Decoder(2), []
+    issue = decoder.task.issue
+
+    def noted(*args: Any, actual_seq_lengths: list[int], **kwargs: Any) -> None:
+        ends = [0, *actual_seq_lengths]
+        longest.append(max(b - a for a, b in pairwise(ends)))
+        issue(*args, actual_seq_lengths=actual_seq_lengths, **kwargs)
+
+    decoder.task.issue = noted
+    with GraphRunner(
+        decoder,
+        mode="FULL_DECODE_ONLY",
+        sizes=[16],
+        query_lens=[query_len],
+        inputs={
+            "x": InputSpec(torch.float16, ("tokens", HEADS, WIDTH)),
+            "block_table": InputSpec(torch.int32, ("reqs", PAGES), pad=0, index=True),
+        },
+        outputs=("tokens", HEADS, WIDTH),
+        platform="ascend",
+        max_num_tokens=16,
+        max_num_reqs=16 // query_len,
+    ) as run:
+        run.capture()
+        found, expected = [], []
+        for reqs in (1, 3, 16 // query_len):
+            ends = [query_len * (place + 1) for place in range(reqs)]
+            lengths = {"actual_seq_lengths": ends, "actual_seq_lengths_kv": [MAX_KV] * reqs}
+            tokens = query_len * reqs
+            values = {
+                "x": torch.randn((tokens, HEADS, WIDTH)).half(),
+                "block_table": torch.arange(PAGES * reqs, dtype=torch.int32).view(reqs, -1) % 32,
+            }
+            step = Step(Batch(tokens, reqs, query_len), values, {"attention": lengths})
+            found.append(replayed(run, step).cpu())
+            assert run.last_dispatch.descriptor.num_tokens == 16
+            expected += eager_outputs(run, [step])
+        assert differing(found, expected) == []
+    assert set(longest) == {query_len}
 
 
 def test_the_host_may_fill_the_next_step_while_the_last_one_is_copied():

@@ -60,7 +60,7 @@ def test_fused_infer_attention(npu):
             {
                 "input_layout": "TND",
                 "out": ["o", "lse"],
-                "actual_seq_lengths": [1, 2, 2, 4],
+                "actual_seq_lengths": [1, 2, 3, 4],
                 "actual_seq_lengths_kv": [5, 6, 0, 0],
             },
         )
@@ -69,7 +69,7 @@ def test_fused_infer_attention(npu):
 
 def test_fused_infer_attention_v2_has_names_of_its_own(npu):
     task = attention.fused_infer_attention_v2(max_kv_len=64)
-    updates = {"actual_seq_qlen": [1, 2, 3, 4], "actual_seq_kvlen": LENGTHS}
+    updates = {"actual_seq_qlen": [1, 2], "actual_seq_kvlen": LENGTHS}
     call(task, updates, "q", "k", "v", out=["o", "lse"])
     ((name, _, kwargs),) = npu.calls
     assert name == "npu_fused_infer_attention_score_v2"
@@ -107,7 +107,7 @@ def test_mla_attention(npu, query_lens):
     assert name == "npu_multi_head_latent_attention"
     assert args == (*arguments[:5], [5, 6, 0, 0], *arguments[5:])
     assert kwargs.pop("output") == "out"
-    assert kwargs == ({"qseqlen": [1, 1, 0, 0]} if query_lens else {})
+    assert kwargs == ({"qseqlen": [1, 1, 1, 1]} if query_lens else {})
 
 
 def test_worst_case_lengths_fill_the_graph():

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from graphrt import UNCHANGED, BatchDescriptor, ForwardContext, GraphMode, HostArg, UpdatableTask
+from graphrt import (
+    UNCHANGED,
+    Batch,
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
+    HostArg,
+    UpdatableTask,
+)
 from graphrt.core.base import InvalidUpdateError, MissingUpdateError
 from graphrt.core.replay import CapturedTask
 from graphrt.core.replay.host_args import WORST_CASE
@@ -47,6 +56,80 @@ def test_values_are_padded_to_the_graph(arg, value, expected):
 def test_values_that_do_not_fit_are_named_errors(arg, value):
     with pytest.raises(InvalidUpdateError, match="lengths"):
         arg.fitted("lengths", value, TOKENS, REQS)
+
+
+@pytest.mark.parametrize(
+    ("query_len", "tokens", "value", "expected"),
+    [
+        (1, 256, [1], list(range(1, 257))),
+        (2, 8, [2], [2, 4, 6, 8]),
+        (2, 8, [2, 4, 6, 8], [2, 4, 6, 8]),
+        (2, 8, [1, 3], [1, 3, 5, 7, 8]),
+        (3, 12, [3, 6, 7], [3, 6, 7, 10, 12]),
+    ],
+)
+def test_padding_tokens_of_a_uniform_graph_are_spread_evenly(query_len, tokens, value, expected):
+    arg = HostArg("reqs" if len(expected) == tokens // query_len else "reqs+1", "cumulative")
+    found = arg.fitted("lengths", value, tokens, tokens // query_len, query_len=query_len)
+    assert found == expected
+
+
+def test_padding_requests_of_a_uniform_graph_have_its_query_length():
+    arg = HostArg("reqs", "query_len")
+    assert arg.fitted("lengths", [2, 1], 8, 4, query_len=2) == [2, 1, 2, 2]
+    assert arg.fitted("lengths", [2, 1], 8, 4) == [2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("value", [[1, 4], [3], [2, 3], [1], [2, 4, 6, 7], [2, 4, 6, 8, 9]])
+def test_no_request_of_a_uniform_graph_gets_more_than_its_query_length(value):
+    """Four of two tokens: what does not add up would be given to a request of the padding."""
+    arg = HostArg("reqs", "cumulative")
+    with pytest.raises(InvalidUpdateError, match="add up"):
+        arg.fitted("lengths", value, 8, 4, query_len=2)
+
+
+LIVE = Batch(5, 3)
+
+
+@pytest.mark.parametrize(
+    ("arg", "value", "text"),
+    [
+        (HostArg("reqs", least=0), [3, -1, 3], "out of its bounds"),
+        (HostArg("reqs", least=0, most=16), [3, 17, 3], "each from 0 to 16"),
+        (HostArg("reqs", most=16), [3, 17, 3], "bounds"),
+        (HostArg("reqs"), [3, 3], "leaves out live reqs"),
+        (HostArg("reqs", "repeat"), [3], "leaves out live reqs"),
+        (HostArg("reqs+1"), [3, 3], "leaves out live reqs"),
+        (HostArg("tokens"), [3] * 4, "leaves out live tokens"),
+        (HostArg("reqs", "cumulative"), [2, 5], "leaves out live reqs"),
+        (HostArg("reqs", "cumulative"), [1, 2, 4], "add up to the batch"),
+        (HostArg("reqs", "cumulative"), [1, 2, 6, 8], "add up to the batch"),
+        (HostArg("reqs"), [1.0, 2.0, 3.0], "whole numbers"),
+        (HostArg("reqs"), [None, 1, 2], "whole numbers"),
+        (HostArg("reqs"), None, "whole numbers"),
+        (HostArg("reqs"), 3, "whole numbers"),
+        (HostArg("reqs"), "abc", "whole numbers"),
+        (HostArg("reqs"), torch.tensor([1.0, 2.0, 3.0]), "whole numbers"),
+        (HostArg("reqs"), torch.empty(3, dtype=torch.int64, device="meta"), "on the device"),
+    ],
+)
+def test_values_that_are_wrong_for_the_batch_are_named_errors(arg, value, text):
+    with pytest.raises(InvalidUpdateError, match=text):
+        arg.fitted("lengths", value, TOKENS, REQS, live=LIVE)
+
+
+@pytest.mark.parametrize(
+    ("arg", "value", "expected"),
+    [
+        (HostArg("reqs", least=0, most=16), [16, 0, 3], [16, 0, 3, 0]),
+        (HostArg("reqs", "cumulative"), [1, 2, 5], [1, 2, 5, 8]),
+        # A host may pad by itself.
+        (HostArg("reqs", "cumulative"), [1, 2, 5, 8], [1, 2, 5, 8]),
+        (HostArg("tokens"), [3] * 5, [3] * 5 + [0] * 3),
+    ],
+)
+def test_values_of_the_batch_pass(arg, value, expected):
+    assert arg.fitted("lengths", value, TOKENS, REQS, live=LIVE) == expected
 
 
 def test_cumulative_lengths_of_any_number_of_requests_must_end_at_the_tokens():

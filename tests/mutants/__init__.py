@@ -1,1 +1,1 @@
-"""Mutants of core: a line changed, and the tests have to notice."""
+"""Mutants of core and of the Ascend platform: a line changed, and the tests have to notice."""

@@ -1,4 +1,5 @@
-"""Change core line by line and see whether tests notice.
+"""Change core line by line and see whether tests notice; with GRAPHRT_PLATFORM=ascend-sim, the
+Ascend platform, with the mutants of `by_hand.py` first.
 
     python -m tests.mutants [--per-file N] [--seed N] [--only TEXT ...] [--all-tests]
         [--json FILE]
@@ -14,18 +15,21 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import hypothesis  # noqa: F401  Loaded once, before processes are forked.
 import pytest  # noqa: F401
 import torch
 
+from tests.mutants.by_hand import by_hand
 from tests.mutants.mutate import Mutant, mutants
 from tests.mutants.run import (
+    CHANGED,
+    ELSEWHERE,
     REST,
     ROOT,
-    TESTS,
+    SIMULATED,
     Result,
     asked_first,
     copied,
@@ -37,16 +41,21 @@ from tests.mutants.run import (
 EXPLAINED = Path(__file__).with_name("survivors.json")
 
 
-def files() -> list[str]:
-    """The files that are changed."""
-    found = [path for folder in TESTS for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
+def files(folders: Iterable[str] = CHANGED) -> list[str]:
+    """The files that are changed, of these folders."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    names = [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
+    return [name for name in dict.fromkeys(names) if not name.startswith(ELSEWHERE)]
 
 
 def chosen(per_file: int, seed: int, only: Sequence[str] = ()) -> list[Mutant]:
     """So many mutants of each file, drawn at random; those drawn that have one of `only` in their
     name, or are named so, drawn or not."""
-    found = []
+    found = [
+        mutant
+        for mutant in (by_hand(ROOT) if SIMULATED else [])
+        if not only or any(text in mutant.name for text in only)
+    ]
     for file in files():
         of_file = mutants(ROOT, file)
         drawn = random.Random(f"{seed} {file}").sample(of_file, min(per_file, len(of_file)))

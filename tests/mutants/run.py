@@ -64,14 +64,46 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/accelerator",
     ),
 }
+SIMULATED = os.environ.get("GRAPHRT_PLATFORM") == "ascend-sim"
+_PROTOCOL = (
+    "tests/ascend/test_update_orders.py",
+    "tests/ascend/test_auto_dispatch.py",
+    "tests/ascend/test_captures.py",
+    "tests/ascend/test_watchdog.py",
+    "tests/ascend/test_workspaces.py",
+    "tests/ascend/test_protocol.py",
+)
+# Asked on the simulator, where core is not changed.
+ASCEND_TESTS: dict[str, tuple[str, ...]] = {
+    "graphrt/ascend/update/": _PROTOCOL,
+    "graphrt/ascend/attention/": (
+        "tests/ascend/test_attention.py",
+        "tests/ascend/test_workspaces.py",
+        "tests/ascend/test_ascend_modes.py",
+    ),
+    # What is left of it: captures, memory, options, platform, watchdog.
+    "graphrt/ascend/": (
+        *_PROTOCOL,
+        "tests/ascend/test_ascend_modes.py",
+        "tests/ascend/test_dropped.py",
+    ),
+}
+ELSEWHERE = ("graphrt/ascend/budget/", "graphrt/ascend/driver/")
+"""Tables of figures and of error texts, with tests of their own."""
+CHANGED = ASCEND_TESTS if SIMULATED else TESTS
+"""The folders that are changed, and what is asked first: by where the tests run."""
 REST = (
-    "tests/core",
-    "tests/cpu",
-    CONFORMANCE,
-    "tests/accelerator",
-    "tests/demo",
-    "tests/trust",
-    "tests/compile",
+    ("tests/ascend",)
+    if SIMULATED
+    else (
+        "tests/core",
+        "tests/cpu",
+        CONFORMANCE,
+        "tests/accelerator",
+        "tests/demo",
+        "tests/trust",
+        "tests/compile",
+    )
 )
 """What runs where the tests of the folder noticed nothing."""
 
@@ -106,12 +138,12 @@ def copied() -> Iterator[Path]:
 
 def folder_of(file: str) -> str:
     """The folder of `TESTS` that a file is in."""
-    return next(folder for folder in TESTS if file.startswith(folder))
+    return next(folder for folder in CHANGED if file.startswith(folder))
 
 
 def asked_first(file: str) -> list[str]:
     """The tests that are asked first of a mutant in `file`."""
-    patterns = TESTS[folder_of(file)]
+    patterns = CHANGED[folder_of(file)]
     found = []
     for pattern in patterns:
         found += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))

@@ -1,4 +1,4 @@
-"""Mutants are what they say, and those that may survive are still lines of core."""
+"""Mutants are what they say, and those that may survive are still lines of the code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import chosen, explained, files
+from tests.mutants.by_hand import by_hand
 from tests.mutants.mutate import mutants
-from tests.mutants.run import ROOT, asked_first
+from tests.mutants.run import ASCEND_TESTS, ROOT, TESTS, asked_first
 
 SMALL = """
 class Ladder:
@@ -68,9 +69,26 @@ def test_one_mutant_of_every_file_is_drawn_first():
     assert set(chosen(1, 0)) <= set(chosen(3, 0))
 
 
-def test_what_may_survive_is_still_a_line_of_core():
-    names = {mutant.name for file in files() for mutant in mutants(ROOT, file)}
+def test_what_may_survive_is_still_a_line_of_the_code():
+    all_files = [*files(TESTS), *files(ASCEND_TESTS)]
+    names = {mutant.name for file in all_files for mutant in mutants(ROOT, file)}
+    names |= {mutant.name for mutant in by_hand(ROOT)}
     assert sorted(explained().keys() - names) == []
+
+
+def test_mutants_by_hand_are_changes_of_files_that_the_tests_of_ascend_are_asked_about():
+    found = by_hand(ROOT)
+    assert len({mutant.name for mutant in found}) == len(found) >= 44
+    assert {mutant.file for mutant in found} <= set(files(ASCEND_TESTS))
+    for mutant in found:
+        assert mutant.source != (ROOT / mutant.file).read_text()
+
+
+def test_one_that_is_out_of_date_is_an_error(tmp_path):
+    (tmp_path / "graphrt/ascend/update").mkdir(parents=True)
+    (tmp_path / "graphrt/ascend/update/tasks.py").write_text("pass\n")
+    with pytest.raises(ValueError, match="found 0 times"):
+        by_hand(tmp_path)
 
 
 @pytest.mark.parametrize("file", sorted({str(Path(file).parent) + "/" for file in files()}))
@@ -101,5 +119,13 @@ def test_a_line_that_is_broken_is_noticed():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mutants run in forked processes")
 def test_one_mutant_of_every_file_is_noticed_or_explained():
     command = [sys.executable, "-m", "tests.mutants", "--per-file", "1", "--seed", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7200)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.npu
+@pytest.mark.long
+def test_every_mutant_of_ascend_by_hand_is_noticed_or_explained():
+    command = [sys.executable, "-m", "tests.mutants", "--per-file", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -1,11 +1,12 @@
 """Attention operators of torch_npu as updatable tasks, and the updates that hosts build for them.
 
 A task is called in the forward like its operator, with torch_npu's argument names, but for the
-lengths, which come with `updates=`. `out=` and `workspace=` are given by the caller:
+lengths, which come with `updates=`. `out=` is given by the caller; the workspace is asked for at
+capture, for the worst case, and kept with the task (`workspace=` gives another one):
 
     attention = fused_infer_attention(max_kv_len=4096)
-    attention(query, key, value, block_table=table, input_layout="TND", ..., workspace=workspace,
-              out=[output, lse], task="layers.0")
+    attention(query, key, value, block_table=table, input_layout="TND", ..., out=[output, lse],
+              task="layers.0")
 
 An operator that is not here takes as few lines: see `attention_task`.
 """

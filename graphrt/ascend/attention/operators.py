@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from graphrt.ascend.attention.task import AttentionTask, attention_task
+from graphrt.ascend.attention import workspaces
+from graphrt.ascend.attention.task import AttentionTask, Room, attention_task
 from graphrt.ascend.driver import torch_npu
 
 
@@ -18,6 +19,8 @@ def fused_infer_attention(
     return attention_task(
         group,
         lambda *args, **kwargs: torch_npu().npu_fused_infer_attention_score.out(*args, **kwargs),
+        workspace=workspaces.of_fused,
+        room=_fused_room,
         queries="actual_seq_lengths" if layout == "TND" else None,
         keys="actual_seq_lengths_kv",
         max_kv_len=max_kv_len,
@@ -33,6 +36,8 @@ def fused_infer_attention_v2(
     return attention_task(
         group,
         lambda *args, **kwargs: torch_npu().npu_fused_infer_attention_score_v2.out(*args, **kwargs),
+        workspace=workspaces.of_fused_v2,
+        room=_fused_room,
         queries="actual_seq_qlen" if layout == "TND" else None,
         keys="actual_seq_kvlen",
         max_kv_len=max_kv_len,
@@ -43,7 +48,14 @@ def fused_infer_attention_v2(
 
 def paged_attention(group: str = "attention", *, max_kv_len: int) -> AttentionTask:
     """`torch_npu._npu_paged_attention`, whose lengths are a tensor on the host."""
-    return attention_task(group, _issue_paged_attention, keys="context_lens", max_kv_len=max_kv_len)
+    return attention_task(
+        group,
+        _issue_paged_attention,
+        keys="context_lens",
+        max_kv_len=max_kv_len,
+        workspace=workspaces.of_paged,
+        room=_room_of("key_cache", 1, "block_table", 6),
+    )
 
 
 def mla_attention(
@@ -59,7 +71,34 @@ def mla_attention(
         queries="qseqlen" if query_lens else None,
         keys="context_lens",
         max_kv_len=max_kv_len,
+        workspace=workspaces.of_mla,
+        room=_room_of("ctkv", 2, "block_tables", 4),
     )
+
+
+def _fused_room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    table, block_size = kwargs.get("block_table"), kwargs.get("block_size", 0)
+    if not isinstance(table, torch.Tensor) or not block_size:
+        return None
+    return int(table.shape[-1]) * int(block_size)
+
+
+def _room_of(cache: str, cache_place: int, table: str, table_place: int) -> Room:
+    """Room in a table of blocks of a cache [blocks, block size, ...], by the arguments' names and
+    their places."""
+
+    def room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        blocks = args[cache_place] if len(args) > cache_place else kwargs.get(cache)
+        rows = args[table_place] if len(args) > table_place else kwargs.get(table)
+        if not isinstance(blocks, torch.Tensor) or not isinstance(rows, torch.Tensor):
+            return None
+        if blocks.dim() < 3:
+            return None
+        # In format NZ, [blocks, width / 16, block size, 16].
+        axis = 2 if blocks.dim() == 4 and blocks.shape[3] == 16 else 1
+        return int(rows.shape[-1]) * int(blocks.shape[axis])
+
+    return room
 
 
 def _issue_paged_attention(
@@ -102,8 +141,13 @@ def _issue_mla_attention(
     *,
     context_lens: Sequence[int],
     output: torch.Tensor,
+    unread_lse: torch.Tensor | None = None,
     **optional: Any,
 ) -> None:
+    if optional.get("lse") is not None:
+        optional["return_lse"] = True
+    elif unread_lse is not None:
+        optional |= {"return_lse": False, "lse": unread_lse}
     torch_npu().atb.npu_multi_head_latent_attention(
         q_nope,
         q_rope,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -10,6 +10,9 @@ import torch
 from graphrt.core.base import InvalidUpdateError
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.replay import HostArg, HostValues, UpdatableTask
+
+Room = Callable[[tuple[Any, ...], dict[str, Any]], int | None]
+"""From the arguments of a call to how many keys its block table has room for; None: who knows."""
 
 
 class AttentionTask(UpdatableTask):
@@ -20,13 +23,31 @@ class AttentionTask(UpdatableTask):
 
     queries: str | None = None
     keys: str = ""
+    room: Room | None = None
 
     def lengths(self, keys: Any, queries: Any = None) -> HostValues:
-        """The update of this task; tensors on the host become lists."""
+        """The update of this task; tensors on the host become lists.
+
+        Raises `InvalidUpdateError` for what is on the device, and for what is no list.
+        """
         values = {self.keys: _listed(self.keys, keys)}
         if self.queries is not None and queries is not None:
             values[self.queries] = _listed(self.queries, queries)
         return values
+
+    def check_call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: HostValues
+    ) -> None:
+        """Raise `InvalidUpdateError` for keys beyond the block table, which an operator would read
+        from memory of others."""
+        room = None if self.room is None else self.room(args, kwargs)
+        if room is not None and max(values[self.keys], default=0) > room:
+            raise InvalidUpdateError(
+                f"the lengths {self.keys!r} of task {name!r} are beyond its block table",
+                got=max(values[self.keys]),
+                expected=f"at most {room}, what one row of the table has room for",
+                advice="give it a wider block table, or a smaller max_kv_len",
+            )
 
 
 def attention_task(
@@ -38,16 +59,20 @@ def attention_task(
     max_kv_len: int,
     cumulative: bool = False,
     spare_request: bool = False,
+    workspace: Callable[..., Mapping[str, torch.Tensor]] | None = None,
+    room: Room | None = None,
 ) -> AttentionTask:
     """A task of any operator with lengths: `issue(*args, **lengths, **kwargs)` calls it.
 
-    `max_kv_len` is the length of every key at warm-up and capture. `cumulative` says that `queries`
+    `max_kv_len` is the length of every key at warm-up and capture, and no step may have longer
+    ones. `cumulative` says that `queries`
     is a running sum, which must end at the number of tokens. With `spare_request` the lists have
     one entry more than the graph has requests, to which padding tokens belong when all requests are
-    live: for graphs of mixed batches.
+    live: for graphs of mixed batches. `workspace` is that of `UpdatableTask`; `room` tells how many
+    keys the block table of a call has room for.
     """
     axis: Literal["reqs", "reqs+1"] = "reqs+1" if spare_request else "reqs"
-    pad: Literal["cumulative", "zero"] = "cumulative" if cumulative else "zero"
+    pad: Literal["cumulative", "query_len"] = "cumulative" if cumulative else "query_len"
 
     def at_capture(descriptor: BatchDescriptor) -> HostValues:
         reqs, tokens = descriptor.num_reqs or 1, descriptor.num_tokens
@@ -58,11 +83,11 @@ def attention_task(
             worst[queries] = [*ends[:-1], tokens] if cumulative else [query_len] * reqs
         return worst
 
-    host_args = {keys: HostArg(axis, "zero")}
+    host_args = {keys: HostArg(axis, "zero", least=0, most=max_kv_len)}
     if queries is not None:
-        host_args[queries] = HostArg(axis, pad, optional=not cumulative)
-    task = AttentionTask(group, issue, host_args, at_capture=at_capture)
-    task.queries, task.keys = queries, keys
+        host_args[queries] = HostArg(axis, pad, optional=not cumulative, least=0)
+    task = AttentionTask(group, issue, host_args, at_capture=at_capture, workspace=workspace)
+    task.queries, task.keys, task.room = queries, keys, room
     return task
 
 
@@ -75,6 +100,13 @@ def _listed(name: str, lengths: Any) -> list[int]:
                 expected="a list, or a tensor on the host",
                 advice="keep the scheduler's own list of them",
             )
-        found: list[int] = lengths.tolist()
-        return found
-    return list(lengths)
+        lengths = lengths.tolist()
+    try:
+        return list(lengths)
+    except TypeError as error:
+        raise InvalidUpdateError(
+            f"the lengths {name!r} are no list",
+            got=repr(lengths)[:200],
+            expected="one whole number for each request",
+            advice="pass the scheduler's own list of them",
+        ) from error

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Collection
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from graphrt.core.base import PlatformError
 
@@ -17,10 +17,12 @@ class UpdateStream:
     """A stream on which one pool updates its tasks, and the lock for where pools must share it.
 
     Two threads that update on one stream collide (107033), and what one of them queues between
-    another's fence and its signals could wait for itself.
+    another's fence and its signals could wait for itself. Once it `is_left` nothing may be updated
+    on it; that is to be asked under the lock.
     """
 
     def __init__(self, stream: Any) -> None:
+        self.is_left = False
         self.stream = stream
         self.id: int = stream.npu_stream
         self.lock = threading.Lock()
@@ -29,7 +31,7 @@ class UpdateStream:
 # Process-wide, as torch_npu's streams are: it hands out 32 (or 8) of them in turn, so that the
 # 33rd "new" stream is the first one.
 _lock = threading.Lock()
-_live: WeakSet[UpdateStream] = WeakSet()
+_live: WeakValueDictionary[int, UpdateStream] = WeakValueDictionary()
 _last_use: dict[int, int] = {}
 _uses = itertools.count()
 
@@ -41,7 +43,25 @@ def note_use(stream: Any) -> None:
 
 def is_update_stream(stream: Any) -> bool:
     """Whether some pool updates its tasks on this stream."""
-    return any(each.id == stream.npu_stream for each in list(_live))
+    return stream.npu_stream in _live
+
+
+def leave_stream(stream: Any) -> None:
+    """Update nothing on `stream` any more, which is going to be computed or captured on, whichever
+    pool does; waits for an update that is under way.
+
+    What is launched there between the begin and the end of an update would be taken for a part of
+    it (507009, 507000).
+    """
+    note_use(stream)
+    found = _live.get(stream.npu_stream)
+    if found is None:
+        return
+    with found.lock:
+        found.is_left = True
+    with _lock:
+        if _live.get(stream.npu_stream) is found:
+            del _live[stream.npu_stream]
 
 
 def new_update_stream(npu: Any, current: Any, avoid: Collection[int]) -> UpdateStream:
@@ -52,7 +72,7 @@ def new_update_stream(npu: Any, current: Any, avoid: Collection[int]) -> UpdateS
     last use is longest ago. Raises `PlatformError` if there is no other stream at all.
     """
     with _lock:
-        updated_on = {each.id: each for each in _live}
+        updated_on = dict(_live.items())
         used = {}
         shared = []
         for _ in range(_TRIES):
@@ -79,5 +99,5 @@ def new_update_stream(npu: Any, current: Any, avoid: Collection[int]) -> UpdateS
 
 def _new(stream: Any) -> UpdateStream:
     update_stream = UpdateStream(stream)
-    _live.add(update_stream)
+    _live[update_stream.id] = update_stream
     return update_stream

@@ -7,16 +7,17 @@ afterwards the update stream would wait for what waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from graphrt.ascend.driver import check_queue, explain_replay, has_queue_ended, queue_ended
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import UpdateOrder, UpdateStrategy
+from graphrt.ascend.update.allocations import AllocationWatch
 from graphrt.ascend.update.brackets import AutoDispatch, Groups, TaskHandle
-from graphrt.ascend.update.streams import UpdateStream, new_update_stream, note_use
+from graphrt.ascend.update.streams import UpdateStream, leave_stream, new_update_stream
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base import DeviceHangError, GraphRTError
 from graphrt.core.device import TaskUpdate
@@ -37,6 +38,7 @@ class Tasks:
         self.update_first = order == "update_first"
         self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)
         self._watchdog = watchdog
+        self._allocations = AllocationWatch(npu)
         self._capturing: set[int] = set()
         self._captured_on: WeakKeyDictionary[GraphMemory, set[int]] = WeakKeyDictionary()
         self._memories: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
@@ -56,13 +58,9 @@ class Tasks:
 
     def leave(self, stream: Any, memory: GraphMemory) -> None:
         """Update nothing on `stream` any more, which is going to be captured on into `memory`."""
-        note_use(stream)
         self._capturing.add(stream.npu_stream)
         self._captured_on.setdefault(memory, set()).add(stream.npu_stream)
-        for other, update_stream in list(self._streams.items()):
-            if update_stream.stream == stream:
-                with update_stream.lock:
-                    self._streams.pop(other, None)
+        leave_stream(stream)
 
     def return_to(self, stream: Any) -> None:
         """Nothing is captured on `stream` any more."""
@@ -76,8 +74,8 @@ class Tasks:
         """
         check_queue()
         current = self._npu.current_stream()
-        updating = self._update_stream(graph, current)
-        with updating.lock:
+        leave_stream(current)
+        with self._locked_stream(graph, current) as updating:
             watched = None if self._watchdog is None else self._watchdog.begin(name, current)
             replayed = self._replayed.get(graph)
             if replayed is not None:
@@ -111,18 +109,25 @@ class Tasks:
         watched: WatchedStep | None,
     ) -> None:
         signalled = 0
+        looking = changed and self._allocations.looks_at(graph)
         try:
             with self._npu.stream(stream):
                 for update in updates:
                     if watched is not None:
                         watched.updating(update.name)
-                    if changed:
+                    if looking:
+                        before = self._allocations.count()
+                        self._brackets.issue(graph, stream, update)
+                        self._allocations.check(update.name, stream, before)
+                    elif changed:
                         self._brackets.issue(graph, stream, update)
                     else:
                         update.handle.event.record(stream)
                     signalled += 1
                     if watched is not None:
                         watched.signalled(stream)
+            if looking:
+                self._allocations.passed(graph)
         except BaseException as error:
             named = _named(error, updates[min(signalled, len(updates) - 1)])
             if named is not None:
@@ -152,12 +157,20 @@ class Tasks:
         # What is updated next would be signalled before that.
         updating.wait_stream(current)
 
+    @contextmanager
+    def _locked_stream(self, graph: Any, current: Any) -> Iterator[UpdateStream]:
+        """The stream to update on, which nobody else does or begins to compute on meanwhile."""
+        while True:
+            found = self._update_stream(graph, current)
+            with found.lock:
+                if not found.is_left:
+                    yield found
+                    return
+
     def _update_stream(self, graph: Any, current: Any) -> UpdateStream:
         memory = self._memories[graph]
         found = self._streams.get(memory)
-        note_use(current)
-        # On the stream of the replay the signal would queue up behind what waits for it.
-        if found is None or found.stream == current:
+        if found is None or found.is_left:
             avoid = self._capturing | self._captured_on[memory]
             found = new_update_stream(self._npu, current, avoid)
             self._streams[memory] = found

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token, copy_context
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
 P = ParamSpec("P")
@@ -58,8 +58,10 @@ class ForwardContext:
     `num_reqs` is the padded number of requests where the descriptor leaves it open. `query_len` is
     how many tokens each request of the live batch has, None where they differ or nobody said: a
     graph of mixed batches serves uniform ones too, which eager parts may run faster; None where a
-    graph is captured. `dispatcher` is told by wrappers that have no graph for the step. `compared`
-    says that the step is run on its live rows for a trial, to hold a graph's padded one against it.
+    graph is captured. `live` is the batch that the step serves, None where nobody said: what a step
+    brings for its tasks is held against it. `dispatcher` is told by wrappers that have no graph for
+    the step. `compared` says that the step is run on its live rows for a trial, to hold a graph's
+    padded one against it.
 
     Entering it makes it `current_context()` for this thread. It may be entered again after it was
     left, which is another step; `token` is unique to one step and None outside of one.
@@ -71,6 +73,7 @@ class ForwardContext:
         "descriptor",
         "dispatcher",
         "enlist",
+        "live",
         "metadata",
         "mode",
         "num_reqs",
@@ -92,8 +95,10 @@ class ForwardContext:
         query_len: int | None = None,
         dispatcher: Announcer | None = None,
         compared: bool = False,
+        live: Batch | None = None,
     ) -> None:
         self.compared = compared
+        self.live = live
         self.dispatcher = dispatcher
         self.num_reqs = num_reqs
         self.query_len = query_len
@@ -153,12 +158,14 @@ def forward_context(
     num_reqs: int | None = None,
     query_len: int | None = None,
     dispatcher: Announcer | None = None,
+    live: Batch | None = None,
 ) -> ForwardContext:
     """A context to run one step in: `with forward_context(mode, descriptor): model(...)`.
 
     `num_reqs` (padded) and `query_len` (of a uniform live batch) are for graphs of mixed batches.
     `dispatcher` is the `GraphDispatcher` that found the graph, which counts the step anew where a
-    wrapper cannot replay it (`GraphDispatcher.step` makes such a context).
+    wrapper cannot replay it (`GraphDispatcher.step` makes such a context). `live` is the batch that
+    is served: updates of tasks that leave out some of its requests are refused then.
     Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL.
     """
     mode = GraphMode.parse_runtime(mode, "a step runs in one runtime mode")
@@ -171,6 +178,7 @@ def forward_context(
         num_reqs=num_reqs,
         query_len=query_len,
         dispatcher=dispatcher,
+        live=live,
     )
 
 

@@ -177,10 +177,11 @@ class GraphDispatcher:
                 last = self._last_context
                 if last is not context and last.token is None:
                     # Or every graph would keep what its last step was given.
-                    last.updates = last.metadata = None
+                    last.updates = last.metadata = last.live = None
                 self._last_context = context
                 context.updates = updates
                 context.metadata = metadata
+                context.live = batch
                 if context.mode is GraphMode.PIECEWISE:
                     context.query_len = live_query_len(batch)
                 return context
@@ -188,7 +189,13 @@ class GraphDispatcher:
         else:
             found = self.dispatch(batch)
         context = ForwardContext(
-            found.mode, found.descriptor, found.slot, updates, metadata, dispatcher=self
+            found.mode,
+            found.descriptor,
+            found.slot,
+            updates,
+            metadata,
+            dispatcher=self,
+            live=batch,
         )
         if found.mode is GraphMode.PIECEWISE:
             context.query_len = live_query_len(batch)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import InvalidUpdateError, MissingUpdateError, tree
-from graphrt.core.batch import BatchDescriptor, ForwardContext, current_context
+from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, current_context
 from graphrt.core.replay.host_args import WORST_CASE, HostArg, HostValues
 from graphrt.core.replay.recording import Recording, counted, current_capture
 
@@ -34,13 +34,21 @@ class UpdatableTask:
         host_args: Mapping[str, HostArg],
         *,
         at_capture: Callable[[BatchDescriptor], HostValues] | None = None,
+        workspace: Callable[..., Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         """`group` is the name of a task that is given none; updates of the group reach all of its
-        tasks. `host_args` are the keywords of `issue` that a step's updates give, by name."""
+        tasks. `host_args` are the keywords of `issue` that a step's updates give, by name.
+
+        `workspace(*args, **kwargs, **worst_case)` is asked at capture, with what `issue` is given
+        and the host values of `at_capture`, for the scratch memory that the operator needs at most:
+        keywords which this task is then issued with at every replay. A call that brings its own
+        `workspace=`, or None for none, is not asked for.
+        """
         self.group = group
         self.issue = issue
         self.host_args = dict(host_args)
         self.at_capture = at_capture
+        self.workspace = workspace
 
     def __call__(self, *args: Any, task: str | None = None, **kwargs: Any) -> None:
         """Issue, or capture, the task `task` of this group with this step's host values.
@@ -53,13 +61,35 @@ class UpdatableTask:
         if context is not None and context.capture is not None:
             context.capture.task_names.update((name, self.group))
         values = self._values(context, name)
+        self.check_call(name, args, kwargs, values)
         if capture is None:
             work = counted.get()
             if work is not None:
                 work.tasks += 1
             self.issue(*args, **kwargs, **values)
-        else:
-            _record(capture, self, name, args, kwargs, values)
+            return
+        assert context is not None
+        worst = self._worst_case(context) or values
+        self.check_call(name, args, kwargs, worst)
+        if self.workspace is not None and "workspace" not in kwargs:
+            # Before the bracket begins: what is asked for may allocate.
+            kwargs = {**kwargs, **self.workspace(*args, **kwargs, **worst)}
+        _record(capture, self, name, args, kwargs, values)
+
+    def check_call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: HostValues
+    ) -> None:
+        """Raise where this call's tensors have no room for `values`; a declaration may say how.
+
+        Called before anything is issued, and at capture with the worst case too.
+        """
+
+    def _worst_case(self, context: ForwardContext) -> HostValues | None:
+        descriptor = context.descriptor
+        if self.at_capture is None or descriptor is None:
+            return None
+        reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
+        return self._padded(self.at_capture(descriptor), descriptor, reqs, None)
 
     def _values(self, context: ForwardContext | None, name: str) -> HostValues:
         descriptor = None if context is None else context.descriptor
@@ -119,8 +149,18 @@ class UpdatableTask:
         descriptor = context.descriptor
         assert descriptor is not None
         reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
+        return self._padded(values, descriptor, reqs, context.live)
+
+    def _padded(
+        self,
+        values: HostValues,
+        descriptor: BatchDescriptor,
+        reqs: int | None,
+        live: Batch | None,
+    ) -> HostValues:
+        tokens, query_len = descriptor.num_tokens, descriptor.query_len
         return {
-            key: host_arg.fitted(key, values[key], descriptor.num_tokens, reqs)
+            key: host_arg.fitted(key, values[key], tokens, reqs, query_len=query_len, live=live)
             for key, host_arg in self.host_args.items()
             if key in values
         }

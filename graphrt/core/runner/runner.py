@@ -19,12 +19,7 @@ from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.inputs import (
-    InputSpec,
-    OutputAxes,
-    StaticInputs,
-    batch_of,
-)
+from graphrt.core.inputs import InputSpec, OutputAxes, StaticInputs, batch_of
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner.compiled import pool_of, with_forward
@@ -217,13 +212,14 @@ class GraphRunner(Uncopied):
         slot = -1 if self._eager_launch else found.slot
         if updates is not None:
             step = None if slot < 0 else self._steps[slot]
-            updates = self._updates.resolve(updates, step, slot, self._steps)
+            updates = self._updates.resolve(updates, step, slot, self._steps, batch)
         try:
             if found.slot < 0:
                 self._check_open()
                 return self._unpadded.run(batch, found, values, updates, metadata)
             mode = GraphMode.NONE if self._eager_launch else found.mode
-            context = ForwardContext(mode, found.descriptor, found.slot, updates, metadata)
+            named, slot = found.descriptor, found.slot
+            context = ForwardContext(mode, named, slot, updates, metadata, live=batch)
             outputs = self._padded.run(batch, found, values, context, eager=False)
         except BaseException:
             self._updates.step_failed(updates)
@@ -248,8 +244,10 @@ class GraphRunner(Uncopied):
                 expected="a dispatch with Reason.HIT",
             )
         if updates is not None:
-            updates = self._updates.resolve(updates, self._steps[found.slot], -1, self._steps)
-        context = ForwardContext(GraphMode.NONE, found.descriptor, -1, updates, metadata)
+            step = self._steps[found.slot]
+            updates = self._updates.resolve(updates, step, -1, self._steps, batch)
+        named = found.descriptor
+        context = ForwardContext(GraphMode.NONE, named, -1, updates, metadata, live=batch)
         return self._padded.run(batch, found, values, context, eager=True)
 
     def verify(

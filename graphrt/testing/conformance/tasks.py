@@ -102,6 +102,45 @@ class TaskConformance(ConformanceBase):
             self.run(wrapper, x, updates)
         assert self.run(wrapper, x, {"attention": {"lengths": [1]}}) == [7, 11, 15, 19]
 
+    def test_a_task_asks_for_its_workspace_at_capture_and_keeps_it(self, pool: GraphPool) -> None:
+        self.need(Capability.TASK_UPDATE)
+        plain, asked, given = self.task(), [], set()
+
+        def issue(
+            x: torch.Tensor,
+            out: torch.Tensor,
+            *,
+            lengths: list[int],
+            workspace: torch.Tensor | None = None,
+        ) -> None:
+            scratch = torch.empty_like(x) if workspace is None else workspace
+            given.add(scratch.data_ptr())
+            plain.issue(x, scratch, lengths=lengths)
+            torch.mul(scratch, 1, out=out)
+
+        def workspace(
+            x: torch.Tensor, out: torch.Tensor, *, lengths: list[int]
+        ) -> dict[str, torch.Tensor]:
+            asked.append(lengths)
+            return {"workspace": torch.empty_like(x)}
+
+        task = UpdatableTask(
+            "attention", issue, plain.host_args, at_capture=plain.at_capture, workspace=workspace
+        )
+        wrapper = self.wrap(self.two_layers(task), FULL, pool)
+        x, updates = self.tensor(1, 2, 3, 4), {"attention": {"lengths": [1]}}
+        eager = self.step(
+            self.two_layers(task), PIECEWISE, x, descriptor=DESCRIPTOR, updates=updates
+        )
+        assert asked == []
+        given.clear()
+        self.capture(wrapper, FULL, x, descriptor=DESCRIPTOR)
+        assert asked == [[0] * 4] * 2
+        fixed = set(given)
+        assert self.run(wrapper, x, updates) == self.first(eager) == [7, 11, 15, 19]
+        assert self.run(wrapper, x, {"attention": {"lengths": [0, 2]}}) == [13, 22, 31, 40]
+        assert given == fixed and len(asked) == 2
+
     def test_tasks_on_both_sides_of_an_eager_break_are_updated(self, pool: GraphPool) -> None:
         self.need(Capability.TASK_UPDATE)
         layers = self.two_layers(self.task())

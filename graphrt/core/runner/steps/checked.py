@@ -86,9 +86,9 @@ class CheckedSteps:
             self._note(slot, verdict, padded=step.padded)
             return found, verdict.outputs
         if reason is None:
-            step_updates = self._resolved(updates, found, replayed=True)
+            step_updates = self._resolved(updates, found, batch, replayed=True)
             context = ForwardContext(
-                found.mode, found.descriptor, found.slot, step_updates, metadata
+                found.mode, found.descriptor, found.slot, step_updates, metadata, live=batch
             )
             try:
                 return found, self._padded.run(batch, found, values, context, eager=False)
@@ -101,11 +101,12 @@ class CheckedSteps:
                 GraphMode.NONE,
                 found.descriptor,
                 -1,
-                self._resolved(updates, found, replayed=False),
+                self._resolved(updates, found, batch, replayed=False),
                 metadata,
+                live=batch,
             )
             return eager, self._padded.run(batch, found, values, context, eager=True)
-        given = self._resolved(updates, None, replayed=False)
+        given = self._resolved(updates, None, batch, replayed=False)
         return eager, self._unpadded.run(batch, eager, values, given, metadata)
 
     def try_examples(self, make: MakeExample, release: Callable[[], None]) -> None:
@@ -136,7 +137,7 @@ class CheckedSteps:
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
     ) -> Any:
         """Run a step that no graph serves; returns copies of its outputs."""
-        given = self._resolved(updates, None, replayed=False)
+        given = self._resolved(updates, None, batch, replayed=False)
         outputs = self._unpadded.run(batch, found, values, given, metadata)
         return tree.map_tensors(torch.Tensor.clone, outputs)
 
@@ -164,9 +165,9 @@ class CheckedSteps:
         assert step is not None
         alone = Dispatch(GraphMode.NONE, unpadded_of(batch), Reason.HIT)
         # The last of them is what the graph is given.
-        given = self._resolved(updates, None, replayed=False)
-        eager = self._resolved(updates, found, replayed=False)
-        replayed = self._resolved(updates, found, replayed=True)
+        given = self._resolved(updates, None, batch, replayed=False)
+        eager = self._resolved(updates, found, batch, replayed=False)
+        replayed = self._resolved(updates, found, batch, replayed=True)
 
         def run_padded(context: ForwardContext, **how: Any) -> Any:
             return padded.run(batch, found, values, context, holder=self, **how)
@@ -227,13 +228,15 @@ class CheckedSteps:
             checks.look_again()
         checks.tried(slot, verdict, padded=padded)
 
-    def _resolved(self, updates: Any, found: Dispatch | None, *, replayed: bool) -> Any:
+    def _resolved(
+        self, updates: Any, found: Dispatch | None, batch: Batch, *, replayed: bool
+    ) -> Any:
         if updates is None:
             return None
         steps = self._steps
         step = None if found is None else steps[found.slot]
         slot = found.slot if found is not None and replayed else -1
-        return self._updates.resolve(updates, step, slot, steps)
+        return self._updates.resolve(updates, step, slot, steps, batch)
 
 
 def _example_of(descriptor: BatchDescriptor) -> Batch:

@@ -43,6 +43,7 @@ class PaddedTrial:
         agreed: bool = False,
     ) -> None:
         self.pads = pads
+        self._batch = batch
         self._tokens = batch.num_tokens
         self._reqs = reqs
         self._found = found
@@ -72,6 +73,7 @@ class PaddedTrial:
             found.slot,
             self._updates_replayed,
             self._metadata_replayed,
+            live=self._batch,
         )
         return _copies(self._run_padded(context, eager=False, probe=None))
 
@@ -92,7 +94,12 @@ class PaddedTrial:
     def _eager(self, probe: Probe) -> Any:
         self._inputs.padding.put_back(self._kept)
         context = ForwardContext(
-            GraphMode.NONE, self._found.descriptor, -1, self._updates_eager, self._metadata_eager
+            GraphMode.NONE,
+            self._found.descriptor,
+            -1,
+            self._updates_eager,
+            self._metadata_eager,
+            live=self._batch,
         )
         return _copies(self._run_padded(context, eager=True, probe=probe))
 

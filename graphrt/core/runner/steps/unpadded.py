@@ -72,6 +72,7 @@ class UnpaddedSteps:
             metadata,
             num_reqs=reqs,
             compared=around is not None,
+            live=batch,
         )
         outer = pool.check_free(holder or context)
         try:

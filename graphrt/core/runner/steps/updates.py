@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import MissingUpdateError
+from graphrt.core.batch import Batch
 from graphrt.core.replay import UNCHANGED, check_names
 from graphrt.core.runner.steps.padded_step import PaddedStep
 
@@ -16,10 +17,11 @@ from graphrt.core.runner.steps.padded_step import PaddedStep
 class LastUpdates:
     """The updates of the last step that had some, and the graph that was given them last."""
 
-    __slots__ = ("_failed", "_given", "_slot")
+    __slots__ = ("_failed", "_given", "_live", "_slot")
 
     def __init__(self) -> None:
         self._given: Any = None
+        self._live: tuple[int, int | None] | None = None
         self._slot = -1
         self._failed = False
 
@@ -38,14 +40,16 @@ class LastUpdates:
         step: PaddedStep | None,
         slot: int,
         steps: Iterable[PaddedStep | None],
+        batch: Batch,
     ) -> Any:
         """What the context of this step says: `updates` of the tasks that it has.
 
         `step` is what the padding is of, None for steps that are not padded; `slot` is of the graph
         that is replayed, -1 for eager steps. UNCHANGED stays what it is only where the graph has
-        been given those values already. Raises `InvalidUpdateError` for names of no task in
-        `steps`.
+        been given those values already, for a `batch` of as many requests. Raises
+        `InvalidUpdateError` for names of no task in `steps`.
         """
+        before, self._live = self._live, (batch[0], batch[1])
         if updates is UNCHANGED:
             if self._failed:
                 raise MissingUpdateError(
@@ -54,7 +58,7 @@ class LastUpdates:
                     expected="updates for every task",
                     advice="pass the updates of this step",
                 )
-            if 0 <= slot == self._slot:
+            if 0 <= slot == self._slot and before == self._live:
                 return updates
             updates = self._given
             given = self._given

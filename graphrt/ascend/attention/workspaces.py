@@ -1,0 +1,92 @@
+"""The scratch memory of attention operators: how much a call needs at most, asked at capture.
+
+Without a workspace torch_npu takes one from the cache of the stream that a task is updated on and
+gives it back at once, while the graph goes on writing to that address. So the operator's own
+function is asked for it while the graph is captured: it lies in the graph's pool, like everything
+else that the graph writes, and every update names it again.
+
+Each function here takes what its operator is called with, by position where that does, and returns
+the keywords to add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphrt.ascend.driver import torch_npu
+
+_LONGEST_AT = 6144
+"""Keys at which vllm-ascend finds the workspace of paged attention the largest."""
+
+
+def of_fused(*args: Any, out: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """Of `npu_fused_infer_attention_score`; whatever its lengths, by what its name says."""
+    ask = torch_npu()._npu_fused_infer_attention_score_get_max_workspace
+    return {"workspace": ask(*args, **kwargs)}
+
+
+def of_fused_v2(*args: Any, out: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """Of `npu_fused_infer_attention_score_v2`."""
+    ask = torch_npu()._npu_fused_infer_attention_score_v2_get_max_workspace
+    return {"workspace": ask(*args, **kwargs)}
+
+
+def of_paged(
+    *args: Any, context_lens: Sequence[int], out: torch.Tensor, **kwargs: Any
+) -> dict[str, torch.Tensor]:
+    """Of `_npu_paged_attention`: the largest of those that are asked for.
+
+    It splits keys among cores by their lengths, so that the longest do not need the most.
+    """
+    ask = torch_npu()._npu_paged_attention_get_workspace
+    if kwargs:
+        # By position only, where the operator has its lengths and its output.
+        names = ("query", "key_cache", "value_cache", "num_kv_heads", "num_heads", "scale_value")
+        args = (*args, *(kwargs[name] for name in (*names, "block_table")[len(args) :]))
+
+    def asked(lengths: Sequence[int]) -> torch.Tensor:
+        found: torch.Tensor = ask(*args, torch.tensor(lengths, dtype=torch.int32), out)
+        return found
+
+    return {"workspace": _largest(asked, context_lens)}
+
+
+def of_mla(
+    *args: Any,
+    context_lens: Sequence[int],
+    output: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> dict[str, torch.Tensor]:
+    """Of `npu_multi_head_latent_attention`. Only its overload with `lse` takes a workspace, so one
+    that nobody reads is added where the call has none."""
+    ask = torch_npu().atb._npu_multi_head_latent_attention_get_workspace
+    names = ("q_nope", "q_rope", "ctkv", "k_rope", "block_tables")
+    more = ("q_headnum", "qk_scale", "kv_headnum")
+    args = (*args, *(kwargs.pop(name) for name in (*names, *more)[len(args) :]))
+
+    def asked(lengths: Sequence[int]) -> torch.Tensor:
+        found: torch.Tensor = ask(*args[:5], list(lengths), *args[5:], lse is not None, **kwargs)
+        return found
+
+    found = {"workspace": _largest(asked, context_lens)}
+    if lse is None:
+        found["unread_lse"] = torch.empty(1, dtype=args[0].dtype, device=args[0].device)
+    return found
+
+
+def _largest(asked: Any, worst: Sequence[int]) -> torch.Tensor:
+    longest = max(worst)
+    powers = [1 << bit for bit in range(longest.bit_length())]
+    candidates = {longest, min(longest, _LONGEST_AT), *powers}
+    found: torch.Tensor | None = None
+    for keys in sorted(candidates, reverse=True):
+        # Those of requests that are padding are 0, also in the worst case.
+        tensor = asked([min(keys, each) for each in worst])
+        if found is None or tensor.nbytes > found.nbytes:
+            found = tensor
+    assert found is not None
+    return found

@@ -1,0 +1,452 @@
+"""What is queued on which stream, and in which order, around a replay: on no device at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_npu import FakeGraph, FakeNpu, FakeStream
+
+from graphrt.ascend.driver import launch_queue
+from graphrt.ascend.update import allocations, is_update_stream
+from graphrt.ascend.update.brackets import Groups, TaskHandle
+from graphrt.ascend.update.streams import new_update_stream, note_use
+from graphrt.ascend.update.tasks import Tasks
+from graphrt.core.base import CaptureError, DeviceHangError, PlatformError, TaskContractError
+
+
+class Memory:
+    """Stands for the memory of one pool."""
+
+
+class Update:
+    """One task; `fails` is raised where its operator is issued."""
+
+    def __init__(self, npu: FakeNpu, name: str, handle: TaskHandle) -> None:
+        self.npu, self.name, self.handle = npu, name, handle
+        self.fails: BaseException | None = None
+        self.values: dict[str, Any] = {}
+        self.does: Callable[[], object] = lambda: None
+
+    def issue(self) -> None:
+        self.npu.log.append(f"{self.npu.current} issues {self.name}")
+        self.does()
+        if self.fails is not None:
+            raise self.fails
+
+
+class Watchdog:
+    """Notes what it is told of steps."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def begin(self, name: str, stream: FakeStream) -> Any:
+        self.log.append(f"{name} on {stream}")
+        return Step(self.log)
+
+    def drop(self, step: Any) -> None:
+        self.log.append("dropped")
+
+
+class Step:
+    is_launched = False
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def updating(self, task: str) -> None:
+        self.log.append(f"updating {task}")
+
+    def signalled(self, stream: FakeStream) -> None:
+        self.log.append(f"signalled on {stream}")
+
+    def launched(self, done: Any) -> None:
+        self.is_launched = True
+        self.log.append("launched")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"allocation": {"all": {"allocated": 0}}}
+    monkeypatch.setattr(allocations, "memory_stats", lambda device: stats)
+
+
+class World:
+    """Tasks of one graph, captured on S0 of a pool."""
+
+    def __init__(
+        self, order: Any = "replay_first", watchdog: Any = None, *, count: int = 2
+    ) -> None:
+        self.count = count
+        self.npu = FakeNpu()
+        self.memory: Any = Memory()
+        self.tasks = Tasks(self.npu, order=order, strategy="groups", watchdog=watchdog)
+        self.graph = FakeGraph(self.npu)
+        self.updates = self.capture(self.graph)
+
+    def capture(self, graph: FakeGraph) -> list[Any]:
+        stream = self.npu.pool[0]
+        self.tasks.leave(stream, self.memory)
+        found = []
+        with self.npu.stream(stream):
+            for place in range(self.count):
+                self.tasks.begin(graph, self.memory)
+                found.append(Update(self.npu, f"task {place}", self.tasks.end(graph)))
+        self.tasks.return_to(stream)
+        return found
+
+    def replay(self, changed: bool = True) -> list[str]:
+        self.npu.told()
+        self.tasks.replay(self.graph, self.updates, changed, "graph")
+        return self.npu.told()
+
+    @property
+    def updating(self) -> FakeStream:
+        found: FakeStream = self.tasks._streams[self.memory].stream
+        return found
+
+
+ISSUED = [
+    "S1 begin group",
+    "S1 issues task 0",
+    "S1 end",
+    "S1 signals signal 0",
+    "S1 begin group",
+    "S1 issues task 1",
+    "S1 end",
+    "S1 signals signal 1",
+]
+
+
+def test_a_captured_task_waits_and_resets_its_signal_before_its_group():
+    world = World()
+    one = ["S0 takes signal 0", "S0 resets signal 0", "S0 group begin", "S0 group end"]
+    assert world.npu.told() == one + [each.replace("signal 0", "signal 1") for each in one]
+    assert [update.handle.group for update in world.updates] == ["group", "group"]
+
+
+def test_replay_first_launches_and_then_updates_behind_the_replay_before():
+    world = World()
+    launch = ["graph.replay on C", "C records event 1"]
+    assert world.replay() == [*launch, *ISSUED]
+    launch = ["graph.replay on C", "C records event 2"]
+    assert world.replay() == ["S1 waits for event 1", *launch, *ISSUED]
+    assert world.replay()[0] == "S1 waits for event 2"
+
+
+def test_update_first_lets_the_replay_wait_for_all_signals():
+    world = World("update_first")
+    launch = ["C waits for S1", "graph.replay on C"]
+    assert world.replay() == [*ISSUED, *launch, "C records event 1"]
+    assert world.replay() == ["S1 waits for event 1", *ISSUED, *launch, "C records event 2"]
+
+
+@pytest.mark.parametrize("order", ["replay_first", "update_first"])
+def test_unchanged_tasks_are_signalled_and_not_issued(order):
+    world = World(order)
+    told = world.replay(changed=False)
+    assert [each for each in told if each.startswith("S1")] == [
+        "S1 signals signal 0",
+        "S1 signals signal 1",
+    ]
+
+
+SETTLED = [
+    "C waits for S1",
+    "C signals signal 0",
+    "C takes signal 0",
+    "C resets signal 0",
+    "C signals signal 1",
+    "C takes signal 1",
+    "C resets signal 1",
+    "S1 waits for C",
+]
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("order", ["replay_first", "update_first"])
+def test_a_failed_update_lets_the_replay_end_and_leaves_no_signal(order, place):
+    world = World(order)
+    world.updates[place].fails = Boom()
+    world.npu.told()
+    with pytest.raises(Boom):
+        world.tasks.replay(world.graph, world.updates, True, "graph")
+    told = world.npu.told()
+    until = ISSUED[: 4 * place + 3]
+    # The region is closed, and the task itself is not signalled by its update.
+    if order == "replay_first":
+        signals = ["S1 signals signal 0", "S1 signals signal 1"]
+        launch = ["graph.replay on C", "C records event 1"]
+        assert told == [*launch, *until, *signals, *SETTLED]
+    else:
+        assert told == [*until, *SETTLED]
+    world.updates[place].fails = None
+    last = "S1 signals signal 1" if order == "replay_first" else "C records event 1"
+    assert world.replay()[-1] == last
+
+
+@pytest.mark.parametrize("order", ["replay_first", "update_first"])
+def test_a_replay_that_cannot_be_launched_leaves_no_signal(order):
+    world = World(order)
+    world.graph.fails = ("replay",)
+    with pytest.raises(RuntimeError, match="replay fails"):
+        world.replay()
+    assert world.npu.told()[-len(SETTLED) :] == SETTLED
+
+
+@pytest.mark.parametrize("order", ["replay_first", "update_first"])
+def test_the_watchdog_is_told_of_every_task_and_of_the_launch(order):
+    watchdog = Watchdog()
+    world = World(order, watchdog)
+    world.replay()
+    tasks = [
+        "updating task 0",
+        "signalled on S1",
+        "updating task 1",
+        "signalled on S1",
+    ]
+    first = order == "replay_first"
+    told = ["launched", *tasks] if first else [*tasks, "launched"]
+    assert watchdog.log == ["graph on C", *told]
+    watchdog.log.clear()
+    world.updates[1].fails = Boom()
+    with pytest.raises(Boom):
+        world.replay()
+    # What was launched still has to end, and is watched until it does.
+    assert ("dropped" in watchdog.log) is not first
+    assert watchdog.log[-1] == ("updating task 1" if first else "dropped")
+
+
+def test_an_error_of_torch_npu_is_named_with_its_task():
+    world = World(count=4)
+    text = "fn:x NPU function error: aclmdlRICaptureTaskUpdateEnd, error code is 507000"
+    for place in range(4):
+        world.updates[place].fails = RuntimeError(text)
+        with pytest.raises(TaskContractError, match=f"task {place}") as caught:
+            world.replay()
+        assert str(caught.value.__cause__) == text
+        world.updates[place].fails = None
+
+
+def test_once_the_queue_of_launches_has_ended_nothing_is_replayed(monkeypatch):
+    monkeypatch.setattr(launch_queue, "_first", [])
+    world = World()
+    world.updates[1].fails = RuntimeError("The process exits for this inner error, and so on")
+    with pytest.raises(DeviceHangError, match="task 1") as caught:
+        world.replay()
+    assert caught.value.task == "task 1"
+    world.npu.told()
+    with pytest.raises(CaptureError, match="start the process anew"):
+        world.tasks.replay(world.graph, world.updates, True, "graph")
+    assert world.npu.told() == []
+
+
+def test_an_update_that_allocates_is_named_and_looked_for_at_each_first_time(monkeypatch):
+    world = World()
+    count = [0]
+    monkeypatch.setattr(
+        allocations, "memory_stats", lambda device: {"allocation": {"all": {"allocated": count[0]}}}
+    )
+    owners = [0]
+    monkeypatch.setattr(world.npu, "memory_snapshot", lambda: [{"stream": each} for each in owners])
+
+    def allocate() -> None:
+        count[0] += 1
+
+    world.updates[1].does = allocate
+    # Somebody else's, as the update stream has no memory.
+    world.replay()
+    world.graph = FakeGraph(world.npu)
+    world.updates = world.capture(world.graph)
+    world.updates[1].does = allocate
+    owners.append(world.updating.npu_stream)
+    for _ in range(2):
+        with pytest.raises(TaskContractError, match=r"task 1.*allocated"):
+            world.replay()
+    world.replay(changed=False)
+    world.updates[1].does = lambda: None
+    world.replay()
+    world.updates[1].does = allocate
+    world.replay()  # known by now
+
+
+# Streams -------------------------------------------------------------------------------------
+
+
+def test_the_updates_of_a_pool_run_on_no_stream_that_is_captured_or_replayed_on():
+    world = World()
+    world.replay()
+    assert world.updating.name == "S1"
+    # Now another pool is captured on it.
+    world.tasks.leave(world.npu.pool[1], Memory())  # type: ignore[arg-type]
+    world.replay()
+    assert world.updating.name == "S2"
+    # And the graph is replayed on that one.
+    with world.npu.stream(world.npu.pool[2]):
+        told = world.replay()
+        assert world.updating.name == "S3"
+    assert "graph.replay on S2" in told and "S3 begin group" in told
+
+
+def test_a_stream_that_is_captured_on_now_is_never_updated_on():
+    world = World()
+    npu = world.npu
+    del npu.pool[3:]
+    streams_left = [npu.pool[1], npu.pool[2]]
+    npu.Stream = lambda: streams_left[0]  # type: ignore[method-assign]
+    world.tasks.leave(npu.pool[1], Memory())  # type: ignore[arg-type]
+    with pytest.raises(PlatformError, match="no stream to update tasks on"):
+        world.replay()
+    world.tasks.return_to(npu.pool[1])
+    world.replay()
+    assert world.updating.name == "S1"
+
+
+def test_the_stream_of_a_pools_own_captures_is_never_updated_on():
+    world = World()
+    world.npu.Stream = lambda: world.npu.pool[0]  # type: ignore[method-assign]
+    with pytest.raises(PlatformError, match="no stream to update tasks on"):
+        world.replay()
+
+
+def test_streams_that_nobody_uses_go_first_then_those_of_other_pools_then_used_ones():
+    npu = FakeNpu(streams=4)
+    avoid = {npu.pool[0].npu_stream}
+    note_use(npu.pool[1])
+    found = [new_update_stream(npu, npu.current, avoid) for _ in range(2)]
+    assert [each.stream.name for each in found] == ["S2", "S3"]
+    assert all(is_update_stream(each.stream) for each in found)
+    assert not is_update_stream(npu.pool[1])
+    # None is left but the used one: another pool's is better, with the same lock.
+    again = new_update_stream(npu, npu.current, avoid)
+    assert again in found
+    # What was updated on longest ago.
+    note_use(found[0].stream)
+    assert new_update_stream(npu, npu.current, avoid) is found[1]
+    note_use(found[1].stream)
+    assert new_update_stream(npu, npu.current, avoid) is found[0]
+    # Not the current one, and not what is avoided, whoever updates on it.
+    assert new_update_stream(npu, found[0].stream, avoid) is found[1]
+    more = avoid | {found[1].id}
+    assert new_update_stream(npu, npu.current, more) is found[0]
+    used = new_update_stream(npu, npu.current, {*more, found[0].id})
+    assert used.stream.name == "S1"
+    assert is_update_stream(used.stream)
+
+
+def test_of_used_streams_the_one_that_was_used_longest_ago_is_taken():
+    npu = FakeNpu(streams=3)
+    for place in (1, 2, 0):
+        note_use(npu.pool[place])
+    assert new_update_stream(npu, npu.current, ()).stream.name == "S1"
+    note_use(npu.pool[0])
+    assert new_update_stream(npu, npu.pool[2], {npu.pool[1].npu_stream}).stream.name == "S0"
+
+
+def test_a_stream_is_free_again_when_its_pool_is_gone():
+    npu = FakeNpu(streams=1)
+    found = new_update_stream(npu, npu.current, ())
+    assert is_update_stream(npu.pool[0])
+    del found
+    assert not is_update_stream(npu.pool[0])
+
+
+# Threads -------------------------------------------------------------------------------------
+
+
+def blocked(function: Callable[[], object]) -> threading.Thread:
+    """A thread that is in `function` and does not come out of it."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(timeout=0.2)
+    assert thread.is_alive()
+    return thread
+
+
+def test_two_threads_that_share_an_update_stream_take_turns():
+    world = World()
+    world.replay()
+    update_stream = world.tasks._streams[world.memory]
+    with update_stream.lock:
+        world.npu.told()
+        thread = blocked(lambda: world.tasks.replay(world.graph, world.updates, True, "graph"))
+        assert world.npu.told() == []
+    thread.join(timeout=10)
+    assert world.npu.told()[-1] == "S1 signals signal 1"
+
+
+@pytest.mark.parametrize("what", ["a capture", "a replay of another pool"])
+def test_who_is_to_use_a_stream_waits_for_the_update_on_it_which_is_the_last_one(what):
+    """What is launched inside of an update would be taken for a part of it."""
+    world, other = World(), World()
+    world.replay()
+    stream = world.updating
+    update_stream = world.tasks._streams[world.memory]
+
+    def use() -> None:
+        if what == "a capture":
+            other.tasks.leave(stream, Memory())  # type: ignore[arg-type]
+        else:
+            other.npu.current = stream
+            other.replay()
+
+    with update_stream.lock:
+        other.npu.told()
+        thread = blocked(use)
+        assert other.npu.told() == []
+        # One that has found its stream, and waits for its turn on it.
+        late = blocked(world.replay)
+    for each in (thread, late):
+        each.join(timeout=10)
+        assert not each.is_alive()
+    world.replay()
+    assert world.updating != stream
+    assert not is_update_stream(stream)
+
+
+def test_a_step_that_finds_its_stream_left_when_its_turn_comes_takes_another():
+    world = World()
+    world.replay()
+    update_stream = world.tasks._streams[world.memory]
+    with update_stream.lock:
+        world.npu.told()
+        told: list[list[str]] = []
+        thread = blocked(lambda: told.append(world.replay()))
+        update_stream.is_left = True
+    thread.join(timeout=10)
+    (orders,) = told
+    assert "S2 begin group" in orders and "S1 begin group" not in orders
+    # Behind the replay before, as ever.
+    assert orders[0] == "S2 waits for event 1"
+
+
+# Brackets ------------------------------------------------------------------------------------
+
+
+def test_the_group_of_a_failed_task_is_closed_once():
+    npu = FakeNpu()
+    groups, graph = Groups(npu), FakeGraph(npu)
+    groups.abort(graph)
+    assert npu.told() == []
+    groups.begin(graph)
+    npu.told()
+    groups.abort(graph)
+    groups.abort(graph)
+    assert npu.told() == ["C group end"]
+
+
+def test_an_interrupt_in_an_update_closes_it():
+    world = World()
+    world.updates[0].fails = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        world.replay()
+    told = world.npu.told()
+    assert told.index("S1 end") == told.index("S1 issues task 0") + 1
+    assert told[-len(SETTLED) :] == SETTLED
