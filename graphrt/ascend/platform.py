@@ -22,7 +22,7 @@ from graphrt.ascend.driver import (
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import AscendOptions, update_order_of
 from graphrt.ascend.private_torch import current_device, memory_stats, raw_stream_of, weak_ref
-from graphrt.ascend.update import TaskHandle, Tasks, is_update_stream
+from graphrt.ascend.update import TaskHandle, Tasks, UpdateWindow, is_update_stream
 from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.base import CaptureError
 from graphrt.core.capture import GraphWrapper
@@ -47,6 +47,7 @@ class AscendPlatform(Platform):
             Capability.SHARED_POOL,
             Capability.STREAMS,
             Capability.TASK_UPDATE,
+            Capability.DEFERRED_UPDATE,
             Capability.RANDOM,
         }
     )
@@ -215,6 +216,24 @@ class AscendPlatform(Platform):
         self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
     ) -> None:
         self._tasks.replay(graph, updates, changed, name)
+
+    def launch_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, name: str = "") -> bool:
+        return self._tasks.launch(graph, updates, name)
+
+    def update_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
+        self._tasks.update(graph, updates, changed)
+
+    def updating(
+        self, graph: Any, updates: Sequence[TaskUpdate]
+    ) -> AbstractContextManager[UpdateWindow]:
+        """Let the host update the tasks of `graph` itself: after `launch_deferred`, or before it.
+
+        Inside, the pool's update stream is current and may be updated on: what was replayed of the
+        graph before is over by then. The host issues every task on it and signals each with
+        `UpdateWindow.signal`. If it raises, or leaves one out (`TaskContractError`), a launched
+        graph comes to its end with old arguments, and no signal stays behind.
+        """
+        return self._tasks.updating(graph, updates)
 
 
 class ACLGraphWrapper(GraphWrapper):

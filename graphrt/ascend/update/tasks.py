@@ -7,8 +7,8 @@ afterwards the update stream would wait for what waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ from graphrt.ascend.driver import check_queue, explain_replay, has_queue_ended, 
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import UpdateOrder, UpdateStrategy
 from graphrt.ascend.update.brackets import AutoDispatch, Groups, TaskHandle
+from graphrt.ascend.update.deferred import Launch, UpdateWindow, still_waiting, too_early
 from graphrt.ascend.update.streams import UpdateStream, new_update_stream, note_use
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base import DeviceHangError, GraphRTError
@@ -42,6 +43,9 @@ class Tasks:
         self._memories: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
         self._streams: WeakKeyDictionary[GraphMemory, UpdateStream] = WeakKeyDictionary()
         self._replayed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        # Launched graphs whose update is to come, and graphs updated whose launch is.
+        self._launched: WeakKeyDictionary[Any, Launch] = WeakKeyDictionary()
+        self._ahead: WeakKeyDictionary[Any, UpdateStream] = WeakKeyDictionary()
 
     def begin(self, graph: Any, memory: GraphMemory) -> None:
         self._brackets.begin(graph)
@@ -78,10 +82,8 @@ class Tasks:
         current = self._npu.current_stream()
         updating = self._update_stream(graph, current)
         with updating.lock:
+            self._begin(graph, updating, current, updates, name)
             watched = None if self._watchdog is None else self._watchdog.begin(name, current)
-            replayed = self._replayed.get(graph)
-            if replayed is not None:
-                updating.stream.wait_event(replayed)
             try:
                 if self._update_first:
                     self._update(graph, updating.stream, updates, changed, watched)
@@ -95,6 +97,90 @@ class Tasks:
                 if watched is not None and self._watchdog is not None and not watched.is_launched:
                     self._watchdog.drop(watched)
                 raise
+
+    def launch(self, graph: Any, updates: Sequence[TaskUpdate], name: str) -> bool:
+        """Replay; returns whether the graph waits for `update` or `updating`, else that was before.
+
+        Raises `MissingCapabilityError` where the device needs the update first and has none.
+        """
+        check_queue()
+        current = self._npu.current_stream()
+        ahead = self._ahead.pop(graph, None)
+        if ahead is None and self._update_first:
+            raise too_early(name)
+        updating = ahead or self._update_stream(graph, current)
+        with updating.lock:
+            if ahead is None:
+                self._begin(graph, updating, current, updates, name)
+            watched = None if self._watchdog is None else self._watchdog.begin(name, current)
+            try:
+                if ahead is not None:
+                    current.wait_stream(updating.stream)
+                self._launch(graph, current, watched)
+                if ahead is None:
+                    self._launched[graph] = Launch(updating, current, watched)
+            except BaseException:
+                self._settle(updating.stream, current, updates)
+                if watched is not None and self._watchdog is not None and not watched.is_launched:
+                    self._watchdog.drop(watched)
+                raise
+        return ahead is None
+
+    def update(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool) -> None:
+        """Update the tasks of a launched graph, if `changed`, and signal them."""
+        launch = self._launched.pop(graph)
+        with launch.updating.lock:
+            try:
+                self._update(graph, launch.updating.stream, updates, changed, launch.watched)
+            except BaseException:
+                self._settle(launch.updating.stream, launch.stream, updates)
+                raise
+
+    @contextmanager
+    def updating(self, graph: Any, updates: Sequence[TaskUpdate]) -> Iterator[UpdateWindow]:
+        """See `AscendPlatform.updating`."""
+        check_queue()
+        launch = self._launched.pop(graph, None)
+        current = self._npu.current_stream() if launch is None else launch.stream
+        updating = self._update_stream(graph, current) if launch is None else launch.updating
+        with updating.lock:
+            if launch is None:
+                self._begin(graph, updating, current, updates, "an update before its launch")
+            watched = None if launch is None else launch.watched
+            window = UpdateWindow(updating.stream, updates, watched)
+            try:
+                with self._npu.stream(updating.stream):
+                    yield window
+                window.check()
+                if launch is None:
+                    self._ahead[graph] = updating
+            except BaseException as error:
+                # What raised between the host's begin and its end left the update open.
+                with suppress(RuntimeError):
+                    self._npu.graph_task_update_end(updating.stream)
+                self._settle(updating.stream, current, updates)
+                named = _named(error, window.next)
+                if named is not None:
+                    raise named from error
+                raise
+
+    def _begin(
+        self,
+        graph: Any,
+        updating: UpdateStream,
+        current: Any,
+        updates: Sequence[TaskUpdate],
+        name: str,
+    ) -> None:
+        """Fence the update of a step that is not launched yet behind the replay before it."""
+        if any(launch.updating is updating for launch in self._launched.values()):
+            raise still_waiting(name)
+        if self._ahead.pop(graph, None) is not None:
+            # Its signals would let the tasks of this step run with what it was updated to.
+            self._settle(updating.stream, current, updates)
+        replayed = self._replayed.get(graph)
+        if replayed is not None:
+            updating.stream.wait_event(replayed)
 
     def _launch(self, graph: Any, stream: Any, watched: WatchedStep | None) -> None:
         graph.replay()
