@@ -207,7 +207,7 @@ class AscendPlatform(Platform):
     # Tasks -----------------------------------------------------------------------------------
 
     def task_begin(self, graph: Any) -> None:
-        self._tasks.begin(graph, self._captures.memory_of(graph))
+        self._tasks.begin(graph)
 
     def task_end(self, graph: Any) -> TaskHandle:
         return self._tasks.end(graph)

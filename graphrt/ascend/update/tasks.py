@@ -47,9 +47,8 @@ class Tasks:
         self._launched: WeakKeyDictionary[Any, Launch] = WeakKeyDictionary()
         self._ahead: WeakKeyDictionary[Any, UpdateStream] = WeakKeyDictionary()
 
-    def begin(self, graph: Any, memory: GraphMemory) -> None:
+    def begin(self, graph: Any) -> None:
         self._brackets.begin(graph)
-        self._memories[graph] = memory
 
     def end(self, graph: Any) -> TaskHandle:
         return self._brackets.end(graph)
@@ -58,8 +57,10 @@ class Tasks:
         """Close what a failed task left open."""
         self._brackets.abort(graph)
 
-    def leave(self, stream: Any, memory: GraphMemory) -> None:
-        """Update nothing on `stream` any more, which is going to be captured on into `memory`."""
+    def capture(self, graph: Any, stream: Any, memory: GraphMemory) -> None:
+        """Update nothing on `stream` any more, on which `graph` is captured into `memory`."""
+        # Its tasks may be bracketed by the host, without `begin`.
+        self._memories[graph] = memory
         note_use(stream)
         self._capturing.add(stream.npu_stream)
         self._captured_on.setdefault(memory, set()).add(stream.npu_stream)

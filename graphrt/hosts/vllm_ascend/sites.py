@@ -143,19 +143,22 @@ class HostUpdate:
             )
         issued = self.watch.take()
         if issued and site.issued is not None:
-            if len(issued) != 1 or issued[0].function is not site.issued.function:
+            # Others may have asked for scratch memory.
+            new = [each for each in issued if each.function is site.issued.function]
+            if len(new) != 1 or new[0] is not issued[-1]:
                 raise TaskContractError(
                     "a site was updated with other operators than it was captured with",
                     got=", ".join(str(each.function) for each in issued),
                     expected=str(site.issued.function),
+                    advice="issue the captured operator once, between update_begin and update_end",
                 )
-            _check_lengths(site, issued[0])
-            site.before, site.issued = site.issued, issued[0]
+            _check_lengths(new[0])
+            site.before, site.issued = site.issued, new[0]
         assert site.task is not None
         self._window.signal(site.task)
 
 
-def _check_lengths(site: Site, issued: Issued) -> None:
+def _check_lengths(issued: Issued) -> None:
     for name, value in issued.kwargs.items():
         if type(value) is list and value and type(value[0]) is int and min(value) < 0:
             raise InvalidUpdateError(
