@@ -94,7 +94,7 @@ class Host:
     def params(self, sizes: tuple[int, ...]) -> GraphParams:
         return GraphParams(
             {size: [] for size in sizes},
-            {size: None for size in sizes},
+            dict.fromkeys(sizes),
             {size: [] for size in sizes},
             {size: [] for size in sizes},
         )
@@ -210,7 +210,9 @@ def scratch() -> torch.Tensor:
     return torch.empty(1 << 16, dtype=torch.uint8, device="npu")
 
 
-def contexts(layers: int, key: Key, mode: Mode, lens: list[int], table: Any, **kind: Any) -> Context:
+def contexts(
+    layers: int, key: Key, mode: Mode, lens: list[int], table: Any, **kind: Any
+) -> Context:
     metadata = Metadata(lens, table)
     return Context(key, mode, {f"layers.{i}": metadata for i in range(layers)}, **kind)
 

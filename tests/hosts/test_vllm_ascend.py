@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import protocol_engine as host
 import pytest
@@ -114,6 +115,18 @@ def test_updates_of_every_kind_equal_eager(way, first):
     assert made.differs(25, first=first) == []
 
 
+def test_what_a_graph_reads_lives_until_its_device_is_done_with_it(runner):
+    tables = []
+    for _ in range(4):
+        lens = runner.fill(8)
+        tables.append(runner.table.clone())
+        runner.replay(Key(8), lens, tables[-1])
+    alive = [weakref.ref(table) for table in tables]
+    tables.clear()
+    # The last two steps': of the one before, the device may not be through yet.
+    assert [each() is not None for each in alive] == [False, False, True, True]
+
+
 @pytest.mark.parametrize(
     "kind",
     [{"is_draft_model": True}, {"is_draft_model": True, "is_draft_model_prefill": True}],
@@ -180,7 +193,7 @@ def test_a_step_without_an_update_is_told_at_the_next_one(runner):
 
 def test_a_negative_length_is_named_and_the_device_serves_on(runner):
     lens = runner.fill(8)
-    with pytest.raises((InvalidUpdateError, RuntimeError), match="negative|length"):
+    with pytest.raises(InvalidUpdateError, match="negative length"):
         runner.replay(Key(8), [-1, *lens[1:]])
     torch.npu.synchronize()
     assert runner.differs(6) == []

@@ -1,4 +1,4 @@
-"""vllm-ascend's own unit tests of its graphs over the simulator, with its graphs and with graphrt's.
+"""vllm-ascend's own unit tests of its graphs over the simulator, with or without graphrt.
 
     python -m tests.hosts.vllm_ascend_suite SOURCES [--own] [pytest's arguments]
 
@@ -82,8 +82,9 @@ def main() -> int:
     for test, (outcome, why) in told.outcomes.items():
         print(f"| {test.removeprefix('tests/ut/')} | {outcome} | {why[:120]} |")
     outcomes = [outcome for outcome, _ in told.outcomes.values()]
-    print(f"{outcomes.count('passed')} passed, {outcomes.count('failed')} failed of {len(outcomes)}")
-    return outcomes.count("failed")
+    failed = outcomes.count("failed")
+    print(f"{outcomes.count('passed')} passed, {failed} failed of {len(outcomes)}")
+    return failed
 
 
 if __name__ == "__main__":

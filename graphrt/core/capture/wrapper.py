@@ -238,8 +238,8 @@ class GraphWrapper(Uncopied):
         self._sealing.open()
 
     def update(self, updates: Updates) -> None:
-        """The updates of the step that was called with `DEFERRED`; raises `MissingUpdateError` where
-        none was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
+        """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
+        was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
         waiting_step(self.pool, self._entries.values()).end(self.pool, updates)
 
     def drop(self, descriptor: BatchDescriptor) -> None:

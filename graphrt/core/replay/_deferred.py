@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from graphrt.core.base import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch import ForwardContext
-from graphrt.core.replay.host_args import Updates, _Marker
+from graphrt.core.replay.host_args import UNCHANGED, Updates, _Marker
 from graphrt.core.replay.pool import AwaitsUpdates, GraphPool
 from graphrt.core.replay.segments import TaskedSegment
 from graphrt.core.replay.task_table import TaskTable, resolve_updates
@@ -28,14 +28,17 @@ class Deferred(AwaitsUpdates):
         context: ForwardContext,
         updated: Callable[[], None],
         *,
+        mixed: bool,
         all_tasks: bool,
     ) -> None:
-        """`updated` is called when every task has its new arguments, or kept all of its old."""
+        """`updated` is called when every task has its new arguments, or kept all of its old.
+        `mixed` says that an update before failed, so that nobody knows which those are."""
         super().__init__()
         self.segment = segment
         self.context = context
         self._table = table
         self._updated = updated
+        self._mixed = mixed
         self._all_tasks = all_tasks
 
     def __repr__(self) -> str:
@@ -53,6 +56,10 @@ class Deferred(AwaitsUpdates):
         asked = copy.copy(self.context)
         asked.updates = updates
         values = resolve_updates(self._table, asked, all_known=self._all_tasks)
+        if values is None and self._mixed:
+            if updates is UNCHANGED:
+                raise failed_before()
+            values = [task.values for task in self.segment.tasks]
         self.end_by(pool, lambda segment: segment.update_with(values))
 
     def end_by(self, pool: GraphPool, update: Callable[[TaskedSegment], object]) -> None:
@@ -63,7 +70,8 @@ class Deferred(AwaitsUpdates):
 
     def abandon(self) -> GraphRTError:
         self.segment.update_with(None)
-        self._updated()
+        if not self._mixed:
+            self._updated()
         return MissingUpdateError(
             "the step before was launched with updates=DEFERRED and got none; it was ended with "
             "the host arguments of the replay before, so its outputs are worth nothing",
@@ -71,6 +79,16 @@ class Deferred(AwaitsUpdates):
             expected="one update after every such call",
             advice="call wrapper.update(updates) before the next step",
         )
+
+
+def failed_before() -> MissingUpdateError:
+    """That there are no arguments to repeat, as an update before failed."""
+    return MissingUpdateError(
+        "the step before failed half-way, so its host arguments cannot be repeated",
+        got="UNCHANGED",
+        expected="updates for every task",
+        advice="pass the updates of this step",
+    )
 
 
 class Launches(Protocol):

@@ -10,13 +10,12 @@ import torch
 from graphrt.core.base import (
     DeviceHangError,
     InvalidUpdateError,
-    MissingUpdateError,
     tree,
     without_gradients,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext
 from graphrt.core.device import GraphRead
-from graphrt.core.replay._deferred import DEFERRED, Deferred
+from graphrt.core.replay._deferred import DEFERRED, Deferred, failed_before
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import UNCHANGED, HostValues
 from graphrt.core.replay.pool import GraphPool
@@ -124,12 +123,7 @@ class Entry:
         values = resolve_updates(self._table, context, all_known=all_tasks)
         if values is None and self._mixed:
             if context.updates is UNCHANGED:
-                raise MissingUpdateError(
-                    "the step before failed half-way, so its host arguments cannot be repeated",
-                    got="UNCHANGED",
-                    expected="updates for every task",
-                    advice="pass the updates of this step",
-                )
+                raise failed_before()
             values = [task.values for task in self.tasks]
         self._mixed = True
         if values is None and self._only_graphs:
@@ -148,10 +142,10 @@ class Entry:
                 expected="this step's updates",
                 advice="pass updates=, or capture the step as one FULL graph",
             )
-        self._mixed = True
+        mixed, self._mixed = self._mixed, True
         if segment.launch():
             self.deferred = Deferred(
-                segment, self._table, context, self._updated, all_tasks=all_tasks
+                segment, self._table, context, self._updated, mixed=mixed, all_tasks=all_tasks
             )
         else:
             self._updated()

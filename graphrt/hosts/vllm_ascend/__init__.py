@@ -1,4 +1,4 @@
-"""The graphs of vllm-ascend, captured and replayed by graphrt: `install()` before the engine starts.
+"""The graphs of vllm-ascend, by graphrt: call `install()` before the engine loads its model.
 
 vllm-ascend keeps its model runner, its attention and its way to update their lengths. What it calls
 `ACLGraphWrapper`, `GraphParams` and `update_full_graph_params` is what is here. See
