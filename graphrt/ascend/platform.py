@@ -235,6 +235,10 @@ class AscendPlatform(Platform):
         """
         return self._tasks.updating(graph, updates)
 
+    def forget_update(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
+        """Take back an update of `updating` that came before a launch which did not."""
+        self._tasks.forget(graph, updates)
+
 
 class ACLGraphWrapper(GraphWrapper):
     """A `GraphWrapper` whose graphs are ACL graphs."""

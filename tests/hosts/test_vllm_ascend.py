@@ -191,6 +191,40 @@ def test_a_step_without_an_update_is_told_at_the_next_one(runner):
     assert runner.differs(6) == []
 
 
+def test_an_update_before_a_call_that_did_not_come_counts_for_no_other(runner):
+    for key in (Key(8), Key(4), Key(8)):
+        context = runner.context(key, Mode.FULL, runner.fill(key.num_tokens))
+        with runner.host.step(context):
+            runner.update(context)
+    assert runner.differs(6) == []
+    assert runner.differs(6, first=True) == []
+
+
+def test_an_update_without_a_workspace_gets_the_captured_one():
+    made = Runner(gives_none=True)
+    made.capture()
+    assert made.differs(3) == []
+    for entry in made.wrapper._graphs.entries.values():
+        for task in entry.tasks:
+            site = task.handle.record
+            assert site.issued.workspace.data_ptr() == site.before.workspace.data_ptr()
+
+
+def test_scratch_memory_belongs_to_the_graph_after_its_capture(monkeypatch):
+    made, asked = Runner(), []
+    scratch = host.scratch
+
+    def noted():
+        found = scratch()
+        asked.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(host, "scratch", noted)
+    made.capture()
+    assert [each() for each in asked] == [None, None]  # one for each size
+    assert made.differs(4) == []
+
+
 def test_a_negative_length_is_named_and_the_device_serves_on(runner):
     lens = runner.fill(8)
     with pytest.raises(InvalidUpdateError, match="negative length"):

@@ -24,9 +24,8 @@ class Launch:
 class UpdateWindow:
     """While a host updates the tasks of a graph: the stream, and which of them are signalled."""
 
-    def __init__(
-        self, stream: Any, updates: Sequence[TaskUpdate], watched: WatchedStep | None
-    ) -> None:
+    def __init__(self, stream: Any, updates: Sequence[TaskUpdate], watched: Any = None) -> None:
+        """`watched` is the watchdog's note of the launch."""
         self.stream = stream
         """The stream of torch_npu to update on; it is current."""
         self._open = {id(update): update for update in updates}

@@ -165,6 +165,13 @@ class Tasks:
                     raise named from error
                 raise
 
+    def forget(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
+        """Take back an update whose launch did not come: it would count for the next one."""
+        updating = self._ahead.pop(graph, None)
+        if updating is not None:
+            with updating.lock:
+                self._settle(updating.stream, self._npu.current_stream(), updates)
+
     def _begin(
         self,
         graph: Any,

@@ -104,7 +104,8 @@ class Sites:
 
     def captured(self) -> None:
         """The capture is over: what lies in the graph's memory is held by the graph alone."""
-        self.workspaces = dict(self._kept)
+        self.workspaces = self._kept
+        del self._recording
 
     def workspace(self) -> torch.Tensor | None:
         """The largest scratch memory that a site was captured with."""

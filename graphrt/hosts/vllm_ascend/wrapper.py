@@ -44,8 +44,9 @@ class ACLGraphWrapper:
         use_eagle: bool = False,
         enable_enpu: bool = False,
     ) -> None:
-        """`runtime_mode` is vLLM's; raises `NoModeError` for NONE. `use_eagle` and `enable_enpu`
-        say in which steps vllm-ascend waits for the device: graphrt orders all of them there."""
+        """`runtime_mode` is vLLM's; raises `InvalidModeError` for NONE. `use_eagle` and
+        `enable_enpu` say in which steps vllm-ascend waits for the device: graphrt orders all there.
+        """
         self.runnable = runnable
         self.vllm_config = vllm_config
         self.runtime_mode = runtime_mode
@@ -66,6 +67,8 @@ class ACLGraphWrapper:
         self.enable_enpu = enable_enpu
         self._graphs: GraphWrapper | None = None
         self._context: ForwardContext | None = None
+        # A graph that was updated before its call, and the engine's context for which it was.
+        self._ahead: tuple[TaskedSegment, Any] | None = None
         self._descriptors: dict[Any, BatchDescriptor] = {}
         self._entries = Entries(self._drop)
         self.engine.wrappers().add(self)
@@ -89,6 +92,8 @@ class ACLGraphWrapper:
         graphs = self._graphs or self._new_graphs()
         self._context = ForwardContext(self._mode, descriptor, updates=DEFERRED)
         if key in self._entries:
+            if self._ahead is not None:
+                self._take_ahead(graphs, host)
             return graphs(*args, **kwargs)
         self.engine.check_capturing_enabled()
         if self.aclgraph_options.debug_log_enable:
@@ -164,8 +169,20 @@ class ACLGraphWrapper:
             waiting.end_by(graphs.pool, apply)
         else:
             (segment,) = (part for part in entry.parts if isinstance(part, TaskedSegment))
+            if self._ahead is not None:
+                self._take_ahead(graphs, host)
             apply(segment)
+            self._ahead = segment, host
         return True
+
+    def _take_ahead(self, graphs: GraphWrapper, host: Any) -> None:
+        """Let an update before the call count for that call alone."""
+        assert self._ahead is not None
+        segment, updated_for = self._ahead
+        self._ahead = None
+        if updated_for is not host:
+            platform = cast(AscendPlatform, graphs.pool.platform)
+            platform.forget_update(segment.graph, segment.tasks)
 
     def _new_graphs(self) -> GraphWrapper:
         pool = _pools.get(self.graph_pool)
