@@ -291,6 +291,19 @@ def test_weak_outputs_of_a_piece_are_its_graph_s_alone():
         assert piece(x).cpu().tolist() == [7.0] * 4
 
 
+@pytest.mark.parametrize("weak", [True, False])
+def test_what_a_capturing_call_returns_holds_its_memory_unless_that_is_weak(weak):
+    engine = Host()
+    options = host.Options(weak_ref_output=weak)
+    piece = engine.wrapper_class(lambda x: x * 2, engine.config, Mode.PIECEWISE, options)
+    x = torch.ones(1 << 20).to("npu")
+    before = torch.npu.memory_allocated()
+    with engine.step(Context(Key(4), Mode.PIECEWISE, {})):
+        out = piece(x)
+    assert out.shape == x.shape
+    assert (torch.npu.memory_allocated() - before < x.nbytes) is weak
+
+
 def test_a_device_that_needs_its_updates_first_refuses_them_after_the_launch(runner):
     platform = runner.wrapper._graphs.pool.platform
     options = AscendOptions(update_order="update_first")
