@@ -33,7 +33,14 @@ from graphrt.core.device import Platform, current_platform, get_platform
 from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
 from graphrt.core.inputs import InputSpec
 from graphrt.core.plan import Budget, GraphCost, Plan
-from graphrt.core.replay import UNCHANGED, GraphPool, HostArg, SegmentHooks, UpdatableTask
+from graphrt.core.replay import (
+    DEFERRED,
+    UNCHANGED,
+    GraphPool,
+    HostArg,
+    SegmentHooks,
+    UpdatableTask,
+)
 from graphrt.core.runner import Example, GraphRunner, Host, RunnerReport
 
 if TYPE_CHECKING:
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
     from graphrt.compile import compile_module as compile
 
 __all__ = [
+    "DEFERRED",
     "UNCHANGED",
     "AttentionSupport",
     "Batch",

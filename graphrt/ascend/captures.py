@@ -41,7 +41,7 @@ class AclCaptures(Captures[GraphMemory]):
         return self._npu.current_stream()
 
     def _begin(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
-        self._tasks.leave(opened.stream, opened.memory)
+        self._tasks.capture(graph, opened.stream, opened.memory)
         # "global" would fail this capture for an unsafe call of any other thread.
         graph.capture_begin(pool=opened.handle, capture_error_mode="thread_local")
         opened.memory.add(graph)

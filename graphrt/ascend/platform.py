@@ -26,7 +26,13 @@ from graphrt.ascend.driver import (
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import AscendOptions, update_order_of
 from graphrt.ascend.private_torch import current_device, memory_stats, raw_stream_of, weak_ref
-from graphrt.ascend.update import TaskHandle, Tasks, is_update_stream, leave_stream
+from graphrt.ascend.update import (
+    TaskHandle,
+    Tasks,
+    UpdateWindow,
+    is_update_stream,
+    leave_stream,
+)
 from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.base import CaptureError, StreamBudgetError
 from graphrt.core.capture import GraphWrapper
@@ -53,6 +59,7 @@ class AscendPlatform(Platform):
             Capability.SHARED_POOL,
             Capability.STREAMS,
             Capability.TASK_UPDATE,
+            Capability.DEFERRED_UPDATE,
             Capability.RANDOM,
         }
     )
@@ -250,7 +257,7 @@ class AscendPlatform(Platform):
     # Tasks -----------------------------------------------------------------------------------
 
     def task_begin(self, graph: Any) -> None:
-        self._tasks.begin(graph, self._captures.memory_of(graph))
+        self._tasks.begin(graph)
 
     def task_end(self, graph: Any) -> TaskHandle:
         return self._tasks.end(graph)
@@ -259,6 +266,28 @@ class AscendPlatform(Platform):
         self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
     ) -> None:
         self._tasks.replay(graph, updates, changed, name)
+
+    def launch_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, name: str = "") -> bool:
+        return self._tasks.launch(graph, updates, name)
+
+    def update_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
+        self._tasks.update(graph, updates, changed)
+
+    def updating(
+        self, graph: Any, updates: Sequence[TaskUpdate]
+    ) -> AbstractContextManager[UpdateWindow]:
+        """Let the host update the tasks of `graph` itself: after `launch_deferred`, or before it.
+
+        Inside, the pool's update stream is current and may be updated on: what was replayed of the
+        graph before is over by then. The host issues every task on it and signals each with
+        `UpdateWindow.signal`. If it raises, or leaves one out (`TaskContractError`), a launched
+        graph comes to its end with old arguments, and no signal stays behind.
+        """
+        return self._tasks.updating(graph, updates)
+
+    def forget_update(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
+        """Take back an update of `updating` that came before a launch which did not."""
+        self._tasks.forget(graph, updates)
 
 
 class ACLGraphWrapper(GraphWrapper):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 from weakref import WeakValueDictionary
 
 from graphrt.core.base import PlatformError
 
 _TRIES = 64
+
+
+def nothing() -> None:
+    """A reference to no graph."""
 
 
 class UpdateStream:
@@ -23,6 +27,8 @@ class UpdateStream:
 
     def __init__(self, stream: Any) -> None:
         self.is_left = False
+        self.awaited: Callable[[], Any] = nothing
+        """A launched graph that waits for an update on it, or None."""
         self.stream = stream
         self.id: int = stream.npu_stream
         self.lock = threading.Lock()

@@ -7,6 +7,7 @@ afterwards the update stream would wait for what waits for it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +18,14 @@ from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import UpdateOrder, UpdateStrategy
 from graphrt.ascend.update.allocations import AllocationWatch
 from graphrt.ascend.update.brackets import AutoDispatch, Groups, TaskHandle
+from graphrt.ascend.update.deferred import (
+    Ahead,
+    Launch,
+    UpdateWindow,
+    has_waiting,
+    still_waiting,
+    too_early,
+)
 from graphrt.ascend.update.streams import UpdateStream, leave_stream, new_update_stream
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base import DeviceHangError, GraphRTError
@@ -44,10 +53,12 @@ class Tasks:
         self._memories: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
         self._streams: WeakKeyDictionary[GraphMemory, UpdateStream] = WeakKeyDictionary()
         self._replayed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        # Launched graphs whose update is to come, and graphs updated whose launch is.
+        self._launched: WeakKeyDictionary[Any, Launch] = WeakKeyDictionary()
+        self._ahead: WeakKeyDictionary[Any, Ahead] = WeakKeyDictionary()
 
-    def begin(self, graph: Any, memory: GraphMemory) -> None:
+    def begin(self, graph: Any) -> None:
         self._brackets.begin(graph)
-        self._memories[graph] = memory
 
     def end(self, graph: Any) -> TaskHandle:
         return self._brackets.end(graph)
@@ -56,8 +67,10 @@ class Tasks:
         """Close what a failed task left open."""
         self._brackets.abort(graph)
 
-    def leave(self, stream: Any, memory: GraphMemory) -> None:
-        """Update nothing on `stream` any more, which is going to be captured on into `memory`."""
+    def capture(self, graph: Any, stream: Any, memory: GraphMemory) -> None:
+        """Update nothing on `stream` any more, on which `graph` is captured into `memory`."""
+        # Its tasks may be bracketed by the host, without `begin`.
+        self._memories[graph] = memory
         self._capturing.add(stream.npu_stream)
         self._captured_on.setdefault(memory, set()).add(stream.npu_stream)
         leave_stream(stream)
@@ -76,10 +89,8 @@ class Tasks:
         current = self._npu.current_stream()
         leave_stream(current)
         with self._locked_stream(graph, current) as updating:
+            self._begin(graph, updating, current, updates, name)
             watched = None if self._watchdog is None else self._watchdog.begin(name, current)
-            replayed = self._replayed.get(graph)
-            if replayed is not None:
-                updating.stream.wait_event(replayed)
             try:
                 if self.update_first:
                     self._update(graph, updating.stream, updates, changed, watched)
@@ -93,6 +104,103 @@ class Tasks:
                 if watched is not None and self._watchdog is not None and not watched.is_launched:
                     self._watchdog.drop(watched)
                 raise
+
+    def launch(self, graph: Any, updates: Sequence[TaskUpdate], name: str) -> bool:
+        """Replay; returns whether the graph waits for `update` or `updating`, else that was before.
+
+        Raises `MissingCapabilityError` where the device needs the update first and has none.
+        """
+        check_queue()
+        current = self._npu.current_stream()
+        leave_stream(current)
+        ahead = self._ahead.pop(graph, None)
+        if ahead is None and self.update_first:
+            raise too_early(name)
+        with self._stream_of(graph, ahead, current) as updating:
+            fence = self._replayed.get(graph)
+            if ahead is None:
+                self._begin(graph, updating, current, updates, name)
+            watched = None if self._watchdog is None else self._watchdog.begin(name, current)
+            try:
+                if ahead is not None:
+                    current.wait_event(ahead.fence)
+                self._launch(graph, current, watched)
+                if ahead is None:
+                    self._launched[graph] = Launch(updating, fence, current, watched)
+                    updating.awaited = weakref.ref(graph)
+            except BaseException:
+                self._settle(updating.stream, current, updates)
+                if watched is not None and self._watchdog is not None and not watched.is_launched:
+                    self._watchdog.drop(watched)
+                raise
+        return ahead is None
+
+    def update(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool) -> None:
+        """Update the tasks of a launched graph, if `changed`, and signal them."""
+        launch = self._launched.pop(graph)
+        with self._stream_of(graph, launch, launch.stream) as updating:
+            try:
+                self._update(graph, updating.stream, updates, changed, launch.watched)
+            except BaseException:
+                self._settle(updating.stream, launch.stream, updates)
+                raise
+
+    @contextmanager
+    def updating(self, graph: Any, updates: Sequence[TaskUpdate]) -> Iterator[UpdateWindow]:
+        """See `AscendPlatform.updating`."""
+        check_queue()
+        launch = self._launched.pop(graph, None)
+        current = self._npu.current_stream() if launch is None else launch.stream
+        leave_stream(current)
+        with self._stream_of(graph, launch, current) as updating:
+            if launch is None:
+                self._begin(graph, updating, current, updates, "an update before its launch")
+            watched = None if launch is None else launch.watched
+            window = UpdateWindow(updating.stream, updates, watched)
+            try:
+                with self._npu.stream(updating.stream):
+                    yield window
+                window.check()
+                if launch is None:
+                    self._ahead[graph] = Ahead(updating, updating.stream.record_event())
+            except BaseException as error:
+                # What raised between the host's begin and its end left the update open.
+                with suppress(RuntimeError):
+                    self._npu.graph_task_update_end(updating.stream)
+                self._settle(updating.stream, current, updates)
+                named = _named(error, window.next)
+                if named is not None:
+                    raise named from error
+                raise
+
+    def forget(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
+        """Take back an update whose launch did not come: it would count for the next one."""
+        ahead = self._ahead.pop(graph, None)
+        if ahead is not None:
+            current = self._npu.current_stream()
+            leave_stream(current)
+            with self._stream_of(graph, ahead, current) as updating:
+                self._settle(updating.stream, current, updates)
+
+    def _begin(
+        self,
+        graph: Any,
+        updating: UpdateStream,
+        current: Any,
+        updates: Sequence[TaskUpdate],
+        name: str,
+    ) -> None:
+        """Fence the update of a step that is not launched yet behind the replay before it."""
+        if has_waiting(updating, self._launched):
+            raise still_waiting(name)
+        ahead = self._ahead.pop(graph, None)
+        if ahead is not None:
+            # Its signals would let the tasks of this step run with what it was updated to.
+            current.wait_event(ahead.fence)
+            self._settle(updating.stream, current, updates)
+        replayed = self._replayed.get(graph)
+        if replayed is not None:
+            updating.stream.wait_event(replayed)
 
     def _launch(self, graph: Any, stream: Any, watched: WatchedStep | None) -> None:
         graph.replay()
@@ -166,6 +274,21 @@ class Tasks:
                 if not found.is_left:
                     yield found
                     return
+
+    @contextmanager
+    def _stream_of(
+        self, graph: Any, begun: Launch | Ahead | None, current: Any
+    ) -> Iterator[UpdateStream]:
+        """The same for a step that has begun: its own stream, or one behind that if it was left."""
+        if begun is not None:
+            with begun.updating.lock:
+                if not begun.updating.is_left:
+                    yield begun.updating
+                    return
+        with self._locked_stream(graph, current) as other:
+            if begun is not None and begun.fence is not None:
+                other.stream.wait_event(begun.fence)
+            yield other
 
     def _update_stream(self, graph: Any, current: Any) -> UpdateStream:
         memory = self._memories[graph]

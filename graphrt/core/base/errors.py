@@ -126,6 +126,10 @@ class MissingLibraryError(GraphRTError, ImportError):
     """A library that only this call needs is not installed, or cannot be imported."""
 
 
+class UnsupportedHostError(GraphRTError, ImportError):
+    """An inference engine is missing, or is of a version that graphrt does not know."""
+
+
 class CaptureError(GraphRTError):
     """A capture failed; everything it had begun is rolled back.
 

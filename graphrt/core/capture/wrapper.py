@@ -36,11 +36,13 @@ from graphrt.core.replay import (
     Entry,
     GraphPool,
     SegmentHooks,
+    Updates,
     arguments_of,
     check_arguments,
     graphs_of,
     is_inside_capture,
     under_way,
+    waiting_step,
 )
 
 
@@ -151,6 +153,7 @@ class GraphWrapper(Uncopied):
             if graph is None:
                 try:
                     entry.launch(context, all_tasks=hot.one_call_a_step)
+                    owner = entry.deferred or owner
                 except Exception as error:
                     outputs = self._repeat_eagerly(entry, context, error, args, kwargs)
                     pool.owner = owner
@@ -233,6 +236,11 @@ class GraphWrapper(Uncopied):
         self._bridges.clear()
         self._statics.clear()
         self._sealing.open()
+
+    def update(self, updates: Updates) -> None:
+        """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
+        was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
+        waiting_step(self.pool, self._entries.values()).end(self.pool, updates)
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graph of one descriptor, if there is one."""

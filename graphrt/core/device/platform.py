@@ -41,6 +41,7 @@ class Capability(enum.Enum):
     ALLOCATE_IN_POOL = "allocate_in_pool"
     STREAMS = "streams"
     TASK_UPDATE = "task_update"
+    DEFERRED_UPDATE = "deferred_update"
     EXEC_DEDUP = "exec_dedup"
     RANDOM = "random"
 
@@ -315,3 +316,19 @@ class Platform(ABC):
         old; the next replay comes with `changed` true.
         """
         raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
+
+    def launch_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, name: str = "") -> bool:
+        """Replay `graph` so that it waits for its tasks until `update_deferred`; returns whether
+        their update is still to come, as a device may let it come first.
+        """
+        raise MissingCapabilityError(
+            f"platform {self.name!r} cannot update tasks after the launch of their graph",
+            got="updates=DEFERRED",
+            expected=f"the capability {Capability.DEFERRED_UPDATE.value}",
+            advice="pass the updates with the call",
+        )
+
+    def update_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
+        """Give the tasks of a launched graph their arguments, as `replay_updated` does: whatever an
+        `issue` raises, the graph comes to its end."""
+        raise MissingCapabilityError(f"platform {self.name!r} has no launched graph to update")

@@ -1,5 +1,6 @@
 """What one captured step is, and how it is replayed in its pool."""
 
+from graphrt.core.replay._deferred import DEFERRED, Deferred, waiting_step
 from graphrt.core.replay.arguments import arguments_of, check_arguments
 from graphrt.core.replay.eager_part import (
     EagerPart,
@@ -26,9 +27,11 @@ from graphrt.core.replay.task_table import check_names
 from graphrt.core.replay.tasks import CapturedTask, UpdatableTask
 
 __all__ = [
+    "DEFERRED",
     "UNCHANGED",
     "WORST_CASE",
     "CapturedTask",
+    "Deferred",
     "EagerPart",
     "Entry",
     "GraphPool",
@@ -58,5 +61,6 @@ __all__ = [
     "on_own_containers",
     "on_own_tensors",
     "under_way",
+    "waiting_step",
     "warming_up",
 ]

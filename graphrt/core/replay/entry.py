@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import DeviceHangError, MissingUpdateError, tree, without_gradients
+from graphrt.core.base import (
+    DeviceHangError,
+    InvalidUpdateError,
+    tree,
+    without_gradients,
+)
 from graphrt.core.batch import BatchDescriptor, ForwardContext
 from graphrt.core.device import GraphRead
+from graphrt.core.replay._deferred import DEFERRED, Deferred, failed_before
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import UNCHANGED, HostValues
 from graphrt.core.replay.pool import GraphPool
@@ -26,6 +32,7 @@ class Entry:
         "_table",
         "captured_in",
         "container",
+        "deferred",
         "descriptor",
         "graph",
         "inputs",
@@ -57,6 +64,8 @@ class Entry:
         self.unchecked = False
         # Whether the last launch was ended by an update of its tasks, so that it may be repeated.
         self.update_failed = False
+        # The last launch, where its updates come after it.
+        self.deferred: Deferred | None = None
         tasked = [part for part in parts if isinstance(part, TaskedSegment)]
         for place, part in enumerate(tasked):
             which = f" segment {place + 1} of {len(tasked)}" if len(tasked) > 1 else ""
@@ -107,22 +116,41 @@ class Entry:
             part.replay()
 
     def _launch_tasks(self, context: ForwardContext, all_tasks: bool) -> None:
-        self.update_failed = False
+        self.update_failed, self.deferred = False, None
+        if context.updates is DEFERRED:
+            self._launch_deferred(context, all_tasks)
+            return
         values = resolve_updates(self._table, context, all_known=all_tasks)
         if values is None and self._mixed:
             if context.updates is UNCHANGED:
-                raise MissingUpdateError(
-                    "the step before failed half-way, so its host arguments cannot be repeated",
-                    got="UNCHANGED",
-                    expected="updates for every task",
-                    advice="pass the updates of this step",
-                )
+                raise failed_before()
             values = [task.values for task in self.tasks]
         self._mixed = True
         if values is None and self._only_graphs:
             self._replay_parts(None)
         else:
             without_gradients(lambda: self._replay_parts(values))
+        self._mixed = False
+
+    def _launch_deferred(self, context: ForwardContext, all_tasks: bool) -> None:
+        (segment, *others) = self.parts
+        if others or not isinstance(segment, TaskedSegment):
+            raise InvalidUpdateError(
+                "the updates of a step with eager parts cannot come after its launch, as those may "
+                "wait for the device",
+                got="DEFERRED",
+                expected="this step's updates",
+                advice="pass updates=, or capture the step as one FULL graph",
+            )
+        mixed, self._mixed = self._mixed, True
+        if segment.launch():
+            self.deferred = Deferred(
+                segment, self._table, context, self._updated, mixed=mixed, all_tasks=all_tasks
+            )
+        else:
+            self._updated()
+
+    def _updated(self) -> None:
         self._mixed = False
 
     def _replay_parts(self, values: Sequence[HostValues] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +12,13 @@ from contextvars import Token
 from threading import get_ident
 from typing import Any, Protocol
 
-from graphrt.core.base import InvalidOptionError, PoolBusyError, PoolClosedError, Uncopied
+from graphrt.core.base import (
+    GraphRTError,
+    InvalidOptionError,
+    PoolBusyError,
+    PoolClosedError,
+    Uncopied,
+)
 from graphrt.core.batch import ForwardContext
 from graphrt.core.device import (
     Capability,
@@ -26,6 +33,17 @@ from graphrt.core.replay.handout import HandedOut, expire
 # The one thing that is process-wide, because the device is: two captures on one device at the
 # same time see each other's work, whoever they belong to.
 _capture_locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
+
+
+class AwaitsUpdates(ABC):
+    """A launched step that owns the pool until its updates came."""
+
+    def __init__(self) -> None:
+        self.thread = get_ident()
+
+    @abstractmethod
+    def abandon(self) -> GraphRTError:
+        """Bring the step to its end with the arguments it has; returns the error that says so."""
 
 
 class HoldsGraphs(Protocol):
@@ -192,7 +210,13 @@ class GraphPool(Uncopied):
         if self.owner is not None:
             raise self.busy_error(None)
 
-    def busy_error(self, context: object) -> PoolBusyError:
+    def busy_error(self, context: object) -> GraphRTError:
+        """Why `context` cannot use the pool. A step of this thread that waits for its updates is
+        ended, so that the next one can."""
+        waiting = self.owner
+        if isinstance(waiting, AwaitsUpdates) and waiting.thread == get_ident():
+            self.owner = None
+            return waiting.abandon()
         return PoolBusyError(
             "two steps use one graph pool at the same time",
             got=f"{context!r} in thread {get_ident()} while {self.owner or self._step_context!r} "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol, cast
 
 from graphrt.core.device import DeviceGraph, Platform
@@ -70,15 +71,32 @@ class TaskedSegment:
         """Replay with `values`, one for each task; None repeats those of the replay before."""
         if self._hooks is not None:
             self._hooks.before_replay()
-        tasks, replay = self.tasks, self._platform.replay_updated
+        replay = self._platform.replay_updated
+        self._given(values, partial(replay, self.graph, self.tasks, name=self.name))
+
+    def launch(self) -> bool:
+        """Replay, with the values of the tasks to come; returns whether they are still to come.
+
+        Raises `MissingCapabilityError` where a device cannot wait for them.
+        """
+        if self._hooks is not None:
+            self._hooks.before_replay()
+        return self._platform.launch_deferred(self.graph, self.tasks, name=self.name)
+
+    def update_with(self, values: Sequence[HostValues] | None) -> None:
+        """Give the tasks of the launched graph their values; None repeats those they had."""
+        self._given(values, partial(self._platform.update_deferred, self.graph, self.tasks))
+
+    def _given(self, values: Sequence[HostValues] | None, act: Callable[..., object]) -> None:
+        tasks = self.tasks
         if values is None:
-            replay(self.graph, tasks, changed=False, name=self.name)
+            act(changed=False)
             return
         before = [task.values for task in tasks]
         try:
             for task, new in zip(tasks, values, strict=True):
                 task.values = new
-            replay(self.graph, tasks, changed=True, name=self.name)
+            act(changed=True)
         except BaseException:
             for task, old in zip(tasks, before, strict=True):
                 task.values = old

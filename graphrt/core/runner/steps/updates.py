@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import MissingUpdateError
+from graphrt.core.base import InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch import Batch
-from graphrt.core.replay import UNCHANGED, check_names
+from graphrt.core.replay import DEFERRED, UNCHANGED, check_names
 from graphrt.core.runner.steps.padded_step import PaddedStep
 
 
@@ -49,6 +49,13 @@ class LastUpdates:
         been given those values already, for a `batch` of as many requests. Raises
         `InvalidUpdateError` for names of no task in `steps`.
         """
+        if updates is DEFERRED:
+            raise InvalidUpdateError(
+                "the updates of a runner's step come with it",
+                got="DEFERRED",
+                expected="this step's updates, or UNCHANGED",
+                advice="a GraphWrapper takes them after the call, with update()",
+            )
         before, self._live = self._live, (batch[0], batch[1])
         if updates is UNCHANGED:
             if self._failed:

@@ -1,0 +1,108 @@
+"""The update of a graph apart from its launch: what was launched, and the host's own signals."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphrt.ascend.update.streams import UpdateStream
+from graphrt.ascend.watchdog import WatchedStep
+from graphrt.core.base import MissingCapabilityError, MissingUpdateError, TaskContractError
+from graphrt.core.device import TaskUpdate
+
+
+@dataclass
+class Launch:
+    """A replay that waits for its tasks: where they are updated, what that comes behind, and the
+    stream that the replay is on."""
+
+    updating: UpdateStream
+    fence: Any
+    stream: Any
+    watched: WatchedStep | None
+
+
+@dataclass
+class Ahead:
+    """An update whose launch is to come: where it was issued, and the event at its end."""
+
+    updating: UpdateStream
+    fence: Any
+
+
+def has_waiting(updating: UpdateStream, launched: Container[Any]) -> bool:
+    """Whether a graph among `launched` waits to be updated on a stream; asked under its lock."""
+    graph = updating.awaited()
+    return graph is not None and graph in launched
+
+
+class UpdateWindow:
+    """While a host updates the tasks of a graph: the stream, and which of them are signalled."""
+
+    def __init__(self, stream: Any, updates: Sequence[TaskUpdate], watched: Any = None) -> None:
+        """`watched` is the watchdog's note of the launch."""
+        self.stream = stream
+        """The stream of torch_npu to update on; it is current."""
+        self._open = {id(update): update for update in updates}
+        self._last = updates[-1]
+        self._watched = watched
+
+    def signal(self, update: TaskUpdate) -> None:
+        """Let the graph go on with `update`, whose operators were issued anew on the stream.
+
+        Raises `TaskContractError` for one that is no task of the graph, or that is signalled.
+        """
+        if self._open.pop(id(update), None) is None:
+            raise TaskContractError(
+                f"task {update.name!r} was signalled twice, or is another graph's",
+                got=update.name,
+                expected=_named(self._open.values()),
+                advice="signal each task of the graph once a step",
+            )
+        if self._watched is not None:
+            self._watched.updating(update.name)
+        update.handle.event.record(self.stream)
+        if self._watched is not None:
+            self._watched.signalled(self.stream)
+
+    @property
+    def next(self) -> TaskUpdate:
+        """The task that the host is at, as far as is known."""
+        return next(iter(self._open.values()), self._last)
+
+    def check(self) -> None:
+        """Raise `TaskContractError` if a task was not signalled: the graph would wait for ever."""
+        if self._open:
+            raise TaskContractError(
+                "an update left tasks of its graph out, for which the device would wait for ever",
+                got=f"{len(self._open)} without a signal: {_named(self._open.values())}",
+                expected="every task of the graph, updated and signalled",
+                advice="give metadata for each of its layers",
+            )
+
+
+def _named(updates: Any) -> str:
+    names = [update.name for update in updates]
+    return ", ".join(names[:4]) + ", …" * (len(names) > 4) or "no task"
+
+
+def too_early(name: str) -> MissingCapabilityError:
+    """That a device which needs the update first was given a launch first."""
+    return MissingCapabilityError(
+        "this device needs the update of tasks before the launch of their graph",
+        got=f"updates=DEFERRED for graph {name}, and no update before the call",
+        expected="the update, then the call",
+        advice="update before the call, or pass the updates with it",
+    )
+
+
+def still_waiting(name: str) -> MissingUpdateError:
+    """That a stream for updates is taken by a launch that still waits for its own."""
+    return MissingUpdateError(
+        f"graph {name} is to be updated on a stream on which a launched graph still waits for its "
+        "update; it would wait for it for ever",
+        got="a step between updates=DEFERRED and its update",
+        expected="that update first",
+        advice="update the launched step, or raise STREAMS_PER_DEVICE so that pools share none",
+    )

@@ -1,0 +1,24 @@
+"""The graphs of vllm-ascend, by graphrt: call `install()` before the engine loads its model.
+
+vllm-ascend keeps its model runner, its attention and its way to update their lengths. What it calls
+`ACLGraphWrapper`, `GraphParams` and `update_full_graph_params` is what is here. See
+`docs/vllm_ascend.md`.
+"""
+
+from graphrt.hosts.vllm_ascend.engine import Engine
+from graphrt.hosts.vllm_ascend.entries import ACLGraphEntry
+from graphrt.hosts.vllm_ascend.installing import install, install_if_asked, uninstall
+from graphrt.hosts.vllm_ascend.params import GraphParams
+from graphrt.hosts.vllm_ascend.updating import updated_by
+from graphrt.hosts.vllm_ascend.wrapper import ACLGraphWrapper
+
+__all__ = [
+    "ACLGraphEntry",
+    "ACLGraphWrapper",
+    "Engine",
+    "GraphParams",
+    "install",
+    "install_if_asked",
+    "uninstall",
+    "updated_by",
+]

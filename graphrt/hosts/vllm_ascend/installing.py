@@ -1,0 +1,121 @@
+"""Putting graphrt into a vllm-ascend that is installed, and taking it out again.
+
+Everything that depends on the version of vllm-ascend is the table at the top.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from typing import Any
+
+from graphrt.core.base import UnsupportedHostError
+from graphrt.hosts.vllm_ascend.engine import Engine
+from graphrt.hosts.vllm_ascend.params import GraphParams
+from graphrt.hosts.vllm_ascend.updating import updated_by
+from graphrt.hosts.vllm_ascend.wrapper import ACLGraphWrapper
+
+MODULE = "vllm_ascend.compilation.acl_graph"
+KNOWN = ("0.23",)
+"""Versions of vllm-ascend whose names, below, were looked at and run."""
+
+REPLACED = ("ACLGraphWrapper", "GraphParams", "update_full_graph_params")
+READ = (
+    "CUDAGraphOptions",
+    "_acl_graph_wrappers",
+    "_draft_graph_params",
+    "_draft_graph_prefill_params",
+    "_graph_params",
+    "compilation_counter",
+    "current_platform",
+    "envs",
+    "get_forward_context",
+    "logger",
+    "validate_cudagraph_capturing_enabled",
+)
+
+SWITCH = "GRAPHRT_VLLM_ASCEND"
+
+_installed: dict[str, tuple[Any, Any]] = {}
+
+
+def install() -> None:
+    """Let graphrt capture and replay what vllm-ascend captures, in this process.
+
+    To be called in each worker before the model is loaded. Raises `UnsupportedHostError` where
+    vllm-ascend is missing, of a version that is not known, or has graphs already.
+    """
+    if _installed:
+        return
+    version = _version()
+    module = importlib.import_module(MODULE)
+    missing = [name for name in (*REPLACED, *READ) if not hasattr(module, name)]
+    if missing:
+        raise UnsupportedHostError(
+            f"vllm-ascend {version} lacks names that graphrt reads",
+            got=", ".join(missing),
+            expected=f"vllm-ascend {', '.join(KNOWN)}",
+            advice="install one of these, or leave graphrt out",
+        )
+    begun = [name for name in READ if name.endswith("_params") and getattr(module, name)]
+    if begun or len(module._acl_graph_wrappers):
+        raise UnsupportedHostError(
+            "the engine has wrapped a model already, or begun to capture",
+            got=", ".join(begun) or f"{len(module._acl_graph_wrappers)} wrappers",
+            expected="install() before the engine loads its model",
+        )
+    engine = Engine(module)
+    new: dict[str, Any] = {
+        "ACLGraphWrapper": type("ACLGraphWrapper", (ACLGraphWrapper,), {"engine": engine}),
+        "GraphParams": GraphParams,
+        "update_full_graph_params": updated_by(engine, module.update_full_graph_params),
+    }
+    for name, value in new.items():
+        old = getattr(module, name)
+        _installed[name] = old, value
+        _rebind(name, old, value)
+
+
+def uninstall() -> None:
+    """Give vllm-ascend its own graphs back; wrappers that there are stay graphrt's."""
+    for name, (old, value) in list(_installed.items()):
+        _rebind(name, value, old)
+        del _installed[name]
+
+
+def install_if_asked() -> None:
+    """`install()` if the variable GRAPHRT_VLLM_ASCEND is 1: vLLM calls it in each of its processes,
+    as the plugin `graphrt_vllm_ascend`."""
+    asked = os.environ.get(SWITCH, "")
+    if asked not in ("", "0", "1"):
+        raise UnsupportedHostError(f"{SWITCH} is a switch", got=repr(asked), expected="0 or 1")
+    if asked == "1":
+        install()
+
+
+def _rebind(name: str, old: Any, new: Any) -> None:
+    """Replace `old` wherever vllm-ascend has imported it by this name."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "vllm_ascend" and vars(module).get(name) is old:
+            setattr(module, name, new)
+
+
+def _version() -> str:
+    try:
+        version = importlib.metadata.version("vllm-ascend")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UnsupportedHostError(
+            "vllm-ascend is not installed",
+            expected=f"vllm-ascend {', '.join(KNOWN)}",
+            advice="pip install vllm-ascend",
+        ) from error
+    if not any(version == known or version.startswith(f"{known}.") for known in KNOWN):
+        raise UnsupportedHostError(
+            "graphrt does not know this version of vllm-ascend",
+            got=version,
+            expected=", ".join(KNOWN),
+            advice="install one of these, or leave graphrt out",
+        )
+    return version

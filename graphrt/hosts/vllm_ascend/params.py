@@ -1,0 +1,147 @@
+"""`GraphParams`: where attention notes the sites of a graph, and finds them again to update them.
+
+By token count, as vllm-ascend keeps them; but what is found is of the graph that is captured, or
+that is updated, now. Two graphs of as many tokens do not see each other's sites or workspaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from graphrt.core.base import TaskContractError
+from graphrt.core.replay import current_capture
+from graphrt.hosts.vllm_ascend.sites import Site, Sites, under_way
+
+
+@dataclass(eq=False)
+class GraphParams:
+    """What vllm-ascend calls so: four mappings by token count.
+
+    `events`, `handles` and `attn_params` hold lists, `workspaces` tensors or None. Outside of
+    graphrt's captures and updates they are plain: so graphs that vllm-ascend captures without the
+    wrapper (its second model runner) work as they do without graphrt.
+    """
+
+    events: dict[int, Any]
+    workspaces: dict[int, Any]
+    handles: dict[int, Any]
+    attn_params: dict[int, Any]
+
+    def __post_init__(self) -> None:
+        self._captures: WeakKeyDictionary[Any, Sites] = WeakKeyDictionary()
+        self.events = _ByTokens(self, self.events, Sites.begin, lambda site: site.event)
+        self.handles = _ByTokens(
+            self, self.handles, lambda sites, _, group: sites.end(group), lambda site: site.group
+        )
+        self.attn_params = _ByTokens(
+            self,
+            self.attn_params,
+            lambda sites, _, params: sites.note(params),
+            lambda site: site.params,
+        )
+        self.workspaces = _Workspaces(self, self.workspaces)
+
+    def _capturing(self) -> Sites | None:
+        """The sites of the capture that is under way in this thread."""
+        recording = current_capture()
+        if recording is None:
+            return None
+        if recording not in self._captures:
+            self._captures[recording] = Sites(self, recording)
+        return self._captures[recording]
+
+    def _updating(self, tokens: int) -> list[Site] | None:
+        """The sites of the graph that is updated now; None if none is. Raises `TaskContractError`
+        if it is another one's."""
+        update = under_way.get()
+        if update is None:
+            return None
+        found = [s for s in update.sites if s.sites.params is self and s.tokens == tokens]
+        if not found:
+            first = update.sites[0]
+            raise TaskContractError(
+                "an update asks for the sites of another graph than the one it is for",
+                got=f"{tokens} tokens"
+                + " of another GraphParams" * (first.sites.params is not self),
+                expected=f"{first.tokens} tokens",
+            )
+        return found
+
+
+class _ByTokens(dict[int, Any]):
+    """Lists by token count: of the capture or the update that is under way, else plain ones."""
+
+    def __init__(
+        self,
+        params: GraphParams,
+        plain: Mapping[int, Any],
+        add: Callable[[Sites, int, Any], Any],
+        read: Callable[[Site], Any],
+    ) -> None:
+        super().__init__(plain)
+        self._params = params
+        self._add = add
+        self._read = read
+
+    def __getitem__(self, tokens: int) -> Any:
+        sites = self._params._capturing()
+        if sites is not None:
+            return _Column(lambda value: self._add(sites, tokens, value))
+        updated = self._params._updating(tokens)
+        if updated is not None:
+            return [self._read(site) for site in updated]
+        return super().__getitem__(tokens)
+
+    def get(self, tokens: int, default: Any = None) -> Any:
+        try:
+            return self[tokens]
+        except KeyError:
+            return default
+
+
+class _Column(list[Any]):
+    """A list of a capture, to which the host can append only."""
+
+    def __init__(self, add: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._add = add
+
+    def append(self, value: Any) -> None:
+        self._add(value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self._add(value)
+
+
+class _Workspaces(dict[int, Any]):
+    """Scratch memory by token count: of the capture or the update under way, else plain."""
+
+    def __init__(self, params: GraphParams, plain: Mapping[int, Any]) -> None:
+        super().__init__(plain)
+        self._params = params
+
+    def _of_graph(self, tokens: int) -> dict[int, Any] | None:
+        sites = self._params._capturing()
+        if sites is not None:
+            return sites.workspaces
+        updated = self._params._updating(tokens)
+        return None if updated is None else updated[0].sites.workspaces
+
+    def __getitem__(self, tokens: int) -> Any:
+        own = self._of_graph(tokens)
+        return super().__getitem__(tokens) if own is None else own.get(tokens)
+
+    def get(self, tokens: int, default: Any = None) -> Any:
+        own = self._of_graph(tokens)
+        return super().get(tokens, default) if own is None else own.get(tokens, default)
+
+    def __setitem__(self, tokens: int, workspace: Any) -> None:
+        sites = self._params._capturing()
+        if sites is None:
+            super().__setitem__(tokens, workspace)
+        else:
+            sites.workspaces[tokens] = workspace

@@ -1,0 +1,180 @@
+"""The sites of a graph at which attention waits for new lengths, as graphrt's tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from graphrt.ascend import TaskHandle, UpdateWindow
+from graphrt.core.base import InvalidUpdateError, TaskContractError, tree
+from graphrt.core.replay import CapturedTask, Recording, UpdatableTask
+from graphrt.hosts.vllm_ascend.operators import Issued, OperatorWatch
+
+
+class Site:
+    """One attention call of a graph: what the host noted of it, and the task that it is."""
+
+    def __init__(self, sites: Sites, tokens: int, event: Any) -> None:
+        self.sites = sites
+        self.tokens = tokens
+        self.event = SiteEvent(self, event)
+        self.params: Any = None
+        self.group: Any = None
+        self.issued: Issued | None = None
+        self.task: CapturedTask | None = None
+        # What the replay before was given: the device may still be at it.
+        self.before: Issued | None = None
+
+
+class SiteEvent:
+    """The host's event of a site, which it may signal while graphrt lets it update only."""
+
+    def __init__(self, site: Site, event: Any) -> None:
+        self.site = site
+        self.event = event
+
+    def record(self, stream: Any = None) -> None:
+        """Let the graph go on behind this site; raises `TaskContractError` outside of an update."""
+        update = under_way.get()
+        if update is None:
+            raise TaskContractError(
+                "a site of a captured graph was signalled outside of its update",
+                got=f"{self.site.tokens} tokens",
+                expected="a call of vllm_ascend.compilation.acl_graph.update_full_graph_params",
+                advice="call that function, which graphrt serves, or uninstall() graphrt",
+            )
+        update.signal(self.site, stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.event, name)
+
+
+class Sites:
+    """The sites that one capture fills of one `GraphParams`, in the order of its calls."""
+
+    def __init__(self, params: Any, recording: Recording) -> None:
+        self.params = params
+        self.workspaces: dict[int, Any] = {}
+        self.found: list[Site] = []
+        self._recording = recording
+        self._kept: dict[int, Any] = {}
+        self._open: Site | None = None
+        self._watch = OperatorWatch()
+
+    def begin(self, tokens: int, event: Any) -> SiteEvent:
+        """The host waits for `event` in the graph: a site begins."""
+        if self._open is not None:
+            raise TaskContractError(
+                "a site of a graph began inside of another one",
+                got=f"{tokens} tokens",
+                expected="one event, one tuple of parameters and one handle for each call",
+            )
+        self._open = site = Site(self, tokens, event)
+        self._watch.__enter__()
+        return site.event
+
+    def note(self, params: Any) -> None:
+        """The host keeps `params` for the update of the open site."""
+        self._of_open("parameters").params = params
+
+    def end(self, group: Any) -> None:
+        """The host closed the task group of the open site: it is a task of the graph now."""
+        site = self._of_open("a handle")
+        self._open = None
+        self._watch.__exit__(None, None, None)
+        issued = self._watch.take()
+        site.group = group
+        if issued:
+            function, args, kwargs = issued[-1]
+            args, kwargs = tree.map_tensors(self._recording.captured_ref, (args, kwargs))
+            site.issued = Issued(function, args, kwargs)
+        spec = UpdatableTask("vllm-ascend", site.issued.function if site.issued else _unknown, {})
+        name = f"call {len(self.found)} of {site.tokens} tokens"
+        handle = TaskHandle(group, site.event.event, site)
+        args, kwargs = (site.issued.args, site.issued.kwargs) if site.issued else ((), {})
+        site.task = CapturedTask(spec, name, handle, args, kwargs, {})
+        self._recording.add_task(site.task)
+        self.found.append(site)
+        for tokens, workspace in self.workspaces.items():
+            if isinstance(workspace, torch.Tensor):
+                self._kept[tokens] = self._recording.captured_ref(workspace)
+
+    def captured(self) -> None:
+        """The capture is over: what lies in the graph's memory is held by the graph alone."""
+        self.workspaces = self._kept
+        del self._recording
+
+    def workspace(self) -> torch.Tensor | None:
+        """The largest scratch memory that a site was captured with."""
+        found = [site.issued.workspace for site in self.found if site.issued is not None]
+        tensors = [each for each in found if each is not None]
+        return max(tensors, key=lambda tensor: tensor.numel() * tensor.element_size(), default=None)
+
+    def _of_open(self, what: str) -> Site:
+        if self._open is None:
+            raise TaskContractError(
+                f"{what} of a site that has not begun",
+                expected="the site's event first, then its parameters and its handle",
+            )
+        return self._open
+
+
+class HostUpdate:
+    """The update of a graph by its host: which sites it may see, and what it issued for each."""
+
+    def __init__(self, sites: Sequence[Site], window: UpdateWindow) -> None:
+        self.sites = sites
+        self.watch = OperatorWatch(sites[0].sites.workspace())
+        self._window = window
+
+    def signal(self, site: Site, stream: Any) -> None:
+        """Hold on to what `site` was issued with, and let the graph go on behind it.
+
+        Raises `TaskContractError` for another operator than the captured one or another stream, and
+        `InvalidUpdateError` for lengths that no request has.
+        """
+        if stream is not None and stream != self._window.stream:
+            raise TaskContractError(
+                "a site was updated on another stream than it was given",
+                got=stream,
+                expected=self._window.stream,
+            )
+        issued = self.watch.take()
+        if issued and site.issued is not None:
+            # Others may have asked for scratch memory.
+            new = [each for each in issued if each.function is site.issued.function]
+            if len(new) != 1 or new[0] is not issued[-1]:
+                raise TaskContractError(
+                    "a site was updated with other operators than it was captured with",
+                    got=", ".join(str(each.function) for each in issued),
+                    expected=str(site.issued.function),
+                    advice="issue the captured operator once, between update_begin and update_end",
+                )
+            _check_lengths(new[0])
+            site.before, site.issued = site.issued, new[0]
+        assert site.task is not None
+        self._window.signal(site.task)
+
+
+def _check_lengths(issued: Issued) -> None:
+    for name, value in issued.kwargs.items():
+        if type(value) is list and value and type(value[0]) is int and min(value) < 0:
+            raise InvalidUpdateError(
+                f"argument {name!r} of {issued.function} holds a negative length",
+                got=value,
+                expected="0 or more for each request",
+            )
+
+
+def _unknown(*args: Any, **kwargs: Any) -> None:
+    raise TaskContractError(
+        "the operator of this site was not seen when it was captured, so graphrt cannot issue it",
+        expected="an operator of torch that writes to what it is given",
+        advice="let the host update it",
+    )
+
+
+under_way: ContextVar[HostUpdate | None] = ContextVar("graphrt_vllm_ascend_update", default=None)

@@ -1,0 +1,230 @@
+"""vllm-ascend's `ACLGraphWrapper`, with graphrt's captures, replays and updates inside."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+
+from graphrt.ascend import AscendPlatform
+from graphrt.core.base import GraphRTError, InvalidModeError, tree
+from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
+from graphrt.core.replay import DEFERRED, Deferred, Entry, GraphPool, TaskedSegment, current_capture
+from graphrt.hosts.vllm_ascend.engine import Engine
+from graphrt.hosts.vllm_ascend.entries import ACLGraphEntry, Entries
+from graphrt.hosts.vllm_ascend.sites import HostUpdate, Site, under_way
+
+# By the engine's pool: wrappers of one model share memory, as they never run at the same time.
+_pools: weakref.WeakValueDictionary[Any, GraphPool] = weakref.WeakValueDictionary()
+
+
+class NoModeError(InvalidModeError, AssertionError):
+    """A wrapper for mode NONE; also the kind of error that vllm-ascend raises for it."""
+
+
+class ACLGraphWrapper:
+    """Captures and replays `runnable` in steps of `runtime_mode`, with the engine's own contexts.
+
+    What vllm-ascend reads of its wrapper is here; a subclass names its `engine`. Attributes that it
+    lacks are the runnable's.
+    """
+
+    engine: ClassVar[Engine]
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        vllm_config: Any,
+        runtime_mode: Any,
+        cudagraph_options: Any = None,
+        *,
+        use_eagle: bool = False,
+        enable_enpu: bool = False,
+    ) -> None:
+        """`runtime_mode` is vLLM's; raises `InvalidModeError` for NONE. `use_eagle` and
+        `enable_enpu` say in which steps vllm-ascend waits for the device: graphrt orders all there.
+        """
+        self.runnable = runnable
+        self.vllm_config = vllm_config
+        self.runtime_mode = runtime_mode
+        self.compilation_config = vllm_config.compilation_config
+        self.first_run_finished = False
+        self.is_debugging_mode = self.engine.is_debugging()
+        self._runnable_str = str(runnable) if self.is_debugging_mode else None
+        self._mode = GraphMode.parse(runtime_mode.name)
+        if self._mode is GraphMode.NONE:
+            raise NoModeError(
+                "a wrapper captures in one runtime mode", got="NONE", expected="FULL or PIECEWISE"
+            )
+        self.graph_pool = self.engine.graph_pool()
+        self.aclgraph_options = (
+            self.engine.default_options() if cudagraph_options is None else cudagraph_options
+        )
+        self.use_eagle = use_eagle
+        self.enable_enpu = enable_enpu
+        self._graphs: GraphWrapper | None = None
+        self._context: ForwardContext | None = None
+        # A graph that was updated before its call, and the engine's context for which it was.
+        self._ahead: tuple[TaskedSegment, Any] | None = None
+        self._descriptors: dict[Any, BatchDescriptor] = {}
+        self._entries = Entries(self._drop)
+        self.engine.wrappers().add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, capture or replay the runnable, as the engine's forward context says.
+
+        A replay of a graph with sites waits on the device for `update_full_graph_params`, unless
+        that was called before; where it never was, the next step in the pool raises
+        `MissingUpdateError`. Raises what `GraphWrapper` raises, and the engine where it captures no
+        more.
+        """
+        host = self.engine.forward_context()
+        # Equal is what the engine asks: tests of it compare stand-ins.
+        if host.cudagraph_runtime_mode != self.runtime_mode:
+            return self.runnable(*args, **kwargs)
+        key = host.batch_descriptor
+        descriptor = self._descriptors.get(key)
+        if descriptor is None:
+            descriptor = BatchDescriptor(key.num_tokens, variant=key)
+        graphs = self._graphs or self._new_graphs()
+        self._context = ForwardContext(self._mode, descriptor, updates=DEFERRED)
+        if key in self._entries:
+            if self._ahead is not None:
+                self._take_ahead(graphs, host)
+            return graphs(*args, **kwargs)
+        self.engine.check_capturing_enabled()
+        if self.aclgraph_options.debug_log_enable:
+            self.engine.log_capture(self._mode.name, key)
+        # Stays set: the engine asks afterwards, whether there is anything to update.
+        host.capturing = True
+        output = graphs(*args, **kwargs)
+        self._note(key, descriptor, args)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        runnable = self.__dict__.get("runnable")
+        if runnable is not None and hasattr(runnable, name):
+            return getattr(runnable, name)
+        shown = self.__dict__.get("_runnable_str")
+        if shown is not None:
+            raise AttributeError(f"Attribute {name} not exists in the runnable: {shown}")
+        raise AttributeError(
+            f"Attribute {name} not found. VLLM_LOGGING_LEVEL=DEBUG shows the runnable."
+        )
+
+    @property
+    def concrete_aclgraph_entries(self) -> dict[Any, ACLGraphEntry]:
+        """What is captured, by vLLM's descriptor. What is taken out of it is destroyed."""
+        return self._entries
+
+    @concrete_aclgraph_entries.setter
+    def concrete_aclgraph_entries(self, entries: dict[Any, Any]) -> None:
+        self._entries.clear()
+        if entries:
+            raise GraphRTError(
+                "graphs cannot be put into a wrapper",
+                got=f"{len(entries)} entries",
+                expected="an empty dict, which destroys those that there are",
+            )
+
+    def unwrap(self) -> Callable[..., Any]:
+        """The runnable."""
+        return self.runnable
+
+    def clear_graphs(self) -> None:
+        """Destroy every graph; the wrapper can capture again."""
+        self._entries.clear()
+
+    def update_by(self, host: Any, update: Callable[[Any], object]) -> bool:
+        """Have `update(stream)` update the graph of the engine's context `host`, launched or not.
+
+        Returns False, and does nothing, where this wrapper has none whose sites are its.
+        """
+        graphs = self._graphs
+        descriptor = self._descriptors.get(getattr(host, "batch_descriptor", None))
+        entry = None if graphs is None or descriptor is None else graphs.entries.get(descriptor)
+        if entry is None or graphs is None or not entry.tasks:
+            return False
+        sites = [task.handle.record for task in entry.tasks]
+        if not isinstance(sites[0], Site):
+            return False
+        if sites[0].sites.params is not self.engine.params_of(host):
+            return False
+
+        def apply(segment: TaskedSegment) -> None:
+            platform = cast(AscendPlatform, graphs.pool.platform)
+            with platform.updating(segment.graph, segment.tasks) as window:
+                served = HostUpdate(sites, window)
+                token = under_way.set(served)
+                try:
+                    served.watch.around(lambda: update(window.stream))
+                finally:
+                    under_way.reset(token)
+
+        waiting = graphs.pool.owner
+        if isinstance(waiting, Deferred) and waiting is entry.deferred:
+            waiting.end_by(graphs.pool, apply)
+        else:
+            (segment,) = (part for part in entry.parts if isinstance(part, TaskedSegment))
+            if self._ahead is not None:
+                self._take_ahead(graphs, host)
+            apply(segment)
+            self._ahead = segment, host
+        return True
+
+    def _take_ahead(self, graphs: GraphWrapper, host: Any) -> None:
+        """Let an update before the call count for that call alone."""
+        assert self._ahead is not None
+        segment, updated_for = self._ahead
+        self._ahead = None
+        if updated_for is not host:
+            platform = cast(AscendPlatform, graphs.pool.platform)
+            platform.forget_update(segment.graph, segment.tasks)
+
+    def _new_graphs(self) -> GraphWrapper:
+        pool = _pools.get(self.graph_pool)
+        if pool is None:
+            pool = _pools[self.graph_pool] = GraphPool()
+        options = GraphOptions(lazy=True, check="always" if self.is_debugging_mode else "capture")
+        self._graphs = wrapper_class(pool.platform)(
+            self._forward,
+            self._mode,
+            pool=pool,
+            read_context=lambda: self._context,
+            options=options,
+            hooks=self.engine.hooks(),
+        )
+        return self._graphs
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.runnable(*args, **kwargs)
+        capture = current_capture()
+        if capture is not None and self.aclgraph_options.weak_ref_output:
+            # Nothing but this graph reads it, so what is captured next may use its memory.
+            output = tree.map_tensors(capture.captured_ref, output)
+        return output
+
+    def _note(self, key: Any, descriptor: BatchDescriptor, args: tuple[Any, ...]) -> None:
+        assert self._graphs is not None
+        entry = self._graphs.entries.get(descriptor)
+        if entry is None:
+            return  # GRAPHRT_MODE=NONE: it ran eagerly
+        for sites in {site.sites for site in _sites_of(entry)}:
+            sites.captured()
+        self.engine.count_capture()
+        addresses = [x.data_ptr() for x in args if isinstance(x, torch.Tensor)]
+        self._descriptors[key] = descriptor
+        self._entries.add(key, ACLGraphEntry(key, entry, addresses))
+
+    def _drop(self, key: Any) -> None:
+        descriptor = self._descriptors.pop(key, None)
+        if self._graphs is not None and descriptor is not None:
+            self._graphs.drop(descriptor)
+
+
+def _sites_of(entry: Entry) -> list[Site]:
+    records = [task.handle.record for task in entry.tasks]
+    return [record for record in records if isinstance(record, Site)]

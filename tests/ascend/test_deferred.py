@@ -1,0 +1,257 @@
+"""Updates that come after the launch of their graph: equal to eager, and never a hang."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_models import HEADS, PAGES, WIDTH, Decoder, runner, steps
+from schedules import need_simulator, python
+
+from graphrt import (
+    DEFERRED,
+    UNCHANGED,
+    BatchDescriptor,
+    GraphOptions,
+    GraphPool,
+    Platform,
+    forward_context,
+    wrapper_class,
+)
+from graphrt.ascend import AscendPlatform
+from graphrt.core.base import (
+    InvalidUpdateError,
+    MissingCapabilityError,
+    MissingUpdateError,
+    PoolBusyError,
+    TaskContractError,
+)
+
+pytestmark = pytest.mark.npu
+
+SIZE = 8
+DESCRIPTOR = BatchDescriptor(SIZE, SIZE, True, query_len=1)
+
+
+class Host:
+    """A host with a wrapper of its own, which updates after the call."""
+
+    def __init__(self, pool: GraphPool | None = None) -> None:
+        self.decoder = Decoder(3)
+        self.pool = pool or GraphPool()
+        options = GraphOptions(lazy=True)
+        make = wrapper_class(self.pool.platform)
+        self.wrapper = make(self.decoder, "FULL", pool=self.pool, options=options)
+        self.x = torch.zeros((SIZE, HEADS, WIDTH), dtype=torch.float16).to("npu")
+        self.table = torch.zeros((SIZE, PAGES), dtype=torch.int32).to("npu")
+        self.todo = steps(30, most=SIZE, seed=5)
+        self.call("FULL", self.todo[0].updates)
+
+    def fill(self, step) -> None:
+        reqs = step.batch.num_reqs
+        self.x.zero_()
+        self.table.zero_()
+        self.x[:reqs].copy_(step.values["x"])
+        self.table[:reqs].copy_(step.values["block_table"])
+
+    def call(self, mode: str, updates) -> torch.Tensor:
+        with forward_context(mode, DESCRIPTOR, updates=updates):
+            return self.wrapper(self.x, self.table)
+
+    def differs(self, count: int, updates=None) -> list[int]:
+        wrong = []
+        for place, step in enumerate(self.todo[:count]):
+            self.fill(step)
+            expected = self.call("NONE", step.updates).cpu()
+            out = self.call("FULL", DEFERRED)
+            self.wrapper.update(step.updates if updates is None else updates)
+            if not torch.equal(out.cpu(), expected):
+                wrong.append(place)
+        return wrong
+
+
+@pytest.fixture
+def host():
+    return Host()
+
+
+def steps_in_flight() -> None:
+    """For other schedules of the device: no step waits on the host for the one before."""
+    host = Host()
+    segment = host.wrapper.entries[DESCRIPTOR].parts[0]
+    staged = []
+    for step in host.todo[:12]:
+        host.fill(step)
+        staged.append((host.x.clone(), host.table.clone()))
+    for ahead in (False, True):
+        found, expected = [], []
+        torch.npu.synchronize()
+        for step, (x, table) in zip(host.todo, staged, strict=False):
+            host.x.copy_(x)
+            host.table.copy_(table)
+            if not ahead:
+                out = host.call("FULL", DEFERRED)
+                host.wrapper.update(step.updates)
+            else:
+                with host.pool.platform.updating(segment.graph, segment.tasks) as window:
+                    for task in segment.tasks:
+                        task.values = task.spec.fitted(step.updates["attention"], context())
+                        torch.npu.graph_task_update_begin(window.stream, task.handle.group)
+                        task.issue()
+                        torch.npu.graph_task_update_end(window.stream)
+                        window.signal(task)
+                out = host.call("FULL", DEFERRED)
+            found.append(out.clone())
+        torch.npu.synchronize()
+        for step, (x, table) in zip(host.todo, staged, strict=False):
+            host.x.copy_(x)
+            host.table.copy_(table)
+            expected.append(host.call("NONE", step.updates).cpu())
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True)), ahead
+
+
+def context():
+    return forward_context("FULL", DESCRIPTOR)
+
+
+def test_steps_whose_updates_come_later_equal_eager(host):
+    assert host.differs(30) == []
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "lazy",
+        "lazy-random:3",
+        *(pytest.param(f"random:{seed}", marks=pytest.mark.long) for seed in range(1, 21)),
+    ],
+)
+def test_they_do_under_other_schedules_of_the_device(schedule):
+    need_simulator()
+    code = "import test_deferred; test_deferred.steps_in_flight(); print('held')"
+    assert python(code, schedule=schedule).splitlines()[-1] == "held"
+
+
+def test_unchanged_repeats_what_the_replay_before_was_given(host):
+    step = host.todo[3]
+    host.fill(step)
+    first = host.call("FULL", step.updates).clone()
+    second = host.call("FULL", DEFERRED)
+    host.wrapper.update(UNCHANGED)
+    assert torch.equal(first.cpu(), second.cpu())
+
+
+def test_a_step_without_its_update_is_named_by_the_next_which_then_serves(host):
+    host.call("FULL", DEFERRED)
+    with pytest.raises(MissingUpdateError, match="got none"):
+        host.call("FULL", host.todo[0].updates)
+    torch.npu.synchronize()
+    assert host.differs(4) == []
+
+
+def test_another_thread_does_not_end_a_step_that_waits(host):
+    from concurrent.futures import ThreadPoolExecutor
+
+    host.fill(host.todo[0])
+    out = host.call("FULL", DEFERRED)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(PoolBusyError):
+        pool.submit(host.call, "FULL", host.todo[0].updates).result()
+    host.wrapper.update(host.todo[0].updates)
+    assert torch.equal(out.cpu(), host.call("NONE", host.todo[0].updates).cpu())
+
+
+def test_graphs_that_wait_are_not_destroyed(host):
+    host.call("FULL", DEFERRED)
+    with pytest.raises(MissingUpdateError):
+        host.wrapper.clear_graphs()
+    host.wrapper.clear_graphs()
+    torch.npu.synchronize()
+
+
+def test_an_update_that_does_not_fit_leaves_the_step_waiting(host):
+    step = host.todo[0]
+    host.fill(step)
+    out = host.call("FULL", DEFERRED)
+    for wrong in ({"attention": {}}, {"other": {}}, None, DEFERRED):
+        with pytest.raises((InvalidUpdateError, MissingUpdateError)):
+            host.wrapper.update(wrong)
+    host.wrapper.update(step.updates)
+    assert torch.equal(out.cpu(), host.call("NONE", step.updates).cpu())
+    with pytest.raises(MissingUpdateError, match="no step waits"):
+        host.wrapper.update(step.updates)
+
+
+def test_an_update_that_raises_ends_its_step(host):
+    issue = host.decoder.task.issue
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        issue(*args, **kwargs)
+
+    host.fill(host.todo[0])
+    host.call("FULL", DEFERRED)
+    host.decoder.task.issue = fail
+    with pytest.raises(ZeroDivisionError):
+        host.wrapper.update(host.todo[1].updates)
+    torch.npu.synchronize()
+    with pytest.raises(MissingUpdateError, match="failed half-way"):
+        host.call("FULL", UNCHANGED)
+    host.decoder.task.issue = issue
+    assert host.differs(4) == []
+
+
+def test_a_host_that_updates_by_itself_signals_every_task_once(host):
+    platform = host.pool.platform
+    assert isinstance(platform, AscendPlatform)
+    entry = host.wrapper.entries[DESCRIPTOR]
+    segment = entry.parts[0]
+    for ahead in (True, False):
+        host.fill(host.todo[0])
+        before = host.call("FULL", host.todo[0].updates).cpu()
+
+        def update(segment, tasks):
+            with platform.updating(segment.graph, segment.tasks) as window:
+                for task in tasks:
+                    window.signal(task)
+
+        if ahead:
+            update(segment, segment.tasks)
+            after = host.call("FULL", DEFERRED)
+        else:
+            after = host.call("FULL", DEFERRED)
+            entry.deferred.end_by(host.pool, lambda segment: update(segment, segment.tasks))
+        assert torch.equal(after.cpu(), before)
+        for wrong in (segment.tasks[:2], [*segment.tasks, segment.tasks[0]]):
+            with pytest.raises(TaskContractError):
+                update(segment, wrong)
+        torch.npu.synchronize()
+        assert host.differs(3) == []
+
+
+def test_an_update_ahead_is_forgotten_by_a_step_that_brings_its_own(host):
+    """Its signals would let the tasks run before they are updated."""
+    segment = host.wrapper.entries[DESCRIPTOR].parts[0]
+    for step in host.todo[:6]:
+        with host.pool.platform.updating(segment.graph, segment.tasks) as window:
+            for task in segment.tasks:
+                window.signal(task)
+        host.fill(step)
+        expected = host.call("NONE", step.updates).cpu()
+        assert torch.equal(host.call("FULL", step.updates).cpu(), expected)
+    assert host.differs(4) == []
+
+
+def test_a_runner_refuses_updates_that_come_later():
+    with runner(Decoder(2)) as run:
+        run.capture()
+        (step,) = steps(1, most=8)
+        with pytest.raises(InvalidUpdateError, match="DEFERRED"):
+            run(step.batch, updates=DEFERRED, **step.values)
+        assert run(step.batch, updates=step.updates, **step.values) is not None
+
+
+def test_a_platform_that_cannot_wait_for_updates_says_so():
+    with pytest.raises(MissingCapabilityError, match="after the launch"):
+        Platform.launch_deferred(AscendPlatform(), None, [])

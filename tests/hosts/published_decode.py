@@ -1,0 +1,183 @@
+"""A decoder whose attention, metadata, graphs and updates are the published vllm-ascend's.
+
+    python -m tests.hosts.published_decode STEPS [--own]
+
+Over the simulator; prints how many steps differ from the same model run eagerly. `--own` leaves
+graphrt out, so that vllm-ascend's own wrapper serves.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+LAYERS, HEADS, WIDTH, BLOCK, BLOCKS, PAGES, WORDS = 3, 2, 16, 16, 64, 4, 50
+MOST_KV, SIZES = BLOCK * PAGES, (4, 8)
+
+
+class Engine:
+    """What vllm-ascend's model runner does around a step, for a model of attention layers."""
+
+    def __init__(self) -> None:
+        import vllm_ascend.attention.attention_v1 as attention
+        import vllm_ascend.attention.utils as attention_utils
+        from vllm.config import CUDAGraphMode
+        from vllm_ascend.compilation import acl_graph
+
+        self.attention, self.acl, self.modes = attention, acl_graph, CUDAGraphMode
+        # As little of vLLM's configuration as attention reads.
+        self.config = SimpleNamespace(
+            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL),
+            parallel_config=SimpleNamespace(
+                prefill_context_parallel_size=1, decode_context_parallel_size=1
+            ),
+            kv_transfer_config=None,
+            quant_config=None,
+            model_config=None,
+            speculative_config=None,
+        )
+        for module in (attention, attention_utils):
+            module.get_current_vllm_config = lambda: self.config  # type: ignore[attr-defined]
+        attention.using_paged_attention = lambda *rest: False
+        attention.is_enable_hamming_sparse = lambda: False
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(*shape: int) -> torch.Tensor:
+            return (torch.randn(*shape, generator=generator) * 0.3).half().npu()
+
+        width = HEADS * WIDTH
+        self.embedding, self.head = weight(WORDS, width), weight(width, WORDS)
+        self.weights = [[weight(width, width) for _ in range(3)] for _ in range(LAYERS)]
+        self.layers = [self._layer() for _ in range(LAYERS)]
+        self.ids = torch.zeros(max(SIZES), dtype=torch.int64).npu()
+        self.slots = torch.zeros(max(SIZES), dtype=torch.int64).npu()
+        pages = torch.randperm(BLOCKS, generator=generator)[: max(SIZES) * PAGES]
+        self.pages = pages.view(max(SIZES), PAGES)
+        self.table = self.pages.int().npu()
+        self.mask = torch.triu(torch.ones(2048, 2048), 1).to(torch.int8).npu()
+        self.wrapper = acl_graph.ACLGraphWrapper(self.model, self.config, CUDAGraphMode.FULL)
+        self.update_stream = torch.npu.Stream()
+        acl_graph.set_graph_params(list(SIZES))
+
+    def _layer(self) -> Any:
+        layer = self.attention.AscendAttentionBackendImpl(
+            HEADS, WIDTH, WIDTH**-0.5, HEADS, None, None, "auto", None, "decoder", None
+        )
+        shape = (BLOCKS, BLOCK, HEADS, WIDTH)
+        layer.key_cache = torch.zeros(shape, dtype=torch.float16).npu()
+        layer.value_cache = torch.zeros(shape, dtype=torch.float16).npu()
+        return layer
+
+    def model(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        from vllm.forward_context import get_forward_context
+
+        metadata, tokens = get_forward_context().attn_metadata, ids.shape[0]
+        x = self.embedding[ids]
+        for index, (layer, weights) in enumerate(zip(self.layers, self.weights, strict=True)):
+            query, key, value = ((x @ weight).view(tokens, HEADS, WIDTH) for weight in weights)
+            layer.key_cache.view(-1, HEADS, WIDTH)[slots] = key
+            layer.value_cache.view(-1, HEADS, WIDTH)[slots] = value
+            out = layer.forward_fused_infer_attention(
+                query, key, value, metadata[name(index)], torch.empty_like(query)
+            )
+            x = x + out.view(tokens, HEADS * WIDTH)
+        return x @ self.head
+
+    def context(self, tokens: int, lens: list[int], mode: Any) -> Any:
+        from vllm.forward_context import BatchDescriptor, ForwardContext
+
+        metadata = self.attention.AscendMetadata(
+            attn_mask=self.mask,
+            attn_state=self.attention.AscendAttentionState.DecodeOnly,
+            num_actual_tokens=tokens,
+            seq_lens=torch.tensor(lens),
+            seq_lens_list=lens,
+            actual_seq_lengths_q=list(range(1, tokens + 1)),
+            block_tables=self.table[:tokens],
+            slot_mapping=self.slots,
+        )
+        context = ForwardContext(
+            no_compile_layers={},
+            attn_metadata={name(index): metadata for index in range(LAYERS)},
+            slot_mapping={},
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=BatchDescriptor(tokens),
+        )
+        for extra in ("capturing", "is_draft_model", "is_draft_model_prefill", "sinks"):
+            setattr(context, extra, False)
+        return context
+
+    def call(self, tokens: int, lens: list[int], mode: Any) -> torch.Tensor:
+        from vllm.forward_context import override_forward_context
+
+        context = self.context(tokens, lens, mode)
+        with override_forward_context(context):
+            out: torch.Tensor = self.wrapper(self.ids[:tokens], self.slots[:tokens])
+            if mode is self.modes.FULL and not context.capturing:
+                backend = self.attention.AscendAttentionBackend
+                self.acl.update_full_graph_params(
+                    backend, self.update_stream, context, tokens, self.config, None, tokens
+                )
+        return out
+
+    def caches(self) -> list[torch.Tensor]:
+        return [cache for layer in self.layers for cache in (layer.key_cache, layer.value_cache)]
+
+
+def name(index: int) -> str:
+    return f"model.layers.{index}.self_attn.attn"
+
+
+def decode(engine: Engine, steps: int) -> list[int]:
+    """Greedy decoding of 1 to 8 requests that come and go; the steps that differ from eager."""
+    rng = random.Random(1)
+    full, none = engine.modes.FULL, engine.modes.NONE
+    for size in sorted(SIZES, reverse=True):
+        engine.call(size, [MOST_KV] * size, full)
+    lens, tokens = [0] * max(SIZES), [rng.randrange(WORDS) for _ in range(max(SIZES))]
+    wrong = []
+    for step in range(steps):
+        live = rng.randint(1, max(SIZES))
+        size = min(size for size in SIZES if size >= live)
+        for request in range(live):
+            lens[request] = lens[request] % MOST_KV + 1
+        padded = [max(1, length) for length in lens[:size]]
+        last = [length - 1 for length in padded]
+        at = [int(engine.pages[r, p // BLOCK]) * BLOCK + p % BLOCK for r, p in enumerate(last)]
+        engine.ids[:size].copy_(torch.tensor(tokens[:size]))
+        engine.slots[:size].copy_(torch.tensor(at))
+        before = [cache.clone() for cache in engine.caches()]
+        expected = engine.call(size, padded, none).cpu()
+        left = [cache.cpu() for cache in engine.caches()]
+        for cache, old in zip(engine.caches(), before, strict=True):
+            cache.copy_(old)
+        found = engine.call(size, padded, full).cpu()
+        same = all(torch.equal(a.cpu(), b) for a, b in zip(engine.caches(), left, strict=True))
+        if not (same and torch.equal(found, expected)):
+            wrong.append(step)
+        tokens[:live] = found[:live].float().argmax(-1).tolist()
+    return wrong
+
+
+def main(start: Callable[..., None]) -> None:
+    start(own="--own" in sys.argv)
+    with torch.inference_mode():
+        engine = Engine()
+        wrong = decode(engine, int(sys.argv[1]))
+    print(
+        f"{type(engine.wrapper).__mro__[-2].__module__} served {sys.argv[1]} steps; {wrong} differ"
+    )
+    sys.stdout.flush()
+    os._exit(bool(wrong))  # the simulator may crash when the process unloads it
+
+
+if __name__ == "__main__":
+    from tests.hosts.vllm_ascend_suite import start
+
+    main(start)

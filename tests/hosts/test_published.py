@@ -1,0 +1,38 @@
+"""The published vllm-ascend, served by graphrt, in an environment that has it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.npu
+
+
+def run(*arguments: str) -> str:
+    for package in ("vllm", "vllm_ascend", "graphrt_ascend_sim"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package} in this environment: see docs/vllm_ascend.md")
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"GRAPHRT_PLATFORM": "ascend-sim", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.long
+def test_its_attention_decodes_200_steps_as_eager():
+    last = run("tests.hosts.published_decode", "200").splitlines()[-1]
+    assert last == "graphrt.hosts.vllm_ascend.wrapper served 200 steps; [] differ"

@@ -1,0 +1,349 @@
+"""Graphs of an engine that is built like vllm-ascend, served by graphrt: equal to eager."""
+
+from __future__ import annotations
+
+import random
+import weakref
+
+import protocol_engine as host
+import pytest
+import torch
+from protocol_engine import Context, Decoder, Host, Key, Mode
+
+from graphrt.ascend import AscendOptions, AscendPlatform
+from graphrt.core.base import (
+    InvalidUpdateError,
+    MissingCapabilityError,
+    MissingUpdateError,
+    TaskContractError,
+)
+from graphrt.hosts.vllm_ascend import GraphParams, install, install_if_asked
+from graphrt.hosts.vllm_ascend.installing import SWITCH
+
+pytestmark = pytest.mark.npu
+
+
+class Runner:
+    """A runner over one model: static inputs, a wrapper, and the update after the call."""
+
+    def __init__(self, *, sizes=(4, 8), kind=None, engine=None, **decoder):
+        self.host = engine or Host()
+        self.kind = kind or {}
+        name = {(): "_graph_params", (1,): "_draft_graph_params"}.get(
+            tuple([1] * len(self.kind)), "_draft_graph_prefill_params"
+        )
+        self.params = self.host.params(sizes)
+        setattr(self.host, name, self.params)
+        self.model = Decoder(self.host, **decoder)
+        self.wrapper = self.host.wrapper_class(self.model, self.host.config, Mode.FULL)
+        self.x = torch.zeros((max(sizes), host.HEADS, host.WIDTH), dtype=torch.float16).to("npu")
+        self.table = torch.zeros((max(sizes), host.PAGES), dtype=torch.int32).to("npu")
+        self.stream = torch.npu.Stream()
+        self.rng = random.Random(7)
+        self.sizes = sizes
+
+    def context(self, key: Key, mode: Mode = Mode.FULL, lens=None, table=None) -> Context:
+        lens = [host.MOST_KV] * key.num_tokens if lens is None else lens
+        table = self.table[: key.num_tokens] if table is None else table
+        return host.contexts(self.model.layers, key, mode, lens, table, **self.kind)
+
+    def capture(self, *keys: Key) -> None:
+        for key in keys or [Key(size) for size in sorted(self.sizes, reverse=True)]:
+            with self.host.step(self.context(key)):
+                self.wrapper(self.x[: key.num_tokens])
+
+    def fill(self, tokens: int) -> list[int]:
+        seed = torch.Generator().manual_seed(self.rng.randint(0, 1 << 30))
+        self.x[:tokens].copy_(torch.randn(self.x[:tokens].shape, generator=seed).half())
+        self.table.copy_(torch.randint(0, host.BLOCKS, self.table.shape, generator=seed))
+        return host.random_lens(self.rng, tokens)
+
+    def eager(self, key: Key, lens, table=None) -> torch.Tensor:
+        with self.host.step(self.context(key, Mode.NONE, lens, table)):
+            return self.wrapper(self.x[: key.num_tokens]).cpu()
+
+    def update(self, context: Context) -> None:
+        tokens = context.batch_descriptor.num_tokens
+        self.host.update_full_graph_params(self.model, self.stream, context, tokens)
+
+    def replay(self, key: Key, lens, table=None, *, first: bool = False) -> torch.Tensor:
+        context = self.context(key, Mode.FULL, lens, table)
+        with self.host.step(context):
+            if first:
+                self.update(context)
+            out = self.wrapper(self.x[: key.num_tokens])
+            if not first:
+                self.update(context)
+        return out.clone()
+
+    def differs(self, steps: int, *, first: bool = False, rebinds: bool = False) -> list[int]:
+        wrong = []
+        for step in range(steps):
+            key = Key(self.rng.choice(self.sizes))
+            lens = self.fill(key.num_tokens)
+            table = self.table[: key.num_tokens].clone() if rebinds else None
+            expected = self.eager(key, lens, table)
+            found = self.replay(key, lens, table, first=first)
+            del table
+            if not torch.equal(found.cpu(), expected):
+                wrong.append(step)
+        return wrong
+
+
+@pytest.fixture
+def runner():
+    made = Runner()
+    made.capture()
+    return made
+
+
+def test_200_steps_with_changing_lengths_equal_eager(runner):
+    assert runner.differs(200) == []
+    assert runner.host.compilation_counter.num_cudagraph_captured == 2
+    assert [key.num_tokens for key in runner.wrapper.concrete_aclgraph_entries] == [8, 4]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after the call", "before it"])
+@pytest.mark.parametrize(
+    "way",
+    [{"asks_each_step": True}, {"gives_none": True}, {"layers": 1}],
+    ids=["workspace asked each step", "no workspace", "one layer"],
+)
+def test_updates_of_every_kind_equal_eager(way, first):
+    made = Runner(**way)
+    made.capture()
+    assert made.differs(25, first=first) == []
+
+
+def test_what_a_graph_reads_lives_until_its_device_is_done_with_it(runner):
+    tables = []
+    for _ in range(4):
+        lens = runner.fill(8)
+        tables.append(runner.table.clone())
+        runner.replay(Key(8), lens, tables[-1])
+    alive = [weakref.ref(table) for table in tables]
+    tables.clear()
+    # The last two steps': of the one before, the device may not be through yet.
+    assert [each() is not None for each in alive] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"is_draft_model": True}, {"is_draft_model": True, "is_draft_model_prefill": True}],
+    ids=["draft", "draft-prefill"],
+)
+def test_a_draft_whose_block_table_is_another_tensor_each_step_equals_eager(kind):
+    """The old tables are given back at once: what the graph reads is kept alive by its task."""
+    target = Runner()
+    draft = Runner(engine=target.host, kind=kind, seed=1)
+    target.capture()
+    draft.capture()
+    for _ in range(15):
+        assert target.differs(1) == []
+        assert draft.differs(1, rebinds=True) == []
+        torch.npu.empty_cache()
+
+
+def test_two_graphs_of_as_many_tokens_keep_their_own_sites_and_workspaces():
+    made = Runner(sizes=(8,))
+    plain, lora = Key(8), Key(8, lora=True)
+    made.capture(plain, lora)
+    for key in (plain, lora, lora, plain):
+        lens = made.fill(8)
+        expected = made.eager(key, lens)
+        assert torch.equal(made.replay(key, lens).cpu(), expected)
+    assert made.params.workspaces[8] is None
+
+
+def test_an_update_that_leaves_layers_out_is_an_error_and_no_hang(runner):
+    runner.model.only = 2
+    lens = runner.fill(8)
+    with pytest.raises(TaskContractError, match="1 without a signal"):
+        runner.replay(Key(8), lens)
+    torch.npu.synchronize()
+    runner.model.only = None
+    assert runner.differs(6) == []
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after the call", "before it"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_an_update_that_raises_leaves_a_device_that_serves(runner, layer, first):
+    def fail(at):
+        if at == layer:
+            raise ZeroDivisionError("in the host's own code")
+
+    runner.model.before_update = fail
+    lens = runner.fill(4)
+    with pytest.raises(ZeroDivisionError):
+        runner.replay(Key(4), lens, first=first)
+    torch.npu.synchronize()
+    runner.model.before_update = lambda at: None
+    assert runner.differs(8, first=first) == []
+
+
+def test_a_step_without_an_update_is_told_at_the_next_one(runner):
+    lens = runner.fill(8)
+    with runner.host.step(runner.context(Key(8), Mode.FULL, lens)):
+        runner.wrapper(runner.x)
+    with pytest.raises(MissingUpdateError, match="got none"):
+        runner.replay(Key(4), lens[:4])
+    torch.npu.synchronize()
+    assert runner.differs(6) == []
+
+
+def test_an_update_before_a_call_that_did_not_come_counts_for_no_other(runner):
+    for key in (Key(8), Key(4), Key(8)):
+        context = runner.context(key, Mode.FULL, runner.fill(key.num_tokens))
+        with runner.host.step(context):
+            runner.update(context)
+    assert runner.differs(6) == []
+    assert runner.differs(6, first=True) == []
+
+
+def test_an_update_without_a_workspace_gets_the_captured_one():
+    made = Runner(gives_none=True)
+    made.capture()
+    assert made.differs(3) == []
+    for entry in made.wrapper._graphs.entries.values():
+        for task in entry.tasks:
+            site = task.handle.record
+            assert site.issued.workspace.data_ptr() == site.before.workspace.data_ptr()
+
+
+def test_scratch_memory_belongs_to_the_graph_after_its_capture(monkeypatch):
+    made, asked = Runner(), []
+    scratch = host.scratch
+
+    def noted():
+        found = scratch()
+        asked.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(host, "scratch", noted)
+    made.capture()
+    assert [each() for each in asked] == [None, None]  # one for each size
+    assert made.differs(4) == []
+
+
+def test_a_negative_length_is_named_and_the_device_serves_on(runner):
+    lens = runner.fill(8)
+    with pytest.raises(InvalidUpdateError, match="negative length"):
+        runner.replay(Key(8), [-1, *lens[1:]])
+    torch.npu.synchronize()
+    assert runner.differs(6) == []
+
+
+def test_a_site_that_is_signalled_outside_of_its_update_is_named(runner):
+    entry = runner.wrapper._graphs.entries[runner.wrapper._descriptors[Key(8)]]
+    with pytest.raises(TaskContractError, match="outside of its update"):
+        entry.tasks[0].handle.record.event.record(runner.stream)
+
+
+def test_sleep_clears_and_wakes_up(runner):
+    entry = runner.wrapper.concrete_aclgraph_entries[Key(8)]
+    assert type(entry.aclgraph).__name__ == "NPUGraph"
+    assert entry.output.shape == runner.x.shape
+    for wrapper in list(runner.host._acl_graph_wrappers):
+        wrapper.concrete_aclgraph_entries.clear()
+        wrapper.first_run_finished = False
+    for column in (runner.params.events, runner.params.handles, runner.params.attn_params):
+        for tokens in column:
+            column[tokens] = []
+    assert len(runner.wrapper._graphs.entries) == 0
+    runner.capture()
+    assert runner.differs(6) == []
+    runner.wrapper.concrete_aclgraph_entries = {}
+    assert len(runner.wrapper._graphs.entries) == 0
+
+
+def test_nothing_is_captured_where_the_engine_has_ended_it(runner):
+    runner.host.capturing_enabled = False
+    with (
+        pytest.raises(RuntimeError, match="capturing is over"),
+        runner.host.step(runner.context(Key(3))),
+    ):
+        runner.wrapper(runner.x[:3])
+    assert runner.differs(2) == []
+
+
+def test_the_wrapper_is_what_is_read_of_it(runner):
+    runner.model.extra = "the runnable's"
+    assert runner.wrapper.extra == "the runnable's"
+    assert runner.wrapper.unwrap() is runner.model
+    assert runner.wrapper.runtime_mode is Mode.FULL
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = runner.wrapper.nothing_like_it
+    with pytest.raises(AssertionError):
+        runner.host.wrapper_class(runner.model, runner.host.config, Mode.NONE)
+
+
+def test_weak_outputs_of_a_piece_are_its_graph_s_alone():
+    engine = Host()
+    options = host.Options(weak_ref_output=True)
+    piece = engine.wrapper_class(lambda x: x * 2 + 1, engine.config, Mode.PIECEWISE, options)
+    x = torch.ones(4).to("npu")
+    for value in (1.0, 2.0, 3.0):
+        x.fill_(value)
+        with engine.step(Context(Key(4), Mode.PIECEWISE, {})):
+            out = piece(x)
+        assert out.cpu().tolist() == [value * 2 + 1] * 4
+    with engine.step(Context(Key(4), Mode.FULL, {})):
+        assert piece(x).cpu().tolist() == [7.0] * 4
+
+
+@pytest.mark.parametrize("weak", [True, False])
+def test_what_a_capturing_call_returns_holds_its_memory_unless_that_is_weak(weak):
+    engine = Host()
+    options = host.Options(weak_ref_output=weak)
+    piece = engine.wrapper_class(lambda x: x * 2, engine.config, Mode.PIECEWISE, options)
+    x = torch.ones(1 << 20).to("npu")
+    before = torch.npu.memory_allocated()
+    with engine.step(Context(Key(4), Mode.PIECEWISE, {})):
+        out = piece(x)
+    assert out.shape == x.shape
+    assert (torch.npu.memory_allocated() - before < x.nbytes) is weak
+
+
+def test_a_device_that_needs_its_updates_first_refuses_them_after_the_launch(runner):
+    platform = runner.wrapper._graphs.pool.platform
+    options = AscendOptions(update_order="update_first")
+    strict = type(platform)(options) if isinstance(platform, AscendPlatform) else None
+    assert strict is not None
+    tasks = platform._tasks
+    before, tasks._update_first = tasks._update_first, True
+    try:
+        lens = runner.fill(8)
+        with (
+            pytest.raises(MissingCapabilityError, match="before the launch"),
+            runner.host.step(runner.context(Key(8), Mode.FULL, lens)),
+        ):
+            runner.wrapper(runner.x)
+        assert runner.differs(8, first=True) == []
+    finally:
+        tasks._update_first = before
+
+
+def test_params_without_a_capture_are_plain_lists():
+    """As vllm-ascend's second model runner uses them, which captures by itself."""
+    params = GraphParams({4: []}, {4: None}, {4: []}, {4: []})
+    params.events[4].append("event")
+    params.workspaces[4] = "scratch"
+    assert params.events[4] == ["event"]
+    assert params.workspaces.get(4) == "scratch"
+    assert params.handles.get(5) is None
+    with pytest.raises(KeyError):
+        params.handles[5]
+
+
+def test_the_switch_is_off_unless_it_is_set(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    install_if_asked()
+    monkeypatch.setenv(SWITCH, "perhaps")
+    with pytest.raises(ImportError, match="is a switch"):
+        install_if_asked()
+
+
+def test_a_version_that_is_not_known_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.9.1")
+    with pytest.raises(ImportError, match="does not know this version"):
+        install()
