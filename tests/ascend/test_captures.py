@@ -55,7 +55,7 @@ class World:
         return self.npu.told()
 
 
-BEGUN = ["handle()", "leave(C)", "graph.capture_begin(pool, thread_local)", "add()"]
+BEGUN = ["handle()", "capture(C)", "graph.capture_begin(pool, thread_local)", "add()"]
 
 
 def test_other_threads_can_break_no_capture_and_update_nothing_on_its_stream(free):

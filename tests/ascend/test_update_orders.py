@@ -89,11 +89,11 @@ class World:
 
     def capture(self, graph: FakeGraph) -> list[Any]:
         stream = self.npu.pool[0]
-        self.tasks.leave(stream, self.memory)
+        self.tasks.capture(graph, stream, self.memory)
         found = []
         with self.npu.stream(stream):
             for place in range(self.count):
-                self.tasks.begin(graph, self.memory)
+                self.tasks.begin(graph)
                 found.append(Update(self.npu, f"task {place}", self.tasks.end(graph)))
         self.tasks.return_to(stream)
         return found
@@ -285,7 +285,7 @@ def test_the_updates_of_a_pool_run_on_no_stream_that_is_captured_or_replayed_on(
     world.replay()
     assert world.updating.name == "S1"
     # Now another pool is captured on it.
-    world.tasks.leave(world.npu.pool[1], Memory())  # type: ignore[arg-type]
+    world.tasks.capture(FakeGraph(world.npu), world.npu.pool[1], Memory())  # type: ignore[arg-type]
     world.replay()
     assert world.updating.name == "S2"
     # And the graph is replayed on that one.
@@ -301,7 +301,7 @@ def test_a_stream_that_is_captured_on_now_is_never_updated_on():
     del npu.pool[3:]
     streams_left = [npu.pool[1], npu.pool[2]]
     npu.Stream = lambda: streams_left[0]  # type: ignore[method-assign]
-    world.tasks.leave(npu.pool[1], Memory())  # type: ignore[arg-type]
+    world.tasks.capture(FakeGraph(npu), npu.pool[1], Memory())  # type: ignore[arg-type]
     with pytest.raises(PlatformError, match="no stream to update tasks on"):
         world.replay()
     world.tasks.return_to(npu.pool[1])
@@ -392,7 +392,7 @@ def test_who_is_to_use_a_stream_waits_for_the_update_on_it_which_is_the_last_one
 
     def use() -> None:
         if what == "a capture":
-            other.tasks.leave(stream, Memory())  # type: ignore[arg-type]
+            other.tasks.capture(FakeGraph(other.npu), stream, Memory())  # type: ignore[arg-type]
         else:
             other.npu.current = stream
             other.replay()
