@@ -257,16 +257,27 @@ def test_an_update_that_allocates_is_named_and_looked_for_at_each_first_time(mon
     owners = [0]
     monkeypatch.setattr(world.npu, "memory_snapshot", lambda: [{"stream": each} for each in owners])
 
+    threads = [2]
+    monkeypatch.setattr(allocations.threading, "active_count", lambda: threads[0])
+
     def allocate() -> None:
         count[0] += 1
+
+    def allocate_there() -> None:
+        allocate()
+        owners.append(world.updating.npu_stream)
 
     world.updates[1].does = allocate
     # Somebody else's, as the update stream has no memory.
     world.replay()
     world.graph = FakeGraph(world.npu)
     world.updates = world.capture(world.graph)
-    world.updates[1].does = allocate
-    owners.append(world.updating.npu_stream)
+    world.updates[1].does = allocate_there
+    with pytest.raises(TaskContractError, match=r"task 1.*allocated"):
+        world.replay()
+    # Now the stream has memory of before: whose it is is known if there is one thread.
+    world.replay()
+    threads[0] = 1
     for _ in range(2):
         with pytest.raises(TaskContractError, match=r"task 1.*allocated"):
             world.replay()

@@ -310,7 +310,7 @@ def test_a_device_that_needs_its_updates_first_refuses_them_after_the_launch(run
     strict = type(platform)(options) if isinstance(platform, AscendPlatform) else None
     assert strict is not None
     tasks = platform._tasks
-    before, tasks._update_first = tasks._update_first, True
+    before, tasks.update_first = tasks.update_first, True
     try:
         lens = runner.fill(8)
         with (
@@ -320,7 +320,7 @@ def test_a_device_that_needs_its_updates_first_refuses_them_after_the_launch(run
             runner.wrapper(runner.x)
         assert runner.differs(8, first=True) == []
     finally:
-        tasks._update_first = before
+        tasks.update_first = before
 
 
 def test_params_without_a_capture_are_plain_lists():

@@ -279,3 +279,27 @@ def test_a_tensor_that_an_eager_part_has_reshaped_is_returned_in_its_new_shape()
         x = torch.randn(4, 8)
         for got, expected in zip(runner(x=x), forward(x), strict=True):
             assert torch.equal(got, expected)
+
+
+def test_an_eager_part_is_given_a_view_of_an_input_as_it_was_at_its_call():
+    @eager_break
+    def first(y):
+        assert y.dim() == 2
+        return y.flatten() * 2
+
+    @eager_break
+    def second(y):
+        y.unsqueeze_(-1)
+        return y + 1
+
+    def forward(x):
+        view = x[:, 1:]
+        twice = first(view)
+        return twice.reshape(x.shape[0], -1), second(view)
+
+    runner = runner_of(forward, mode="PIECEWISE", check="off")
+    runner.capture()
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        for got, expected in zip(runner(x=x), forward(x), strict=True):
+            assert torch.equal(got, expected)

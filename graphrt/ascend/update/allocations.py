@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from weakref import WeakSet
 
@@ -14,18 +15,26 @@ class AllocationWatch:
     """Looks at the first new arguments of every graph; under `GRAPHRT_CHECK=always` at all.
 
     Only what an operator took on the stream of the update counts: other threads may allocate at the
-    same time, on theirs.
+    same time, on theirs. That is seen by the stream having memory now which had none; where it had
+    some already, from work of the host before, only while there is no other thread.
     """
 
     def __init__(self, npu: Any) -> None:
         self._npu = npu
         self._seen: WeakSet[Any] = WeakSet()
         options = GraphOptions()
+        self._without: set[int] = set()
         self._on, self._always = options.checks("capture"), options.checks("always")
 
     def looks_at(self, graph: Any) -> bool:
         """Whether the coming updates of `graph` are to be watched."""
         return self._on and (self._always or graph not in self._seen)
+
+    def begin(self, stream: Any) -> int:
+        """The allocations on the current device before an update on `stream`."""
+        if stream.npu_stream not in self._without and not self._has_memory(stream):
+            self._without.add(stream.npu_stream)
+        return self.count()
 
     def passed(self, graph: Any) -> None:
         """Note that all tasks of `graph` were updated, and none of them allocated."""
@@ -36,10 +45,14 @@ class AllocationWatch:
         stats = memory_stats(self._npu.current_device())
         return int(stats["allocation"]["all"]["allocated"])
 
-    def check(self, task: str, stream: Any, before: int) -> None:
-        """Raise `TaskContractError` if something was allocated on `stream` since `before`."""
+    def check(self, task: str, stream: Any, before: int) -> bool:
+        """Raise `TaskContractError` if something was allocated on `stream` since `begin`; returns
+        whether that is known."""
         taken = self.count() - before
-        if taken and self._has_memory(stream):
+        if not taken or not self._has_memory(stream):
+            return True
+        if stream.npu_stream in self._without or threading.active_count() == 1:
+            self._without.discard(stream.npu_stream)
             raise TaskContractError(
                 f"the update of task {task!r} allocated device memory, which is free again while "
                 "the graph writes to it",
@@ -48,6 +61,7 @@ class AllocationWatch:
                 advice="the tasks of graphrt.ascend.attention bring their workspace; give another "
                 "operator one, UpdatableTask(workspace=)",
             )
+        return False
 
     def _has_memory(self, stream: Any) -> bool:
         segments = self._npu.memory_snapshot()

@@ -217,16 +217,16 @@ class Tasks:
         watched: WatchedStep | None,
     ) -> None:
         signalled = 0
-        looking = changed and self._allocations.looks_at(graph)
+        looking = sure = changed and self._allocations.looks_at(graph)
         try:
             with self._npu.stream(stream):
                 for update in updates:
                     if watched is not None:
                         watched.updating(update.name)
                     if looking:
-                        before = self._allocations.count()
+                        before = self._allocations.begin(stream)
                         self._brackets.issue(graph, stream, update)
-                        self._allocations.check(update.name, stream, before)
+                        sure &= self._allocations.check(update.name, stream, before)
                     elif changed:
                         self._brackets.issue(graph, stream, update)
                     else:
@@ -234,7 +234,7 @@ class Tasks:
                     signalled += 1
                     if watched is not None:
                         watched.signalled(stream)
-            if looking:
+            if sure:
                 self._allocations.passed(graph)
         except BaseException as error:
             named = _named(error, updates[min(signalled, len(updates) - 1)])

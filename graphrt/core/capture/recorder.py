@@ -47,6 +47,7 @@ from graphrt.core.replay import (
     name_of,
     on_own_containers,
     on_own_tensors,
+    settle,
     under_way,
 )
 
@@ -125,6 +126,7 @@ class Capture:
             self._begin()
             result = body()
             self._end()
+            settle(self.parts)
             undo.now()
             return result
         except BaseException as error:
@@ -201,7 +203,7 @@ class Capture:
         called = on_own_containers(function) if changed else function
         if not changed and list(map(place_of, tree.tensors((args, kwargs)))) != shapes:
             called, (kept_args, kept_kwargs) = on_own_tensors(function), apart
-        self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased))
+        self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased, apart))
         leaves = zip(tree.tensors(result), tree.tensors(readable), strict=True)
         moved = [(weak_storage(was), copy) for was, copy in leaves if was is not copy]
         # Its own reference to what was copied to its place would look like another way out.

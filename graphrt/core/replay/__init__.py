@@ -8,6 +8,7 @@ from graphrt.core.replay.eager_part import (
     name_of,
     on_own_containers,
     on_own_tensors,
+    settle,
 )
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import HandedOut, Handout, handout_of
@@ -60,6 +61,7 @@ __all__ = [
     "name_of",
     "on_own_containers",
     "on_own_tensors",
+    "settle",
     "under_way",
     "waiting_step",
     "warming_up",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from graphrt.core.base import BakedScalarError, BreakError, BreakShapeError, tol
 class EagerPart:
     """A function that runs eagerly at every replay and leaves its results where they are read.
 
-    `aliased` holds the paths of results that were no new memory at capture.
+    `aliased` holds the paths of results that were no new memory at capture. `apart` are the
+    arguments in tensors that nobody else has, see `settle`.
     """
 
-    __slots__ = ("_aliased", "_args", "_function", "_kwargs", "_recorded")
+    __slots__ = ("_aliased", "_apart", "_args", "_function", "_kwargs", "_recorded")
 
     def __init__(
         self,
@@ -26,12 +27,23 @@ class EagerPart:
         kwargs: dict[str, Any],
         recorded: Any,
         aliased: frozenset[str],
+        apart: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> None:
         self._function = function
         self._args = args
         self._kwargs = kwargs
         self._recorded = recorded
         self._aliased = aliased
+        self._apart: tuple[tuple[Any, ...], dict[str, Any]] | None = apart
+
+    def settle(self) -> None:
+        """At the end of a capture: be called with tensors of its own if the forward has given one
+        of its another shape, or other memory, since."""
+        if self._apart is not None:
+            given, apart = tree.tensors((self._args, self._kwargs)), tree.tensors(self._apart)
+            if any(_has_moved(one, other) for one, other in zip(given, apart, strict=True)):
+                self._args, self._kwargs = self._apart
+            self._apart = None
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What it is called with, and where it leaves its results."""
@@ -42,6 +54,13 @@ class EagerPart:
         if result is None and self._recorded is None:
             return
         deliver(self._recorded, result, self._function, self._aliased)
+
+
+def settle(parts: Iterable[object]) -> None:
+    """`settle` the eager ones among the parts of a capture that has ended."""
+    for part in parts:
+        if isinstance(part, EagerPart):
+            part.settle()
 
 
 def deliver(
@@ -75,6 +94,10 @@ def deliver(
                 expected=told(before),
                 advice="return it as a tensor, or read it from current_context() where it is used",
             )
+
+
+def _has_moved(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tree.identity(tensor) != tree.identity(alias)
 
 
 def _is_same_value(before: Any, now: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import ThreadMode
+from graphrt.core.base import InvalidUpdateError, ThreadMode
 
 
 class Issued(NamedTuple):
@@ -27,7 +27,8 @@ class OperatorWatch(ThreadMode):
     """Remembers operators that are no operators of torch itself and write to what they are given.
 
     One that has a `workspace` and gets None gets `workspace`: the memory that it would allocate is
-    free again, and its graph would keep the address.
+    free again, and its graph would keep the address. Raises `InvalidUpdateError` for lengths that
+    no request has.
     """
 
     def __init__(self, workspace: torch.Tensor | None = None) -> None:
@@ -42,13 +43,25 @@ class OperatorWatch(ThreadMode):
         if func.namespace not in ("aten", "prim", "prims") and _writes(func):
             if self._workspace is not None and kwargs.get("workspace") is None and _takes(func):
                 kwargs["workspace"] = self._workspace
-            self._seen.append(Issued(func, args, kwargs))
+            issued = Issued(func, args, kwargs)
+            _check_lengths(issued)
+            self._seen.append(issued)
         return func(*args, **kwargs)
 
     def take(self) -> list[Issued]:
         """What was called since this was asked for last."""
         seen, self._seen = self._seen, []
         return seen
+
+
+def _check_lengths(issued: Issued) -> None:
+    for name, value in issued.kwargs.items():
+        if type(value) is list and value and type(value[0]) is int and min(value) < 0:
+            raise InvalidUpdateError(
+                f"argument {name!r} of {issued.function} holds a negative length",
+                got=value,
+                expected="0 or more for each request",
+            )
 
 
 def _writes(function: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.ascend import TaskHandle, UpdateWindow
-from graphrt.core.base import InvalidUpdateError, TaskContractError, tree
+from graphrt.core.base import TaskContractError, tree
 from graphrt.core.replay import CapturedTask, Recording, UpdatableTask
 from graphrt.hosts.vllm_ascend.operators import Issued, OperatorWatch
 
@@ -133,8 +133,7 @@ class HostUpdate:
     def signal(self, site: Site, stream: Any) -> None:
         """Hold on to what `site` was issued with, and let the graph go on behind it.
 
-        Raises `TaskContractError` for another operator than the captured one or another stream, and
-        `InvalidUpdateError` for lengths that no request has.
+        Raises `TaskContractError` for another operator than the captured one or another stream.
         """
         if stream is not None and stream != self._window.stream:
             raise TaskContractError(
@@ -153,20 +152,9 @@ class HostUpdate:
                     expected=str(site.issued.function),
                     advice="issue the captured operator once, between update_begin and update_end",
                 )
-            _check_lengths(new[0])
             site.before, site.issued = site.issued, new[0]
         assert site.task is not None
         self._window.signal(site.task)
-
-
-def _check_lengths(issued: Issued) -> None:
-    for name, value in issued.kwargs.items():
-        if type(value) is list and value and type(value[0]) is int and min(value) < 0:
-            raise InvalidUpdateError(
-                f"argument {name!r} of {issued.function} holds a negative length",
-                got=value,
-                expected="0 or more for each request",
-            )
 
 
 def _unknown(*args: Any, **kwargs: Any) -> None:
