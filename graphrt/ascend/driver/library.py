@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,6 +98,16 @@ def available_streams() -> int | None:
         return None
     count = ctypes.c_uint32()
     return None if ask(ctypes.byref(count)) else count.value
+
+
+@cache
+def has_value_wait() -> bool:
+    """Whether the signals of tasks are words in memory that a wait takes back. With an older CANN
+    they are events that are to be reset; without any it does not matter."""
+    try:
+        return hasattr(ctypes.CDLL("libascendcl.so"), "aclrtValueWait")
+    except OSError:
+        return True
 
 
 def _missing_library(name: str) -> str:

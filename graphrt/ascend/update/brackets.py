@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphrt.ascend.driver import has_value_wait
 from graphrt.core.base import InvalidUpdateError, MissingCapabilityError, TaskContractError
 from graphrt.core.device import TaskUpdate
 
@@ -30,15 +31,31 @@ class Groups:
     def __init__(self, npu: Any) -> None:
         self._npu = npu
         self._open: dict[Any, Any] = {}
+        self._aside: list[Any] = []
 
     def begin(self, graph: Any) -> None:
         stream = self._npu.current_stream()
         event = self._npu.ExternalEvent()
+        if not has_value_wait():
+            self._create(event, stream)
         # Where CANN has no value wait the signal is not taken by waiting for it.
         event.wait(stream)
         event.reset(stream)
         self._npu.graph_task_group_begin(stream)
         self._open[graph] = event
+
+    def _create(self, event: Any, capturing: Any) -> None:
+        """Without a value wait torch_npu creates an event when it is first recorded, and a wait
+        before that is none: the graph would not wait for its first signal, nor any other."""
+        aside = next(s for s in (self._npu.Stream() for _ in range(2)) if s != capturing)
+        event.record(aside)
+        event.reset(aside)
+        self._aside.append(aside)
+
+    def settle(self) -> None:
+        """After a capture: a reset that is under way would take the first signal of an update."""
+        while self._aside:
+            self._aside.pop().synchronize()
 
     def end(self, graph: Any) -> TaskHandle:
         event = self._open.pop(graph)
@@ -86,6 +103,14 @@ class AutoDispatch:
                 expected="NPUGraph.graph_dispatch_mode",
                 advice="update_strategy='groups'",
             )
+        if not has_value_wait():
+            raise MissingCapabilityError(
+                "without a value wait of CANN torch_npu's automatic dispatch captures no wait for "
+                "an update, so replays would run with old arguments",
+                got="update_strategy='auto_dispatch'",
+                expected="a CANN with aclrtValueWait",
+                advice="update_strategy='groups', or a newer CANN",
+            )
 
     def begin(self, graph: Any) -> None:
         graph.auto_dispatch_capture = True
@@ -105,6 +130,9 @@ class AutoDispatch:
                 advice="update_strategy='groups' takes any operator",
             )
         return TaskHandle(new[0].handle, new[0].event, new[0])
+
+    def settle(self) -> None:
+        """Nothing is under way."""
 
     def abort(self, graph: Any) -> None:
         """Leave the mode and close the group that a failed task left open."""

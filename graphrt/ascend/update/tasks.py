@@ -77,6 +77,7 @@ class Tasks:
 
     def return_to(self, stream: Any) -> None:
         """Nothing is captured on `stream` any more."""
+        self._brackets.settle()
         self._capturing.discard(stream.npu_stream)
 
     def replay(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool, name: str) -> None:

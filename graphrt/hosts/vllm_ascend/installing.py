@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any
 
+from graphrt.ascend.driver import has_value_wait
 from graphrt.core.base import UnsupportedHostError
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.params import GraphParams
@@ -58,6 +59,13 @@ def install() -> None:
             got=", ".join(missing),
             expected=f"vllm-ascend {', '.join(KNOWN)}",
             advice="install one of these, or leave graphrt out",
+        )
+    if not has_value_wait():
+        # Its own graphs have no wait there either: see graphrt.ascend's task groups.
+        raise UnsupportedHostError(
+            "without a value wait of CANN a graph of the engine does not wait for its updates",
+            expected="a CANN with aclrtValueWait",
+            advice="install a newer CANN",
         )
     begun = [name for name in READ if name.endswith("_params") and getattr(module, name)]
     if begun or len(module._acl_graph_wrappers):
