@@ -12,7 +12,7 @@ from fake_npu import FakeGraph, FakeNpu, FakeStream
 from graphrt.ascend.driver import launch_queue
 from graphrt.ascend.update import allocations, is_update_stream
 from graphrt.ascend.update.brackets import Groups, TaskHandle
-from graphrt.ascend.update.streams import new_update_stream, note_use
+from graphrt.ascend.update.streams import leave_stream, new_update_stream, note_use
 from graphrt.ascend.update.tasks import Tasks
 from graphrt.core.base import CaptureError, DeviceHangError, PlatformError, TaskContractError
 
@@ -359,6 +359,13 @@ def test_of_used_streams_the_one_that_was_used_longest_ago_is_taken():
     assert new_update_stream(npu, npu.current, ()).stream.name == "S1"
     note_use(npu.pool[0])
     assert new_update_stream(npu, npu.pool[2], {npu.pool[1].npu_stream}).stream.name == "S0"
+
+
+def test_streams_that_are_computed_on_are_left_for_last():
+    npu = FakeNpu(streams=3)
+    for place in (0, 1):
+        leave_stream(npu.pool[place])
+    assert new_update_stream(npu, npu.current, ()).stream.name == "S2"
 
 
 def test_a_stream_is_free_again_when_its_pool_is_gone():
