@@ -57,6 +57,7 @@ def cache_of(model: Any, rows: int, length: int, device: str) -> Any:
     class FirstRows(StaticLayer):
         def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Any:
             rows, _, new, _ = keys.shape
+            torch._check(rows <= self.keys.shape[0])  # what the trace of torch 2.11 is to know
             at = torch.arange(new, device=keys.device) + self.cumulative_length
             self.cumulative_length.add_(new)
             self.keys[:rows].index_copy_(2, at, keys)

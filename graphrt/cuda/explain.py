@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import CaptureError, CaptureSyncError, ResourceExhaustedError
+from graphrt.core.base import (
+    CaptureError,
+    CaptureSyncError,
+    RefusedOpError,
+    ResourceExhaustedError,
+)
 from graphrt.core.device import error_chain
 
 _KEEP_OUT = (
@@ -72,6 +77,18 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
         CaptureError,
         "a random generator is still in the state of an earlier capture",
         "use the default generator, or register yours with the graph",
+    ),
+    (
+        "cusolver error",
+        RefusedOpError,
+        "a routine of cuSOLVER was captured that cannot be: it waits for the device or allocates",
+        "take it out of the forward, or mark the function around it @eager_break",
+    ),
+    (
+        "cusparse_status",
+        RefusedOpError,
+        "a routine of cuSPARSE was captured that cannot be",
+        "take it out of the forward, or mark the function around it @eager_break",
     ),
     (
         "previous error during capture",

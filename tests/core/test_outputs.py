@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from graphrt import GraphOptions, GraphPool, GraphRunner, Host, InputSpec
+from graphrt import GraphOptions, GraphPool, GraphRunner, Host, InputSpec, eager_break
 from graphrt.core.base import can_mark_unreadable
 from graphrt.core.replay import handout
 from graphrt.errors import OutputError, OverwrittenOutputError
@@ -527,3 +527,22 @@ def test_containers_that_are_not_known_are_refused_by_name(make):
     run = GraphRunner(make, mode="FULL", sizes=[2, 4], inputs=X)
     with pytest.raises(OutputError):
         run.capture()
+
+
+def test_what_is_not_dense_is_not_returned_by_a_forward_or_an_eager_part():
+    weight = torch.eye(WIDTH).to_sparse()
+
+    @eager_break
+    def multiplied(matrix, x):
+        return torch.sparse.mm(matrix, x.t()).t()
+
+    @eager_break
+    def made_sparse(x):
+        return x.to_sparse()
+
+    for forward in (lambda x: weight, lambda x: multiplied(made_sparse(x.t() @ x), x)):
+        with pytest.raises(OutputError, match="no strided memory"):
+            runner(forward, mode="PIECEWISE")
+    # One that stays where it is may be given to eager parts.
+    run = runner(lambda x: multiplied(weight, x) + 1, mode="PIECEWISE")
+    assert torch.equal(run(x=rows(3)), rows(3) + 1)

@@ -16,17 +16,20 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="NAME")
     arguments = parser.parse_args()
     make, known = maker_of(arguments.platform), scenarios_of(arguments.platform)
-    wrong, count, started = [], 0, time.perf_counter()
+    wrong, count, started = 0, 0, time.perf_counter()
     print(HEAD)
     for name in arguments.only or known:
         harness = Harness(known[name], make)
-        found = [harness.inject(fault) for fault in harness.faults()]
+        found = []
+        for fault in harness.faults():
+            found.append(harness.inject(fault))
+            if found[-1].wrong:
+                print(f"{name}: {found[-1]}", flush=True)
         for kind, places in harness.baseline.seen.items():
             print(row(name, kind, places, found), flush=True)
-        wrong += [f"{name}: {each}" for each in found if each.wrong]
+        wrong += sum(bool(each.wrong) for each in found)
         count += len(found)
-    print(f"\n{count} faults in {time.perf_counter() - started:.0f} s, {len(wrong)} wrong")
-    print("\n".join(wrong))
+    print(f"\n{count} faults in {time.perf_counter() - started:.0f} s, {wrong} wrong")
     return bool(wrong)
 
 

@@ -201,7 +201,7 @@ def _check_eager(twin: Twin, values: Values, error: Exception) -> None:
 
 
 def _like(tensor: torch.Tensor, x: torch.Tensor) -> bool:
-    return tensor.shape == x.shape and tensor.dtype == x.dtype
+    return (tensor.shape, tensor.dtype, tensor.device) == (x.shape, x.dtype, x.device)
 
 
 def program_of(number: int, mode: str | None = None) -> Program:

@@ -22,7 +22,7 @@ class Seen:
         """`places` are those of the inputs: which of them the leaf shares memory with is kept."""
         if not isinstance(leaf, torch.Tensor):
             return cls((type(leaf), repr(leaf)), None)
-        facts: tuple[object, ...] = (leaf.layout, leaf.dtype, tuple(leaf.size()))
+        facts: tuple[object, ...] = (leaf.layout, leaf.device.type, leaf.dtype, tuple(leaf.size()))
         if leaf.is_meta:
             return cls(facts, None)
         tensor = leaf.detach()

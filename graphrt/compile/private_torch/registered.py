@@ -71,7 +71,8 @@ def python_functions(operator: Any) -> tuple[list[Any], list[Any]]:
     that a compiler may take into its code, and those that are only called when that runs."""
     name = overload_name(operator) or ""
     custom = _CUSTOM.find().get(name)
-    entry = _SIMPLE.find().get(str(own(operator, "_name", _NO_KEY)).removesuffix(".default"))
+    entries = own(_SIMPLE.find(), "_data", _NO_KEY)  # to look it up by name would add it, in 2.11
+    entry = entries.get(str(own(operator, "_name", _NO_KEY)).removesuffix(".default"))
     run, *baked_in = _functions.get(name, (None,))
     called = [] if run is None else [run]
     if custom is not None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import RefusedOpError
 from graphrt.core.base.torch_names import (
     TorchDispatchMode,
     as_it_was_called,
@@ -95,7 +96,12 @@ _AUTOCAST = {
     "AutocastPrivateUse1": "privateuseone",
 }
 _BUILT_IN = frozenset({"aten", "prim", "prims"})
-_CALLING_OTHERS = frozenset({"aten::_trilinear", "aten::linalg_pinv.atol_rtol_tensor"})
+_CALLED_BY = {
+    "aten::_trilinear": ("aten::bilinear",),
+    "aten::linalg_pinv.atol_rtol_tensor": ("aten::linalg_pinv", "aten::pinverse"),
+}
+"""Built-in operators whose kernels call others, and what calls them: where autocast has a kernel
+for that, such as for `bilinear` on CUDA, it has cast already, and leaves the rest alone."""
 
 
 @cache
@@ -118,7 +124,8 @@ def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(handler)
     def handle(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        cast = _autocast_where_it_was_called() if _casts_inside(func) else ()
+        inside = _cast_inside(func)
+        cast = _autocast_where_it_was_called(func, inside) if inside else ()
         with conjugation_resolved():
             for kind in cast:  # until the guard ends
                 torch.set_autocast_enabled(kind, True)
@@ -128,20 +135,35 @@ def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def _casts_inside(func: Any) -> bool:
-    """Whether autocast reaches what an operator is made of, but not a handler that calls it: one
-    whose body calls other operators, and that autocast itself passes by."""
+def _cast_inside(func: Any) -> dict[str, bool]:
+    """On which kinds of device autocast reaches what an operator is made of, but not a handler that
+    calls it: one whose body calls other operators, and that autocast itself passes by. False where
+    that depends on who called it."""
     if getattr(func, "_schema", None) is None:
-        return False
+        return {}
     name = func.name()
-    if func.namespace in _BUILT_IN and name not in _CALLING_OTHERS:
-        return False
-    return not any(has_kernel(name, key) for key in _AUTOCAST)
+    if func.namespace in _BUILT_IN and name not in _CALLED_BY:
+        return {}
+    found = {}
+    for key, kind in _AUTOCAST.items():
+        passed_by = {not has_kernel(each, key) for each in _CALLED_BY.get(name, (name,))}
+        if True in passed_by:
+            found[kind] = len(passed_by) == 1
+    return found
 
 
-def _autocast_where_it_was_called() -> list[str]:
+def _autocast_where_it_was_called(func: Any, inside: dict[str, bool]) -> list[str]:
     with as_it_was_called():
-        return [kind for kind in _AUTOCAST.values() if torch.is_autocast_enabled(kind)]
+        found = [kind for kind in inside if torch.is_autocast_enabled(kind)]
+    for kind in found:
+        if not inside[kind]:
+            raise RefusedOpError(
+                f"under autocast for {kind} nobody can tell what {func} computes in: that depends "
+                "on what called it",
+                op=str(func),
+                advice=f"call it inside of torch.autocast({kind!r}, enabled=False)",
+            )
+    return found
 
 
 def without_gradients(function: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import tree
+from graphrt.core.base import OutputError, tree
 
 
 def place_of(tensor: torch.Tensor) -> object:
@@ -25,3 +25,23 @@ def are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]
         path == other_path and leaf is other
         for (path, leaf), (other_path, other) in zip(before, after, strict=True)
     )
+
+
+def memory_of(values: Any) -> set[int]:
+    """Where the memory of strided tensors begins."""
+    strided = [t for t in tree.tensors(values) if t.layout is torch.strided]
+    return {t.untyped_storage().data_ptr() for t in strided}
+
+
+def strided(result: Any, what: str = "the forward") -> Any:
+    """What a forward, or an eager part, returns; raises `OutputError` for a tensor that has no one
+    memory."""
+    for tensor in tree.tensors(result):
+        if tensor.layout is not torch.strided:
+            raise OutputError(
+                f"{what} returns a tensor that has no strided memory of its own",
+                got=f"{tensor.layout}, {tensor.dtype}",
+                expected="a strided tensor",
+                advice="return to_dense(), or the parts of it",
+            )
+    return result

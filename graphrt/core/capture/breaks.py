@@ -19,7 +19,7 @@ from graphrt.core.base import (
     remove_dispatch_mode,
     schemas_of_operator,
 )
-from graphrt.core.capture.refusals import Copies, SideDoors, side_doors
+from graphrt.core.capture.refusals import Copies, Given, SideDoors, side_doors
 from graphrt.core.replay import Recording, counted, current_capture
 
 P = ParamSpec("P")
@@ -56,31 +56,41 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
 
 class BreakWatch(ThreadMode):
     """Sees every operator of an open segment: breaks at those of the list, and refuses those that
-    read what left an eager part by a side door, or write a copy of what others hold."""
+    read what left an eager part by a side door, write a copy of what others hold, or read
+    arguments that lie on the host. Of a whole graph it looks at the last alone."""
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, capture: Recording, breaks: frozenset[str], doors: SideDoors, copies: Copies
+        self,
+        capture: Recording,
+        breaks: frozenset[str],
+        doors: SideDoors,
+        copies: Copies,
+        given: Given,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._capture = capture
         self._breaks = breaks
         self._doors = doors
         self._copies = copies
+        self._given = given
+        self._in_pieces = capture.breakable or bool(breaks)
         for name in breaks:
             _check_break(name)
         self._entered = False
         self._handling = False
 
     def resume(self) -> None:
-        wanted = self._breaks or self._doors or self._copies
+        self._given.begin()
+        wanted = self._in_pieces and (self._breaks or self._doors or self._copies)
         # While an operator is being handled torch has taken this mode off its stack already.
-        if not self._handling and not self._entered and wanted:
+        if not self._handling and not self._entered and (wanted or self._given):
             self.__enter__()
             self._entered = True
 
     def suspend(self) -> None:
+        self._given.end()
         if self._handling or not self._entered:
             return
         top = dispatch_modes()[-1]
@@ -105,8 +115,10 @@ class BreakWatch(ThreadMode):
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
         if not is_listed(func, self._breaks):
-            self._doors.check((args, kwargs), "the graph reads", func)
-            self._copies.check(func, args, kwargs)
+            if self._in_pieces:
+                self._doors.check((args, kwargs), "the graph reads", func)
+                self._copies.check(func, args, kwargs)
+            self._given.check(func, args, kwargs)
             return func(*args, **kwargs)
         capture = self._capture
         if not capture.breakable:

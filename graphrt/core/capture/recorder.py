@@ -21,11 +21,12 @@ from graphrt.core.base import (
     unseen,
 )
 from graphrt.core.batch import ForwardContext
-from graphrt.core.capture._leaves import are_same, place_of, weak_storage
+from graphrt.core.capture._leaves import are_same, memory_of, place_of, strided, weak_storage
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.refusals import (
     Copies,
+    Given,
     SideDoors,
     hand_back,
     side_doors,
@@ -66,6 +67,7 @@ class Capture:
         pool: GraphPool,
         bridges: Bridges,
         context: ForwardContext,
+        given: Given,
         *,
         breakable: bool,
         breaks: frozenset[str] = frozenset(),
@@ -91,8 +93,8 @@ class Capture:
         self._doors = side_doors.get() or SideDoors()
         self._doors.begin_capture()
         self._copies = Copies()
-        watched = breakable or (breaks and must_break)
-        self._watch = BreakWatch(self, breaks, self._doors, self._copies) if watched else None
+        breaks = breaks if breakable or must_break else frozenset()
+        self._watch: BreakWatch | None = BreakWatch(self, breaks, self._doors, self._copies, given)
 
     @property
     def segment_open(self) -> bool:
@@ -119,7 +121,8 @@ class Capture:
             under_way.add(id(self))
             active.set(self)
             # A collection may destroy the graphs of others, which no device allows meanwhile.
-            undo.later(self._forget_watch)
+            # Each knows the other, and the pool is to go when its owner does.
+            undo.later(partial(setattr, self, "_watch", None))
             undo.later(partial(thaw_garbage, self))
             freeze_garbage(self)
             self._enter_pool(undo)
@@ -155,10 +158,6 @@ class Capture:
         undo.enter(self._platform.on_stream(self._platform.capture_stream(pool.stream, work)))
         pool.expire_outputs()
 
-    def _forget_watch(self) -> None:
-        # Each knows the other, and the pool is to go when its owner does.
-        self._watch = None
-
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -171,14 +170,13 @@ class Capture:
         shapes = list(map(place_of, tree.tensors((args, kwargs))))
         kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
         apart = tree.map_tensors(self._kept_apart, (args, kwargs))
-        known = {t.untyped_storage().data_ptr() for t in tree.tensors((args, kwargs))}
+        known = memory_of((args, kwargs))
 
         def hidden(tensor: torch.Tensor) -> bool:
-            return tensor.untyped_storage().data_ptr() not in known and self.owns(tensor)
+            return memory_of(tensor).isdisjoint(known) and self.owns(tensor)
 
-        result = self._doors.watched(
-            function, args, kwargs, hidden if self._watch else None, self._copies.check
-        )
+        result = self._doors.watched(function, args, kwargs, hidden, self._copies.check)
+        strided(result, f"eager break {name_of(function)}")
         fresh: set[int] = set()
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
@@ -286,7 +284,9 @@ class Capture:
         return found if self.owns(found) else None
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is memory of the pool."""
+        """Whether `tensor` is memory of the pool; one that is not strided has no one memory."""
+        if tensor.layout is not torch.strided:
+            return False
         return self._platform.owns(self.pool.memory, tensor)
 
     def _begin(self) -> None:

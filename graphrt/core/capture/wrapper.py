@@ -26,9 +26,11 @@ from graphrt.core.batch import (
     graphs_off,
 )
 from graphrt.core.capture._hot import Hot
+from graphrt.core.capture._leaves import strided
 from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Capture
+from graphrt.core.capture.refusals import Given
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.device import Capability
 from graphrt.core.dispatch import Reason
@@ -296,6 +298,7 @@ class GraphWrapper(Uncopied):
             self.pool,
             self._bridges,
             context,
+            Given((args, kwargs), self.pool.platform.device_type, own=self._owner_served),
             breakable=self._breakable,
             breaks=frozenset(self.options.breaks),
             must_break=self.runtime_mode is GraphMode.PIECEWISE,
@@ -326,9 +329,7 @@ class GraphWrapper(Uncopied):
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
         if transaction is not None:
             self._insert(entry, transaction.slot)
-        if self._hot.clones:
-            return tree.map_tensors(torch.Tensor.clone, result)
-        return result
+        return tree.map_tensors(torch.Tensor.clone, result) if self._hot.clones else result
 
     def _repeat_eagerly(
         self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
@@ -347,7 +348,7 @@ class GraphWrapper(Uncopied):
         """What the runnable returns, in static buffers where these are asked for."""
         result = self.runnable(*args, **kwargs)
         if capture is not None:
-            capture.check_read(result, "the forward returns")
+            capture.check_read(strided(result), "the forward returns")
         if self.options.outputs != "static":
             return result
         return self._statics.fix(0, result, stays=lambda path, tensor: False)[0]

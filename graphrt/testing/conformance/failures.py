@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import CaptureError
+from graphrt.core.base import CaptureError, RefusedOpError
 from graphrt.core.batch import current_context
 from graphrt.core.capture import eager_break
 from graphrt.core.replay import GraphPool, current_capture
@@ -159,3 +159,57 @@ class FailureConformance(ConformanceBase):
         x += 1
         assert self.first(self.step(outer, FULL, x)) == [6, 8, 10, 12]
         self.check_usable(pool)
+
+    @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+    @pytest.mark.parametrize("change", ["unsqueeze_", "t_", "resize_"])
+    def test_a_tensor_of_the_caller_that_gets_another_shape_is_refused(
+        self, pool: GraphPool, mode: Any, change: str
+    ) -> None:
+        x = self.tensor(1, 2, 3)
+        arguments = {"unsqueeze_": (0,), "t_": (), "resize_": (8, 3)}[change]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            getattr(x, change)(*arguments)
+            return x * 2
+
+        wrapper = self.wrap(forward, mode, pool, breakable=mode is PIECEWISE)
+        with pytest.raises(RefusedOpError, match=r"another shape|shape or memory"):
+            self.capture(wrapper, mode, x)
+        self.check_usable(pool)
+
+    def test_numbers_of_the_host_are_not_frozen_into_a_graph(self, pool: GraphPool) -> None:
+        if self.platform.device_type == "cpu":
+            pytest.skip("this platform is the host")
+
+        def drawing(x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rand(()).item()
+
+        def reading(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return x * scale.view(())
+
+        def writing(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            out.add_(1)
+            return x + 1
+
+        x = self.tensor(1, 2, 3, 4)
+        with pytest.raises(RefusedOpError, match="drawn on the host"):
+            self.capture(self.wrap(drawing, FULL, pool), FULL, x)
+        for forward in (reading, writing):
+            with pytest.raises(RefusedOpError, match="lies on the host"):
+                self.capture(self.wrap(forward, FULL, pool), FULL, x, torch.ones(1))
+        self.check_usable(pool)
+
+    def test_eager_parts_draw_on_the_host_and_read_its_tensors(self, pool: GraphPool) -> None:
+        drawn: list[float] = []
+
+        @eager_break
+        def draw(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            drawn.append(torch.rand(()).item())
+            return x * float(scale)
+
+        wrapper = self.wrap(lambda x, s: draw(x + 1, s) + 1, PIECEWISE, pool, breakable=True)
+        x, scale = self.tensor(1, 2, 3, 4), torch.tensor(2.0)
+        self.capture(wrapper, PIECEWISE, x, scale)
+        scale.fill_(3.0)
+        assert self.first(self.step(wrapper, PIECEWISE, x, scale)) == [7, 10, 13, 16]
+        assert len(set(drawn)) == 2

@@ -1,0 +1,86 @@
+"""Tensors that a captured call is given, and host work inside of it, which no replay does again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphrt.core.base import RefusedOpError, tree
+from graphrt.core.capture.refusals.source import user_source
+
+
+class Given:
+    """What a graph on a device must leave alone: the shape and the memory of the caller's tensors,
+    the numbers in those that lie on the host, and the host's generator.
+
+    `own` says that the tensors were made for the call, which may then give them any shape.
+    """
+
+    def __init__(self, values: Any, device_type: str, *, own: bool = False) -> None:
+        tensors = [t for t in tree.tensors(values) if t.layout is torch.strided]
+        self._on_device = device_type != "cpu"
+        self._kept = [] if own else tensors
+        self._hosts = {_memory(t) for t in tensors if self._on_device and t.device.type == "cpu"}
+        self._places: list[object] = []
+        self._generator: torch.Tensor | None = None
+
+    def __bool__(self) -> bool:
+        """Whether operators have to be looked at."""
+        return bool(self._hosts)
+
+    def begin(self) -> None:
+        """A segment begins."""
+        self._places = list(map(tree.identity, self._kept))
+        self._generator = torch.default_generator.get_state() if self._on_device else None
+
+    def end(self) -> None:
+        """A segment ends; raises `RefusedOpError` for what a replay of it would not do again."""
+        for tensor, before in zip(self._kept, self._places, strict=True):
+            if tree.identity(tensor) != before:
+                raise RefusedOpError(
+                    "the forward gives a tensor of its caller another shape or other memory, which "
+                    "no replay repeats",
+                    got=f"now {tensor.dtype} {tuple(tensor.shape)}",
+                    advice="change a view of it: x.unsqueeze(0), x.view(...)",
+                )
+        before_it, self._generator = self._generator, None
+        if before_it is not None and not torch.equal(
+            before_it, torch.default_generator.get_state()
+        ):
+            raise RefusedOpError(
+                "random numbers were drawn on the host: every replay would have those of the "
+                "capture",
+                advice="draw them on the device (device=...), or in an eager break",
+            )
+
+    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
+        on the host; views of it are made."""
+        if not self._hosts or _makes_a_view(func):
+            return
+        for tensor in tree.tensors((args, kwargs)):
+            on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+            if on_host and _memory(tensor) in self._hosts:
+                raise RefusedOpError(
+                    "an argument lies on the host: every replay would have its numbers of the "
+                    "capture, and none would write it",
+                    op=str(func),
+                    got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                    source=str(user_source() or "") or None,
+                    advice="give the forward a tensor of the device, or a Python number that is "
+                    "part of what the graph is for",
+                )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _makes_a_view(func: Any) -> bool:
+    """Whether an operator returns what it is given, unread."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(result.alias_info is not None for result in schema.returns)
