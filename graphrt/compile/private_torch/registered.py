@@ -35,6 +35,8 @@ _TABLES = {
 }
 _MODE = NAMES.declare("torch.utils._python_dispatch.TorchDispatchMode", without=_NO_KEY)
 _OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_KEY)
+# Lowerings of Python's operators have the names of those in torch 2.11.
+_NOT_OTHERS = ("torch", "functools", "_operator", "math", "builtins")
 _PLACE = re.compile(r"registered at (\S+?):\d+")
 
 _functions: dict[str, tuple[Any, ...]] = {}
@@ -91,7 +93,7 @@ def tables_of_others() -> Iterator[tuple[str, Any]]:
             continue  # nobody can have added to it
         for target, function in _found(table, {}).items():
             module = getattr(function, "__module__", None) or "torch"
-            if module.partition(".")[0] not in ("torch", "functools"):
+            if module.partition(".")[0] not in _NOT_OTHERS:
                 yield f"{kind} {target}", function
 
 

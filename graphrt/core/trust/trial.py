@@ -13,7 +13,14 @@ from graphrt.core.trust.compare import Difference, difference, rounding_of
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import Places
-from graphrt.core.trust.watching import Deviation, SavedWrites, Trace, Watch, first_difference
+from graphrt.core.trust.watching import (
+    Deviation,
+    SavedWrites,
+    Trace,
+    Watch,
+    first_difference,
+    still_there,
+)
 
 _SPREADS = 4
 """A replay may be so many times as far from eager as two eager runs are from one another."""
@@ -122,7 +129,8 @@ class Trial:
             if rebound:
                 self._fail_rebound(rebound)
             self._judge_repeats(eager, again, replayed, first, rounding)
-            self._judge_writes(written, rewritten, left, first, rounding)
+            now = still_there(written, rewritten, left)
+            self._judge_writes(now[0], now[1], now[2], first, rounding)
             self._judge_padding(eager, other, alone, rounding, (first, without))
             if alone is not None:
                 self._judge_state(written, left_alone, rounding)

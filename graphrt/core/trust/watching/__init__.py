@@ -10,7 +10,7 @@ from graphrt.core.trust.watching.pointers import (
 from graphrt.core.trust.watching.trace import Trace, first_difference
 from graphrt.core.trust.watching.watch import Deviation, Kept, Use, Watch, storage_key
 from graphrt.core.trust.watching.write_watch import WriteWatch
-from graphrt.core.trust.watching.writes import SavedWrites
+from graphrt.core.trust.watching.writes import SavedWrites, still_there
 
 __all__ = [
     "Deviation",
@@ -25,6 +25,7 @@ __all__ = [
     "WriteWatch",
     "address_of",
     "first_difference",
+    "still_there",
     "storage_key",
     "unknown_memory",
 ]

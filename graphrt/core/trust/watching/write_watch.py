@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
-
 from graphrt.core.base import ThreadMode, is_taken_apart
 from graphrt.core.trust.watching.operators import facts_of, written
 from graphrt.core.trust.watching.watch import storage_key
@@ -36,15 +34,6 @@ class WriteWatch(ThreadMode):
         if facts.writes and facts.rows is None:
             for tensor in written(facts, args, kwargs or {}):
                 if storage_key(tensor) in self._known:
-                    self._saves.save(tensor, facts, args, kwargs or {}, _Written(tensor))
+                    use = f"{tensor.dtype} {tuple(tensor.shape)}"
+                    self._saves.save(tensor, facts, args, kwargs or {}, use)
         return func(*args, **(kwargs or {}))
-
-
-class _Written:
-    """What an error calls a tensor that a run writes."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __str__(self) -> str:
-        return f"{self._tensor.dtype} {tuple(self._tensor.shape)}"

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import StateTooLargeError, inference_guard, unseen
+from graphrt.core.base import StateTooLargeError, inference_guard, storage_of_weak, unseen
 from graphrt.core.trust.watching.operators import OperatorFacts
 from graphrt.core.trust.watching.rows import Protected, named_by_none
 
@@ -27,6 +28,39 @@ class _Region(NamedTuple):
     whole: bool = True
 
 
+class _Whole:
+    """A tensor whose memory nobody keeps for this: what compiled code allocates is no state, and is
+    gone when the run is over. No operator has made it, so nothing else tells it from state."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def read(self) -> torch.Tensor:
+        """What is there now, cloned; an empty tensor once the memory is gone."""
+        found = self._now()
+        return self._like.clone() if found is None else found.clone()
+
+    def write(self, value: torch.Tensor) -> None:
+        """Write it, unless the memory is gone, or was when the value was read."""
+        found = self._now()
+        if found is not None and value.numel() == found.numel():
+            found.copy_(value)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether this is memory of that tensor, and of none that lay there before it."""
+        return bool(self.ref.cdata == tensor.untyped_storage()._cdata)
+
+    def _now(self) -> torch.Tensor | None:
+        if self.ref.expired():  # type: ignore[no-untyped-call]
+            return None
+        storage = storage_of_weak(self.ref.cdata)
+        if storage is None:
+            return None
+        return torch.empty_like(self._like).set_(storage, *self._place)
+
+
 class SavedWrites:
     """Memory from outside as it was before a run wrote it; index writes save only their rows.
 
@@ -40,7 +74,7 @@ class SavedWrites:
         self._sums = sums
         self._limit = limit_bytes
         self._regions: list[_Region] = []
-        self._whole: set[tuple[object, ...]] = set()
+        self._whole: dict[tuple[object, ...], _Whole] = {}
         self._protected: dict[tuple[object, ...], Protected] = {}
 
     def save(
@@ -53,7 +87,10 @@ class SavedWrites:
     ) -> None:
         """Save what an operator is about to write into `tensor`; `use` is what errors call it."""
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if place in self._whole or place in self._protected or tensor.numel() == 0:
+        known = self._whole.get(place)
+        if (known is not None and known.is_of(tensor)) or tensor.numel() == 0:
+            return
+        if place in self._protected:
             return
         unseen(lambda: self._save(tensor, facts, args, place, use))
 
@@ -74,8 +111,9 @@ class SavedWrites:
                 if self._sums:
                     self._protected[place] = Protected(view, str(use))
                 return
-            read: Callable[[], torch.Tensor] = view.clone
-            write: Callable[[torch.Tensor], object] = view.copy_
+            held = _Whole(view)
+            read: Callable[[], torch.Tensor] = held.read
+            write: Callable[[torch.Tensor], object] = held.write
         else:
             assert facts.rows is not None
             read, write, chosen, dim = facts.rows(args)
@@ -86,7 +124,7 @@ class SavedWrites:
         inference = tensor.is_inference()
         self._regions.append(_Region(read, write, was, inference, use, chosen, dim, whole))
         if whole:
-            self._whole.add(place)
+            self._whole[place] = held
 
     def restore(self) -> None:
         """Put everything back as it was, the last write first; called again it does so again."""
@@ -131,7 +169,7 @@ class SavedWrites:
 
         def compare() -> tuple[object, str] | None:
             for region, ours, theirs in zip(self._regions, padded, alone, strict=False):
-                if not getattr(region.use, "exposed", True):
+                if not getattr(region.use, "exposed", True) or ours.shape != theirs.shape:
                     continue
                 found = differs(*_but_padding(region, ours, theirs, pads, sizes))
                 if found is not None:
@@ -146,6 +184,12 @@ class SavedWrites:
         Raises `StateTooLargeError` for rows that no padding of an index input, in `pads`, names.
         """
         return [unseen(lambda own=own: own.check(pads)) for own in self._protected.values()]  # type: ignore[misc]
+
+
+def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Of what `SavedWrites.values` returned at several times, memory that was there each time."""
+    kept = [each for each in zip(*values, strict=True) if len({t.shape for t in each}) == 1]
+    return [[each[at] for each in kept] for at in range(len(values))]
 
 
 def _but_padding(
