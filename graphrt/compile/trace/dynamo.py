@@ -135,7 +135,7 @@ def trace(
         except GraphRTError:
             raise
         except Exception as error:
-            raise _explained(error, dynamic_shapes) from error
+            raise _explained(error, dynamic_shapes, any_size=bool(dims)) from error
     if "graph" not in found or "code" not in found:
         raise TraceError(
             "nothing was traced: the forward issues no operator",
@@ -226,7 +226,7 @@ def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> 
         yield
 
 
-def _explained(error: Exception, dynamic_shapes: str) -> GraphRTError:
+def _explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> GraphRTError:
     named: BaseException | None = error
     while named is not None:
         if isinstance(named, GraphRTError):
@@ -241,7 +241,8 @@ def _explained(error: Exception, dynamic_shapes: str) -> GraphRTError:
             "a batch dimension is a constant in the forward",
             got=text,
             expected="a forward that works for every batch size",
-            advice="take the dimension out of dynamic_dims, or remove the comparison with a number",
+            advice="remove the comparison with a number, or take the dimension out of "
+            "dynamic_dims ({} for none): the code is then for the size of the first call alone",
         )
     if "data-dependent" in text and dynamic_shapes == "unbacked":
         return TraceError(
@@ -249,7 +250,8 @@ def _explained(error: Exception, dynamic_shapes: str) -> GraphRTError:
             got=first,
             advice="add torch._check for what is always true, or use dynamic_shapes='backed'",
         )
-    return TraceError(
-        f"the forward cannot be traced as one graph: {kind}: {first}",
-        advice="look at the error above; take what cannot be traced into an opaque operator",
-    )
+    advice = "look at the error above; take what cannot be traced into an opaque operator"
+    if any_size and kind == "TorchRuntimeError":
+        advice += ". The trace has other batch sizes than the call: if the forward works for that "
+        advice += "one alone, as with a static cache, write dynamic_dims={}"
+    return TraceError(f"the forward cannot be traced as one graph: {kind}: {first}", advice=advice)
