@@ -48,6 +48,7 @@ class Partitioned:
     def __init__(self, run: Callable[..., Any], partitions: Sequence[Partition]) -> None:
         self.partitions = tuple(partitions)
         self.wrappers: tuple[GraphWrapper, ...] = ()
+        self.conditions: Sequence[Any] = getattr(run, "conditions", ())
         self._run = run
         self._wrapping: Wrapping | None = None
         self._results = Bridges()
