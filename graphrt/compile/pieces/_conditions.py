@@ -33,7 +33,9 @@ class WhereRight:
         self.code = code
         self._otherwise = otherwise
         self._conditions = conditions
-        self._places = places
+        direct = [place for place in places if place[2].is_symbol]
+        wanted = {s.name for each in conditions for s in each.free_symbols}
+        self._places = direct if wanted <= {place[2].name for place in direct} else places
         self._name = name
         self._known: dict[tuple[int, ...], Callable[..., Any]] = {}
 
