@@ -12,6 +12,7 @@ from test_compile_runner import llama_runner
 
 from graphrt import Batch, GraphMode, GraphPool
 from graphrt.compile import CompileError, CompileOptions, compile_module
+from graphrt.compile.backend import inductor
 from graphrt.compile.backend.assumed import size_conditions
 from graphrt.compile.backend.choice import EagerBackend, backend_for
 from tests.models.llama import Llama, step_inputs
@@ -158,11 +159,20 @@ def test_a_size_that_a_compiler_takes_for_a_constant_is_refused_by_name():
 
 @needs_compiler
 @pytest.mark.parametrize("started", ["cold", "warm"])
-def test_sizes_that_the_code_is_not_right_for_run_uncompiled(tmp_path, caplog, started):
-    """Inductor sorts short rows with indices of 16 bits: it decides so by the example."""
+def test_sizes_that_the_code_is_not_right_for_run_uncompiled(
+    tmp_path, caplog, monkeypatch, started
+):
+    def decides(graph, inputs, **more):
+        """As Inductor does for indices of 16 or 32 bits: by the example's size."""
+        (tensor,) = (each for each in inputs if isinstance(each, torch.Tensor))
+        assert tensor.shape[0] < 100
+        return compile_it(graph, inputs, **more)
+
+    compile_it = inductor.inductor_compile
+    monkeypatch.setattr(inductor, "inductor_compile", decides)
 
     def forward(x):
-        return x.argsort(stable=True)
+        return x * 2 + 1
 
     compiled = compile_module(forward, ["x"], options=options(tmp_path))
     compiled.ensure_compiled(torch.ones(8))
@@ -170,8 +180,8 @@ def test_sizes_that_the_code_is_not_right_for_run_uncompiled(tmp_path, caplog, s
         compiled = compile_module(forward, ["x"], options=options(tmp_path))
         compiled.ensure_compiled(torch.ones(8))
         assert (compiled.figures.compilations, compiled.figures.loads) == (0, 1)
-    for size, uncompiled in ((9, False), (40_000, True), (40_000, False)):
+    for size, uncompiled in ((9, False), (400, True), (400, False), (99, False), (100, True)):
         x = torch.rand(size)
         caplog.clear()
-        assert torch.equal(compiled(x), forward(x))
+        torch.testing.assert_close(compiled(x), forward(x))
         assert ("runs uncompiled at sizes of" in caplog.text) is uncompiled
