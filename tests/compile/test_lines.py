@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphrt import GraphPool, GraphRunner, InputSpec
-from graphrt.compile import compile_module, opaque
+from graphrt.compile import TraceError, compile_module, opaque
 from graphrt.core.base import CaptureError
 from graphrt.core.capture.refusals import source
 
@@ -72,6 +72,18 @@ def test_a_refusal_names_the_line_of_the_forward(function, mode):
     with runner, pytest.raises(CaptureError) as caught:
         runner.capture()
     assert here(function) in str(caught.value)
+
+
+def decided(x: Tensor) -> Tensor:
+    if x.sum() > 0:  # here
+        return x
+    return x * 2
+
+
+def test_what_cannot_be_traced_names_the_line_of_the_forward():
+    with pytest.raises(TraceError) as caught:
+        compile_module(Model(decided), ["x"], in_place=False)(torch.ones(4, 4))
+    assert here(decided).replace("at: ", "got: ") in str(caught.value)
 
 
 def test_lines_are_forgotten_with_their_pieces():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 import weakref
 
 from torch import fx
 
+from graphrt.compile.trace import innermost_line
 from graphrt.core.capture import Source, stands_for
-
-_FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
 
 
 def remember_lines(piece: fx.GraphModule) -> None:
@@ -42,14 +40,6 @@ def _lines(piece: fx.GraphModule) -> dict[int, Source | None]:
             # A name is assigned once more where it is let go: None.
             node = nodes.pop(target.id, None) if isinstance(target, ast.Name) else None
             if node is not None:
-                found.setdefault(statement.lineno - function.lineno, _source(node))
+                line = statement.lineno - function.lineno
+                found.setdefault(line, innermost_line(node.stack_trace or ""))
     return found
-
-
-def _source(node: fx.Node) -> Source | None:
-    """The innermost of the lines that Dynamo went through."""
-    frames = _FRAME.findall(node.stack_trace or "")
-    if not frames:
-        return None
-    file, line, function = frames[-1]
-    return Source(file, int(line), function)

@@ -29,6 +29,7 @@ from graphrt.compile.private_torch import (
     trace_so_far,
 )
 from graphrt.compile.trace._side_effects import assigned_names
+from graphrt.compile.trace._user_lines import innermost_line
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
 from graphrt.core.base import GraphRTError
@@ -254,4 +255,7 @@ def _explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> Grap
     if any_size and kind == "TorchRuntimeError":
         advice += ". The trace has other batch sizes than the call: if the forward works for that "
         advice += "one alone, as with a static cache, write dynamic_dims={}"
-    return TraceError(f"the forward cannot be traced as one graph: {kind}: {first}", advice=advice)
+    line = innermost_line(text.partition("from user code:")[2])
+    return TraceError(
+        f"the forward cannot be traced as one graph: {kind}: {first}", got=line, advice=advice
+    )
