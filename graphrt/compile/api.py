@@ -58,7 +58,8 @@ def compile_module(
 ) -> CompiledModule:
     """Compile calls of a module, or of a function: once, at the first call or `ensure_compiled`.
 
-    `dynamic_dims` are needed unless the class has `support_compile`. With `pool`, which must be the
+    `dynamic_dims` are needed unless the class has `support_compile`; `{}` is for a forward that
+    works for one batch size alone, that of the first call. With `pool`, which must be the
     `GraphRunner`'s, pieces between splitting operators are captured in PIECEWISE steps, as
     `wrapper_options` say, with `hooks` around each graph. `graphs` says that steps may be replayed
     from graphs at all, of this module or of what it is in: then code that assigns to attributes is

@@ -20,6 +20,7 @@ from graphrt.compile.pieces import (
     Figures,
     Wrapping,
     build,
+    check_one_size,
     check_sizes,
     partitions,
     wanted_sizes,
@@ -70,6 +71,8 @@ class CompiledModule:
             call, forward = call_of(module), module.forward
         self._subject = Subject(module, call, Parameters(forward), DynamicDims(dynamic_dims))
         self._subject.dims.check_names(self._subject.parameters.names)
+        if not self._subject.dims:
+            check_one_size(self.options.compile_sizes)
         self._dynamic_dims = dynamic_dims
         self._pool = pool
         self._graphs = graphs

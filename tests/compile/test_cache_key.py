@@ -14,6 +14,7 @@ import torch
 
 from graphrt.compile import CompileOptions
 from graphrt.compile.cache import CacheKey, code_settings, runtime_versions
+from graphrt.compile.cache.key import versions
 from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
 from graphrt.core.base import InvalidOptionError
@@ -231,6 +232,34 @@ def test_versions_say_what_made_the_code():
     versions = runtime_versions("cpu")
     assert versions["torch"] == torch.__version__ and versions["device"] == "cpu"
     assert {"graphrt", "python", "machine", "cpu"} <= versions.keys()
+
+
+class Driver:
+    def __init__(self, number: int, status: int = 0) -> None:
+        self.number, self.status = number, status
+
+    def cuDriverGetVersion(self, place) -> int:
+        place._obj.value = self.number
+        return self.status
+
+
+@pytest.mark.parametrize(
+    ("driver", "version"),
+    [(Driver(13000), "13.0"), (Driver(12080), "12.8"), (Driver(0, status=3), None), (None, None)],
+)
+def test_the_version_of_the_driver_counts_on_a_gpu(monkeypatch, driver, version):
+    def load(name: str) -> Driver:
+        if driver is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return driver
+
+    monkeypatch.setattr(versions.ctypes, "CDLL", load)
+    monkeypatch.setattr(versions, "_device_name", lambda device: "cuda NVIDIA H100 9.0")
+    versions.cuda_driver_version.cache_clear()
+    found = runtime_versions("cuda")
+    versions.cuda_driver_version.cache_clear()
+    assert found.get("driver") == version and found["device"] == "cuda NVIDIA H100 9.0"
+    assert "driver" not in runtime_versions("cpu")
 
 
 def test_a_setting_of_the_compiler_counts():

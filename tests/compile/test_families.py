@@ -163,3 +163,44 @@ def test_full_piecewise_and_none_come_from_the_same_pieces(name):
             hits = runner.report().reasons
             assert mode == "NONE" or hits[graphrt.Reason.HIT] == len(SIZES)
     assert compiled.figures.pieces == LAYERS + 1
+
+
+class WithStaticCache(nn.Module):
+    """A decode step of `ROWS` tokens with transformers' own cache: no other number goes through."""
+
+    ROWS = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Served("llama").model
+        config = self.model.config
+        self.cache = transformers.StaticCache(config=config, max_cache_len=32)
+        width = config.hidden_size // config.num_attention_heads
+        self.cache.early_initialization(
+            self.ROWS, config.num_key_value_heads, width, torch.float32, "cpu"
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        found = self.model(input_ids[:, None], past_key_values=self.cache, use_cache=True)
+        return found.logits[:, -1]
+
+
+def test_a_static_cache_of_one_batch_size_is_served():
+    model, original, pool = WithStaticCache(), WithStaticCache(), GraphPool("cpu")
+    options = CompileOptions(backend="eager", splitting_ops=())
+    compiled = compile_module(model, {}, pool=pool, options=options, in_place=False)
+    with GraphRunner(
+        compiled,
+        mode="FULL",
+        sizes=[WithStaticCache.ROWS],
+        inputs={"input_ids": InputSpec(torch.int64, ("tokens",))},
+        outputs=("tokens", VOCAB),
+        pool=pool,
+    ) as runner:
+        runner.capture()
+        for step in range(6):
+            tokens = ids(WithStaticCache.ROWS) + step
+            with torch.no_grad():
+                expected = original(tokens)
+            torch.testing.assert_close(runner(input_ids=tokens), expected)
+            assert runner.last_dispatch.mode is graphrt.GraphMode.FULL

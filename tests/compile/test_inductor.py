@@ -11,7 +11,9 @@ import torch
 from test_compile_runner import llama_runner
 
 from graphrt import Batch, GraphMode, GraphPool
-from graphrt.compile import CompileOptions, compile_module
+from graphrt.compile import CompileError, CompileOptions, compile_module
+from graphrt.compile.backend import inductor
+from graphrt.compile.backend.assumed import size_conditions
 from graphrt.compile.backend.choice import EagerBackend, backend_for
 from tests.models.llama import Llama, step_inputs
 
@@ -23,6 +25,20 @@ needs_compiler = pytest.mark.skipif(
 def options(tmp_path: Any, **more: Any) -> CompileOptions:
     given: dict[str, Any] = {"backend": "inductor", "cache_dir": str(tmp_path / "kept"), **more}
     return CompileOptions(**given)
+
+
+def symbolic(size: int) -> tuple[torch.Tensor, torch.SymInt]:
+    """A tensor without memory whose number of rows is a symbol, and that number."""
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+
+    mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    fake = mode.from_tensor(torch.ones(size, 8), symbolic_context=context)
+    return fake, fake.shape[0]
 
 
 @needs_compiler
@@ -90,3 +106,82 @@ def test_the_old_value_of_an_input_that_is_written_is_kept(tmp_path, caplog):
     assert torch.equal(compiled(*found), forward(*expected))
     assert all(map(torch.equal, found, expected))
     assert "runs uncompiled" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize("made", ["contiguous", "strided"])
+def test_writes_to_views_of_an_argument_are_right_at_other_sizes(tmp_path, made):
+    """torch 2.13 takes the batch size for a constant where an element of `unbind` is written."""
+
+    def forward(x, y):
+        y.unbind(1)[3].mul_(0.5)
+        y.unflatten(1, (2, 2)).unbind(dim=2)[-1].add_(1)
+        for column in torch.unbind(y, -1)[1:3]:
+            column.sub_(0.25)
+        y.chunk(2, 1)[0].add_(1)
+        y.split([1, 3], 1)[1].select(1, 1).mul_(2)
+        y.narrow(1, 1, 2)[:, ::2].neg_()
+        return (x,)
+
+    def arguments(size: int) -> list[torch.Tensor]:
+        values = torch.randn(size, 8)
+        y = values[:, :4].clone() if made == "contiguous" else values[:, ::2]
+        return [torch.randn(size, 4), y]
+
+    compiled = compile_module(forward, ["x", "y"], options=options(tmp_path))
+    compiled.ensure_compiled(*arguments(4))
+    for size in (5, 2, 7):
+        found = arguments(size)
+        expected = [each.clone() for each in found]
+        compiled(*found)
+        forward(*expected)
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_a_compiler_takes_for_granted_of_sizes_is_found():
+    (fake, rows) = symbolic(4)
+    with size_conditions([fake]) as found:
+        assert rows >= 2 and rows < 100 and rows * 2 != 1
+    assert [str(each).partition(" ")[2] for each in found] == ["< 100"]
+    with size_conditions([fake]) as later:
+        assert rows < 200
+    assert later == found, "what is decided once is known to the next piece"
+
+
+def test_a_size_that_a_compiler_takes_for_a_constant_is_refused_by_name():
+    (fake, rows) = symbolic(4)
+    with (
+        pytest.raises(CompileError, match="takes a batch size for another one, or for a constant"),
+        size_conditions([fake]),
+    ):
+        assert rows == 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("started", ["cold", "warm"])
+def test_sizes_that_the_code_is_not_right_for_run_uncompiled(
+    tmp_path, caplog, monkeypatch, started
+):
+    def decides(graph, inputs, **more):
+        """As Inductor does for indices of 16 or 32 bits: by the example's size."""
+        (tensor,) = (each for each in inputs if isinstance(each, torch.Tensor))
+        assert tensor.shape[0] < 100
+        return compile_it(graph, inputs, **more)
+
+    compile_it = inductor.inductor_compile
+    monkeypatch.setattr(inductor, "inductor_compile", decides)
+
+    def forward(x):
+        return x * 2 + 1
+
+    compiled = compile_module(forward, ["x"], options=options(tmp_path))
+    compiled.ensure_compiled(torch.ones(8))
+    if started == "warm":
+        compiled = compile_module(forward, ["x"], options=options(tmp_path))
+        compiled.ensure_compiled(torch.ones(8))
+        assert (compiled.figures.compilations, compiled.figures.loads) == (0, 1)
+    for size, uncompiled in ((9, False), (400, True), (400, False), (99, False), (100, True)):
+        x = torch.rand(size)
+        caplog.clear()
+        torch.testing.assert_close(compiled(x), forward(x))
+        assert ("runs uncompiled at sizes of" in caplog.text) is uncompiled

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
+from graphrt.compile.backend.assumed import size_conditions
+from graphrt.compile.backend.elements import select_elements
 from graphrt.compile.backend.libraries import keep_libraries, kept_libraries, recorded_libraries
 from graphrt.compile.backend.process import (
     new_directory,
@@ -29,6 +32,7 @@ from graphrt.compile.trace import value_of
 
 _CODE = "code"
 _LIBRARIES = "libraries"
+_CONDITIONS = "conditions"
 _SEARCH = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 
@@ -45,20 +49,25 @@ class InductorBackend:
     ) -> CompiledPiece:
         """Code for the shapes of `piece`, or with `static` for exactly those of `inputs`."""
         settings = _SEARCH if static and self._autotune else {}
-        with tuned_kernels(), recorded_libraries() as libraries:
-            artifact = inductor_compile(
-                _with_tuple(piece), inputs, static=static, settings=settings
-            )
-        return CompiledPiece(artifact, returned_count(piece), libraries)
+        graph = _with_tuple(piece)
+        select_elements(graph.graph)
+        with tuned_kernels(), recorded_libraries() as libraries, size_conditions(inputs) as found:
+            artifact = inductor_compile(graph, inputs, static=static, settings=settings)
+        return CompiledPiece(artifact, returned_count(piece), tuple(found), libraries)
 
 
 class CompiledPiece:
-    """Compiled code of one piece, which returns what the piece does."""
+    """Compiled code of one piece, which returns what the piece does where `conditions` hold."""
 
     def __init__(
-        self, artifact: Artifact, returns: int | None, libraries: Mapping[str, Path] | None = None
+        self,
+        artifact: Artifact,
+        returns: int | None,
+        conditions: Sequence[Any] = (),
+        libraries: Mapping[str, Path] | None = None,
     ) -> None:
         self.artifact = artifact
+        self.conditions = conditions
         self._returns = returns
         self._libraries = libraries or {}
 
@@ -73,6 +82,7 @@ class CompiledPiece:
         path.mkdir()
         self.artifact.save(path=str(path / _CODE), format=save_format)
         keep_libraries(self._libraries, path / _LIBRARIES)
+        (path / _CONDITIONS).write_bytes(pickle.dumps(self.conditions))
 
     @classmethod
     def load(cls, path: Path, returns: int | None, place: str | None = None) -> CompiledPiece:
@@ -89,7 +99,7 @@ class CompiledPiece:
             tuned_before(),
         ):
             artifact = load_artifact(code, "unpacked" if unpacked else "binary")
-        return cls(artifact, returns)
+        return cls(artifact, returns, pickle.loads((path / _CONDITIONS).read_bytes()))
 
 
 def why_not(device_type: str, *, compiles: bool = True) -> str:

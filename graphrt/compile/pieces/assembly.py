@@ -21,7 +21,7 @@ from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import partitions
 from graphrt.compile.pieces.readable import compiled_line, readable, traced_line
 from graphrt.compile.pieces.stitch import Stitched, stitch
-from graphrt.compile.pieces.wrapping import Wrapping, wrapped_pieces
+from graphrt.compile.pieces.wrapping import Wrapping, nothing_to_wrap, wrapped_pieces
 from graphrt.compile.split import DEFAULT_SPLITTING_OPS, Piece, split, splits_at, splitting_names
 from graphrt.compile.trace import CallChecker, Outside, Overlaps, Small, Subject, trace_call
 from graphrt.core.base import frozen_gc, logger
@@ -100,13 +100,15 @@ def build(
         if partitioned:
             figures.partitions = len(compiler.partitioned[0].partitions)
         wrappers: list[GraphWrapper] = []
-        if wrapping is None:
+        around = None
+        if wrapping is None or nothing_to_wrap(pieces, whole_graph=options.whole_graph):
             # A runner that captures around all of this finds its breaks there.
             both = zip(pieces, calls, strict=True)
             calls = [
                 piece.with_views(eager_break(call) if piece.splitting else call)
                 for piece, call in both
             ]
+            around = wrapping
         elif partitioned:
             for code in compiler.partitioned:
                 code.capture_in(wrapping, splitting_names(traced.graph.graph, at))
@@ -130,8 +132,11 @@ def build(
     logger.info(compiled_line(figures))
 
     run: Callable[..., Any] = stitched.function
+    if around is not None:
+        wrappers.append(around.wrap(run))
+        run = wrappers[-1]
     if seen.around is None:
-        run = traced.forward_around(stitched.function)
+        run = traced.forward_around(run)
     seen.check()
     small = seen.ones_needing_own()
     return Built(

@@ -23,10 +23,11 @@ from graphrt.compile.cache import (
 class KeptPieces:
     """The pieces of one module in the compile cache; a name says all that a piece is made of."""
 
-    def __init__(self, entry: CacheEntry, tag: str) -> None:
+    def __init__(self, entry: CacheEntry) -> None:
         self._entry = entry
-        self.tag = tag
-        """What the compiler's own caches must hold apart: they know less of what is called."""
+        self.tag = uuid.uuid4().hex
+        """What the compiler's own caches hold apart, so that nothing is found there: they know less
+        of what is called, and what they find does not say what it takes for granted of sizes."""
 
     @classmethod
     def open(cls, compilation: Compilation) -> KeptPieces:
@@ -44,8 +45,7 @@ class KeptPieces:
                 rank=_rank(),
                 save_format=options.save_format,
                 enabled=False if unknown else None,
-            ).open(key),
-            uuid.uuid4().hex if unknown else key.digest,
+            ).open(key)
         )
 
     @property

@@ -12,6 +12,7 @@ from torch import fx
 
 from graphrt.compile.backend import AsOperator, Backend, backend_for, copies_what_it_writes
 from graphrt.compile.errors import AliasError, CompileError
+from graphrt.compile.pieces._conditions import WhereRight, conditions_on, size_places
 from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
@@ -119,7 +120,11 @@ class Compiler:
     def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
         inputs = [value_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
         name = self._name(key)
+        places = size_places(graph)
         general = self._one(graph, inputs, name, static=False)
+        conditions = conditions_on(getattr(general, "conditions", ()), places)
+        if conditions:
+            general = WhereRight(general, self._otherwise(graph), conditions, places, name)
         source = size_source(graph, self._symbol) if self._sizes else None
         if source is None:
             return general
@@ -130,6 +135,11 @@ class Compiler:
             for size in self._sizes
         }
         return BySize(source, static, general)
+
+    def _otherwise(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """What runs where compiled code is not right: the graph as it is."""
+        as_it_is: Callable[..., Any] = graph.forward
+        return as_it_is if self._partition_at is None else _not_for_this_size
 
     def _name(self, key: str) -> str:
         kind = "piece" if self._partition_at is None else "partitioned"
@@ -173,6 +183,16 @@ class Compiler:
             self._kept.store(name, compiled)
         made: Callable[..., Any] = compiled
         return made
+
+
+def _not_for_this_size(*_: Any) -> Any:
+    raise CompileError(
+        "Inductor's code of the whole graph is not right for a batch of this size",
+        got="a size that the warning above names",
+        expected="sizes at which the compiler decides as it did for the example",
+        advice="add the size to compile_sizes, or leave use_inductor_graph_partition out: pieces "
+        "then run uncompiled there",
+    )
 
 
 def _check_inputs(piece: Piece) -> None:

@@ -18,7 +18,7 @@ from graphrt.compile.pieces.wrapping import Wrapping
 from graphrt.compile.private_torch import PartitionFunction, lacks_partitions, partitions_taken
 from graphrt.core.base import BakedScalarError, BreakShapeError, tree
 from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.capture import Bridges, GraphWrapper, separate_strides, wrapper_class
+from graphrt.core.capture import Bridges, GraphWrapper, separate_strides
 
 # What Inductor calls for each of its partitions is process-wide.
 _lock = threading.RLock()
@@ -48,6 +48,7 @@ class Partitioned:
     def __init__(self, run: Callable[..., Any], partitions: Sequence[Partition]) -> None:
         self.partitions = tuple(partitions)
         self.wrappers: tuple[GraphWrapper, ...] = ()
+        self.conditions: Sequence[Any] = getattr(run, "conditions", ())
         self._run = run
         self._wrapping: Wrapping | None = None
         self._results = Bridges()
@@ -67,18 +68,10 @@ class Partitioned:
     def capture_in(self, wrapping: Wrapping, splitting: frozenset[str]) -> None:
         """Put each partition into a PIECEWISE wrapper; `splitting` may not run inside of one."""
         self._wrapping = wrapping
-        wrap = wrapper_class(wrapping.pool.platform)
         options = replace(wrapping.options, outputs="pool", breaks=tuple(sorted(splitting)))
         wrappers = []
         for partition in self.partitions:
-            wrapper = wrap(
-                _with_list(partition.function),
-                GraphMode.PIECEWISE,
-                pool=wrapping.pool,
-                read_context=wrapping.read_context,
-                options=options,
-                hooks=wrapping.hooks,
-            )
+            wrapper = wrapping.wrap(_with_list(partition.function), options)
             partition.run = _Captured(partition.function, wrapper, wrapping, self.is_fixed)
             wrappers.append(wrapper)
         self.wrappers = tuple(wrappers)

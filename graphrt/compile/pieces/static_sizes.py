@@ -53,6 +53,18 @@ def check_sizes(sizes: Collection[int], capture_sizes: Collection[int] | None) -
             )
 
 
+def check_one_size(compile_sizes: Sequence[int | str]) -> None:
+    """Raise `CompileSizeError` if sizes are named where no dimension is the batch's."""
+    if compile_sizes:
+        raise CompileSizeError(
+            "compile_sizes names batch sizes, and dynamic_dims={} says that there is one alone",
+            size=compile_sizes[0],
+            got=repr(compile_sizes),
+            expected="no compile_sizes",
+            advice="leave compile_sizes out, or name the batch dimensions in dynamic_dims",
+        )
+
+
 SizeSource = tuple[int, int | None]
 """Where a call says the size: the number of an argument, and the dimension if that is a tensor."""
 

@@ -22,6 +22,23 @@ class Wrapping:
     read_context: Callable[[], ForwardContext | None]
     hooks: SegmentHooks | None = None
 
+    def wrap(self, call: Callable[..., Any], options: GraphOptions | None = None) -> GraphWrapper:
+        """A PIECEWISE wrapper; `options` in place of its own."""
+        return wrapper_class(self.pool.platform)(
+            call,
+            GraphMode.PIECEWISE,
+            pool=self.pool,
+            read_context=self.read_context,
+            options=options or self.options,
+            hooks=self.hooks,
+        )
+
+
+def nothing_to_wrap(pieces: Sequence[Piece], *, whole_graph: bool) -> bool:
+    """Whether no piece would be captured: the forward is splitting operators and views alone. A
+    wrapper around all of it captures nothing either, in as many steps, and lets them be served."""
+    return not whole_graph and all(piece.splitting or piece.is_empty for piece in pieces)
+
 
 def wrapped_pieces(
     pieces: Sequence[Piece],
@@ -34,7 +51,6 @@ def wrapped_pieces(
     `outputs` of the options holds for pieces whose results the forward returns: all others are read
     by the pieces that follow, where they are.
     """
-    wrap = wrapper_class(wrapping.pool.platform)
     inner = replace(wrapping.options, outputs="pool")
     wrapped: list[Callable[..., Any]] = []
     wrappers: list[GraphWrapper] = []
@@ -50,14 +66,7 @@ def wrapped_pieces(
         options = wrapping.options if piece.returned else inner
         # Views of outputs that are copied are views of the copies.
         copied = options.outputs != "pool"
-        wrapper = wrap(
-            call if copied else piece.with_views(call),
-            GraphMode.PIECEWISE,
-            pool=wrapping.pool,
-            read_context=wrapping.read_context,
-            options=options,
-            hooks=wrapping.hooks,
-        )
+        wrapper = wrapping.wrap(call if copied else piece.with_views(call), options)
         wrappers.append(wrapper)
         wrapped.append(piece.with_views(wrapper) if copied else wrapper)
     return wrapped, wrappers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -11,7 +11,7 @@ import torch
 import torch.compiler.config
 from torch import fx
 
-from graphrt.compile.private_torch.names import NAMES
+from graphrt.compile.private_torch.names import NAMES, own
 from graphrt.core.base import MissingTorchNameError
 
 _NO_KEY = "compiled code cannot be kept: use backend='eager'"
@@ -34,6 +34,8 @@ _PASSES = {
 _COMPILE = NAMES.declare(
     "torch._inductor.standalone_compile.standalone_compile", without=_NO_INDUCTOR
 )
+_TRACING = NAMES.declare("torch._guards.tracing", without=_NO_INDUCTOR)
+_TRACING_CONTEXT = NAMES.declare("torch._guards.TracingContext", without=_NO_INDUCTOR)
 _LOAD = NAMES.declare("torch._inductor.CompiledArtifact.load", without="pieces are compiled again")
 _REGISTER = NAMES.declare(
     "torch._inductor.codegen.common.init_backend_registration", without=_NO_INDUCTOR
@@ -103,13 +105,23 @@ def inductor_compile(
     graph: fx.GraphModule, inputs: Sequence[Any], *, static: bool, settings: Mapping[str, Any]
 ) -> Artifact:
     """Code for the shapes of a graph, or with `static` for those of `inputs`."""
-    found: Artifact = _COMPILE.find()(
-        graph,
-        list(inputs),
-        dynamic_shapes="from_example_inputs" if static else "from_graph",
-        options={"config_patches": settings},
-    )
+    modes = [] if static else [own(i, "fake_mode", _NO_INDUCTOR) for i in inputs if _is_fake(i)]
+    # Inductor looks for the mode in what the graph returns, and takes another one, with symbols of
+    # its own, if it returns no tensor.
+    there = _TRACING.find()(_TRACING_CONTEXT.find()(modes[0])) if modes else nullcontext()
+    shapes = "from_tracing_context" if modes else "from_graph"
+    with there:
+        found: Artifact = _COMPILE.find()(
+            graph,
+            list(inputs),
+            dynamic_shapes="from_example_inputs" if static else shapes,
+            options={"config_patches": settings},
+        )
     return found
+
+
+def _is_fake(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "fake_mode")
 
 
 def load_artifact(path: Path, save_format: SaveFormat) -> Artifact:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
@@ -109,6 +109,17 @@ def trace_so_far() -> SoFar:
                 places.setdefault(symbol, (size[1], int(size[2])))
     conditions = tuple(guard.expr for guard in own(env, "guards", _NO_TRACE))
     return SoFar(conditions, places, codes)
+
+
+def relied_on(values: Sequence[Any]) -> tuple[Any, ...]:
+    """The relations of sizes that are relied on by now, as sympy has them, in the trace that has
+    the sizes of `values`, which are tensors and numbers; nothing where all sizes are known."""
+    sizes = (size for each in values for size in getattr(each, "shape", (each,)))
+    symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+    if symbolic is None:
+        return ()
+    env = own(symbolic.node, "shape_env", _NO_TRACE)
+    return tuple(guard.expr for guard in own(env, "guards", _NO_TRACE))
 
 
 def expressions(size: torch.SymInt) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """Splitting: opaque operators, cutting a traced graph at them, and which pieces are the same."""
 
 from graphrt.compile.split.define import opaque
-from graphrt.compile.split.effects import written
+from graphrt.compile.split.effects import name_of, written
 from graphrt.compile.split.graph import Piece, attribute_of, returned_count, split
 from graphrt.compile.split.identity import fingerprint, target_name
 from graphrt.compile.split.operators import (
@@ -16,6 +16,7 @@ __all__ = [
     "Piece",
     "attribute_of",
     "fingerprint",
+    "name_of",
     "names_of",
     "opaque",
     "returned_count",

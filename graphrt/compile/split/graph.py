@@ -13,6 +13,7 @@ from torch import fx
 from graphrt.compile.split.aliases import check_roots, forward_updates
 from graphrt.compile.split.effects import check_metadata, written
 from graphrt.compile.split.groups import NodeGroup, Roles, partition
+from graphrt.compile.split.lines import remember_lines
 from graphrt.compile.trace import is_number
 
 
@@ -203,7 +204,9 @@ def _graph(
         copies[node].meta = _meta(node)
     results = tuple(copies[n] for n in outputs)
     graph.output(results[0] if len(results) == 1 else results or None)
-    return fx.GraphModule(submodules, graph, class_name=name)
+    piece = fx.GraphModule(submodules, graph, class_name=name)
+    remember_lines(piece)
+    return piece
 
 
 def _is_submodule(whole: fx.GraphModule, node: fx.Node) -> bool:

@@ -1,6 +1,7 @@
 """Tracing: one Dynamo trace of a forward, what it relies on, and how its graph is called."""
 
 from graphrt.compile.trace._kinds import Kind, kind_of, kind_text
+from graphrt.compile.trace._user_lines import innermost_line
 from graphrt.compile.trace.call import TracedCall, at_size, trace_call
 from graphrt.compile.trace.check import CallChecker, Small
 from graphrt.compile.trace.dims import DynamicDims
@@ -29,6 +30,7 @@ __all__ = [
     "Weight",
     "at_size",
     "floating",
+    "innermost_line",
     "is_number",
     "kind_of",
     "kind_text",

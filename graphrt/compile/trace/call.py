@@ -106,7 +106,7 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
 
 def _sizes(subject: Subject, given: Sequence[Leaf]) -> dict[str, int]:
     sizes = sizes_of(subject.dims, given)
-    if not sizes and not subject.small:
+    if not sizes and subject.dims and not subject.small:
         raise CompileError(
             "no argument of the call has a batch dimension",
             got=", ".join(leaf.path for leaf in given),

@@ -158,6 +158,8 @@ class CallChecker:
             raise _changed(path, "the number of dimensions", value.dim(), len(expected.shape))
         for dim, (size, wanted) in enumerate(zip(value.shape, expected.shape, strict=True)):
             if wanted is not None and size != wanted:
+                if not self._dims:
+                    raise _another_size(path, dim, tuple(value.shape), expected.shape)
                 what = f"the size of dimension {dim}, which is no batch dimension"
                 raise _changed(path, what, tuple(value.shape), _shape_text(expected.shape))
         if expected.layout is not torch.strided:
@@ -207,6 +209,21 @@ def _changed(path: str, what: str, got: object, expected: object) -> RetraceErro
         expected=expected if isinstance(expected, str) else repr(expected),
         advice="pass what was compiled for, name the dimension in dynamic_dims, or compile a "
         "second instance of the module",
+    )
+
+
+def _another_size(
+    path: str, dim: int, got: tuple[int, ...], expected: tuple[int | None, ...]
+) -> RetraceError:
+    return RetraceError(
+        f"argument {path} has another size in dimension {dim} than the one that was compiled for, "
+        "as dynamic_dims names no dimension",
+        input=path,
+        got=repr(got),
+        expected=_shape_text(expected),
+        advice="name the dimension in dynamic_dims; or serve this size alone, "
+        f"sizes=[{expected[dim]}], and compile another instance for each other one",
+        of_sizes=True,
     )
 
 

@@ -29,6 +29,10 @@ class DynamicDims:
         named = given if isinstance(given, Mapping) else dict.fromkeys(given, 0)
         self._axes = {name: _axes(value) for name, value in named.items()}
 
+    def __bool__(self) -> bool:
+        """Whether any are named: without, all calls have the sizes of the compiled one."""
+        return bool(self._axes)
+
     def check_names(self, names: Sequence[str]) -> None:
         """Raise `CompileError` for a name that is no parameter's."""
         for name in self._axes:

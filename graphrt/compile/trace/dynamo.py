@@ -29,6 +29,7 @@ from graphrt.compile.private_torch import (
     trace_so_far,
 )
 from graphrt.compile.trace._side_effects import assigned_names
+from graphrt.compile.trace._user_lines import innermost_line
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
 from graphrt.core.base import GraphRTError
@@ -135,7 +136,7 @@ def trace(
         except GraphRTError:
             raise
         except Exception as error:
-            raise _explained(error, dynamic_shapes) from error
+            raise _explained(error, dynamic_shapes, any_size=bool(dims)) from error
     if "graph" not in found or "code" not in found:
         raise TraceError(
             "nothing was traced: the forward issues no operator",
@@ -226,7 +227,7 @@ def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> 
         yield
 
 
-def _explained(error: Exception, dynamic_shapes: str) -> GraphRTError:
+def _explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> GraphRTError:
     named: BaseException | None = error
     while named is not None:
         if isinstance(named, GraphRTError):
@@ -241,7 +242,8 @@ def _explained(error: Exception, dynamic_shapes: str) -> GraphRTError:
             "a batch dimension is a constant in the forward",
             got=text,
             expected="a forward that works for every batch size",
-            advice="take the dimension out of dynamic_dims, or remove the comparison with a number",
+            advice="remove the comparison with a number, or take the dimension out of "
+            "dynamic_dims ({} for none): the code is then for the size of the first call alone",
         )
     if "data-dependent" in text and dynamic_shapes == "unbacked":
         return TraceError(
@@ -249,7 +251,11 @@ def _explained(error: Exception, dynamic_shapes: str) -> GraphRTError:
             got=first,
             advice="add torch._check for what is always true, or use dynamic_shapes='backed'",
         )
+    advice = "look at the error above; take what cannot be traced into an opaque operator"
+    if any_size and kind == "TorchRuntimeError":
+        advice += ". The trace has other batch sizes than the call: if the forward works for that "
+        advice += "one alone, as with a static cache, write dynamic_dims={}"
+    line = innermost_line(text.partition("from user code:")[2])
     return TraceError(
-        f"the forward cannot be traced as one graph: {kind}: {first}",
-        advice="look at the error above; take what cannot be traced into an opaque operator",
+        f"the forward cannot be traced as one graph: {kind}: {first}", got=line, advice=advice
     )

@@ -5,7 +5,14 @@ from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import inside_capture
-from graphrt.core.capture.refusals import SideDoors, Source, in_eager_part, side_doors, user_source
+from graphrt.core.capture.refusals import (
+    SideDoors,
+    Source,
+    in_eager_part,
+    side_doors,
+    stands_for,
+    user_source,
+)
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.capture.state import SavedState, State, as_states
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
@@ -30,6 +37,7 @@ __all__ = [
     "is_listed",
     "separate_strides",
     "side_doors",
+    "stands_for",
     "user_source",
     "wrapper_class",
 ]

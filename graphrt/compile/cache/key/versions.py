@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import platform
 import re
@@ -31,6 +32,7 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
         "sympy": _version("sympy"),
         "numpy": _version("numpy"),
         "device": _device_name(found),
+        "driver": cuda_driver_version() if found.type == "cuda" else None,
         "cpu": cpu_features() if found.type == "cpu" else None,
     }
     return {name: str(value) for name, value in versions.items() if value is not None}
@@ -72,6 +74,19 @@ def _device_name(device: torch.device) -> str:
     version = capability(device) if capability is not None else None
     numbers = ".".join(map(str, version)) if isinstance(version, tuple) else ""
     return " ".join(filter(None, (device.type, name, numbers)))
+
+
+@cache
+def cuda_driver_version() -> str | None:
+    """The CUDA version that the driver is for, such as "13.0"; None without one. What is kept as
+    PTX becomes the device's code in the driver, and so does what it links."""
+    name = "nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1"
+    number = ctypes.c_int()
+    try:
+        status = ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # no NVIDIA driver, such as with ROCm
+        return None
+    return None if status else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 @cache

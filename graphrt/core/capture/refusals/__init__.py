@@ -4,7 +4,7 @@ from graphrt.core.capture.refusals.copies import Copies
 from graphrt.core.capture.refusals.given import Given
 from graphrt.core.capture.refusals.metadata import hand_back, withhold
 from graphrt.core.capture.refusals.side_doors import SideDoors, in_eager_part, side_doors
-from graphrt.core.capture.refusals.source import Source, source_of, user_source
+from graphrt.core.capture.refusals.source import Source, source_of, stands_for, user_source
 
 __all__ = [
     "Copies",
@@ -15,6 +15,7 @@ __all__ = [
     "in_eager_part",
     "side_doors",
     "source_of",
+    "stands_for",
     "user_source",
     "withhold",
 ]

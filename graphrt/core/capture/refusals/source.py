@@ -6,8 +6,10 @@ import contextlib
 import linecache
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,9 @@ _NOT_THE_USERS = (
 )
 
 
+_generated: dict[str, Callable[[int], Source | None]] = {}
+
+
 class Source(NamedTuple):
     """A line of code; its text is only read when it is printed."""
 
@@ -36,29 +41,43 @@ class Source(NamedTuple):
         return f"{self.filename}:{self.line} in {self.function}: {code}"
 
 
+def stands_for(filename: str, line_of: Callable[[int], Source | None]) -> Callable[[], None]:
+    """Say which line of the user's code each line of generated code stands for, until what is
+    returned is called."""
+    _generated[filename] = line_of
+
+    def forget() -> None:
+        _generated.pop(filename, None)
+
+    return forget
+
+
 def user_source() -> Source | None:
-    """The innermost frame outside torch and graphrt."""
-    frame = sys._getframe(1)
+    """The innermost frame outside torch and graphrt, or the line that generated code stands for."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if _is_users(filename):
-            return Source(filename, frame.f_lineno, frame.f_code.co_name)
-        if frame.f_back is None:
-            return None
+        found = _source(frame.f_code, frame.f_lineno)
+        if found is not None:
+            return found
         frame = frame.f_back
     return None
 
 
 def source_of(error: BaseException) -> Source | None:
-    """The innermost frame outside torch and graphrt that `error` came through."""
+    """The innermost such frame that `error` came through."""
     found = None
     trace = error.__traceback__
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if _is_users(code.co_filename):
-            found = Source(code.co_filename, trace.tb_lineno, code.co_name)
+        found = _source(trace.tb_frame.f_code, trace.tb_lineno) or found
         trace = trace.tb_next
     return found
+
+
+def _source(code: CodeType, line: int) -> Source | None:
+    if _is_users(code.co_filename):
+        return Source(code.co_filename, line, code.co_name)
+    line_of = _generated.get(code.co_filename)
+    return None if line_of is None else line_of(line)
 
 
 @cache
