@@ -1,7 +1,8 @@
-"""What UNCHANGED repeats after a step that was refused, that failed, or that was none of the host's."""
+"""What UNCHANGED repeats after a step that was refused, that failed, or that was an example."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -116,3 +117,25 @@ def test_it_repeats_no_example():
     assert model.step(2, lens(5, 6)) == 11
     model.runner.recapture()
     assert model.step(2, UNCHANGED) == 11
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [True, False],
+        torch.tensor([True, False]),
+        {5, 6},
+        {5: 6, 6: 7},
+        {5: 6, 6: 7}.keys(),
+        iter([5, 6]),
+        (length for length in (5, 6)),
+    ],
+    ids=lambda wrong: type(wrong).__name__,
+)
+def test_lengths_that_are_flags_or_have_no_places_are_named(check, wrong):
+    model = Scaled(check)
+    with pytest.raises(InvalidUpdateError, match="no list of whole numbers"):
+        model.step(2, {"scale": {"lens": wrong}})
+    for lengths in (range(5, 7), (5, 6), torch.tensor([5, 6]), array("i", [5, 6])):
+        assert model.step(2, {"scale": {"lens": lengths}}) == 11

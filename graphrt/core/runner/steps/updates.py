@@ -123,4 +123,10 @@ def _copied(updates: Any) -> Any:
 def _copied_value(value: Any) -> Any:
     if type(value) is int:
         return value
-    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    try:
+        return copy.copy(value)
+    except TypeError:
+        # A generator, say, which is refused when it is fitted.
+        return value
