@@ -109,9 +109,9 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
             return _explained(known, [found], found.link, environ)
     hang = explain_replay(error, environ)
     if isinstance(hang, DeviceHangError):
-        # A capture runs what it captured once.
+        # A capture waits for what was there before, and runs what it captured once.
         return CaptureError(
-            f"the first run of a captured graph failed: {hang.what}",
+            f"a capture waited in vain: {hang.what}",
             got=hang.got,
             advice=hang.advice,
         )
