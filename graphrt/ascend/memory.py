@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from graphrt.ascend.private_torch import (
@@ -16,12 +17,12 @@ from graphrt.core.device import Allocator, PoolMemory
 class GraphMemory(PoolMemory):
     """Allocator pools of NPU memory."""
 
-    def __init__(self, npu: Any) -> None:
+    def __init__(self, npu: Any, empty_cache: Callable[[], object] | None = None) -> None:
         super().__init__(
             Allocator(
                 current_device=npu.current_device,
                 new_handle=npu.graph_pool_handle,
-                empty_cache=npu.empty_cache,
+                empty_cache=empty_cache or npu.empty_cache,
                 stats=memory_stats,
                 snapshot=npu.memory_snapshot,
                 route_thread=route_thread_to_pool,

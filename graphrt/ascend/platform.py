@@ -32,6 +32,7 @@ from graphrt.ascend.update import (
     UpdateWindow,
     is_update_stream,
     leave_stream,
+    no_update_under_way,
 )
 from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.base import CaptureError, StreamBudgetError
@@ -118,7 +119,7 @@ class AscendPlatform(Platform):
     # Graphs and their memory -----------------------------------------------------------------
 
     def new_memory(self) -> GraphMemory:
-        return GraphMemory(self._npu)
+        return GraphMemory(self._npu, self._empty_cache)
 
     def new_graph(self) -> Any:
         return self._npu.NPUGraph()
@@ -153,7 +154,12 @@ class AscendPlatform(Platform):
 
     def release_memory(self, memory: GraphMemory) -> None:
         memory.clear()
-        self._npu.empty_cache()
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        """It waits for the device, and holds Python's lock while it does."""
+        with no_update_under_way():
+            self._npu.empty_cache()
 
     def debug_dump(self, graph: Any, path: str) -> None:
         graph.debug_dump(path)

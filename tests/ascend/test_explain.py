@@ -177,6 +177,16 @@ CAPTURES = {
         "already owns",
         "new torch.npu.NPUGraph()",
     ),
+    "a queue of launches that cannot be captured": Case(
+        RuntimeError(
+            "Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture, please export "
+            "TASK_QUEUE_ENABLE=1/0."
+        ),
+        CaptureError,
+        "captures nothing",
+        "Do not support",
+        "TASK_QUEUE_ENABLE=1",
+    ),
     "memory of the allocator": Case(
         RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 61.28 GiB total)"),
         ResourceExhaustedError,
@@ -304,6 +314,13 @@ def test_a_hang_under_blocking_launches() -> None:
     hang: Any = npu_error("AclrtSynchronizeDeviceWithTimeout", 507046)
     found = explain_replay(hang, environ={"ASCEND_LAUNCH_BLOCKING": "1"})
     assert found is not None and found.advice == "unset ASCEND_LAUNCH_BLOCKING"
+
+
+def test_a_hang_in_a_capture() -> None:
+    hang = npu_error("AclrtSynchronizeStreamWithTimeout", 507046)
+    found = explain(wrapped(hang), environ={"ASCEND_LAUNCH_BLOCKING": "1"})
+    assert "waited in vain" in found.what and found.advice == "unset ASCEND_LAUNCH_BLOCKING"
+    assert "STREAM_SYNC_TIMEOUT" in str(explain(hang, environ={}))
 
 
 def test_other_errors_of_a_replay_are_left_alone() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import protocol
 import pytest
 import torch
@@ -134,3 +139,26 @@ def test_the_host_waits_for_nothing_in_steady_state(way, hang_timeout_s):
         for step in todo[10:]:
             replayed(run, step)
         assert simulator.synchronizations() == before
+
+
+def test_memory_is_given_back_to_the_device_while_no_thread_updates():
+    """torch_npu waits for the device there, and no other thread can run Python until it is done."""
+    decoder = Decoder(2)
+    with runner(decoder, options=GraphOptions(check="off")) as run:
+        run.capture()
+        step, other = steps(2, most=8)
+        (right,) = eager_outputs(run, [step])
+        updating, issue = threading.Event(), decoder.task.issue
+
+        def slowly(*args: Any, **kwargs: Any) -> object:
+            updating.set()
+            time.sleep(0.1)
+            return issue(*args, **kwargs)
+
+        replayed(run, other)
+        decoder.task.issue = slowly
+        with ThreadPoolExecutor(1) as threads:
+            out = threads.submit(replayed, run, step)
+            assert updating.wait(10)
+            run.platform.release_memory(run.platform.new_memory())
+            assert torch.equal(out.result().cpu(), right)

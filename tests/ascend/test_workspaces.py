@@ -290,7 +290,8 @@ def test_lengths_beyond_the_block_table_are_refused_before_anything_is_issued(
 
 
 @pytest.mark.parametrize(
-    ("shape", "room"), [((2, 128, 2, 8), 512), ((2, 2, 64, 16), 256), ((9,), None)]
+    ("shape", "room"),
+    [((2, 128, 2, 8), 512), ((2, 2, 64, 16), 256), ((2, 128, 2, 16), 512), ((9,), None)],
 )
 def test_the_room_of_a_block_table_is_that_of_its_caches_format(shape, room):
     task = attention.paged_attention(max_kv_len=9)

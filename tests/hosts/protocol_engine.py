@@ -135,6 +135,27 @@ def operator(
     )
 
 
+def paged_operator(
+    query: Any, keys: Any, values: Any, metadata: Metadata, out: list[Any], workspace: Any
+) -> None:
+    """By position, with its lengths in a tensor on the host."""
+    import torch_npu
+
+    keys, values = (cache.view(BLOCKS, BLOCK, HEADS, WIDTH) for cache in (keys, values))
+    torch_npu._npu_paged_attention(
+        query,
+        keys,
+        values,
+        HEADS,
+        HEADS,
+        0.5,
+        metadata.table,
+        torch.tensor(metadata.lens, dtype=torch.int32),
+        out[0],
+        **({} if workspace is None else {"workspace": workspace}),
+    )
+
+
 @dataclass
 class Decoder:
     """Attention layers that note their sites at capture and update them as vllm-ascend's do.
@@ -148,6 +169,7 @@ class Decoder:
     asks_each_step: bool = False
     gives_none: bool = False
     before_update: Callable[[int], object] = lambda layer: None
+    operate: Callable[..., None] = operator
     only: int | None = None
     caches: list[Any] = field(default_factory=list)
 
@@ -170,7 +192,7 @@ class Decoder:
             if context.capturing:
                 self._site(layer, query, metadata, [output, lse])
             else:
-                operator(query, *self.caches[layer], metadata, [output, lse], None)
+                self.operate(query, *self.caches[layer], metadata, [output, lse], None)
             x = query + output
         return x
 
@@ -186,7 +208,7 @@ class Decoder:
         params.events[tokens].append(event)
         params.attn_params[tokens].append((query, layer, metadata.table, out))
         npu.graph_task_group_begin(stream)
-        operator(query, *self.caches[layer], metadata, out, workspace)
+        self.operate(query, *self.caches[layer], metadata, out, workspace)
         params.handles[tokens].append(npu.graph_task_group_end(stream))
 
     def update(self, stream: Any, context: Context, tokens: int, params: Any) -> None:
@@ -200,7 +222,7 @@ class Decoder:
                 self.before_update(layer)
                 metadata = context.attn_metadata[name]
                 given = None if self.gives_none else workspace
-                operator(query, *self.caches[layer], metadata, out, given)
+                self.operate(query, *self.caches[layer], metadata, out, given)
                 torch.npu.graph_task_update_end(stream)
                 event.record(stream)
 

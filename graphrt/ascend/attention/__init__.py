@@ -17,6 +17,7 @@ from graphrt.ascend.attention.operators import (
     fused_infer_attention_v2,
     mla_attention,
     paged_attention,
+    room_in_blocks,
 )
 from graphrt.ascend.attention.task import AttentionTask, attention_task
 
@@ -27,6 +28,7 @@ __all__ = [
     "fused_infer_attention_v2",
     "mla_attention",
     "paged_attention",
+    "room_in_blocks",
     "update_attn_params",
     "update_mla_attn_params",
 ]

@@ -54,7 +54,7 @@ def paged_attention(group: str = "attention", *, max_kv_len: int) -> AttentionTa
         keys="context_lens",
         max_kv_len=max_kv_len,
         workspace=workspaces.of_paged,
-        room=_room_of("key_cache", 1, "block_table", 6),
+        room=_room_of(("key_cache", 1), ("block_table", 6), ("num_kv_heads", 3)),
     )
 
 
@@ -72,7 +72,7 @@ def mla_attention(
         keys="context_lens",
         max_kv_len=max_kv_len,
         workspace=workspaces.of_mla,
-        room=_room_of("ctkv", 2, "block_tables", 4),
+        room=_room_of(("ctkv", 2), ("block_tables", 4), ("kv_headnum", 7)),
     )
 
 
@@ -83,22 +83,30 @@ def _fused_room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     return int(table.shape[-1]) * int(block_size)
 
 
-def _room_of(cache: str, cache_place: int, table: str, table_place: int) -> Room:
-    """Room in a table of blocks of a cache [blocks, block size, ...], by the arguments' names and
-    their places."""
+def _room_of(*named: tuple[str, int]) -> Room:
+    """Room in a table of blocks of a cache, by the names and places of the arguments that are the
+    cache, the table and the number of heads in the cache."""
 
     def room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        blocks = args[cache_place] if len(args) > cache_place else kwargs.get(cache)
-        rows = args[table_place] if len(args) > table_place else kwargs.get(table)
-        if not isinstance(blocks, torch.Tensor) or not isinstance(rows, torch.Tensor):
-            return None
-        if blocks.dim() < 3:
-            return None
-        # In format NZ, [blocks, width / 16, block size, 16].
-        axis = 2 if blocks.dim() == 4 and blocks.shape[3] == 16 else 1
-        return int(rows.shape[-1]) * int(blocks.shape[axis])
+        return room_in_blocks(
+            *(args[place] if len(args) > place else kwargs.get(name) for name, place in named)
+        )
 
     return room
+
+
+def room_in_blocks(cache: Any, table: Any, kv_heads: Any) -> int | None:
+    """How many keys a row of `table`, [requests, blocks], has room for; None for what is no tensor.
+
+    `cache` is [blocks, block size, kv_heads, width], or in format NZ [blocks, kv_heads * width /
+    16, block size, 16].
+    """
+    if not isinstance(cache, torch.Tensor) or not isinstance(table, torch.Tensor):
+        return None
+    if cache.dim() < 3:
+        return None
+    is_nz = cache.dim() == 4 and cache.shape[3] == 16 and cache.shape[2] != kv_heads
+    return int(table.shape[-1]) * int(cache.shape[2 if is_nz else 1])
 
 
 def _issue_paged_attention(

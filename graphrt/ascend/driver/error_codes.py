@@ -254,7 +254,9 @@ REPLAY_CAUSES: dict[int, ReplayCause] = {
         TaskContractError,
         "INTERNAL_ERROR",
         "the update of a task issued another number of kernels than its capture",
-        "let only lengths and other host values differ from step to step",
+        "let only lengths and other host values differ from step to step; if an operator of the "
+        "host's own had failed before, torch_npu's queue of launches has ended and took none of "
+        "this update: start the process anew",
     ),
     507009: ReplayCause(
         TaskContractError,

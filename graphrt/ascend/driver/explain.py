@@ -56,6 +56,15 @@ _TEXTS: tuple[tuple[re.Pattern[str], Cause], ...] = (
         ),
     ),
     (
+        re.compile(r"Do not support TASK_QUEUE_ENABLE = 2"),
+        Cause(
+            CaptureError,
+            "refused by torch_npu",
+            "torch_npu captures nothing with TASK_QUEUE_ENABLE=2",
+            "start the process with TASK_QUEUE_ENABLE=1",
+        ),
+    ),
+    (
         re.compile(r"already owns a captured graph"),
         Cause(
             CaptureError,
@@ -98,6 +107,14 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
         known = CAPTURE_CAUSES.get(found.code)
         if known is not None:
             return _explained(known, [found], found.link, environ)
+    hang = explain_replay(error, environ)
+    if isinstance(hang, DeviceHangError):
+        # A capture waits for what was there before, and runs what it captured once.
+        return CaptureError(
+            f"a capture waited in vain: {hang.what}",
+            got=hang.got,
+            advice=hang.advice,
+        )
     return CaptureError(
         f"capture failed: {type(error).__name__}: {error}",
         advice="run the same forward eagerly; if that passes, look for work that an NPU cannot "

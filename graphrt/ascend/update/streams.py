@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 from graphrt.core.base import PlatformError
 
 _TRIES = 64
+_LONGEST_UPDATE_S = 60.0
 
 
 def nothing() -> None:
@@ -68,6 +70,21 @@ def leave_stream(stream: Any) -> None:
     with _lock:
         if _live.get(stream.npu_stream) is found:
             del _live[stream.npu_stream]
+
+
+@contextmanager
+def no_update_under_way() -> Iterator[None]:
+    """Keep every thread from launching a graph and updating its tasks meanwhile.
+
+    For what waits for the device without letting go of Python's lock: behind that, an update could
+    not go on for which the device waits.
+    """
+    with ExitStack() as held:
+        held.enter_context(_lock)
+        for each in list(_live.values()):
+            if each.lock.acquire(timeout=_LONGEST_UPDATE_S):
+                held.callback(each.lock.release)
+        yield
 
 
 def new_update_stream(npu: Any, current: Any, avoid: Collection[int]) -> UpdateStream:

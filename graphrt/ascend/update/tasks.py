@@ -53,8 +53,9 @@ class Tasks:
         self._memories: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
         self._streams: WeakKeyDictionary[GraphMemory, UpdateStream] = WeakKeyDictionary()
         self._replayed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        # Launched graphs whose update is to come, and graphs updated whose launch is.
-        self._launched: WeakKeyDictionary[Any, Launch] = WeakKeyDictionary()
+        # Launched graphs whose update is to come, also where nobody else has them any more, and
+        # graphs updated whose launch is to come.
+        self._launched: dict[Any, Launch] = {}
         self._ahead: WeakKeyDictionary[Any, Ahead] = WeakKeyDictionary()
 
     def begin(self, graph: Any) -> None:

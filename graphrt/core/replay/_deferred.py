@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
+from threading import Thread
 from typing import Any, Final, Protocol
 
 from graphrt.core.base import GraphRTError, InvalidUpdateError, MissingUpdateError
@@ -20,6 +22,8 @@ device waits in the middle of the graph, and nothing else may run in its pool.""
 
 class Deferred(AwaitsUpdates):
     """A launched graph that waits for its updates. It owns the pool until they came."""
+
+    _is_over = False
 
     def __init__(
         self,
@@ -65,10 +69,12 @@ class Deferred(AwaitsUpdates):
     def end_by(self, pool: GraphPool, update: Callable[[TaskedSegment], object]) -> None:
         """The same, by a function that brings the segment to its end."""
         pool.owner = None
+        self._is_over = True
         update(self.segment)
         self._updated()
 
     def abandon(self) -> GraphRTError:
+        self._is_over = True
         self.segment.update_with(None)
         if not self._mixed:
             self._updated()
@@ -79,6 +85,12 @@ class Deferred(AwaitsUpdates):
             expected="one update after every such call",
             advice="call wrapper.update(updates) before the next step",
         )
+
+    def __del__(self) -> None:
+        # Its engine was thrown away, and whoever waits for the device would wait for ever. In a
+        # thread of its own: this one may hold the lock of an update, wherever it is collected.
+        if not self._is_over and not sys.is_finalizing():
+            Thread(target=self.segment.update_with, args=(None,), daemon=True).start()
 
 
 def failed_before() -> MissingUpdateError:

@@ -146,15 +146,26 @@ def _whole(key: str, value: Any, axis: str) -> list[int]:
             expected="a list, or a tensor on the host",
             advice="keep the scheduler's own list of it",
         )
+    cause = None
     try:
-        return list(map(index, value))
+        # Without places, as in a set or a generator, nobody knows whose value is whose.
+        if hasattr(value, "__getitem__") and not (isinstance(value, Mapping) or _is_mask(value)):
+            return list(map(index, value))
     except TypeError as error:
-        raise InvalidUpdateError(
-            f"host argument {key!r} is no list of whole numbers",
-            got=repr(value)[:200],
-            expected=f"one whole number for each of the {axis}",
-            advice="pass a list of ints",
-        ) from error
+        cause = error
+    raise InvalidUpdateError(
+        f"host argument {key!r} is no list of whole numbers",
+        got=repr(value)[:200],
+        expected=f"one whole number for each of the {axis}",
+        advice="pass a list of ints",
+    ) from cause
+
+
+def _is_mask(values: Any) -> bool:
+    """Whether these are flags, which are whole numbers to Python."""
+    if isinstance(values, torch.Tensor):
+        return values.dtype is torch.bool
+    return len(values) > 0 and type(values[0]) is bool
 
 
 def _check_rising(key: str, values: list[int], tokens: int, query_len: int | None) -> None:

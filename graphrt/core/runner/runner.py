@@ -210,16 +210,17 @@ class GraphRunner(Uncopied):
             return outputs
         self.last_dispatch = found
         slot = -1 if self._eager_launch else found.slot
-        if updates is not None:
-            step = None if slot < 0 else self._steps[slot]
-            updates = self._updates.resolve(updates, step, slot, self._steps, batch)
+        given = None
         try:
+            if updates is not None:
+                step = None if slot < 0 else self._steps[slot]
+                given = self._updates.resolve(updates, step, slot, self._steps, batch)
             if found.slot < 0:
                 self._check_open()
-                return self._unpadded.run(batch, found, values, updates, metadata)
+                return self._unpadded.run(batch, found, values, given, metadata)
             mode = GraphMode.NONE if self._eager_launch else found.mode
             named, slot = found.descriptor, found.slot
-            context = ForwardContext(mode, named, slot, updates, metadata, live=batch)
+            context = ForwardContext(mode, named, slot, given, metadata, live=batch)
             outputs = self._padded.run(batch, found, values, context, eager=False)
         except BaseException:
             self._updates.step_failed(updates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from graphrt.core.replay import Entry, graphs_of
 
@@ -28,20 +28,24 @@ class ACLGraphEntry:
 
 
 class Entries(dict[Any, ACLGraphEntry]):
-    """Captured graphs by vLLM's descriptor; one that is taken out is destroyed."""
+    """Captured graphs by vLLM's descriptor; one that is taken out is destroyed.
 
-    def __init__(self, drop: Callable[[Any], None]) -> None:
+    While a step waits for its update nothing is: to destroy a graph is to wait for the device.
+    """
+
+    def __init__(self, check_idle: Callable[[], None], drop: Callable[[Any], None]) -> None:
+        """`check_idle` raises while a step is under way."""
         super().__init__()
+        self._check_idle = check_idle
         self._drop = drop
 
     def add(self, key: Any, entry: ACLGraphEntry) -> None:
         """Note a graph that was captured."""
         super().__setitem__(key, entry)
 
-    def __setitem__(self, key: Any, entry: Any) -> None:
-        raise TypeError("graphs of a wrapper come from captures alone")
-
     def __delitem__(self, key: Any) -> None:
+        if key in self:
+            self._check_idle()
         super().__delitem__(key)
         self._drop(key)
 
@@ -50,6 +54,19 @@ class Entries(dict[Any, ACLGraphEntry]):
             del self[key]
 
     def pop(self, key: Any, *default: Any) -> Any:
-        found = super().pop(key, *default)
-        self._drop(key)
+        if key not in self:
+            return super().pop(key, *default)
+        found = self[key]
+        del self[key]
         return found
+
+    def popitem(self) -> tuple[Any, ACLGraphEntry]:
+        if not self:
+            return super().popitem()
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def _no_other_way(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("graphs of a wrapper come from captures alone")
+
+    __setitem__ = setdefault = update = __ior__ = _no_other_way

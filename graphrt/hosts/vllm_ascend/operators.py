@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.ascend.attention import room_in_blocks
 from graphrt.core.base import InvalidUpdateError, ThreadMode
 
 
@@ -55,13 +56,59 @@ class OperatorWatch(ThreadMode):
 
 
 def _check_lengths(issued: Issued) -> None:
-    for name, value in issued.kwargs.items():
-        if type(value) is list and value and type(value[0]) is int and min(value) < 0:
+    """Those of paged attention are looked at in torch_npu's queue of launches, where an error ends
+    all that the process does on the device."""
+    given = _by_name(issued)
+    for name, value in given.items():
+        lengths = _on_host(value)
+        if lengths and min(lengths) < 0:
             raise InvalidUpdateError(
                 f"argument {name!r} of {issued.function} holds a negative length",
-                got=value,
+                got=lengths,
                 expected="0 or more for each request",
             )
+    lengths = _on_host(given.get("context_lens"))
+    if not lengths:
+        return
+    keys, requests = _room(given)
+    if keys is not None and max(lengths) > keys:
+        raise InvalidUpdateError(
+            f"argument 'context_lens' of {issued.function} is beyond its block table",
+            got=lengths,
+            expected=f"at most {keys} each, what one row of the table has room for",
+        )
+    if requests is not None and len(lengths) < requests:
+        raise InvalidUpdateError(
+            f"argument 'context_lens' of {issued.function} leaves requests out",
+            got=lengths,
+            expected=f"one for each of {requests}",
+        )
+
+
+def _room(given: dict[str, Any]) -> tuple[int | None, int | None]:
+    """How many keys one request may have, and how many requests there are, as far as is known."""
+    if "key_cache" not in given:
+        latents, heads = given.get("ctkv"), given.get("kv_headnum")
+        return room_in_blocks(latents, given.get("block_tables"), heads), None
+    # Paged attention has one token a request.
+    table, heads = given.get("block_table"), given.get("num_kv_heads")
+    return room_in_blocks(given["key_cache"], table, heads), len(given["query"])
+
+
+def _by_name(issued: Issued) -> dict[str, Any]:
+    arguments = issued.function._schema.arguments
+    return {
+        **{argument.name: value for argument, value in zip(arguments, issued.args, strict=False)},
+        **issued.kwargs,
+    }
+
+
+def _on_host(value: Any) -> list[int]:
+    """The whole numbers of a list, or of a tensor on the host; none for anything else."""
+    if isinstance(value, torch.Tensor):
+        whole = value.device.type == "cpu" and not value.is_floating_point()
+        value = value.flatten().tolist() if whole else None
+    return value if type(value) is list and value and type(value[0]) is int else []
 
 
 def _writes(function: Any) -> bool:

@@ -33,9 +33,12 @@ def updated_by(engine: Engine, update_full_graph_params: Callable[..., Any]) -> 
                 attn_backend, stream, forward_context, num_tokens, *args, **kwargs
             )
 
-        for wrapper in list(engine.wrappers()):
-            if isinstance(wrapper, ACLGraphWrapper) and wrapper.update_by(forward_context, update):
-                return
+        wrappers = [each for each in engine.wrappers() if isinstance(each, ACLGraphWrapper)]
+        # Two may have a graph of this descriptor: the one that was launched is meant.
+        for if_launched in (True, False):
+            for wrapper in wrappers:
+                if wrapper.update_by(forward_context, update, if_launched=if_launched):
+                    return
         # A graph without sites, or one that graphrt did not capture.
         update(update_stream)
 

@@ -12,7 +12,7 @@ from graphrt.ascend import AscendPlatform
 from graphrt.core.base import GraphRTError, InvalidModeError, tree
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
-from graphrt.core.replay import DEFERRED, Deferred, Entry, GraphPool, TaskedSegment, current_capture
+from graphrt.core.replay import DEFERRED, Entry, GraphPool, TaskedSegment, current_capture
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.entries import ACLGraphEntry, Entries
 from graphrt.hosts.vllm_ascend.sites import HostUpdate, Site, under_way
@@ -70,7 +70,7 @@ class ACLGraphWrapper:
         # A graph that was updated before its call, and the engine's context for which it was.
         self._ahead: tuple[TaskedSegment, Any] | None = None
         self._descriptors: dict[Any, BatchDescriptor] = {}
-        self._entries = Entries(self._drop)
+        self._entries = Entries(self._check_idle, self._drop)
         self.engine.wrappers().add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class ACLGraphWrapper:
         self._context = ForwardContext(self._mode, descriptor, updates=DEFERRED)
         if key in self._entries:
             if self._ahead is not None:
-                self._take_ahead(graphs, host)
+                self._take_ahead(graphs, host, graphs.entries[descriptor])
             return graphs(*args, **kwargs)
         self.engine.check_capturing_enabled()
         if self.aclgraph_options.debug_log_enable:
@@ -138,10 +138,13 @@ class ACLGraphWrapper:
         """Destroy every graph; the wrapper can capture again."""
         self._entries.clear()
 
-    def update_by(self, host: Any, update: Callable[[Any], object]) -> bool:
+    def update_by(
+        self, host: Any, update: Callable[[Any], object], *, if_launched: bool = False
+    ) -> bool:
         """Have `update(stream)` update the graph of the engine's context `host`, launched or not.
 
-        Returns False, and does nothing, where this wrapper has none whose sites are its.
+        Returns False, and does nothing, where this wrapper has none whose sites are its; with
+        `if_launched` also where it waits for no update.
         """
         graphs = self._graphs
         descriptor = self._descriptors.get(getattr(host, "batch_descriptor", None))
@@ -154,6 +157,11 @@ class ACLGraphWrapper:
         if sites[0].sites.params is not self.engine.params_of(host):
             return False
 
+        waiting = entry.deferred
+        is_launched = waiting is not None and waiting is graphs.pool.owner
+        if if_launched and not is_launched:
+            return False
+
         def apply(segment: TaskedSegment) -> None:
             platform = cast(AscendPlatform, graphs.pool.platform)
             with platform.updating(segment.graph, segment.tasks) as window:
@@ -164,23 +172,22 @@ class ACLGraphWrapper:
                 finally:
                     under_way.reset(token)
 
-        waiting = graphs.pool.owner
-        if isinstance(waiting, Deferred) and waiting is entry.deferred:
+        if waiting is not None and is_launched:
             waiting.end_by(graphs.pool, apply)
         else:
             (segment,) = (part for part in entry.parts if isinstance(part, TaskedSegment))
             if self._ahead is not None:
-                self._take_ahead(graphs, host)
+                self._take_ahead(graphs, host, entry)
             apply(segment)
             self._ahead = segment, host
         return True
 
-    def _take_ahead(self, graphs: GraphWrapper, host: Any) -> None:
-        """Let an update before the call count for that call alone."""
+    def _take_ahead(self, graphs: GraphWrapper, host: Any, called: Entry) -> None:
+        """Let an update before the call count for that call, and that graph, alone."""
         assert self._ahead is not None
         segment, updated_for = self._ahead
         self._ahead = None
-        if updated_for is not host:
+        if updated_for is not host or segment not in called.parts:
             platform = cast(AscendPlatform, graphs.pool.platform)
             platform.forget_update(segment.graph, segment.tasks)
 
@@ -218,6 +225,11 @@ class ACLGraphWrapper:
         addresses = [x.data_ptr() for x in args if isinstance(x, torch.Tensor)]
         self._descriptors[key] = descriptor
         self._entries.add(key, ACLGraphEntry(key, entry, addresses))
+
+    def _check_idle(self) -> None:
+        """Raise while a step is under way; one that waits for its update is ended by that."""
+        if self._graphs is not None:
+            self._graphs.pool.check_idle()
 
     def _drop(self, key: Any) -> None:
         descriptor = self._descriptors.pop(key, None)

@@ -75,6 +75,18 @@ class CheckedSteps:
         Where ranks have `agreed` on its size each has its own live rows: what would then be done by
         some of them only, or at other sizes, is left out.
         """
+        with self._updates.noted(updates):
+            return self._run(batch, found, values, updates, metadata, agreed)
+
+    def _run(
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+        agreed: bool,
+    ) -> tuple[Dispatch, Any]:
         checks, slot = self._checks, found.slot
         reason = checks.why_eager(found)
         padded = batch.num_tokens < found.descriptor.num_tokens and not agreed
@@ -90,11 +102,7 @@ class CheckedSteps:
             context = ForwardContext(
                 found.mode, found.descriptor, found.slot, step_updates, metadata, live=batch
             )
-            try:
-                return found, self._padded.run(batch, found, values, context, eager=False)
-            except BaseException:
-                self._updates.step_failed(step_updates)
-                raise
+            return found, self._padded.run(batch, found, values, context, eager=False)
         eager = self._padded.dispatcher.run_eagerly(found, batch, reason)
         if agreed:
             context = ForwardContext(
@@ -114,24 +122,28 @@ class CheckedSteps:
         room for it. Raises the first failure, after `release`."""
         generator = torch.Generator().manual_seed(_SEED)
         try:
-            for found in self._checks.to_try():
-                batch = _example_of(found.descriptor)
-                example = make(batch, generator)
-                if not isinstance(example, Example):
-                    raise InvalidOptionError(
-                        "Host(example=) made no step",
-                        got=type(example).__name__,
-                        expected="a graphrt.Example",
-                        advice="return Example(values={...})",
-                    )
-                step = self._step(batch, found, example.values, example.updates, example.metadata)
-                verdict = self._try(step, found, undone=True)
-                if verdict.failure is not None:
-                    raise verdict.failure
-                self._note(found.slot, verdict, padded=step.padded)
+            with self._updates.set_aside():
+                self._try_each(make, generator)
         except BaseException:
             release()
             raise
+
+    def _try_each(self, make: MakeExample, generator: torch.Generator) -> None:
+        for found in self._checks.to_try():
+            batch = _example_of(found.descriptor)
+            example = make(batch, generator)
+            if not isinstance(example, Example):
+                raise InvalidOptionError(
+                    "Host(example=) made no step",
+                    got=type(example).__name__,
+                    expected="a graphrt.Example",
+                    advice="return Example(values={...})",
+                )
+            step = self._step(batch, found, example.values, example.updates, example.metadata)
+            verdict = self._try(step, found, undone=True)
+            if verdict.failure is not None:
+                raise verdict.failure
+            self._note(found.slot, verdict, padded=step.padded)
 
     def eagerly(
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
@@ -145,7 +157,8 @@ class CheckedSteps:
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
     ) -> Verdict:
         """Try one step of a graph, whatever the level of checks is."""
-        return self._try(self._step(batch, found, values, updates, metadata), found)
+        with self._updates.noted(updates):
+            return self._try(self._step(batch, found, values, updates, metadata), found)
 
     def _step(
         self,

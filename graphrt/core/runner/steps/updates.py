@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,8 +32,29 @@ class LastUpdates:
 
     def step_failed(self, updates: Any) -> None:
         """Note that a step with these updates failed: nobody knows which of them its graph has."""
-        if updates is not None and updates is not UNCHANGED:
+        if updates is UNCHANGED:
+            self._slot = -1
+        elif updates is not None:
             self._failed = True
+
+    @contextmanager
+    def noted(self, updates: Any) -> Iterator[None]:
+        """Run a step with these updates, and note if it fails."""
+        try:
+            yield
+        except BaseException:
+            self.step_failed(updates)
+            raise
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Run steps that are none of the host's, after which UNCHANGED means what it did before."""
+        before = self._given, self._live, self._failed
+        try:
+            yield
+        finally:
+            self._given, self._live, self._failed = before
+            self._slot = -1
 
     def resolve(
         self,
@@ -56,7 +78,7 @@ class LastUpdates:
                 expected="this step's updates, or UNCHANGED",
                 advice="a GraphWrapper takes them after the call, with update()",
             )
-        before, self._live = self._live, (batch[0], batch[1])
+        live = batch[0], batch[1]
         if updates is UNCHANGED:
             if self._failed:
                 raise MissingUpdateError(
@@ -65,7 +87,7 @@ class LastUpdates:
                     expected="updates for every task",
                     advice="pass the updates of this step",
                 )
-            if 0 <= slot == self._slot and before == self._live:
+            if 0 <= slot == self._slot and live == self._live:
                 return updates
             updates = self._given
             given = self._given
@@ -81,7 +103,7 @@ class LastUpdates:
                 updates = {name: updates[name] for name in step.task_names & updates.keys()}
         else:
             slot = -1
-        self._given, self._slot = given, slot
+        self._given, self._slot, self._live = given, slot, live
         return updates
 
 
@@ -101,4 +123,10 @@ def _copied(updates: Any) -> Any:
 def _copied_value(value: Any) -> Any:
     if type(value) is int:
         return value
-    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    try:
+        return copy.copy(value)
+    except TypeError:
+        # A generator, say, which is refused when it is fitted.
+        return value
