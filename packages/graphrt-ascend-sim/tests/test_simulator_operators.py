@@ -254,8 +254,8 @@ def test_what_atb_refuses_or_does_not_look_at_is_an_error(wrong: Any, said: str)
 @pytest.mark.parametrize(
     ("page", "lengths", "said"),
     [
-        (4, [5, 6], "multiple of 16"),
-        (48, [5, 6], "multiple of 16"),
+        (4, [5, 6], "none that ATB takes"),
+        (144, [5, 6], "none that ATB takes"),
         (16, [0, 6], "rows the device would move"),
         (16, [5], "2 tokens, more than"),
     ],

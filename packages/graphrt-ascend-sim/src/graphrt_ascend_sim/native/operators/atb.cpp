@@ -142,11 +142,11 @@ public:
         const Ints lengths = on_host(in[4]);
         const auto parameters = parameters_;
         const int64_t page = in[1].sizes[1], width = in[1].sizes[3], tokens = in[0].sizes[0];
-        // The sizes that ATB's own checks name, of its PagedAttentionOperation and its tiling.
-        if (page % 16 || page * width > 128 * 128) {
-            return refused("blocks of " + std::to_string(page) + " times " + std::to_string(width) +
-                           ": the number of tokens has to be a multiple of 16, and the product at "
-                           "most 128 * 128");
+        const int64_t value_width = in[2].sizes[3];
+        if (!fits(page, width, value_width)) {
+            return refused("blocks of " + std::to_string(page) + " tokens, " +
+                           std::to_string(width) + " and " + std::to_string(value_width) +
+                           " wide, are none that ATB takes");
         }
         if (tokens > in[3].sizes[0] || tokens > static_cast<int64_t>(lengths.size())) {
             return refused(std::to_string(tokens) + " tokens, more than block_table or "
@@ -163,6 +163,15 @@ public:
     }
 
 private:
+    // Of CheckPagedAttentionNdEnhance and GetPagedAttentionInfo of ATB's tiling.
+    static bool fits(int64_t page, int64_t width, int64_t value_width) {
+        const int64_t widest = std::max(width, value_width);
+        if (page <= 0 || page % 16 || widest > 576) return false;
+        if (widest > 256) return page <= 128;
+        if (width == 256 && value_width == 256 && page >= 128) return page % 128 == 0;
+        return width != value_width || page * width <= 128 * 128;
+    }
+
     atb::infer::PagedAttentionParam parameters_;
 };
 
