@@ -181,6 +181,9 @@ def test_updates_of_mla_layers():
     decode.actual_seq_lengths_q = [2, 5]
     found = attention.update_mla_attn_params(task, metadata)
     assert found == {"a": {"context_lens": [3, 4], "qseqlen": [2, 3]}}
+    decode.actual_seq_lengths_q = torch.empty(2, device="meta")
+    with pytest.raises(InvalidUpdateError, match=r"'qseqlen' are on the device"):
+        attention.update_mla_attn_params(task, metadata)
 
 
 def test_metadata_without_lengths_is_a_named_error():

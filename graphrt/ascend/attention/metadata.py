@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from graphrt.ascend.attention.task import AttentionTask
+from graphrt.ascend.attention.task import AttentionTask, listed
 from graphrt.core.base import InvalidUpdateError
 from graphrt.core.replay import HostValues
 
@@ -52,6 +52,7 @@ def _queries(task: AttentionTask, ends: Any) -> Any:
     """What hosts give as running sums, as the task's operator takes it."""
     if task.adds_up:
         return ends
+    ends = listed(task.queries or "", ends)
     return [int(end) - int(start) for start, end in zip((0, *ends), ends, strict=False)]
 
 

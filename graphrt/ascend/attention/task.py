@@ -35,9 +35,9 @@ class AttentionTask(UpdatableTask):
 
         Raises `InvalidUpdateError` for what is on the device, and for what is no list.
         """
-        values = {self.keys: _listed(self.keys, keys)}
+        values = {self.keys: listed(self.keys, keys)}
         if self.queries is not None and queries is not None:
-            values[self.queries] = _listed(self.queries, queries)
+            values[self.queries] = listed(self.queries, queries)
         return values
 
     def check_call(
@@ -98,7 +98,8 @@ def attention_task(
     return task
 
 
-def _listed(name: str, lengths: Any) -> list[int]:
+def listed(name: str, lengths: Any) -> list[int]:
+    """Lengths of any kind as a list; raises `InvalidUpdateError` for those on the device."""
     if isinstance(lengths, torch.Tensor):
         if lengths.device.type != "cpu":
             raise InvalidUpdateError(
