@@ -22,7 +22,7 @@ class PagedDecoder:
     """Layers of `_npu_paged_attention`."""
 
     layers: int
-    width: int = 32
+    width: int = 16
     given: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

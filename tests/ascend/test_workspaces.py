@@ -297,11 +297,20 @@ def test_lengths_beyond_the_block_table_are_refused_before_anything_is_issued(
 
 
 @pytest.mark.parametrize(
-    ("shape", "room"), [((2, 128, 2, 8), 512), ((2, 2, 64, 16), 256), ((9,), None)]
+    ("shape", "width", "room"),
+    [
+        ((2, 128, 2, 8), 8, 512),
+        ((2, 2, 64, 16), 8, 256),
+        # Heads of 16: [blocks, block size, heads, 16], and format NZ.
+        ((2, 128, 2, 16), 16, 512),
+        ((2, 2, 128, 16), 16, 512),
+        ((9,), 8, None),
+    ],
 )
-def test_the_room_of_a_block_table_is_that_of_its_caches_format(shape, room):
+def test_the_room_of_a_block_table_is_that_of_its_caches_format(shape, width, room):
     task = attention.paged_attention(max_kv_len=9)
-    arguments = {**PAGED, "key_cache": torch.zeros(shape)}
+    query = torch.zeros(4, 2, width)
+    arguments = {**PAGED, "query": query, "key_cache": torch.zeros(shape)}
     assert task.room is not None
     assert task.room((), arguments) == room
     assert task.room(tuple(arguments.values()), {}) == room

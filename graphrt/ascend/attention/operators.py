@@ -59,7 +59,7 @@ def paged_attention(group: str = "attention", *, max_kv_len: int) -> AttentionTa
         max_kv_len=max_kv_len,
         least_kv_len=1,
         workspace=workspaces.of_paged,
-        room=_room_of("key_cache", 1, "block_table", 6),
+        room=_room_of("query", ("key_cache", 1), ("num_kv_heads", 3), ("block_table", 6)),
     )
 
 
@@ -79,7 +79,7 @@ def mla_attention(
         max_kv_len=max_kv_len,
         least_kv_len=1,
         workspace=workspaces.of_mla,
-        room=_room_of("ctkv", 2, "block_tables", 4),
+        room=_room_of("q_nope", ("ctkv", 2), ("kv_headnum", 7), ("block_tables", 4)),
     )
 
 
@@ -90,20 +90,26 @@ def _fused_room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     return int(table.shape[-1]) * int(block_size)
 
 
-def _room_of(cache: str, cache_place: int, table: str, table_place: int) -> Room:
+_Place = tuple[str, int]
+
+
+def _room_of(query: str, cache: _Place, kv_heads: _Place, table: _Place) -> Room:
     """Room in a table of blocks of a cache [blocks, block size, ...], by the arguments' names and
     their places."""
 
     def room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        blocks = args[cache_place] if len(args) > cache_place else kwargs.get(cache)
-        rows = args[table_place] if len(args) > table_place else kwargs.get(table)
+        places = (query, 0), cache, kv_heads, table
+        given = [args[at] if len(args) > at else kwargs.get(name) for name, at in places]
+        queries, blocks, heads, rows = given
         if not isinstance(blocks, torch.Tensor) or not isinstance(rows, torch.Tensor):
             return None
         if blocks.dim() < 3:
             return None
-        # In format NZ, [blocks, width / 16, block size, 16].
-        axis = 2 if blocks.dim() == 4 and blocks.shape[3] == 16 else 1
-        return int(rows.shape[-1]) * int(blocks.shape[axis])
+        # In format NZ, [blocks, width / 16, block size, 16]; heads may be 16 wide in others too.
+        is_nz = blocks.dim() == 4 and blocks.shape[3] == 16
+        if is_nz and isinstance(queries, torch.Tensor) and queries.shape[-1] == 16:
+            is_nz = blocks.shape[2] != heads
+        return int(rows.shape[-1]) * int(blocks.shape[2 if is_nz else 1])
 
     return room
 
