@@ -11,7 +11,7 @@ import torch
 from graphrt import BatchDescriptor, forward_context
 from graphrt.ascend import attention
 from graphrt.ascend.attention import operators
-from graphrt.core.base import InvalidUpdateError
+from graphrt.core.base import InvalidInputError, InvalidUpdateError
 
 DECODE = BatchDescriptor(4, 4, uniform=True, query_len=1)
 LENGTHS = [5, 6]
@@ -107,7 +107,31 @@ def test_mla_attention(npu, query_lens):
     assert name == "npu_multi_head_latent_attention"
     assert args == (*arguments[:5], [5, 6, 0, 0], *arguments[5:])
     assert kwargs.pop("output") == "out"
-    assert kwargs == ({"qseqlen": [1, 1, 1, 1]} if query_lens else {})
+    spec = {"qseqlen": [1, 1, 1, 1], "calc_type": "calc_type_spec"}
+    assert kwargs == (spec if query_lens else {})
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "options", "wrong"),
+    [
+        (True, {"calc_type": "calc_type_ring"}, "'qseqlen' would be passed over"),
+        (False, {"lse": "lse"}, "'lse' would be passed over"),
+        (True, {"lse": "lse"}, "'lse' would be passed over"),
+    ],
+)
+def test_what_latent_attention_would_not_look_at_is_refused(npu, query_lens, options, wrong):
+    task = attention.mla_attention(max_kv_len=64, query_lens=query_lens)
+    updates = {"context_lens": LENGTHS, **({"qseqlen": [1, 1]} if query_lens else {})}
+    with pytest.raises(InvalidInputError, match=wrong):
+        call(task, updates, *range(5), 8, 1.0, 1, output="out", **options)
+    assert npu.calls == []
+
+
+@pytest.mark.parametrize("make", [attention.paged_attention, attention.mla_attention])
+def test_a_live_request_without_keys_would_move_the_rows_of_others(npu, make):
+    with pytest.raises(InvalidUpdateError, match=r"(?s)context_lens.*out of its bounds.*from 1"):
+        call(make(max_kv_len=64), {"context_lens": [5, 0, 6]}, *range(8), out="o", output="o")
+    assert npu.calls == []
 
 
 def test_worst_case_lengths_fill_the_graph():
@@ -150,6 +174,16 @@ def test_updates_of_mla_layers():
     assert found == {"a": {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [1, 2]}}
     found = attention.update_mla_attn_params(task, metadata, query_len=3)
     assert found == {"a": {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [3, 6]}}
+    # ATB's query lengths do not add up.
+    task = attention.mla_attention(max_kv_len=64, query_lens=True)
+    found = attention.update_mla_attn_params(task, metadata, query_len=3)
+    assert found == {"a": {"context_lens": [3, 4], "qseqlen": [3, 3]}}
+    decode.actual_seq_lengths_q = [2, 5]
+    found = attention.update_mla_attn_params(task, metadata)
+    assert found == {"a": {"context_lens": [3, 4], "qseqlen": [2, 3]}}
+    decode.actual_seq_lengths_q = torch.empty(2, device="meta")
+    with pytest.raises(InvalidUpdateError, match=r"'qseqlen' are on the device"):
+        attention.update_mla_attn_params(task, metadata)
 
 
 def test_metadata_without_lengths_is_a_named_error():

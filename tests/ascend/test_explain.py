@@ -82,6 +82,20 @@ CAPTURES = {
         "NO_STREAM_RESOURCE",
         "fewer sizes",
     ),
+    "if-nodes that CANN refuses": Case(
+        npu_error("c10_npu::acl::AclmdlRICondHandleGetCondPtr(handle, &cond_ptr)", 107000),
+        DriverTooOldError,
+        "has an if-node (torch.cond)",
+        "107000",
+        "@eager_break",
+    ),
+    "if-nodes that CANN does not have": Case(
+        RuntimeError("Failed to find function aclmdlRICondHandleCreate"),
+        DriverTooOldError,
+        "has an if-node (torch.cond)",
+        "no if-nodes",
+        "software queues",
+    ),
     "side stream behind 507903": Case(
         invalidated(SIDE_STREAM), StreamBudgetError, "no stream left", "207005", "25.5.1"
     ),

@@ -236,24 +236,31 @@ def test_paged_attention_keeps_the_largest_workspace_of_all_lengths(npu, by_name
 
 @pytest.mark.parametrize("lse", [None, torch.zeros(4, 2, 1)])
 def test_mla_attention_is_issued_by_the_overload_that_takes_a_workspace(npu, lse):
-    task = attention.mla_attention(max_kv_len=200, query_lens=True)
-    updates = {"attention": {"context_lens": [3, 4], "qseqlen": [1, 1]}}
+    task = attention.mla_attention(max_kv_len=200, query_lens=lse is None)
+    # ATB reads query lengths under one calc_type, and writes lse under another one.
+    queries = {"qseqlen": [1, 1]} if lse is None else {}
+    more = {} if lse is None else {"lse": lse, "calc_type": "calc_type_ring"}
+    updates = {"attention": {"context_lens": [3, 4], **queries}}
     caches = torch.zeros(2, 128, 1, 8), torch.zeros(2, 128, 1, 4)
     ropes = torch.zeros(4, 2, 4, dtype=torch.float16)
     tensors = (torch.zeros(4, 2, 8), ropes, *caches, torch.zeros(4, 2))
-    more = {} if lse is None else {"lse": lse}
-    output = torch.zeros(4, 2, 8)
-    captured(task, updates, *tensors, 2, 1.0, 1, output=output, mask_type="x", **more)
+    captured(task, updates, *tensors, 2, 1.0, 1, output=torch.zeros(4, 2, 8), mask=ropes, **more)
     ((args, kwargs),) = npu.issued
-    assert args[5] == [3, 4, 0, 0] and kwargs["qseqlen"] == [1, 1, 1, 1]
+    assert args[5] == [3, 4, 0, 0]
     assert kwargs["workspace"].numel() == 64
-    assert kwargs["return_lse"] is (lse is not None)
+    # Without it torch_npu 2.13 returns a reference to nothing, which ends the process.
+    assert kwargs["return_lse"] is True
     assert kwargs["lse"] is lse if lse is not None else kwargs["lse"].numel() == 1
-    assert kwargs["lse"].dtype == torch.float32
-    assert kwargs["mask_type"] == "x" and "unread_lse" not in kwargs
+    assert kwargs["mask"] is ropes
     ask_args, ask_kwargs = npu.asked[0]
     assert ask_args[9] is (lse is not None)
-    assert ask_kwargs == {"mask_type": "x", "qseqlen": [1, 1, 1, 1]}
+    assert ask_kwargs.pop("mask") is ropes
+    if lse is None:
+        assert kwargs["qseqlen"] == [1, 1, 1, 1]
+        assert ask_kwargs == {"calc_type": "calc_type_spec", "qseqlen": [1, 1, 1, 1]}
+    else:
+        assert ask_kwargs == {"calc_type": "calc_type_ring"}
+    assert kwargs["calc_type"] == ask_kwargs["calc_type"]
 
 
 def test_a_workspace_that_is_given_is_not_asked_for(npu):
@@ -290,12 +297,20 @@ def test_lengths_beyond_the_block_table_are_refused_before_anything_is_issued(
 
 
 @pytest.mark.parametrize(
-    ("shape", "room"),
-    [((2, 128, 2, 8), 512), ((2, 2, 64, 16), 256), ((2, 128, 2, 16), 512), ((9,), None)],
+    ("shape", "width", "room"),
+    [
+        ((2, 128, 2, 8), 8, 512),
+        ((2, 2, 64, 16), 8, 256),
+        # Heads of 16: [blocks, block size, heads, 16], and format NZ.
+        ((2, 128, 2, 16), 16, 512),
+        ((2, 2, 128, 16), 16, 512),
+        ((9,), 8, None),
+    ],
 )
-def test_the_room_of_a_block_table_is_that_of_its_caches_format(shape, room):
+def test_the_room_of_a_block_table_is_that_of_its_caches_format(shape, width, room):
     task = attention.paged_attention(max_kv_len=9)
-    arguments = {**PAGED, "key_cache": torch.zeros(shape)}
+    query = torch.zeros(4, 2, width)
+    arguments = {**PAGED, "query": query, "key_cache": torch.zeros(shape)}
     assert task.room is not None
     assert task.room((), arguments) == room
     assert task.room(tuple(arguments.values()), {}) == room

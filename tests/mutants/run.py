@@ -79,6 +79,7 @@ ASCEND_TESTS: dict[str, tuple[str, ...]] = {
     "graphrt/ascend/attention/": (
         "tests/ascend/test_attention.py",
         "tests/ascend/test_workspaces.py",
+        "tests/ascend/test_atb_attention.py",
         "tests/ascend/test_ascend_modes.py",
     ),
     # What is left of it: captures, memory, options, platform, watchdog.

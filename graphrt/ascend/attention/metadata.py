@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from graphrt.ascend.attention.task import AttentionTask
+from graphrt.ascend.attention.task import AttentionTask, listed
 from graphrt.core.base import InvalidUpdateError
 from graphrt.core.replay import HostValues
 
@@ -16,7 +16,8 @@ def update_attn_params(
     """`updates=` for a step, from the metadata of each layer by the name of its task.
 
     Reads what vllm-ascend calls `seq_lens_list` (or `seq_lens`) and `actual_seq_lengths_q` (or
-    `query_start_loc_list`). Raises `InvalidUpdateError` where a layer has none of them.
+    `query_start_loc_list`), which are running sums. Raises `InvalidUpdateError` where a layer has
+    none of them.
     """
     return _by_layer(attn_metadata, lambda metadata: _lengths_of(task, metadata))
 
@@ -34,7 +35,7 @@ def update_mla_attn_params(
         if query_len is None:
             return _lengths_of(task, decode)
         keys = _first(decode, "seq_lens_list", "seq_lens")
-        return task.lengths(keys, [query_len * (i + 1) for i in range(len(keys))])
+        return task.lengths(keys, _queries(task, [query_len * (i + 1) for i in range(len(keys))]))
 
     return _by_layer(attn_metadata, lengths)
 
@@ -43,7 +44,16 @@ def _lengths_of(task: AttentionTask, metadata: Any) -> HostValues:
     keys = _first(metadata, "seq_lens_list", "seq_lens")
     if task.queries is None:
         return task.lengths(keys)
-    return task.lengths(keys, _first(metadata, "actual_seq_lengths_q", "query_start_loc_list"))
+    ends = _first(metadata, "actual_seq_lengths_q", "query_start_loc_list")
+    return task.lengths(keys, _queries(task, ends))
+
+
+def _queries(task: AttentionTask, ends: Any) -> Any:
+    """What hosts give as running sums, as the task's operator takes it."""
+    if task.adds_up:
+        return ends
+    ends = listed(task.queries or "", ends)
+    return [int(end) - int(start) for start, end in zip((0, *ends), ends, strict=False)]
 
 
 def _by_layer(

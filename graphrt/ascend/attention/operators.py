@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphrt.ascend.attention import workspaces
+from graphrt.ascend.attention.mla import mla_options
 from graphrt.ascend.attention.task import AttentionTask, Room, attention_task
 from graphrt.ascend.driver import torch_npu
 
@@ -47,12 +48,16 @@ def fused_infer_attention_v2(
 
 
 def paged_attention(group: str = "attention", *, max_kv_len: int) -> AttentionTask:
-    """`torch_npu._npu_paged_attention`, whose lengths are a tensor on the host."""
+    """`torch_npu._npu_paged_attention`, whose lengths are a tensor on the host.
+
+    Every live request has keys: ATB moves the rows of those behind one that has none.
+    """
     return attention_task(
         group,
         _issue_paged_attention,
         keys="context_lens",
         max_kv_len=max_kv_len,
+        least_kv_len=1,
         workspace=workspaces.of_paged,
         room=_room_of(("key_cache", 1), ("block_table", 6), ("num_kv_heads", 3)),
     )
@@ -61,7 +66,8 @@ def paged_attention(group: str = "attention", *, max_kv_len: int) -> AttentionTa
 def mla_attention(
     group: str = "attention", *, max_kv_len: int, query_lens: bool = False
 ) -> AttentionTask:
-    """`torch_npu.atb.npu_multi_head_latent_attention`; `query_lens` for several tokens a request.
+    """`torch_npu.atb.npu_multi_head_latent_attention`; `query_lens` for several tokens a request,
+    by `calc_type_spec`. Every live request has keys, as with paged attention.
 
     MLA by way of `npu_fused_infer_attention_score` is `fused_infer_attention`.
     """
@@ -71,6 +77,7 @@ def mla_attention(
         queries="qseqlen" if query_lens else None,
         keys="context_lens",
         max_kv_len=max_kv_len,
+        least_kv_len=1,
         workspace=workspaces.of_mla,
         room=_room_of(("ctkv", 2), ("block_tables", 4), ("kv_headnum", 7)),
     )
@@ -149,13 +156,19 @@ def _issue_mla_attention(
     *,
     context_lens: Sequence[int],
     output: torch.Tensor,
-    unread_lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
     **optional: Any,
 ) -> None:
+    optional = mla_options(optional)
+    if workspace is not None:
+        # Only the overload with `lse` takes one. Where ATB writes none, it does not look at it.
+        optional["workspace"] = workspace
+        if optional.get("lse") is None:
+            optional["lse"] = workspace[:1]
     if optional.get("lse") is not None:
+        # Without return_lse this overload of torch_npu 2.13 ends the process: it returns a
+        # reference to a tensor that is no more.
         optional["return_lse"] = True
-    elif unread_lse is not None:
-        optional |= {"return_lse": False, "lse": unread_lse}
     torch_npu().atb.npu_multi_head_latent_attention(
         q_nope,
         q_rope,

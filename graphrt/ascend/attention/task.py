@@ -25,14 +25,19 @@ class AttentionTask(UpdatableTask):
     keys: str = ""
     room: Room | None = None
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether its query lengths are a running sum."""
+        return self.queries is not None and self.host_args[self.queries].pad == "cumulative"
+
     def lengths(self, keys: Any, queries: Any = None) -> HostValues:
         """The update of this task; tensors on the host become lists.
 
         Raises `InvalidUpdateError` for what is on the device, and for what is no list.
         """
-        values = {self.keys: _listed(self.keys, keys)}
+        values = {self.keys: listed(self.keys, keys)}
         if self.queries is not None and queries is not None:
-            values[self.queries] = _listed(self.queries, queries)
+            values[self.queries] = listed(self.queries, queries)
         return values
 
     def check_call(
@@ -59,6 +64,7 @@ def attention_task(
     max_kv_len: int,
     cumulative: bool = False,
     spare_request: bool = False,
+    least_kv_len: int = 0,
     workspace: Callable[..., Mapping[str, torch.Tensor]] | None = None,
     room: Room | None = None,
 ) -> AttentionTask:
@@ -68,7 +74,8 @@ def attention_task(
     ones. `cumulative` says that `queries`
     is a running sum, which must end at the number of tokens. With `spare_request` the lists have
     one entry more than the graph has requests, to which padding tokens belong when all requests are
-    live: for graphs of mixed batches. `workspace` is that of `UpdatableTask`; `room` tells how many
+    live: for graphs of mixed batches. No live request may have fewer than `least_kv_len` keys.
+    `workspace` is that of `UpdatableTask`; `room` tells how many
     keys the block table of a call has room for.
     """
     axis: Literal["reqs", "reqs+1"] = "reqs+1" if spare_request else "reqs"
@@ -83,7 +90,7 @@ def attention_task(
             worst[queries] = [*ends[:-1], tokens] if cumulative else [query_len] * reqs
         return worst
 
-    host_args = {keys: HostArg(axis, "zero", least=0, most=max_kv_len)}
+    host_args = {keys: HostArg(axis, "zero", least=least_kv_len, most=max_kv_len)}
     if queries is not None:
         host_args[queries] = HostArg(axis, pad, optional=not cumulative, least=0)
     task = AttentionTask(group, issue, host_args, at_capture=at_capture, workspace=workspace)
@@ -91,7 +98,8 @@ def attention_task(
     return task
 
 
-def _listed(name: str, lengths: Any) -> list[int]:
+def listed(name: str, lengths: Any) -> list[int]:
+    """Lengths of any kind as a list; raises `InvalidUpdateError` for those on the device."""
     if isinstance(lengths, torch.Tensor):
         if lengths.device.type != "cpu":
             raise InvalidUpdateError(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graphrt.ascend.attention.mla import mla_options
 from graphrt.ascend.driver import torch_npu
 
 _LONGEST_AT = 6144
@@ -61,9 +62,10 @@ def of_mla(
     lse: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> dict[str, torch.Tensor]:
-    """Of `npu_multi_head_latent_attention`. Only its overload with `lse` takes a workspace, so one
-    that nobody reads is added where the call has none."""
+    """Of `npu_multi_head_latent_attention`."""
     ask = torch_npu().atb._npu_multi_head_latent_attention_get_workspace
+    kwargs = mla_options(kwargs | {"lse": lse})
+    del kwargs["lse"]
     names = ("q_nope", "q_rope", "ctkv", "k_rope", "block_tables")
     more = ("q_headnum", "qk_scale", "kv_headnum")
     args = (*args, *(kwargs.pop(name) for name in (*names, *more)[len(args) :]))
@@ -72,10 +74,7 @@ def of_mla(
         found: torch.Tensor = ask(*args[:5], list(lengths), *args[5:], lse is not None, **kwargs)
         return found
 
-    found = {"workspace": _largest(asked, context_lens)}
-    if lse is None:
-        found["unread_lse"] = torch.empty(1, dtype=args[0].dtype, device=args[0].device)
-    return found
+    return {"workspace": _largest(asked, context_lens)}
 
 
 def _largest(asked: Any, worst: Sequence[int]) -> torch.Tensor:

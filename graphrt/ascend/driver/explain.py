@@ -26,6 +26,7 @@ from graphrt.core.base import (
     CaptureError,
     CaptureSyncError,
     DeviceHangError,
+    DriverTooOldError,
     GraphRTError,
     RefusedOpError,
 )
@@ -46,6 +47,20 @@ _TEXTS: tuple[tuple[re.Pattern[str], Cause], ...] = (
         NO_STREAMS,
     ),
     (re.compile(r"NPU out of memory", re.I), NO_MEMORY),
+    # Where they are not supported, torch_npu only warns, and goes on without a handle.
+    (
+        re.compile(
+            r"AclmdlRI(?:CondHandle|AddCond|CaptureToModel)\w+\([^\n]*error code is [12]07000"
+            r"|Failed to find function aclmdlRI(?:CondHandle|AddCond|CaptureToModel)"
+        ),
+        Cause(
+            DriverTooOldError,
+            "no if-nodes",
+            "the forward has an if-node (torch.cond), which this driver or CANN cannot capture",
+            "update both to versions with software queues, or mark the function around it "
+            "@eager_break",
+        ),
+    ),
     (
         re.compile(r"must be captured on a non-default stream"),
         Cause(

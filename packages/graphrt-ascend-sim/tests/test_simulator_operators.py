@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import graphrt_ascend_sim as simulator  # noqa: E402
 simulator.start()
 
 import torch_npu  # noqa: E402
+from test_simulator import run  # noqa: E402
 
 OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "arithmetic": lambda x, y: (x + 2 * y - x / (y + 3)) * x.neg() + (x - y) * 0.5,
@@ -98,28 +101,179 @@ def test_paged_attention_reads_its_pages(version: str) -> None:
         torch.testing.assert_close(out[row].cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_atb_attends_to_pages_and_to_latents() -> None:
+HEADS, LATENT, ROPE, PAGE = 8, 512, 64, 16
+
+
+def latent_call(lengths: list[int], tokens: int | None = None, **changed: Any) -> dict[str, Any]:
+    """Arguments of npu_multi_head_latent_attention, of one token a request unless told."""
     draw = torch.Generator().manual_seed(3)
-    lengths, heads, dim, rope, page = [5, 8], 4, 16, 8, 4
-    query, query_rope = (torch.randn(2, heads, size, generator=draw).half() for size in (dim, rope))
-    latents, ropes = (torch.randn(8, page, 1, size, generator=draw).half() for size in (dim, rope))
-    table = torch.tensor([[3, 1], [0, 6]], dtype=torch.int32)
-    paged = torch.empty(2, heads, dim, dtype=torch.float16, device="npu")
-    torch_npu._npu_paged_attention(
-        query.npu(), latents.npu(), latents.npu(), 1, heads, 0.3, table.npu(),
-        torch.tensor(lengths, dtype=torch.int32), paged,
-    )  # fmt: skip
-    latent = torch_npu.atb.npu_multi_head_latent_attention(
-        query.npu(), query_rope.npu(), latents.npu(), ropes.npu(), table.npu(), lengths,
-        heads, 0.3, 1, cache_mode="krope_ctkv",
-    )  # fmt: skip
-    for row, length in enumerate(lengths):
-        keys, rope_keys = (
-            cache[table[row].long()].reshape(8, -1)[:length].float() for cache in (latents, ropes)
-        )
-        scores = query[row].float() @ keys.t()
-        expected = (scores * 0.3).softmax(-1) @ keys
-        torch.testing.assert_close(paged[row].cpu().float(), expected, rtol=1e-3, atol=1e-3)
-        scores = scores + query_rope[row].float() @ rope_keys.t()
-        expected = (scores * 0.3).softmax(-1) @ keys
-        torch.testing.assert_close(latent[row].cpu().float(), expected, rtol=1e-3, atol=1e-3)
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).half().npu()
+
+    rows, heads = tokens or len(lengths), changed.get("q_headnum", HEADS)
+    return {
+        "q_nope": half(rows, heads, LATENT),
+        "q_rope": half(rows, heads, ROPE),
+        "ctkv": half(8, PAGE, 1, LATENT),
+        "k_rope": half(8, PAGE, 1, ROPE),
+        "block_tables": torch.randint(0, 8, (len(lengths), 2), generator=draw).int().npu(),
+        "context_lens": lengths,
+        "q_headnum": heads,
+        "qk_scale": 0.04,
+        "kv_headnum": 1,
+    } | changed
+
+
+def attended(call: dict[str, Any], row: int, request: int, keys: int) -> tuple[torch.Tensor, ...]:
+    """What one query gives over so many keys of a request, and the logarithm of its sum."""
+    pages = call["block_tables"][request].cpu().long()
+    latents, ropes = (call[name].cpu()[pages].flatten(0, 2)[:keys] for name in ("ctkv", "k_rope"))
+    query, rope = (call[name][row].cpu().float() for name in ("q_nope", "q_rope"))
+    scores = (query @ latents.float().t() + rope @ ropes.float().t()) * call["qk_scale"]
+    return scores.softmax(-1) @ latents.float(), scores.logsumexp(-1)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.cpu().float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_atb_attends_to_pages() -> None:
+    call = latent_call([5, 18])
+    query, cache, table = (call[name] for name in ("q_nope", "ctkv", "block_tables"))
+    out = torch.empty(2, HEADS, LATENT, dtype=torch.float16, device="npu")
+    lengths = torch.tensor([5, 18], dtype=torch.int32)
+    torch_npu._npu_paged_attention(query, cache, cache, 1, HEADS, 0.04, table, lengths, out)
+    call |= {"q_rope": torch.zeros_like(call["q_rope"])}
+    for row, length in enumerate(lengths.tolist()):
+        close(out[row], attended(call, row, row, length)[0])
+
+
+def test_atb_attends_to_latents() -> None:
+    call = latent_call([5, 18])
+    out = torch_npu.atb.npu_multi_head_latent_attention(**call)
+    for row, length in enumerate([5, 18]):
+        close(out[row], attended(call, row, row, length)[0])
+
+
+def test_latent_attention_writes_the_sums_of_its_softmax_under_ring() -> None:
+    call = latent_call([5, 18])
+    out, lse = torch_npu.atb.npu_multi_head_latent_attention(
+        **call, return_lse=True, calc_type="calc_type_ring"
+    )
+    assert lse.shape == (2, HEADS, 1) and lse.dtype is torch.float16
+    for row, length in enumerate([5, 18]):
+        expected, sums = attended(call, row, row, length)
+        close(out[row], expected)
+        close(lse[row, :, 0], sums)
+    # One number, as is given where only the overload with a workspace will do, is left alone.
+    single = torch.full((1,), 7.0, dtype=torch.float16, device="npu")
+    again = torch.empty_like(out)
+    torch_npu.atb.npu_multi_head_latent_attention(**call, return_lse=True, output=again, lse=single)
+    assert torch.equal(again.cpu(), out.cpu()) and single.item() == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "said"),
+    [
+        ({}, 2, "lse is written with calc_type_ring only"),
+        ({"calc_type": "calc_type_ring"}, 1, "calc_type_ring writes lse"),
+    ],
+)
+def test_sums_that_nobody_writes_or_that_have_no_place(
+    monkeypatch: pytest.MonkeyPatch, options: Any, rows: int, said: str
+) -> None:
+    # Else torch_npu's queue of launches, and with it the process, would end.
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
+    code = f"""
+from test_simulator_operators import *
+heads = HEADS if {rows} > 1 else 1
+lse = torch.empty({rows}, heads, 1).half().npu()
+out = torch.empty(2, HEADS, LATENT).half().npu()
+try:
+    torch_npu.atb.npu_multi_head_latent_attention(
+        **latent_call([5, 18]), return_lse=True, lse=lse, output=out, **{options}
+    )
+except RuntimeError:
+    print(recent_error())
+print("done")
+os._exit(0)
+"""
+    assert said in run(code)
+
+
+def recent_error() -> str:
+    """What aclGetRecentErrMsg() says, which the errors of ATB's calls leave out."""
+    ask = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
+    ask.restype = ctypes.c_char_p
+    found: bytes = ask()
+    return found.decode()
+
+
+@pytest.mark.parametrize("heads", [8, 128])
+def test_speculative_latent_attention_has_query_lengths(heads: int) -> None:
+    queries, keys = [2, 1, 3], [4, 9, 20]
+    call = latent_call(keys, sum(queries), q_headnum=heads)
+    spec = {"qseqlen": queries, "calc_type": "calc_type_spec"}
+    out = torch_npu.atb.npu_multi_head_latent_attention(**call, **spec)
+    row = 0
+    for request, (count, length) in enumerate(zip(queries, keys, strict=True)):
+        for query in range(count):
+            # Of all sizes only that of 128 heads hides later keys without a mask.
+            seen = length - count + query + 1 if heads == 128 else length
+            close(out[row], attended(call, row, request, seen)[0])
+            row += 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"q_headnum": 4}, "8, 16, 32, 64 or 128 heads"),
+        ({"qk_scale": 1.5}, "qk_scale"),
+        ({"ctkv": (8, PAGE, 1, 256)}, "512 wide"),
+        ({"ctkv": (8, 144, 1, LATENT), "k_rope": (8, 144, 1, ROPE)}, "at most 128 tokens"),
+        ({"context_lens": [5, 18, 1]}, "another number of requests"),
+        ({"context_lens": [0, 18]}, "rows the device would move"),
+        ({"context_lens": [5, 33]}, "not between 0 and 32"),
+        ({"qseqlen": [1, 1]}, "read with calc_type_spec only"),
+        ({"calc_type": "calc_type_spec"}, "read with calc_type_spec only"),
+        ({"calc_type": "calc_type_spec", "qseqlen": [2, 1]}, "does not fit the queries"),
+        ({"mask": (32, 32)}, "lacks masks"),
+    ],
+)
+def test_what_atb_refuses_or_does_not_look_at_is_an_error(wrong: Any, said: str) -> None:
+    for name, value in wrong.items():
+        if isinstance(value, tuple):
+            wrong |= {name: torch.zeros(value, dtype=torch.float16, device="npu")}
+    ask = torch_npu.atb._npu_multi_head_latent_attention_get_workspace
+    with pytest.raises(RuntimeError, match="GetWorkspaceSize failed"):
+        ask(**latent_call([5, 18]) | wrong, return_lse=False)
+    assert said in recent_error()
+
+
+@pytest.mark.parametrize(
+    ("page", "lengths", "said"),
+    [
+        (4, [5, 6], "none that ATB takes"),
+        (144, [5, 6], "none that ATB takes"),
+        (16, [0, 6], "rows the device would move"),
+        (16, [5], "2 tokens, more than"),
+    ],
+)
+def test_paged_attention_refuses_what_moves_rows(page: int, lengths: Any, said: str) -> None:
+    query, cache = (torch.zeros(n, page, 1, 512).half().npu() for n in (2, 8))
+    table = torch.zeros(2, 2, dtype=torch.int32).npu()
+    out = torch.zeros(2, 1, 512).half().npu()
+    keys = torch.tensor(lengths, dtype=torch.int32)
+    ask = torch_npu._npu_paged_attention_get_workspace
+    with pytest.raises(RuntimeError):
+        ask(query[:, 0], cache, cache, 1, 1, 0.1, table, keys, out)
+    assert said in recent_error()
+
+
+def test_requests_without_keys_at_the_end_are_not_written() -> None:
+    call = latent_call([5, 0])
+    out = torch.full((2, HEADS, LATENT), 3.0).half().npu()
+    torch_npu.atb.npu_multi_head_latent_attention(**call, output=out)
+    close(out[0], attended(call, 0, 0, 5)[0])
+    assert (out[1] == 3).all().item()

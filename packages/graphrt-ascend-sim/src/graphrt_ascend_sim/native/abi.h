@@ -29,6 +29,7 @@ enum Code : aclError {
     kModelRunning = 107037,
     kWrongThread = 107038,
     kBlockingCall = 107041,
+    kBranchCapturing = 107046,
     kNotSupported = 207000,
     kNoStreamResource = 207005,
     kQueueFull = 207006,

@@ -75,15 +75,26 @@ std::vector<Device::Lane> Device::lanes() {
         if (stream->queue.empty() || !may_run(*stream)) continue;
         Graph* graph = stream->queue.front()->replay;
         if (!graph) {
-            found.push_back({stream, -1});
+            found.push_back({stream, nullptr, 0});
             continue;
         }
-        if (!stream->replaying) stream->replaying = std::make_unique<GraphRun>(*graph);
-        for (int part = 0; part < static_cast<int>(graph->parts.size()); part++) {
-            found.push_back({stream, part});
+        if (!stream->replaying) {
+            begin_replay(*graph);
+            stream->replaying = std::make_unique<GraphRun>(*graph);
         }
+        add_lanes(stream, *stream->replaying, found);
     }
     return found;
+}
+
+void Device::add_lanes(Stream* stream, GraphRun& replay, std::vector<Lane>& found) {
+    for (size_t part = 0; part < replay.next.size(); part++) {
+        if (replay.branch[part]) {
+            add_lanes(stream, *replay.branch[part], found);
+        } else {
+            found.push_back({stream, &replay, static_cast<int>(part)});
+        }
+    }
 }
 
 bool Device::may_run(const Stream& stream) const {
@@ -97,7 +108,7 @@ bool Device::may_run(const Stream& stream) const {
 
 bool Device::try_run(Lock& lock, const Lane& lane) {
     Stream& stream = *lane.stream;
-    if (lane.part < 0) {
+    if (!lane.replay) {
         TaskPtr task = stream.queue.front();
         if (task->ready && !task->ready(nullptr)) return false;
         run(lock, task, nullptr);
@@ -107,14 +118,18 @@ bool Device::try_run(Lock& lock, const Lane& lane) {
     // A graph that has begun has such a device to itself, so that a signal which it waits for and
     // does not have yet never comes.
     if (settings().update_first) exclusive_ = &stream;
-    GraphRun& graph_run = *stream.replaying;
+    GraphRun& graph_run = *lane.replay;
     const std::vector<TaskPtr>& tasks = graph_run.graph.parts[lane.part].tasks;
     size_t& next = graph_run.next[lane.part];
     if (next == tasks.size()) return finish_replay(stream);
     TaskPtr task = tasks[next];
     if (task->ready && !task->ready(&graph_run)) return false;
-    run(lock, task, &graph_run);
-    next++;
+    if (task->condition && task->condition->chosen()) {
+        graph_run.begin_branch(lane.part, *task->condition);
+    } else {
+        run(lock, task, &graph_run);
+        next++;
+    }
     finish_replay(stream);
     return true;
 }
@@ -140,11 +155,8 @@ void Device::run(Lock& lock, const TaskPtr& task, GraphRun* graph_run) {
 }
 
 bool Device::finish_replay(Stream& stream) {
-    GraphRun& graph_run = *stream.replaying;
-    for (size_t part = 0; part < graph_run.next.size(); part++) {
-        if (graph_run.next[part] < graph_run.graph.parts[part].tasks.size()) return false;
-    }
-    graph_run.graph.running--;
+    if (!stream.replaying->finished()) return false;
+    stream.replaying->graph.running--;
     exclusive_ = nullptr;
     stream.replaying.reset();
     stream.queue.pop_front();

@@ -19,6 +19,7 @@
 
 namespace sim {
 
+struct Condition;
 struct Graph;
 struct GraphRun;
 struct TaskGroup;
@@ -36,6 +37,7 @@ struct Task {
     bool allocated = false;  // its workspace for this call alone
     uint64_t number = 0;     // in the order of submission
     Graph* replay = nullptr;  // set: the task is a replay of this graph
+    const Condition* condition = nullptr;  // set: the task runs one of its branches, or none
 };
 using TaskPtr = std::shared_ptr<Task>;
 
@@ -79,13 +81,15 @@ public:
 private:
     struct Lane {
         Stream* stream;
-        int part;  // of the replay at the head of the stream; -1: the stream itself
+        GraphRun* replay;  // at the head of the stream, or of a branch of it; null: the stream itself
+        int part;
     };
 
     void start();
     void loop();
     bool step(Lock& lock);
     std::vector<Lane> lanes();
+    static void add_lanes(Stream* stream, GraphRun& replay, std::vector<Lane>& found);
     bool may_run(const Stream& stream) const;
     bool try_run(Lock& lock, const Lane& lane);
     void run(Lock& lock, const TaskPtr& task, GraphRun* graph_run);

@@ -21,26 +21,10 @@ constexpr int kSharedQueues = 1024;
 thread_local int thread_mode = kGlobal;
 int next_graph = 0;
 
-void end_capture(Graph& graph) {
-    for (auto& [stream, part] : graph.part_of) {
-        stream->capture = nullptr;
-        stream->recording = nullptr;
-    }
-    graph.capturing = false;
-}
-
-// With software queues a graph takes none of the device's streams before it runs.
-bool take_stream() { return settings().software_queues || device().take_streams(1); }
-
-void destroy(Graph* graph) {
-    if (!settings().software_queues) device().streams_used -= graph->streams;
-    graphs().erase(graph);
-    delete graph;
-}
-
 aclError drop(Graph* graph, aclError code, const std::string& text) {
     end_capture(*graph);
-    destroy(graph);
+    // A branch goes with the graph that it is of, which cannot be ended without it.
+    if (!graph->parent) destroy_graph(graph);
     return fail(code, text);
 }
 
@@ -58,6 +42,42 @@ bool blocking_allowed() {
 }
 
 }  // namespace
+
+bool take_stream() { return settings().software_queues || device().take_streams(1); }
+
+void end_capture(Graph& graph) {
+    for (auto& [stream, part] : graph.part_of) {
+        stream->capture = nullptr;
+        stream->recording = nullptr;
+    }
+    graph.part_of.clear();
+    graph.capturing = false;
+}
+
+void destroy_graph(Graph* graph) {
+    for (Graph* branch : graph->branches()) {
+        end_capture(*branch);
+        graphs().erase(branch);
+        delete branch;
+    }
+    if (!settings().software_queues) device().streams_used -= graph->streams;
+    graphs().erase(graph);
+    delete graph;
+}
+
+aclError begin_capture(Graph* graph, Stream& stream, int mode) {
+    graph->id = next_graph++;
+    graph->origin = &stream;
+    graph->mode = mode;
+    graph->thread = std::this_thread::get_id();
+    graph->parts.emplace_back();
+    graph->part_of[&stream] = 0;
+    graph->capturing = graph->begun = true;
+    stream.capture = graph;
+    graphs().insert(graph);
+    log("capture of graph " + std::to_string(graph->id) + " begins");
+    return kOk;
+}
 
 std::set<Graph*>& graphs() {
     static auto* all = new std::set<Graph*>;
@@ -139,17 +159,7 @@ API aclError aclmdlRICaptureBegin(aclrtStream handle, int mode) {
         return fail(kNoStreamForCapture,
                     "Insufficient_Stream_Resources(EL0009): The stream resources are insufficient.");
     }
-    auto* graph = new Graph;
-    graph->id = next_graph++;
-    graph->origin = &stream;
-    graph->mode = mode;
-    graph->thread = std::this_thread::get_id();
-    graph->parts.emplace_back();
-    graph->part_of[&stream] = 0;
-    stream.capture = graph;
-    graphs().insert(graph);
-    log("capture of graph " + std::to_string(graph->id) + " begins");
-    return kOk;
+    return begin_capture(new Graph, stream, mode);
 }
 
 API aclError aclmdlRICaptureGetInfo(aclrtStream handle, int* status, aclmdlRI* model) {
@@ -179,6 +189,10 @@ API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
         return drop(graph, kInvalidated, "an earlier error has invalidated the capture");
     }
     if (graph->open_groups) return drop(graph, kGroupStatus, "a task group was left open");
+    for (const Graph* branch : graph->branches()) {
+        if (branch->begun && !branch->capturing && !branch->invalid) continue;
+        return drop(graph, kBranchCapturing, "the capture of a branch has not ended");
+    }
     const bool joined = std::all_of(graph->parts.begin() + 1, graph->parts.end(),
                                     [](const CapturePart& part) { return part.joined; });
     if (!joined) {
@@ -204,8 +218,9 @@ API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
     Stream& stream = *device().find(handle);
     if (stream.capture) return fail(kStreamCaptured, "a graph replayed on a captured stream");
-    int queues = graph->streams;
-    for (const Graph* other : graphs()) queues += other->running && other != graph ? other->streams : 0;
+    if (graph->parent) return fail(kNotSupported, "a branch of a graph cannot be replayed by itself");
+    int queues = graph->queues();
+    for (const Graph* other : graphs()) queues += other->running && other != graph ? other->queues() : 0;
     if (settings().software_queues && queues > kSharedQueues) {
         return fail(kNoStreamResource, "too many graphs run at once: they need " +
                                            std::to_string(queues) + " queues");
@@ -224,8 +239,9 @@ API aclError aclmdlRIDestroy(aclmdlRI model) {
     Lock lock(device().mutex);
     auto* graph = static_cast<Graph*>(model);
     if (!graphs().count(graph)) return fail(kParameter, "no such graph");
+    if (graph->parent) return fail(kNotSupported, "a branch goes with its graph");
     if (graph->running) return fail(kModelRunning, "the graph is still running");
-    destroy(graph);
+    destroy_graph(graph);
     return kOk;
 }
 

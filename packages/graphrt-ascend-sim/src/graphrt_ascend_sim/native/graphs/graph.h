@@ -26,6 +26,19 @@ struct TaskGroup {
     bool allocated = false;  // in the update that is open
 };
 
+// A condition, as the task of a graph that looks at it: if-nodes and switches.
+struct Condition {
+    enum Type { kIf = 0, kWhile = 1, kSwitch = 2 };
+    Graph* graph = nullptr;
+    std::unique_ptr<uint64_t> value = std::make_unique<uint64_t>(0);  // eight bytes of the device's
+    uint64_t initial = 0;
+    bool initialised = false;  // with `initial`, whenever its graph is replayed
+    Type type = kIf;
+    std::vector<Graph*> branches;
+
+    Graph* chosen() const;  // null: none is run
+};
+
 struct Graph {
     int id = 0;
     Stream* origin = nullptr;
@@ -40,14 +53,32 @@ struct Graph {
     std::vector<CapturePart> parts;
     std::map<Stream*, int> part_of;
     std::vector<std::unique_ptr<TaskGroup>> groups;
+    Graph* parent = nullptr;  // set: it is a branch of one of that graph's conditions
+    bool begun = true;        // of a branch: whether its capture has begun
+    std::vector<std::unique_ptr<Condition>> conditions;
+
+    std::vector<Graph*> branches() const;  // of all its conditions, and of theirs
+    int queues() const;                    // that a replay takes, with those of its branches
 };
 
 struct GraphRun {
-    explicit GraphRun(Graph& of) : graph(of), next(of.parts.size()) {}
+    explicit GraphRun(Graph& of) : graph(of), next(of.parts.size()), branch(of.parts.size()) {}
     Graph& graph;
     std::vector<size_t> next;  // task of each part
     std::set<int> recorded;    // events of the graph that this replay has passed
+    std::vector<std::unique_ptr<GraphRun>> branch;  // that the task of a part runs
+
+    void begin_branch(size_t part, const Condition& condition);
+    bool finished();  // also goes on behind branches that have ended
 };
+
+// Gives conditions their initial values.
+void begin_replay(Graph& graph);
+void destroy_graph(Graph* graph);
+void end_capture(Graph& graph);
+// With software queues a graph takes none of the device's streams before it runs.
+bool take_stream();
+aclError begin_capture(Graph* graph, Stream& stream, int mode);
 
 // The graphs that exist, captured or being captured.
 std::set<Graph*>& graphs();

@@ -1,0 +1,29 @@
+"""What `npu_multi_head_latent_attention` computes, which some of its arguments depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphrt.core.base import InvalidInputError
+
+_WANTED = {"qseqlen": "calc_type_spec", "lse": "calc_type_ring"}
+
+
+def mla_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call, with the `calc_type` that reads its query lengths.
+
+    ATB does not look at query lengths, nor at `lse`, under another one. Raises `InvalidInputError`
+    where that is asked for.
+    """
+    if options.get("qseqlen") is not None:
+        options = {"calc_type": "calc_type_spec", **options}
+    given = options.get("calc_type")
+    for name, wanted in _WANTED.items():
+        if options.get(name) is not None and given != wanted:
+            raise InvalidInputError(
+                f"{name!r} would be passed over by npu_multi_head_latent_attention",
+                got=given,
+                expected=f"calc_type={wanted!r}",
+                advice="pass that calc_type, or leave the argument out",
+            )
+    return options

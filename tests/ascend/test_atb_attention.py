@@ -1,0 +1,131 @@
+"""ATB's paged and latent attention, captured in graphs and updated at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from atb_models import LatentDecoder, PagedDecoder, runner, steps
+from attention_models import differing, eager_outputs, replayed
+from protocol import WAYS
+from schedules import SCHEDULES, need_simulator, scheduled
+
+from graphrt import UNCHANGED
+from graphrt.ascend import AscendOptions, AscendPlatform
+from graphrt.core.base import InvalidUpdateError, TaskContractError
+
+pytestmark = pytest.mark.npu
+
+KINDS: dict[str, Any] = {
+    "paged": PagedDecoder,
+    "latent": LatentDecoder,
+    "speculative": lambda layers: LatentDecoder(layers, queries=2),
+    "sums": lambda layers: LatentDecoder(layers, sums=True),
+}
+GROUPS = [way for way in WAYS if way["update_strategy"] == "groups"]
+PLACES = [(kind, way) for kind in KINDS for way in (WAYS if kind == "paged" else GROUPS)]
+
+
+def platform_of(way: dict[str, str]) -> AscendPlatform:
+    return AscendPlatform(AscendOptions(**way))  # type: ignore[arg-type]
+
+
+def equals_eager(kind: str, way: dict[str, str], count: int, layers: int = 3) -> None:
+    """The host waits for nothing between the first step and the last one."""
+    decoder = KINDS[kind](layers)
+    with runner(decoder, platform_of(way)) as run:
+        run.capture()
+        assert len(run.report().graphs) == 2
+        todo, found = steps(decoder, count), []
+        for place in range(2, count, 3):
+            todo[place] = todo[place - 1]
+        for place, step in enumerate(todo):
+            # Every sixth step keeps the lengths of the one before without passing them.
+            found.append(replayed(run, step, UNCHANGED if place % 6 == 5 else None))
+        assert differing([out.cpu() for out in found], eager_outputs(run, todo)) == []
+        assert len({str(step.updates) for step in todo}) > count / 2
+
+
+def ids(value: Any) -> str:
+    return value if isinstance(value, str) else "-".join(value.values())
+
+
+@pytest.mark.parametrize(("kind", "way"), PLACES, ids=ids)
+def test_every_update_reaches_the_graph(kind, way):
+    equals_eager(kind, way, 24)
+
+
+# One place each, so that all meet many schedules; the long test takes every pair.
+@pytest.mark.parametrize(
+    ("schedule", "place"),
+    [(schedule, PLACES[index % len(PLACES)]) for index, schedule in enumerate(SCHEDULES)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(ids, value)),
+)
+def test_no_schedule_of_the_device_hides_an_order(schedule, place):
+    need_simulator()
+    with scheduled(schedule):
+        equals_eager(*place, 24)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "way"), PLACES, ids=ids)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_300_steps_under_every_schedule(schedule, kind, way):
+    need_simulator()
+    with scheduled(schedule):
+        equals_eager(kind, way, 300)
+
+
+def test_torch_npu_has_no_handler_for_latent_attention_with_a_workspace():
+    """Its handler is for the overload without one, whose updates allocate."""
+    way = {"update_order": "replay_first", "update_strategy": "auto_dispatch"}
+    with runner(LatentDecoder(2), platform_of(way)) as run:
+        with pytest.raises(TaskContractError, match=r"(?s)handler for.*update_strategy='groups'"):
+            run.capture()
+        step = steps(LatentDecoder(2), 1)[0]
+        assert run(step.batch, updates=step.updates, **step.values).shape[0] == step.batch.num_reqs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_task_keeps_its_workspace_in_the_pool_and_the_cache_may_be_emptied(kind):
+    decoder = KINDS[kind](3)
+    with runner(decoder, platform_of(WAYS[0])) as run:
+        run.capture()
+        (wrapper,) = run.graphs.owners()
+        tasks = [task for entry in wrapper.entries.values() for task in entry.tasks]
+        assert len(tasks) == 6
+        assert all(run.platform.owns(run.pool.memory, task.kwargs["workspace"]) for task in tasks)
+        todo = steps(decoder, 8)
+        expected = eager_outputs(run, todo)
+        found = []
+        for step in todo:
+            found.append(replayed(run, step))
+            torch.npu.empty_cache()
+        assert differing([out.cpu() for out in found], expected) == []
+
+
+@pytest.mark.parametrize("kind", ["paged", "latent"])
+def test_an_update_that_takes_a_workspace_of_its_own_is_an_error(kind):
+    decoder = KINDS[kind](2)
+    decoder.given = {"workspace": None}
+    run = runner(decoder, platform_of(WAYS[0]))
+    run.capture()
+    with pytest.raises(TaskContractError, match=r"(?s)layers\.0"):
+        replayed(run, steps(decoder, 1)[0])
+    torch.npu.synchronize()
+    run.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keys", [0, -1, 49, 1.5, None])
+def test_lengths_that_the_operator_cannot_have_launch_nothing(kind, keys):
+    decoder = KINDS[kind](2)
+    with runner(decoder, platform_of(WAYS[0])) as run:
+        run.capture()
+        step = next(step for step in steps(decoder, 20) if step.batch.num_reqs == 3)
+        good = step.updates["attention"]
+        wrong = {**good, "context_lens": [7, keys, 9]}
+        with pytest.raises(InvalidUpdateError, match="context_lens"):
+            replayed(run, step, {"attention": wrong})
+        assert differing([replayed(run, step).cpu()], eager_outputs(run, [step])) == []
