@@ -19,6 +19,9 @@ from graphrt.cuda.driver import (
 from graphrt.cuda.memory import GraphMemory
 from graphrt.cuda.update import Tasks
 
+_GENERATOR_BYTES = 2048
+"""More than the two blocks of 512 bytes that a generator's seed and offset take."""
+
 
 class CudaCaptures(Captures[GraphMemory]):
     """The stream and the memory of every open capture."""
@@ -39,6 +42,7 @@ class CudaCaptures(Captures[GraphMemory]):
         return torch.cuda.current_stream()
 
     def _begin(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
+        _check_room()
         # "global" would fail this capture for an unsafe call of any other thread.
         graph.capture_begin(pool=opened.handle, capture_error_mode="thread_local")
         opened.memory.add(graph)
@@ -77,6 +81,16 @@ class CudaCaptures(Captures[GraphMemory]):
         graph.reset()
         if not clean:
             opened.memory.abandon(graph)
+
+
+def _check_room() -> None:
+    """Raise what the allocator raises if there is no room for the state of a generator.
+
+    torch makes that state while a capture begins, after it has noted the graph; where that fails,
+    the graph's destructor raises, which ends the process.
+    """
+    allocated = torch.cuda.caching_allocator_alloc(_GENERATOR_BYTES)
+    torch.cuda.caching_allocator_delete(allocated)  # type: ignore[no-untyped-call]
 
 
 def _end_empty(graph: Any, stream: int) -> bool:

@@ -14,7 +14,7 @@ from graphrt import (
 from graphrt.core.device import Capability
 from tests.faults.world import LARGEST, Model, Step, World, scale
 
-PIECES = ("operator", "replay", "copy", "stream")
+PIECES = ("operator", "replay", "copy", "stream", "driver")
 """What is done between the pieces of a step: of what came before them there is no way back."""
 
 OFF = GraphOptions(check="off")

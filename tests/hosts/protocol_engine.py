@@ -16,7 +16,7 @@ import torch
 
 from graphrt.hosts.vllm_ascend import ACLGraphWrapper, Engine, GraphParams, updated_by
 
-HEADS, WIDTH, BLOCK, PAGES, BLOCKS = 2, 8, 4, 4, 40
+HEADS, WIDTH, BLOCK, PAGES, BLOCKS = 2, 8, 16, 4, 40
 MOST_KV = BLOCK * PAGES
 
 

@@ -29,7 +29,7 @@ class Buffers:
         for buffer, tensor in zip(self._tensors, tree.tensors(new), strict=True):
             if is_plain(buffer):
                 if _layout(buffer)[:4] != _layout(tensor)[:4]:
-                    buffer.set_(self._storages_of[id(buffer)], *_place(tensor))
+                    buffer.data = _over(self._storages_of[id(buffer)], tensor)
                 buffer.untyped_storage().copy_(tensor.untyped_storage())
 
     def grown(self, first: Values) -> bool:

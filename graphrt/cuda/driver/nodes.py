@@ -10,6 +10,7 @@ from typing import Any
 from graphrt.cuda.driver.api import check, need, node_count, pointer
 
 _INVALID_VALUE = 1
+_OUT_OF_MEMORY = 2
 _AUTO_FREE = 1
 _MEMORY_NAMES = {1: "Memcpy", 2: "Memset"}  # CUgraphNodeType
 
@@ -200,9 +201,14 @@ def kernel_parameters(node: int) -> KernelParameters:
 
 
 def kernel_attribute(node: int, attribute: int) -> bytes | None:
-    """An attribute of a kernel node (CUlaunchAttributeID); None if the driver does not tell."""
+    """An attribute of a kernel node (CUlaunchAttributeID); None if the driver does not tell.
+
+    Raises `DriverError` where it has no memory: no attribute would look like another one.
+    """
     value = (ctypes.c_char * 64)()
     status = need().cuGraphKernelNodeGetAttribute(pointer(node), attribute, value)
+    if status == _OUT_OF_MEMORY:
+        check("cuGraphKernelNodeGetAttribute", status)
     return None if status else bytes(value)
 
 
@@ -224,7 +230,12 @@ def function_name(function: int) -> str | None:
 
 
 def function_attribute(function: int, attribute: int) -> int | None:
-    """An attribute of a function (CUfunction_attribute); None if the driver does not tell."""
+    """An attribute of a function (CUfunction_attribute); None if the driver does not tell.
+
+    Raises `DriverError` where it has no memory.
+    """
     value = ctypes.c_int(0)
     status = need().cuFuncGetAttribute(ctypes.byref(value), attribute, pointer(function))
+    if status == _OUT_OF_MEMORY:
+        check("cuFuncGetAttribute", status)
     return None if status else value.value
