@@ -190,7 +190,7 @@ class Checks:
             record = self.records[slot]
             record.status, record.failure = "quarantined", str(failure)
         self._note_pending()
-        self._say(failure, 8)
+        self._say(failure, 9)
 
     def _note_pending(self) -> None:
         pending = {}
@@ -219,7 +219,7 @@ class Checks:
         self._glances = itertools.repeat(True)
         self.quarantine([*self.records], reads.stale(moved))
 
-    def _say(self, failure: Exception, stacklevel: int = 6) -> None:
+    def _say(self, failure: Exception, stacklevel: int = 7) -> None:
         if self.strict:
             raise failure
         text = str(failure)
