@@ -155,9 +155,8 @@ def test_what_a_step_handed_out_is_marked_and_let_go_when_its_memory_is_written(
 
 
 def stale(outputs="pool", **given):
-    options = GraphOptions(
-        outputs=outputs, check="off"
-    )  # what a tried step hands out is no graph's
+    # What a step hands out that is tried is no graph's.
+    options = GraphOptions(outputs=outputs, check="off")
     run = runner(lambda x: {"y": x * 2}, options=options, **given)
     return run, run(x=rows(3))["y"]
 
