@@ -199,6 +199,21 @@ class FailureConformance(ConformanceBase):
                 self.capture(self.wrap(forward, FULL, pool), FULL, x, torch.ones(1))
         self.check_usable(pool)
 
+    def test_pinned_memory_of_the_host_is_copied_at_every_replay(self, pool: GraphPool) -> None:
+        if self.platform.device_type == "cpu":
+            pytest.skip("this platform is the host")
+        x, pinned = self.tensor(1, 2, 3, 4), torch.ones(4, 8).pin_memory()
+        if not pinned.is_pinned():
+            pytest.skip("no memory can be pinned here")
+
+        def forward(x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+            return x + more.to(x.device, non_blocking=True)
+
+        wrapper = self.wrap(forward, FULL, pool)
+        self.capture(wrapper, FULL, x, pinned)
+        pinned.fill_(10)
+        assert self.first(self.step(wrapper, FULL, x, pinned)) == [11, 12, 13, 14]
+
     def test_eager_parts_draw_on_the_host_and_read_its_tensors(self, pool: GraphPool) -> None:
         drawn: list[float] = []
 

@@ -10,6 +10,8 @@ import torch
 from graphrt.core.base import RefusedOpError, tree
 from graphrt.core.capture.refusals.source import user_source
 
+_COPY, _TO = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+
 
 class Given:
     """What a graph on a device must leave alone: the shape and the memory of the caller's tensors,
@@ -22,7 +24,8 @@ class Given:
         tensors = [t for t in tree.tensors(values) if t.layout is torch.strided]
         self._on_device = device_type != "cpu"
         self._kept = [] if own else tensors
-        self._hosts = {_memory(t) for t in tensors if self._on_device and t.device.type == "cpu"}
+        on_host = [t for t in tensors if t.device.type == "cpu" and t.numel()]
+        self._hosts = set(map(_memory, on_host)) if self._on_device else set()
         self._places: list[object] = []
         self._generator: torch.Tensor | None = None
 
@@ -57,12 +60,12 @@ class Given:
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
-        on the host; views of it are made."""
+        on the host; views of it are made, and pinned memory is copied."""
         if not self._hosts or _makes_a_view(func):
             return
         for tensor in tree.tensors((args, kwargs)):
             on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
-            if on_host and _memory(tensor) in self._hosts:
+            if on_host and _memory(tensor) in self._hosts and not _is_copied(func, tensor):
                 raise RefusedOpError(
                     "an argument lies on the host: every replay would have its numbers of the "
                     "capture, and none would write it",
@@ -76,6 +79,11 @@ class Given:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _is_copied(func: Any, tensor: torch.Tensor) -> bool:
+    """Whether an operator copies pinned memory, which every replay does anew."""
+    return func in (_COPY, _TO) and tensor.is_pinned()
 
 
 def _makes_a_view(func: Any) -> bool:

@@ -1,0 +1,51 @@
+"""What a capture on a device must leave alone of what its caller gives it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt.core.base import RefusedOpError
+from graphrt.core.capture.refusals import Given
+
+ADD, VIEW = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
+
+
+def test_a_tensor_of_the_host_is_not_read_by_a_graph_of_a_device():
+    given, other = torch.ones(4), torch.ones(4)
+    watched = Given((given,), "cuda")
+    assert watched
+    watched.check(ADD, (other, other), {})
+    watched.check(VIEW, (given, [2, 2]), {})
+    with pytest.raises(RefusedOpError, match="lies on the host"):
+        watched.check(ADD, (other, given.view(2, 2)[0]), {})
+
+
+def test_an_empty_tensor_of_the_host_has_nothing_to_read():
+    watched = Given((torch.ones(0),), "cuda")
+    assert not watched
+    watched.check(ADD, (torch.ones(0), torch.ones(0)), {})
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_new_shape_is_refused_unless_the_tensor_was_made_for_the_call(own):
+    given = torch.ones(4)
+    watched = Given((given,), "cuda", own=own)
+    watched.begin()
+    given.unsqueeze_(0)
+    if own:
+        watched.end()
+    else:
+        with pytest.raises(RefusedOpError, match="another shape"):
+            watched.end()
+
+
+def test_random_numbers_of_the_host_are_refused_within_a_segment_alone():
+    watched = Given((), "cuda")
+    watched.begin()
+    watched.end()
+    torch.rand(1)
+    watched.begin()
+    torch.rand(1)
+    with pytest.raises(RefusedOpError, match="drawn on the host"):
+        watched.end()
