@@ -10,7 +10,7 @@ import torch
 from graphrt.core.base import RefusedOpError, tree
 from graphrt.core.capture.refusals.source import user_source
 
-_COPY, _TO = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+_COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
 
 class Given:
@@ -83,7 +83,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _is_copied(func: Any, tensor: torch.Tensor) -> bool:
     """Whether an operator copies pinned memory, which every replay does anew."""
-    return func in (_COPY, _TO) and tensor.is_pinned()
+    return str(func) in _COPIES and tensor.is_pinned()
 
 
 def _makes_a_view(func: Any) -> bool:
