@@ -1,6 +1,6 @@
 """Backends: what turns one piece into something to call, and loads what it made before."""
 
-from graphrt.compile.backend.as_operator import AsOperator
+from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
 from graphrt.compile.backend.choice import Backend, backend_for
 from graphrt.compile.backend.copies import copies_what_it_writes
 from graphrt.compile.backend.inductor import CompiledPiece
@@ -10,6 +10,7 @@ __all__ = [
     "AsOperator",
     "Backend",
     "CompiledPiece",
+    "TellingWrites",
     "backend_for",
     "copies_what_it_writes",
     "new_directory",

@@ -1,4 +1,4 @@
-"""Compiled code as one operator, for devices that capture what the dispatcher sees."""
+"""Compiled code as one operator, for who looks at what the dispatcher sees."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import dispatch_modes
+
 _library: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "compiled_piece(int piece, Tensor[] read, Tensor(a!)[] written, SymInt[] sizes, int[] order)"
     " -> Tensor[]"
 )
+_library.define("compiled_writes(Tensor(a!)[] written) -> ()")
 
 _READ, _WRITTEN, _SIZE = range(3)
 _numbers = itertools.count()
@@ -25,19 +28,28 @@ class AsOperator:
     every piece: of its tensors only those numbered in `written` are, and what it returns is new.
 
     The kernels of compiled code are no operators: a capture that records operators would miss
-    them, and take in this one call instead.
+    them, and take in this one call instead; who watches a run would miss what they write. Without
+    `always` this is done only where somebody watches.
     """
 
     def __init__(
-        self, run: Callable[..., Any], returns: int | None, written: Collection[int]
+        self,
+        run: Callable[..., Any],
+        returns: int | None,
+        written: Collection[int],
+        *,
+        always: bool,
     ) -> None:
         self._run = run
         self._returns = returns
         self._written = frozenset(written)
+        self._always = always
         self._number = next(_numbers)
         _pieces[self._number] = self
 
     def __call__(self, *args: Any) -> Any:
+        if not (self._always or dispatch_modes()):
+            return self._run(*args)
         kinds: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
         order = []
         for index, each in enumerate(args):
@@ -60,6 +72,20 @@ class AsOperator:
         return [results] if self._returns == 1 else list(results)
 
 
+class TellingWrites:
+    """Calls `run`, and says before to who watches that the arguments numbered in `written` are
+    written, as code does that has operators inside which must be seen as well."""
+
+    def __init__(self, run: Callable[..., Any], written: Collection[int]) -> None:
+        self._run = run
+        self._written = sorted(written)
+
+    def __call__(self, *args: Any) -> Any:
+        if self._written and dispatch_modes():
+            torch.ops.graphrt.compiled_writes.default([args[index] for index in self._written])
+        return self._run(*args)
+
+
 def _compiled_piece(
     piece: int,
     read: list[torch.Tensor],
@@ -71,3 +97,4 @@ def _compiled_piece(
 
 
 _library.impl("compiled_piece", _compiled_piece, "CompositeExplicitAutograd")
+_library.impl("compiled_writes", lambda written: None, "CompositeExplicitAutograd")

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.backend import AsOperator, Backend, backend_for, copies_what_it_writes
+from graphrt.compile.backend import (
+    AsOperator,
+    Backend,
+    TellingWrites,
+    backend_for,
+    copies_what_it_writes,
+)
 from graphrt.compile.errors import AliasError, CompileError
 from graphrt.compile.pieces._conditions import WhereRight, conditions_on, size_places
 from graphrt.compile.pieces.cached import KeptPieces
@@ -18,7 +24,7 @@ from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
 from graphrt.compile.private_torch import compiler_caches_apart, storage_identity
-from graphrt.compile.split import Piece, fingerprint, returned_count
+from graphrt.compile.split import Piece, fingerprint, returned_count, splits_at, written_between
 from graphrt.compile.trace import value_of
 from graphrt.core.base import GraphRTError, logger
 
@@ -55,8 +61,6 @@ class Compiler:
         self.partitioned: list[Partitioned] = []
         self.kept_as: dict[str, str] = {}
         self._made: dict[str, Callable[..., Any]] = {}
-        # A capture on the CPU records operators, and would not see the kernels of compiled code.
-        self._as_operators = device.type == "cpu" and backend.name != "eager"
         self._kept = kept
 
     def __enter__(self) -> Compiler:
@@ -91,10 +95,22 @@ class Compiler:
         if key not in self._made:
             self._figures.distinct_pieces += 1
             call = self._compiled(piece.graph, key)
-            if self._as_operators:
-                call = AsOperator(call, returned_count(piece.graph), piece.written)
-            self._made[key] = call
+            self._made[key] = self._as_seen(call, piece)
         return self._made[key]
+
+    def _as_seen(self, call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
+        """A piece whose kernels, which are no operators, are seen by who looks for operators."""
+        if self._backend.name == "eager":
+            return call
+        if self._partition_at is not None:
+            # What splitting operators write they say themselves, row by row.
+            listed, unsafe = splits_at(self._partition_at), splits_at(None)
+            return TellingWrites(
+                call, written_between(piece.graph, lambda node: listed(node) or unsafe(node))
+            )
+        # A capture on the CPU records operators, and would not see what runs.
+        always = self._device_type == "cpu"
+        return AsOperator(call, returned_count(piece.graph), piece.written, always=always)
 
     def _uncompiled(self, piece: Piece) -> Callable[..., Any]:
         """A piece that Inductor would get wrong, as it is; raises `CompileError` where code has to

@@ -2,7 +2,7 @@
 
 from graphrt.compile.split.define import opaque
 from graphrt.compile.split.effects import name_of, written
-from graphrt.compile.split.graph import Piece, attribute_of, returned_count, split
+from graphrt.compile.split.graph import Piece, attribute_of, returned_count, split, written_between
 from graphrt.compile.split.identity import fingerprint, target_name
 from graphrt.compile.split.operators import (
     DEFAULT_SPLITTING_OPS,
@@ -25,4 +25,5 @@ __all__ = [
     "splitting_names",
     "target_name",
     "written",
+    "written_between",
 ]

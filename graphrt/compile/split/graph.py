@@ -78,6 +78,26 @@ def split(whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]) -> lis
     return _Cut(whole, partition(graph, is_splitting, roles), roles).pieces()
 
 
+def written_between(
+    whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]
+) -> tuple[int, ...]:
+    """The numbers of the inputs that nodes write which split nothing."""
+    nodes = [*whole.graph.nodes]
+    roles = Roles.of(whole.graph, is_splitting)
+    changed = {
+        root
+        for node in nodes
+        if not is_splitting(node)
+        for root in _with_roots(written(node), roles)
+    }
+    given = [node for node in nodes if node.op == "placeholder"]
+    return tuple(index for index, node in enumerate(given) if node in changed)
+
+
+def _with_roots(nodes: Sequence[fx.Node], roles: Roles) -> set[fx.Node]:
+    return {*nodes, *roles.roots(n for n in nodes if n in roles.views)}
+
+
 class _Cut:
     """Makes pieces of groups.
 
@@ -122,7 +142,7 @@ class _Cut:
         inputs = tuple(dict.fromkeys([*given, *(n for n in given_views if n not in set(steps))]))
         self._want(inputs)
         name = f"Piece{index}"
-        changed = {n for node in steps for n in self._all_roots(written(node))}
+        changed = {n for node in steps for n in _with_roots(written(node), self._roles)}
         graph = _graph(self._whole, given, body, results, name)
         views = None
         if wanted_views:
@@ -139,9 +159,6 @@ class _Cut:
             views=views,
             returned=not self._returned.isdisjoint(results),
         )
-
-    def _all_roots(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-        return {*nodes, *self._roles.roots(n for n in nodes if n in self._roles.views)}
 
     def _needed(
         self, nodes: Sequence[fx.Node], group: NodeGroup, there: set[fx.Node]
