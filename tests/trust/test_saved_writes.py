@@ -300,6 +300,12 @@ def test_each_changed_row_is_seen_and_none_else(dtype, shape):
         ((2,), [1], [1], True),
         ((2, 3), [1], [0], False),
         ((3, 3), [1], [0], False),
+        ((8, 16, 4, 3), [7], [7 * 16], True),  # pages of slots of heads
+        ((8, 16, 4, 3), [7], [7 * 4], False),
+        ((17, 4, 32, 8), [16], [16 * 32], True),  # pages of heads of slots
+        ((17, 4, 32, 8), [15], [16 * 32], False),
+        ((2, 17, 4, 32, 8), [16], [16 * 32], True),
+        ((17, 4, 32), [16], [16 * 32], False),
     ],
 )
 def test_rows_are_right_if_padding_names_them_or_their_page(shape, written, pads, ok):

@@ -76,8 +76,14 @@ def _dim_of_rows(tensor: torch.Tensor) -> int:
 def _named(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
     """The rows that padding names: a value itself, or its page."""
     dim = _dim_of_rows(tensor)
-    rows, per_row = tensor.shape[dim], tensor.shape[dim + 1] if tensor.dim() > dim + 1 else 1
-    return {row for pad in pads for row in (pad, pad // max(per_row, 1)) if 0 <= row < rows}
+    rows = tensor.shape[dim]
+    found = {pad for pad in pads if 0 <= pad < rows}
+    # [pages, slots, ...], or [pages, heads, slots, width] where that gives a page that there is.
+    per_page = tensor.shape[dim + 1 : dim + (3 if tensor.dim() == dim + 4 else 2)] or (1,)
+    for pad in pads:
+        pages = (pad // max(slots, 1) for slots in per_page if pad >= 0)
+        found.update([page for page in pages if page < rows][:1])
+    return found
 
 
 def _shown(rows: Sequence[int]) -> str:
