@@ -35,11 +35,13 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     capture, or update tasks, at once would leave set.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, *, results_count: bool = True, **options: Any) -> None:
+        """Without `results_count` nobody looks at what runs under the mode compute."""
         super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
         handler = cls.__dict__.get("__torch_dispatch__")
         if handler is not None:
-            cls.__torch_dispatch__ = _conjugating(handler)  # type: ignore[method-assign]
+            around = _conjugating if results_count else _casting
+            cls.__torch_dispatch__ = around(handler)  # type: ignore[method-assign]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -130,6 +132,20 @@ def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
             for kind in cast:  # until the guard ends
                 torch.set_autocast_enabled(kind, True)
             return handler(self, func, *args, **kwargs)
+
+    return handle
+
+
+def _casting(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but for conjugations that kernels put off: that changes numbers, and no dtype, and
+    to see to it takes as long as a small operator."""
+    conjugating = _conjugating(handler)
+
+    @functools.wraps(handler)
+    def handle(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if _cast_inside(func):
+            return conjugating(self, func, *args, **kwargs)
+        return handler(self, func, *args, **kwargs)
 
     return handle
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 _DEEPEST = 1000
 _HOLDS_ITSELF = f"containers in one another, more than {_DEEPEST}: one of them holds itself"
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+"""Types that hold nothing, mostly."""
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, of: type = object) -> Any:
@@ -77,24 +79,35 @@ def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor of the tree in the order of `leaves`."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found: list[torch.Tensor] = []
-    left = [(0, tree)]
-    while left:
-        depth, node = left.pop()
-        if depth > _DEEPEST:
+    # Watches ask for every operator of a run, mostly of a tuple of tensors and numbers.
+    open_: list[Iterator[Any]] = [iter((tree,))]
+    while open_:
+        for node in open_[-1]:
+            if isinstance(node, torch.Tensor):
+                found.append(node)
+            elif type(node) not in _ATOMS:
+                below = _below(node)
+                if below is not None:
+                    open_.append(iter(below))
+                    break
+        else:
+            open_.pop()
+        if len(open_) > _DEEPEST:
             raise RecursionError(_HOLDS_ITSELF)
-        below: Iterable[Any] = ()
-        if isinstance(node, torch.Tensor):
-            found.append(node)
-        elif isinstance(node, dict):
-            below = node.values()
-        elif isinstance(node, tuple | list):
-            below = node
-        elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-            below = [getattr(node, field.name) for field in dataclasses.fields(node)]
-        for value in reversed([*below]):
-            left.append((depth + 1, value))
     return found
+
+
+def _below(node: Any) -> Iterable[Any] | None:
+    if isinstance(node, tuple | list):
+        return node
+    if isinstance(node, dict):
+        return node.values()
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [getattr(node, field.name) for field in dataclasses.fields(node)]
+    return None
 
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:

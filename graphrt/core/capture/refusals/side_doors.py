@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -57,7 +57,8 @@ class SideDoors:
     """
 
     def __init__(self) -> None:
-        self._made: dict[StorageWeakRef, _Made] = {}
+        # By the numbers of storages, which nothing else has while there is a weak reference.
+        self._made: dict[int, tuple[StorageWeakRef, _Made]] = {}
         self._capture = 0
         self._reads: dict[tuple[str, Source | None], _Read] = {}
 
@@ -101,10 +102,10 @@ class SideDoors:
 
         Raises `SideDoorError` if it made anew what the graph has read.
         """
-        self._made = {ref: made for ref, made in self._made.items() if not _is_gone(ref)}
+        self._made = {key: each for key, each in self._made.items() if not _is_gone(each[0])}
         if not self._reads:
             return
-        for made in self._made.values():
+        for _, made in self._made.values():
             read = self._reads.get(made.line) if made.capture == self._capture else None
             if read is not None:
                 _refuse(read, made, " anew at every step")
@@ -115,30 +116,31 @@ class SideDoors:
             return
         for tensor in tree.tensors(values):
             # Of an empty one nothing can be read.
-            for ref in _storages(tensor) if tensor.numel() else ():
-                made = self._made.get(ref)
-                if made is not None:
+            for storage in _storages(tensor) if tensor.numel() else ():
+                found = self._made.get(storage._cdata)
+                if found is not None:
                     described = f"{tensor.dtype} {tuple(tensor.shape)}"
                     operator = None if op is None else str(op)
-                    self._note(_Read(what, operator, user_source(), described), made)
+                    self._note(_Read(what, operator, user_source(), described), found[1])
 
     def _note(self, read: _Read, made: _Made) -> None:
         if made.capture == self._capture:
             _refuse(read, made)
         self._reads.setdefault(made.line, read)
-        for other in self._made.values():
+        for _, other in self._made.values():
             if other.capture == self._capture and other.line == made.line:
                 _refuse(read, made, " anew at every step")
 
     def note_made(self, part: str, tensors: Sequence[torch.Tensor], known: Any) -> None:
         """Note those of `tensors`, which an operator returned, that are not memory of `known`."""
-        before = {ref for tensor in tree.tensors(known) for ref in _storages(tensor)}
+        before = {each._cdata for tensor in tree.tensors(known) for each in _storages(tensor)}
         made: _Made | None = None
         for tensor in tensors:
-            for ref in _storages(tensor):
-                if ref not in before and ref not in self._made:
+            for storage in _storages(tensor):
+                key = storage._cdata
+                if key not in before and key not in self._made:
                     made = made or _Made(part, user_source(), self._capture)
-                    self._made[ref] = made
+                    self._made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
 
 
 class _MakingWatch(ThreadMode):
@@ -192,19 +194,17 @@ def _keys(given: Any) -> frozenset[int]:
     return frozenset(each.untyped_storage()._cdata for each in found)
 
 
-def _in_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """A tensor, or those that a subclass is made of, as far as they have strided memory."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        for name in flatten()[0]:
-            yield from _in_memory(getattr(tensor, name))
-    elif tensor.layout is torch.strided:
-        yield tensor
+    if type(tensor) is not torch.Tensor:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is not None:
+            return [each for name in flatten()[0] for each in _in_memory(getattr(tensor, name))]
+    return (tensor,) if tensor.layout is torch.strided else ()
 
 
-def _storages(tensor: torch.Tensor) -> Iterator[StorageWeakRef]:
-    for each in _in_memory(tensor):
-        yield StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
+def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    return [each.untyped_storage() for each in _in_memory(tensor)]
 
 
 def _is_gone(ref: StorageWeakRef) -> bool:

@@ -11,7 +11,7 @@ from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 
-class WriteWatch(ThreadMode):
+class WriteWatch(ThreadMode, results_count=False):
     """Saves what a run writes of memory that is `known`, and looks at nothing else.
 
     Not the rows of index writes: it is for runs of nothing but padding, whose rows are nobody's,
