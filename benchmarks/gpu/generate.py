@@ -6,7 +6,8 @@ model served by graphrt, as it is and compiled.
 Random weights, greedy. `generate` compiles its decode steps itself (CUDA graphs included), as
 `cache_implementation="static"` asks. Milliseconds a step, medians over rounds in which all take
 turns: the time of a long call less that of a short one, by the steps between them. "agree" is the
-share of tokens that are the eager twin's, each of which is fed to all.
+share of tokens that are the eager twin's, each of which is fed to all, "equal" of steps whose logits
+are, bit for bit. (Of equal logits, argmax may take another of two that are the greatest.)
 """
 
 from __future__ import annotations
@@ -136,16 +137,19 @@ class Contestants:
         )
         return found[:, PROMPT:]
 
-    def agreement(self, name: str, tokens: int) -> float:
-        """Share of tokens that are the eager ones, after which both go on."""
+    def agreement(self, name: str, tokens: int) -> tuple[float, float]:
+        """Share of tokens that are the eager ones, after which both go on, and of steps whose
+        logits are the eager ones bit for bit."""
         (eager, eagerly), (step, call) = self._steps[EAGER], self._steps[name]
         token, _ = eager.prefill(self.prompts), step.prefill(self.prompts)
-        same = 0.0
+        same, equal = 0.0, 0
         for _ in range(tokens - 1):
-            expected = eagerly(token).argmax(-1)
-            same += (call(token).argmax(-1) == expected).float().mean().item()
+            logits, ours = eagerly(token), call(token)
+            expected = logits.argmax(-1)
+            same += (ours.argmax(-1) == expected).float().mean().item()
+            equal += torch.equal(ours, logits)
             token = expected
-        return same / (tokens - 1)
+        return same / (tokens - 1), equal / (tokens - 1)
 
     def close(self) -> None:
         self._stack.close()
@@ -203,10 +207,10 @@ def main() -> None:
         found[rows] = measured(model, rows, options)
         torch.compiler.reset()
         table = [
-            [name, ms, found[rows]["agree"].get(name, "")]
+            [name, ms, *found[rows]["agree"].get(name, ("", ""))]
             for name, ms in found[rows]["step_ms"].items()
         ]
-        show(f"batch {rows}, ms a step", ["", "step", "agree"], table)
+        show(f"batch {rows}, ms a step", ["", "step", "agree", "equal"], table)
     told = {**environment(options.device), "transformers": transformers.__version__}
     finish("gpu_generate", options, told, found)
 
