@@ -6,8 +6,8 @@ model served by graphrt, as it is and compiled.
 Random weights, greedy. `generate` compiles its decode steps itself (CUDA graphs included), as
 `cache_implementation="static"` asks. Milliseconds a step, medians over rounds in which all take
 turns: the time of a long call less that of a short one, by the steps between them. "agree" is the
-share of tokens that are the eager twin's, each of which is fed to all, "equal" of steps whose logits
-are, bit for bit. (Of equal logits, argmax may take another of two that are the greatest.)
+share of tokens that are the eager twin's, each of which is fed to all, "equal" that of steps whose
+logits are, bit for bit. (Of equal logits, argmax may take another of two that are the greatest.)
 """
 
 from __future__ import annotations

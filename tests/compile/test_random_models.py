@@ -17,7 +17,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def check_seeds(first: int, count: int, backend: str, device: str, cache_dir: str) -> None:
-    """At most one of ten refused, but for what no GPU can replay: constants that stay on the host."""
+    """At most one of ten is refused, but for constants that stay on the host of a GPU."""
     refused = 0
     for seed in range(first, first + count):
         source = source_of(seed)
