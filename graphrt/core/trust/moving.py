@@ -27,7 +27,12 @@ class Moving:
         self._tensors = [place for place, _ in places.tensors]
         self._values = places.values()
         self._held = [place.get() for place in self._tensors]
-        self._memory = [_memory_of(held) for held in self._held]
+        memory = [_memory_of(held) for held in self._held]
+        self._memory = [
+            (place, held, had, storage_key(had))
+            for place, held, had in zip(self._tensors, self._held, memory, strict=True)
+            if had is not None and isinstance(held, torch.Tensor)
+        ]
         self._moved: dict[str, tuple[Place, Any, Any]] = {}
         self._changes: dict[str, list[Any]] = {}
         self._containers = [
@@ -103,10 +108,8 @@ class Moving:
                 moves[1] = storage_key(memory)
 
     def _elsewhere(self) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
-        for place, held, memory in zip(self._tensors, self._held, self._memory, strict=True):
-            if memory is None or not isinstance(held, torch.Tensor):
-                continue
-            if place.get() is held and storage_key(held) != storage_key(memory):
+        for place, held, memory, key in self._memory:
+            if storage_key(held) != key and place.get() is held:
                 yield place, held, memory
 
     def settle(self) -> None:
