@@ -500,6 +500,19 @@ def the_dtype_of_a_weight_that_is_not_read() -> Steps:
 
 
 @change("outside")
+def the_dtype_of_a_tensor_in_a_dict_that_is_not_read() -> Steps:
+    class Own(Net):
+        def forward(self, x):
+            return x * (2 if self.table["kind"].dtype is torch.float16 else 3)
+
+    model = net(Own)
+    model.table = {"kind": torch.ones(2)}
+    yield model, (rows(),)
+    model.table["kind"].data = model.table["kind"].half()
+    yield (rows(),)
+
+
+@change("outside")
 def the_shape_of_a_buffer_that_is_not_read() -> Steps:
     yield (model := net(Asked)), (rows(),)
     model.table = torch.ones(5)
@@ -512,6 +525,10 @@ GLOBAL_TENSOR = torch.ones(4)
 
 def global_function(x):
     return x.relu()
+
+
+def function_with_default(x, scale=2.0):
+    return x * scale
 
 
 @change("outside")
@@ -583,6 +600,75 @@ def a_default_of_an_inner_function() -> Steps:
 
     yield forward, (rows(),)
     inner.__defaults__ = (3.0,)
+    yield (rows(),)
+
+
+@change("outside")
+def a_keyword_default_of_an_inner_function() -> Steps:
+    def inner(x, *, scale=2.0):
+        return x * scale
+
+    def forward(x):
+        return inner(x)
+
+    yield forward, (rows(),)
+    inner.__kwdefaults__ = {"scale": 3.0}
+    yield (rows(),)
+
+
+@change("outside")
+def one_more_default_of_an_inner_function() -> Steps:
+    def inner(x, shift, scale=2.0):
+        return x * scale + shift
+
+    def forward(x):
+        return inner(x, 1.0)
+
+    yield forward, (rows(),)
+    inner.__defaults__ = (2.0, 3.0)
+    yield (rows(),)
+
+
+@change("outside")
+def a_default_of_a_global_function() -> Steps:
+    yield (lambda x: function_with_default(x)), (rows(),)
+    function_with_default.__defaults__ = (3.0,)
+    yield (rows(),)
+    function_with_default.__defaults__ = (2.0,)
+
+
+@change("outside")
+def a_default_of_a_method() -> Steps:
+    class Own(Net):
+        def forward(self, x):
+            return self.scaled(x)
+
+        def scaled(self, x, by=2.0):
+            return x * by
+
+    yield net(Own), (rows(),)
+    Own.scaled.__defaults__ = (3.0,)
+    yield (rows(),)
+
+
+@change("outside")
+def a_default_of_the_forward() -> Steps:
+    def forward(x, scale=2.0):
+        return x * scale
+
+    yield forward, (rows(),)
+    forward.__defaults__ = (3.0,)
+    yield (rows(),)
+
+
+@change("outside")
+def a_keyword_default_of_the_forward_of_a_class() -> Steps:
+    class Own(Net):
+        def forward(self, x, *, scale=2.0):
+            return x * scale
+
+    yield net(Own), (rows(),)
+    Own.forward.__kwdefaults__ = {"scale": 3.0}
     yield (rows(),)
 
 

@@ -9,8 +9,8 @@ from graphrt.compile.private_torch.ambient import ambient_state
 from graphrt.compile.private_torch.guards import (
     GuardFilter,
     Guards,
+    all_guarded,
     function_modes,
-    hooks_guarded,
     names_read,
 )
 from graphrt.compile.private_torch.inductor import (
@@ -87,6 +87,7 @@ __all__ = [
     "PartitionFunction",
     "SaveFormat",
     "SideEffects",
+    "all_guarded",
     "ambient_state",
     "call_instead",
     "call_of",
@@ -103,7 +104,6 @@ __all__ = [
     "has_compiled_kernels",
     "has_triton",
     "held_by",
-    "hooks_guarded",
     "ignoring_new_sizes",
     "inductor_compile",
     "is_higher_order",

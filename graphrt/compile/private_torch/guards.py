@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.core.base import MissingTorchNameError
 
 _NO_GUARDS = "what changes outside of the arguments of compiled code is not seen"
 _ENTRIES = NAMES.declare("torch._dynamo.eval_frame._debug_get_cache_entry_list", without=_NO_GUARDS)
 _DYNAMO_PATCH = NAMES.declare("torch._dynamo.config.patch", without=_NO_GUARDS)
+_SHORT_CUTS = {
+    name: NAMES.declare(f"torch._dynamo.config.{name}", without="there is no such short cut")
+    for name in (
+        "skip_nnmodule_hook_guards",
+        "skip_guards_on_constant_func_defaults",
+        "assume_dunder_attributes_remain_unchanged",
+        # These take a tensor for what it was as long as the dict that holds it was not written.
+        "skip_tensor_guards_with_matching_dict_tags",
+        "use_recursive_dict_tags_for_guards",
+    )
+}
+"""Settings, on in some versions, by which guards are left out or not looked at."""
 
 # Sizes, what the graph reads, and the settings of the process are compared elsewhere.
 _NOT_KEPT = frozenset(("SHAPE_ENV", "DUPLICATE_INPUT", "TENSOR_SUBCLASS_METADATA_MATCH"))
 _ARGUMENT = "L["
 _HELD = (FunctionType, CodeType, type, ModuleType)
+_DEFAULT = re.compile(r"(.+\.__defaults__)\[\d+\]")
 
 
 class GuardEntry(Protocol):
@@ -45,14 +61,17 @@ class GuardFilter:
     """
 
     def __init__(self) -> None:
-        self.zeros: dict[str, float] = {}
+        self.zeros: dict[str, None] = {}
+        self.defaults: dict[str, None] = {}
         self.held: list[object] = []
         self.read: frozenset[str] = frozenset()
 
     def __call__(self, entries: Sequence[GuardEntry]) -> list[bool]:
         for each in entries:
             if each.has_value and type(each.value) is float and each.value == 0:
-                self.zeros[_name(each)] = each.value
+                self.zeros[_name(each)] = None
+            if found := _DEFAULT.fullmatch(_name(each)):
+                self.defaults[found[1]] = None
             if each.has_value and isinstance(each.value, _HELD):
                 # A guard knows it by its id, which another one may get when this one is gone.
                 self.held.append(each.value)
@@ -81,18 +100,33 @@ def names_read(graph: fx.GraphModule) -> frozenset[str]:
     return frozenset(found)
 
 
+class _More(NamedTuple):
+    """Of a value by Dynamo's name, what its guard leaves open: `look` has to give what it gave."""
+
+    name: str
+    code: CodeType
+    look: Callable[[Any], object]
+    before: object
+    text: str
+
+
 class Guards:
     """The guards that `found` has kept of the trace of `function`, whose locals are `arguments`."""
 
-    def __init__(self, function: FunctionType, found: GuardFilter) -> None:
+    def __init__(
+        self, function: FunctionType, found: GuardFilter, arguments: Mapping[str, Any]
+    ) -> None:
         entries = _ENTRIES.find()(function.__code__)
         manager = own(entries[0], "guard_manager", _NO_GUARDS)
         self._root = own(manager, "root", _NO_GUARDS)
         self._check: Callable[[Mapping[str, Any]], bool] = own(self._root, "check", _NO_GUARDS)
         # Dynamo takes its own names out of the globals when it forgets the trace.
         self._globals, self._names = function.__globals__, dict(function.__globals__)
-        self._zeros = [
-            (name, compile(name, "<guard>", "eval"), value) for name, value in found.zeros.items()
+        # Zeros are equal, and torch 2.11 looks at the values of defaults, not at which parameters
+        # they are for.
+        self._more = [self._more_of(name, _sign, "{0} == {1}", arguments) for name in found.zeros]
+        self._more += [
+            self._more_of(name, len, "len({0}) == {2}", arguments) for name in found.defaults
         ]
         self._kept = (manager, found.held)
 
@@ -104,7 +138,7 @@ class Guards:
             self._globals.update({**self._names, **self._globals})
             if not self._check(arguments):
                 return False
-        return not self._zeros or self._changed_zero(arguments) is None
+        return not self._more or self._changed(arguments) is None
 
     def broken(self, arguments: Mapping[str, Any]) -> str:
         """The guard that does not hold, as Dynamo writes it."""
@@ -112,25 +146,42 @@ class Guards:
         if not found.result:
             parts = [str(part) for part in found.verbose_code_parts]
             return parts[0].partition("  #")[0].strip() if parts else "an unnamed guard"
-        return self._changed_zero(arguments) or ""
+        return self._changed(arguments) or ""
 
     def value_of(self, source: str, arguments: Mapping[str, Any]) -> object:
         """What Dynamo's name of something stands for now; raises as Python does if it is gone."""
         found: object = eval(source, {"__builtins__": {}}, {"L": arguments, "G": self._globals})
         return found
 
-    def _changed_zero(self, arguments: Mapping[str, Any]) -> str | None:
+    def _more_of(
+        self, name: str, look: Callable[[Any], object], text: str, arguments: Mapping[str, Any]
+    ) -> _More:
+        code = compile(name, "<guard>", "eval")
+        value: Any = eval(code, {"L": arguments, "G": self._globals})
+        before = look(value)
+        return _More(name, code, look, before, text.format(name, value, before))
+
+    def _changed(self, arguments: Mapping[str, Any]) -> str | None:
         scope = {"L": arguments, "G": self._globals}
-        for name, code, before in self._zeros:
-            now = eval(code, {"__builtins__": {}}, scope)
-            if math.copysign(1.0, now) != math.copysign(1.0, before):
-                return f"{name} == {before}"
+        for each in self._more:
+            if each.look(eval(each.code, scope)) != each.before:
+                return each.text
         return None
 
 
-def hooks_guarded() -> AbstractContextManager[None]:
-    """Traces of the block have guards on the hooks of modules too."""
-    found: AbstractContextManager[None] = _DYNAMO_PATCH.find()(skip_nnmodule_hook_guards=False)
+def _sign(number: float) -> float:
+    return math.copysign(1.0, number)
+
+
+def all_guarded() -> AbstractContextManager[None]:
+    """Traces of the block have guards on all that Python can change, as hooks of modules, and look
+    at each of them whenever they are asked."""
+    there = {}
+    for name, setting in _SHORT_CUTS.items():
+        with contextlib.suppress(MissingTorchNameError):
+            setting.find()
+            there[name] = False
+    found: AbstractContextManager[None] = _DYNAMO_PATCH.find()(**there)
     return found
 
 

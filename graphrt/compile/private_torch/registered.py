@@ -31,7 +31,11 @@ _TABLES = {
     "meta": NAMES.declare("torch._decomp.meta_table", without=_FEWER),
     "inductor": NAMES.declare("torch._inductor.decomposition.decompositions", without=_FEWER),
     "lowerings": NAMES.declare("torch._inductor.lowering.lowerings", without=_FEWER),
-    "user lowerings": NAMES.declare("torch._inductor.lowering.user_lowerings", without=_FEWER),
+    "user lowerings": NAMES.declare(
+        "torch._inductor.lowering.user_lowerings",
+        without="nobody can have added to it",
+        seen=("2.12", "2.13", "2.14", "2.15"),
+    ),
 }
 _MODE = NAMES.declare("torch.utils._python_dispatch.TorchDispatchMode", without=_NO_KEY)
 _OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_KEY)

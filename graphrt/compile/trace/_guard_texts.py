@@ -10,6 +10,7 @@ from graphrt.compile.trace._side_effects import readable_name
 
 AS_TRACED = "what the trace has baked in"
 
+_OF_CLASS = re.compile(r"dict\(type\(([^()]+)\)\.__dict__\)\['(\w+)'\]")
 _SOURCE = re.compile(r"\b[GL]\['\w+'\](?:\.\w+|\[[^\]]*\])*")
 _LENGTH = re.compile(r"(len\(.*\)) != (\d+)")
 _CONTAINS = re.compile(r"(not )?___dict_contains\('(\w+)', (.*)\)")
@@ -29,6 +30,7 @@ class Broken:
 def explained(said: str, text_of: Callable[[str], str]) -> Broken:
     """`said` is the guard as Dynamo writes it; `text_of` tells what something is now, by its name
     there."""
+    said = _OF_CLASS.sub(r"\1.\2", said)
     source = _SOURCE.search(said)
     if source is None:
         return Broken("the module", said, AS_TRACED)

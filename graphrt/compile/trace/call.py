@@ -161,6 +161,7 @@ def _outside(
     methods = subject.methods(traced.codes)
     return Outside(
         traced.guards,
+        subject.parameters,
         _device(traced).type,
         methods,
         traced.inputs_of,

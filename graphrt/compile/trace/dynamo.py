@@ -19,7 +19,7 @@ from graphrt.compile.errors import TraceError
 from graphrt.compile.private_torch import (
     GuardFilter,
     Guards,
-    hooks_guarded,
+    all_guarded,
     mark_dynamic,
     mark_unbacked,
     names_read,
@@ -147,7 +147,7 @@ def trace(
         raise TraceError(
             "the traced code calls no single graph", got=names, expected="one compiled function"
         )
-    guards = Guards(function, kept_guards)
+    guards = Guards(function, kept_guards, arguments.arguments)
     # Dynamo takes its names out of the globals when it forgets the trace.
     kept = FunctionType(
         function.__code__, dict(function.__globals__), "forward", function.__defaults__
@@ -221,7 +221,7 @@ def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> 
     with ExitStack() as stack:
         stack.enter_context(new_code_shown(hook))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(hooks_guarded())
+        stack.enter_context(all_guarded())
         if oblivious:
             stack.enter_context(size_oblivious())
         yield

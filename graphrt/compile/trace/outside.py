@@ -11,6 +11,7 @@ from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch import Guards, function_modes
 from graphrt.compile.trace._guard_texts import AS_TRACED, explained
 from graphrt.compile.trace._kinds import kind_of, kind_text
+from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
 from graphrt.compile.trace.subject import Method
 from graphrt.core.trust import Ambient
 
@@ -18,15 +19,17 @@ from graphrt.core.trust import Ambient
 class Outside:
     """What held outside of the arguments at the trace.
 
-    `guards` are Dynamo's, which say nothing of the methods of classes. `inputs` gathers what the
-    graph is given in a call, as Dynamo's code does; `bound` are those at the trace that are neither
-    arguments nor weights that the code has names for. `taken_anew`: Dynamo's code gathers them in
-    each call, so another one will do that is of the same kind.
+    `guards` are Dynamo's, which say nothing of the methods of classes, nor of the defaults of
+    `parameters`, as the traced call is given them all. `inputs` gathers what the graph is given in
+    a call, as Dynamo's code does; `bound` are those at the trace that are neither arguments nor
+    weights that the code has names for. `taken_anew`: Dynamo's code gathers them in each call, so
+    another one will do that is of the same kind.
     """
 
     def __init__(
         self,
         guards: Guards,
+        parameters: Parameters,
         device_type: str,
         methods: Sequence[Method],
         inputs: Callable[..., list[Any]],
@@ -35,6 +38,7 @@ class Outside:
         taken_anew: bool,
     ) -> None:
         self._guards = guards
+        self._parameters = parameters
         self._methods = tuple(methods)
         self._ambient = Ambient(device_type)
         self._modes = function_modes()
@@ -66,6 +70,9 @@ class Outside:
             )
             raise _changed(broken.name, broken.got, broken.expected)
         self._check_methods()
+        if other := self._parameters.other_default():
+            name, now, before = other
+            raise _changed(f"the default of {name}", _text(now), _text(before))
         if self._bound:
             self._check_bound(args, kwargs)
 
@@ -101,7 +108,7 @@ def _text(value: object) -> str:
     """A value in few words, and without a look at what tensors hold."""
     if isinstance(value, torch.Tensor):
         return kind_text(kind_of(value))
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN) or value is NO_DEFAULT:
         return repr(value)
     kind = type(value).__name__
     return f"{kind} of {len(value)}" if isinstance(value, list | tuple | dict | set) else kind

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,6 +34,18 @@ class Parameters:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.signature = inspect.signature(function)
         self.names = tuple(self.signature.parameters)
+        self._function = inspect.unwrap(getattr(function, "__func__", function))
+        self._own_defaults = _defaults_of(self._function)
+
+    def other_default(self) -> tuple[str, object, object] | None:
+        """A parameter whose default is no longer the one that calls are bound with, that default as
+        it is now, and as it was."""
+        now, before = _defaults_of(self._function), self._own_defaults
+        for name in {**before, **now}:
+            ours, theirs = before.get(name, NO_DEFAULT), now.get(name, NO_DEFAULT)
+            if ours is not theirs and not _same_constant(ours, theirs):
+                return name, theirs, ours
+        return None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """The arguments of a call by name, with defaults; raises `CompileError`."""
@@ -113,6 +126,22 @@ def _next(values: Iterator[Any], _: object) -> Any:
     return next(values)
 
 
+def _defaults_of(function: Any) -> dict[str, object]:
+    """The defaults of a function by the names of its parameters; nothing of what is none."""
+    if not isinstance(function, FunctionType):
+        return {}
+    values, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    return {
+        **dict(zip(names[len(names) - len(values) :], values, strict=False)),
+        **(function.__kwdefaults__ or {}),
+    }
+
+
+def _same_constant(a: object, b: object) -> bool:
+    return type(a) is type(b) and isinstance(a, _CONSTANTS) and repr(a) == repr(b)
+
+
 class _Name:
     def __init__(self, text: str) -> None:
         self._text = text
@@ -121,6 +150,8 @@ class _Name:
         return self._text
 
 
+NO_DEFAULT = _Name("no default")
+_CONSTANTS = (bool, int, float, complex, str, bytes)
 _SPELLINGS = {
     inspect.Parameter.POSITIONAL_ONLY: "{0}",
     inspect.Parameter.POSITIONAL_OR_KEYWORD: "{0}",

@@ -69,7 +69,9 @@ class TracedSources:
         try:
             self._add_file(code.co_filename)
         except OSError:
-            # A notebook cell or generated code; it may be known to linecache only.
+            # A notebook cell or generated code; it may be known to linecache only. What linecache has
+            # of a file that is gone since is what somebody happened to ask for: it forgets that.
+            linecache.checkcache(code.co_filename)
             content = "".join(linecache.getlines(code.co_filename)).encode()
             if not content and not code.co_filename.startswith("<"):
                 self._unreadable.add(code.co_filename)
