@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import warnings
 from dataclasses import fields
 from typing import Any
@@ -184,11 +185,14 @@ def test_pieces_with_closures_of_one_name_are_not_taken_for_the_same():
     assert compiled.figures.distinct_pieces == 2
 
 
-def test_what_no_process_can_tell_again_is_not_kept(tmp_path: Any):
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_no_process_can_tell_again_is_not_kept(tmp_path: Any, asked: bool):
+    """Nor if somebody has asked for a line of it, as torch 2.11 does where operators are defined."""
     gone = tmp_path / "gone.py"
     gone.write_text("def body(x):\n    return x * 2\n")
     space: dict[str, Any] = {"__name__": "gone"}
     exec(compile(gone.read_text(), str(gone), "exec"), space)
+    assert not asked or linecache.getline(str(gone), 1)
     gone.unlink()
     inner = torch.compiler.allow_in_graph(space["body"])
     graph = fx.Graph()

@@ -119,7 +119,8 @@ def test_a_family_is_one_graph_as_it_is(name):
 def test_a_family_is_pieces_around_its_attention(name):
     model = Served(name, NAME)
     with torch.no_grad():
-        plain = Served(name)(ids(12))
+        # The default one leaves a softcap out in some versions of transformers (5.17).
+        plain = Served(name, "eager")(ids(12))
         torch.testing.assert_close(model(ids(12)), plain, atol=1e-4, rtol=1e-4)
     compiled = compiled_of(model)
     assert_as_eager(model, compiled, 0.0)
