@@ -180,8 +180,24 @@ def test_sizes_that_the_code_is_not_right_for_run_uncompiled(
         compiled = compile_module(forward, ["x"], options=options(tmp_path))
         compiled.ensure_compiled(torch.ones(8))
         assert (compiled.figures.compilations, compiled.figures.loads) == (0, 1)
-    for size, uncompiled in ((9, False), (400, True), (400, False), (99, False), (100, True)):
+    for size, told in ((9, False), (400, True), (400, False), (99, False), (100, False)):
         x = torch.rand(size)
         caplog.clear()
         torch.testing.assert_close(compiled(x), forward(x))
-        assert ("runs uncompiled at sizes of" in caplog.text) is uncompiled
+        said = "runs uncompiled at sizes of tokens = 400: its code is for tokens < 100"
+        assert (said in caplog.text) is told
+
+
+@needs_compiler
+@pytest.mark.parametrize("example", [8, 5000])
+def test_a_sum_over_the_batch_has_one_code_for_few_rows_and_for_many(tmp_path, caplog, example):
+    def forward(x):
+        return x.sum(0), x.softmax(0), x.sum()
+
+    compiled = compile_module(forward, ["x"], options=options(tmp_path))
+    compiled.ensure_compiled(torch.ones(example, 4))
+    for size in (2, 1000, 5000, 40_000):
+        x = torch.rand(size, 4)
+        for got, expected in zip(compiled(x), forward(x.double()), strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-9)
+    assert "runs uncompiled" not in caplog.text

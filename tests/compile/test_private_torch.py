@@ -96,6 +96,7 @@ def test_an_attribute_that_is_missing_is_named():
         ("generate_and_run_autotune_block", patches.code_forgotten_after_tuning),
         ("cache_clear", patches.code_forgotten_after_tuning),
         ("load_autotuners", patches.kernels_loaded_as_tuned),
+        ("need_use_acc_helper", patches.one_code_for_sums),
     ],
 )
 def test_where_a_patched_name_is_missing_there_is_one_warning(

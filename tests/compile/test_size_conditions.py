@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 import sympy
 import torch
 
+from graphrt.compile import compile_module
 from graphrt.compile.pieces._conditions import WhereRight, conditions_on
+from graphrt.compile.trace import Leaf
 
 ROWS, REQS = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
 
 
-def called(conditions, places, *args):
+def where_right(conditions, places, **more) -> WhereRight:
     def code(*_: object) -> str:
         return "code"
 
     def otherwise(*_: object) -> str:
         return "otherwise"
 
-    return WhereRight(code, otherwise, conditions, places, "piece")(*args)
+    return WhereRight(code, otherwise, conditions, places, "piece", **more)
+
+
+def called(conditions, places, *args):
+    return where_right(conditions, places)(*args)
 
 
 def test_a_size_is_read_off_a_number_or_a_dimension():
@@ -48,3 +57,46 @@ def test_what_no_argument_tells_runs_as_it_is():
 def test_a_piece_is_held_to_conditions_on_its_own_sizes_only():
     places = [(0, None, ROWS)]
     assert conditions_on([ROWS <= 4, REQS <= 4, sympy.Le(REQS, ROWS)], places) == [ROWS <= 4]
+
+
+def test_sizes_are_told_by_the_names_of_axes_once_a_condition(caplog):
+    places = [(0, None, ROWS), (1, None, REQS)]
+    axes = {"s0": ("tokens", 0), "s1": ("reqs", 1)}
+    call = where_right([ROWS <= 4, sympy.Le(2 * REQS, 9)], places, axes=axes)
+    said = []
+    for sizes in ((4, 2), (5, 2), (6, 2), (4, 5), (3, 6)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="graphrt"):
+            call(*sizes)
+        said.append(caplog.text)
+    assert [bool(text) for text in said] == [False, True, False, True, False]
+    assert "runs uncompiled at sizes of tokens = 5: its code is for tokens <= 4" in said[1]
+    assert "runs uncompiled at sizes of reqs = 4: its code is for 2*reqs + 2 <= 9" in said[3]
+
+
+def test_a_size_that_is_no_axis_keeps_its_own_name(caplog):
+    with caplog.at_level(logging.WARNING, logger="graphrt"):
+        called([ROWS <= 4], [(0, None, ROWS)], 7)
+    assert "at sizes of s0 = 7: its code is for s0 <= 4" in caplog.text
+
+
+def test_what_is_known_of_sizes_is_bounded():
+    call = where_right([ROWS <= 3000], [(0, None, ROWS)])
+    for _ in range(2):
+        for size in range(4000):
+            assert call(size) == ("code" if size <= 3000 else "otherwise")
+            assert len(call._known) <= 1024
+
+
+@pytest.mark.parametrize("most", [1, 2, 4096])
+def test_what_is_known_of_calls_is_bounded(most, monkeypatch):
+    monkeypatch.setattr("graphrt.compile.trace.check._MOST_SIZES", most)
+    compiled = compile_module(lambda x: x * (2 if x.shape[0] == 1 else 3), ["x"], in_place=False)
+    for size in (6, 1, 5, 4, 1, 1, 3, 6):
+        x = torch.ones(size, 4)
+        assert torch.equal(compiled(x), x * (2 if size == 1 else 3))
+        checker = compiled._built.checker
+        assert len(checker._known_sizes) <= most
+        for asked in (size, 1, 2):
+            needed = checker.sizes_needing_own([Leaf("x", torch.ones(asked, 4))])
+            assert needed == ((("tokens", 1),) if asked == 1 else ())

@@ -15,6 +15,7 @@ from graphrt.compile.backend.libraries import keep_libraries, kept_libraries, re
 from graphrt.compile.backend.process import (
     new_directory,
     own_directory,
+    sums_of_any_length,
     tuned_before,
     tuned_kernels,
 )
@@ -51,7 +52,12 @@ class InductorBackend:
         settings = _SEARCH if static and self._autotune else {}
         graph = _with_tuple(piece)
         select_elements(graph.graph)
-        with tuned_kernels(), recorded_libraries() as libraries, size_conditions(inputs) as found:
+        with (
+            tuned_kernels(),
+            sums_of_any_length(),
+            recorded_libraries() as libraries,
+            size_conditions(inputs) as found,
+        ):
             artifact = inductor_compile(graph, inputs, static=static, settings=settings)
         return CompiledPiece(artifact, returned_count(piece), tuple(found), libraries)
 

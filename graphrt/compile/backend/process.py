@@ -18,6 +18,7 @@ from graphrt.compile.private_torch import (
     code_forgotten_after_tuning,
     compiler_directory,
     kernels_loaded_as_tuned,
+    one_code_for_sums,
 )
 
 
@@ -64,6 +65,13 @@ def tuned_kernels() -> Iterator[None]:
     every configuration that was tried: saved like that, they would be tuned again at every start.
     """
     with taking_turns(), code_forgotten_after_tuning():
+        yield
+
+
+@contextlib.contextmanager
+def sums_of_any_length() -> Iterator[None]:
+    """Code that is compiled in the block for a batch of any size sums over any of them."""
+    with taking_turns(), one_code_for_sums():
         yield
 
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphrt.compile.private_torch import expressions
-from graphrt.compile.trace import value_of
+from graphrt.compile.trace import axis_symbol, value_of
 from graphrt.core.base import logger
 
 _Place = tuple[int, int | None, Any]
 """The number of an argument, the dimension if that is a tensor, and the size as sympy has it."""
 
+_NO_AXES: Mapping[str, tuple[str, int]] = MappingProxyType({})
+_MOST_SIZES = 1024
+
 
 class WhereRight:
     """Calls `code` for sizes at which all `conditions` on them hold, and `otherwise` for others.
 
-    `places` of the arguments say the sizes. The first call of other sizes is a warning.
+    `places` of the arguments say the sizes. The first call that does not fulfil a condition is a
+    warning, which says sizes by the names of `axes`: the axis of a symbol, and its offset.
     """
 
     def __init__(
@@ -29,6 +34,7 @@ class WhereRight:
         conditions: Sequence[Any],
         places: Sequence[_Place],
         name: str,
+        axes: Mapping[str, tuple[str, int]] = _NO_AXES,
     ) -> None:
         self.code = code
         self._otherwise = otherwise
@@ -37,29 +43,44 @@ class WhereRight:
         wanted = {s.name for each in conditions for s in each.free_symbols}
         self._places = direct if wanted <= {place[2].name for place in direct} else places
         self._name = name
+        self._axes = axes
         self._known: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._told: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
         sizes = tuple(
             args[index] if dim is None else args[index].shape[dim] for index, dim, _ in self._places
         )
-        if sizes not in self._known:
-            self._known[sizes] = self._chosen(sizes)
-        return self._known[sizes](*args)
+        chosen = self._known.get(sizes)
+        if chosen is None:
+            chosen = self._chosen(sizes)
+            if len(self._known) >= _MOST_SIZES:
+                self._known.clear()
+            self._known[sizes] = chosen
+        return chosen(*args)
 
     def _chosen(self, sizes: Sequence[int]) -> Callable[..., Any]:
         known = _symbols_at(self._places, sizes)
         for condition in self._conditions:
             if _with(condition, known) != True:  # noqa: E712
-                logger.warning(
-                    "%s runs uncompiled at sizes of %s: its code is for %s, as in the example; "
-                    "compile_sizes, or an example of such a size, give it code",
-                    self._name,
-                    ", ".join(f"{name} = {size}" for name, size in known.items()),
-                    condition,
-                )
+                if condition not in self._told:
+                    self._told.add(condition)
+                    self._tell(condition, known)
                 return self._otherwise
         return self.code
+
+    def _tell(self, condition: Any, known: Mapping[str, int]) -> None:
+        sizes: dict[str, object] = {}
+        for symbol in sorted(s.name for s in condition.free_symbols):
+            axis, offset = self._axes.get(symbol, (symbol, 0))
+            sizes[axis] = known[symbol] - offset if symbol in known else "unknown"
+        logger.warning(
+            "%s runs uncompiled at sizes of %s: its code is for %s, as in the example; "
+            "compile_sizes, or an example of such a size, give it code",
+            self._name,
+            ", ".join(f"{axis} = {size}" for axis, size in sizes.items()),
+            _with(condition, {symbol: axis_symbol(axis) for symbol, axis in self._axes.items()}),
+        )
 
 
 def size_places(piece: fx.GraphModule) -> list[_Place]:
@@ -98,6 +119,6 @@ def _symbols_at(places: Sequence[_Place], sizes: Sequence[int]) -> dict[str, int
     return known
 
 
-def _with(expression: Any, known: Mapping[str, int]) -> Any:
+def _with(expression: Any, known: Mapping[str, Any]) -> Any:
     """By name: symbols of another process are not the same objects."""
     return expression.subs({s: known[s.name] for s in expression.free_symbols if s.name in known})

@@ -92,6 +92,7 @@ def build(
         device,
         kept=None if backend.name == "eager" else kept,
         symbol=seen.symbol,
+        axes=seen.axes,
         sizes=() if subject.small else static_sizes,
         partition_at=(DEFAULT_SPLITTING_OPS if at is None else at) if partitioned else None,
     ) as compiler:

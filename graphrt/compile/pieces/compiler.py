@@ -49,6 +49,7 @@ class Compiler:
         *,
         kept: KeptPieces | None,
         symbol: Any,
+        axes: Mapping[str, tuple[str, int]],
         sizes: Sequence[int],
         partition_at: Sequence[str] | None = None,
     ) -> None:
@@ -56,6 +57,7 @@ class Compiler:
         self._figures = figures
         self._device_type = device.type
         self._symbol = symbol
+        self._axes = axes
         self._sizes = sizes
         self._partition_at = partition_at
         self.partitioned: list[Partitioned] = []
@@ -140,7 +142,9 @@ class Compiler:
         general = self._one(graph, inputs, name, static=False)
         conditions = conditions_on(getattr(general, "conditions", ()), places)
         if conditions:
-            general = WhereRight(general, self._otherwise(graph), conditions, places, name)
+            general = WhereRight(
+                general, self._otherwise(graph), conditions, places, name, self._axes
+            )
         source = size_source(graph, self._symbol) if self._sizes else None
         if source is None:
             return general

@@ -49,6 +49,7 @@ from graphrt.compile.private_torch.patches import (
     lacks_partitions,
     library_loads,
     load_library,
+    one_code_for_sums,
     partitions_taken,
 )
 from graphrt.compile.private_torch.registered import (
@@ -118,6 +119,7 @@ __all__ = [
     "mark_unbacked",
     "names_read",
     "new_code_shown",
+    "one_code_for_sums",
     "operator_names",
     "operators_called",
     "overload_name",

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from graphrt.compile.private_torch.names import NAMES, own
 from graphrt.core.base import MissingTorchNameError, PrivateName, logger
 
@@ -26,6 +28,10 @@ _FORGET_CODE = NAMES.declare(
 )
 _LOAD_KERNELS = NAMES.declare(
     "torch._inductor.triton_bundler.TritonBundler.load_autotuners", without=_TUNED_AGAIN
+)
+_CHUNKS = NAMES.declare(
+    "torch._inductor.codegen.cpp.CppKernel.need_use_acc_helper",
+    without="sums over a batch run uncompiled at sizes of another kind, after a warning",
 )
 _PARTITION_HOOK = NAMES.declare(
     "torch._inductor.utils._unstable_customized_partition_wrapper", without=_NO_PARTITION
@@ -94,6 +100,28 @@ def kernels_loaded_as_tuned() -> Iterator[None]:
         return classmethod(load_autotuners)
 
     with _replaced(_LOAD_KERNELS, replace):
+        yield
+
+
+@contextmanager
+def one_code_for_sums() -> Iterator[None]:
+    """C++ sums of float32 over a batch have chunks of addends, however many the example has.
+
+    Inductor makes code of few addends or of many, for exactness, and takes for granted then that
+    the batch is as small or as large as that.
+    """
+
+    def replace(original: Any) -> Any:
+        def need_use_acc_helper(self: Any, kind: str, dtype: Any, *more: Any) -> bool:
+            ranges = list(getattr(self, "call_ranges", None) or ())
+            summed = ranges[getattr(self, "reduction_depth", 0) :]
+            if kind == "sum" and dtype == torch.float32 and any(n.free_symbols for n in summed):
+                return True
+            return bool(original(self, kind, dtype, *more))
+
+        return need_use_acc_helper
+
+    with _replaced(_CHUNKS, replace):
         yield
 
 

@@ -3,7 +3,7 @@
 from graphrt.compile.trace._kinds import Kind, kind_of, kind_text
 from graphrt.compile.trace._user_lines import innermost_line
 from graphrt.compile.trace.call import TracedCall, at_size, trace_call
-from graphrt.compile.trace.check import CallChecker, Small
+from graphrt.compile.trace.check import CallChecker, Small, axis_symbol
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
 from graphrt.compile.trace.outside import Outside
@@ -29,6 +29,7 @@ __all__ = [
     "TracedCall",
     "Weight",
     "at_size",
+    "axis_symbol",
     "floating",
     "innermost_line",
     "is_number",

@@ -30,7 +30,8 @@ class TracedCall:
 
     `around` is what the forward does around its graph, None where only Dynamo's code can do it, for
     the reason `why_not_around`. `symbol` is the size of the batch axis that counts tokens, else of
-    the first one; None where the graph has no such symbol. `checker` lets calls pass that the trace
+    the first one; None where the graph has no such symbol. `axes` are the axes of all symbols by
+    their names, each with an offset. `checker` lets calls pass that the trace
     is right for, as long as `outside` has not changed; `overlaps` says which arguments it writes.
     """
 
@@ -41,6 +42,7 @@ class TracedCall:
     outside: Outside
     overlaps: Overlaps
     symbol: Any
+    axes: Mapping[str, tuple[str, int]]
     _given: Sequence[Leaf]
 
     @property
@@ -100,7 +102,15 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
     )
     outside = _outside(subject, traced, calls[0], set(paths.values()), around is not None)
     return TracedCall(
-        traced, around, why_not, checker, outside, _overlaps(paths, traced), first, given
+        traced,
+        around,
+        why_not,
+        checker,
+        outside,
+        _overlaps(paths, traced),
+        first,
+        {symbol.name: place for symbol, place in symbols.items()},
+        given,
     )
 
 

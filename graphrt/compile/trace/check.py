@@ -14,6 +14,8 @@ from graphrt.compile.trace.parameters import Leaf
 Small = tuple[tuple[str, int], ...]
 """Axes of a call whose size is 0 or 1, with that size."""
 
+_MOST_SIZES = 4096
+
 
 class _Tensor(NamedTuple):
     kind: type
@@ -74,14 +76,21 @@ class CallChecker:
             self._check_leaf(leaf)
         sizes = sizes_of(self._dims, leaves)
         key = tuple(sizes.values())
-        if key not in self._known_sizes:
-            self._known_sizes[key] = self._needed(sizes)
-        return self._known_sizes[key]
+        needed = self._known_sizes.get(key)
+        if needed is None:
+            needed = self._needed(sizes)
+            if len(self._known_sizes) >= _MOST_SIZES:
+                self._known_sizes.clear()
+            self._known_sizes[key] = needed
+        return needed
 
     def sizes_needing_own(self, leaves: Sequence[Leaf]) -> Small:
         """What `check` returns for a call that it lets pass; looks at sizes only."""
         sizes = sizes_of(self._dims, leaves)
-        return self._known_sizes.get(tuple(sizes.values()), ())
+        needed = self._known_sizes.get(tuple(sizes.values()))
+        if needed is None:
+            return self._needed(sizes) if min(sizes.values(), default=2) < 2 else ()
+        return needed
 
     def ones_needing_own(self, leaves: Sequence[Leaf]) -> list[Small]:
         """Which axes need code of their own at a size of 1: each by itself, and all at once."""
@@ -180,7 +189,7 @@ class CallChecker:
         if condition is None:
             return
         names = sorted({self._symbols[s][0] for s in condition.free_symbols})
-        named = condition.subs({s: _axis_symbol(place) for s, place in self._symbols.items()})
+        named = condition.subs({s: axis_symbol(place) for s, place in self._symbols.items()})
         raise RetraceError(
             f"the number of {' and '.join(names)} is one that the forward decides by, and "
             "the other way was traced",
@@ -249,7 +258,8 @@ def _shape_text(shape: Sequence[int | None]) -> str:
     return "(" + ", ".join("batch" if n is None else str(n) for n in shape) + ")"
 
 
-def _axis_symbol(axis: tuple[str, int]) -> Any:
+def axis_symbol(axis: tuple[str, int]) -> Any:
+    """An axis and an offset as a size for conditions that people read."""
     import sympy  # type: ignore[import-untyped]
 
     name, offset = axis
