@@ -187,7 +187,7 @@ def test_pieces_with_closures_of_one_name_are_not_taken_for_the_same():
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_no_process_can_tell_again_is_not_kept(tmp_path: Any, asked: bool):
-    """Nor if somebody has asked for a line of it, as torch 2.11 does where operators are defined."""
+    """Nor if somebody has asked for a line of it, as torch 2.11 does where a library is made."""
     gone = tmp_path / "gone.py"
     gone.write_text("def body(x):\n    return x * 2\n")
     space: dict[str, Any] = {"__name__": "gone"}

@@ -29,7 +29,8 @@ from graphrt.compile.private_torch import (
     trace_so_far,
 )
 from graphrt.compile.trace._side_effects import assigned_names
-from graphrt.compile.trace._user_lines import innermost_line
+from graphrt.compile.trace._unknown_sizes import decided_by_unknown
+from graphrt.compile.trace._user_lines import lines_of
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
 from graphrt.core.base import GraphRTError
@@ -245,17 +246,15 @@ def _explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> Grap
             advice="remove the comparison with a number, or take the dimension out of "
             "dynamic_dims ({} for none): the code is then for the size of the first call alone",
         )
-    if "data-dependent" in text and dynamic_shapes == "unbacked":
-        return TraceError(
-            "the forward decides by the batch size, which dynamic_shapes='unbacked' refuses",
-            got=first,
-            advice="add torch._check for what is always true, or use dynamic_shapes='backed'",
-        )
+    lines = lines_of(text.partition("from user code:")[2])
+    if "data-dependent" in text:
+        return decided_by_unknown(first, lines, unbacked=dynamic_shapes == "unbacked")
     advice = "look at the error above; take what cannot be traced into an opaque operator"
     if any_size and kind == "TorchRuntimeError":
         advice += ". The trace has other batch sizes than the call: if the forward works for that "
         advice += "one alone, as with a static cache, write dynamic_dims={}"
-    line = innermost_line(text.partition("from user code:")[2])
     return TraceError(
-        f"the forward cannot be traced as one graph: {kind}: {first}", got=line, advice=advice
+        f"the forward cannot be traced as one graph: {kind}: {first}",
+        got=next(reversed(lines), None),
+        advice=advice,
     )

@@ -69,8 +69,8 @@ class TracedSources:
         try:
             self._add_file(code.co_filename)
         except OSError:
-            # A notebook cell or generated code; it may be known to linecache only. What linecache has
-            # of a file that is gone since is what somebody happened to ask for: it forgets that.
+            # A notebook cell or generated code; it may be known to linecache only. Of a file that
+            # is gone linecache has what somebody happened to ask for before: it forgets that.
             linecache.checkcache(code.co_filename)
             content = "".join(linecache.getlines(code.co_filename)).encode()
             if not content and not code.co_filename.startswith("<"):

@@ -1,0 +1,77 @@
+"""What to write where a forward decides by a size that is not known while it is traced."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections.abc import Iterator, Sequence
+
+from graphrt.compile.errors import TraceError
+from graphrt.core.capture import Source
+
+_EXPRESSION = re.compile(r"data-dependent expression .*?\(unhinted: (.*?)\)\.")
+_PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
+
+
+def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -> TraceError:
+    """Of what Dynamo says of a number that it does not know; `frames` are the forward's lines, the
+    innermost last."""
+    first = said.splitlines()[0]
+    found = _EXPRESSION.search(first)
+    by = found[1] if found else first
+    advice = "compare tensors instead (torch.where), or read what data tell, as item() and "
+    advice += "nonzero() do, in an opaque operator"
+    what = f"the forward cannot be traced as one graph: it decides by what no trace knows, {by}"
+    if unbacked:
+        what = f"the forward decides by {by}, which dynamic_shapes='unbacked' refuses"
+        advice = "add torch._check for what is always true, or use dynamic_shapes='backed'"
+    checks = next(filter(None, map(_checks, reversed(frames))), None)
+    if checks is not None:
+        line, calls = checks
+        advice = f"a slice may be shorter than it says: write {' and '.join(calls)} before {line}; "
+        advice += "where a size is read off data, take that into an opaque operator"
+    return TraceError(what, got=frames[-1] if frames else first, advice=advice)
+
+
+def _checks(frame: Source) -> tuple[str, list[str]] | None:
+    """What has to hold of the slices by sizes that are the last ones up to a line, as calls, and
+    where they are; None where there are none, or it is checked already."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.filename)))
+    except SyntaxError:  # what an interactive shell takes is not all Python
+        return None
+    around = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and _covers(n, frame.line)]
+    functions = [n for n in around if isinstance(n, ast.FunctionDef)]
+    if not functions:
+        return None
+    statement = max(around, key=lambda n: n.lineno)
+    last = frame.line if hasattr(statement, "body") else statement.end_lineno or frame.line
+    inside = [n for n in ast.walk(max(functions, key=lambda n: n.lineno)) if hasattr(n, "lineno")]
+    written = {ast.unparse(n) for n in inside if isinstance(n, ast.Call)}
+    lines: dict[int, list[str]] = {}
+    for node in inside:
+        if isinstance(node, ast.Subscript) and node.lineno <= last:
+            lines.setdefault(node.lineno, []).extend(_bounds(node))
+    line = max((n for n, calls in lines.items() if calls), default=None)
+    if line is None or not (calls := [each for each in lines[line] if each not in written]):
+        return None
+    return f"{frame.filename}:{line}", list(dict.fromkeys(calls))
+
+
+def _bounds(node: ast.Subscript) -> Iterator[str]:
+    if not isinstance(node.value, _PLAIN):
+        return
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    for dim, part in enumerate(parts):
+        if isinstance(part, ast.Constant) and part.value in (None, Ellipsis):
+            return  # dimensions have other numbers from here on
+        if not isinstance(part, ast.Slice):
+            continue
+        bound = part.upper or part.lower
+        if bound is not None and any(isinstance(n, ast.Name) for n in ast.walk(bound)):
+            yield f"torch._check({ast.unparse(bound)} <= {ast.unparse(node.value)}.shape[{dim}])"
+
+
+def _covers(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)

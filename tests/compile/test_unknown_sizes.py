@@ -1,0 +1,134 @@
+"""A forward that decides by a size that the trace does not know is told what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrt.compile import CompileOptions, TraceError, compile_module
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(64, 4))
+
+
+class Sliced(Buffered):
+    """Dynamo knows of no torch (2.11 to 2.13) that the slice has n rows, where n is unbacked."""
+
+    def forward(self, x):
+        n = x.shape[0]
+        return torch.add(x, 1, out=self.buffer[:n])  # the line
+
+
+class SlicedBefore(Buffered):
+    def forward(self, x):
+        n = x.shape[0]
+        out = self.buffer[:n, :4]  # the line
+        out = out.view(out.shape)
+        return torch.add(x, 1, out=out)
+
+
+def added(x, out):
+    return torch.add(x, 1, out=out)
+
+
+class SlicedForAnother(Buffered):
+    def forward(self, x):
+        n = x.shape[0]
+        return added(x, self.buffer[:n])  # the line
+
+
+class Checked(Buffered):
+    def forward(self, x):
+        n = x.shape[0]
+        torch._check(n <= self.buffer.shape[0])
+        return torch.add(x, 1, out=self.buffer[:n])
+
+
+class Written(Buffered):
+    """Torch 2.11 does not trace it, 2.13 does."""
+
+    def forward(self, x):
+        n = x.shape[0]
+        self.buffer[:n].copy_(x)
+        return self.buffer[:n] * 2
+
+
+class WrittenAndChecked(Buffered):
+    def forward(self, x):
+        n = x.shape[0]
+        torch._check(n <= self.buffer.shape[0])
+        self.buffer[:n].copy_(x)
+        return self.buffer[:n] * 2
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        n = x.long().sum().item()
+        if n > 4:
+            return x[:n]
+        return x + 1
+
+
+def refusal(model: nn.Module, dynamic_shapes: str) -> TraceError:
+    compiled = compiled_of(model, dynamic_shapes)
+    with pytest.raises(TraceError) as caught:
+        compiled.ensure_compiled(torch.ones(5, 4))
+    return caught.value
+
+
+def compiled_of(model: nn.Module, dynamic_shapes: str) -> Any:
+    options = CompileOptions(dynamic_shapes=dynamic_shapes)
+    return compile_module(model, ["x"], options=options, in_place=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        (Sliced, "torch._check(n <= self.buffer.shape[0])"),
+        (SlicedBefore, "torch._check(n <= self.buffer.shape[0])"),
+        (SlicedForAnother, "torch._check(n <= self.buffer.shape[0])"),
+    ],
+)
+def test_the_check_that_is_missing_is_said_with_the_line_of_the_slice(kind, check):
+    source, first = inspect.getsourcelines(kind)
+    line = first + next(n for n, text in enumerate(source) if "# the line" in text)
+    assert f"write {check} before {__file__}:{line};" in str(refusal(kind(), "unbacked"))
+
+
+@pytest.mark.parametrize("kind", [Checked, WrittenAndChecked])
+@pytest.mark.parametrize("dynamic_shapes", ["backed", "unbacked"])
+def test_what_is_advised_compiles(kind, dynamic_shapes):
+    model = kind()
+    compiled = compiled_of(model, dynamic_shapes)
+    for size in (5, 7, 2, 64):
+        x = torch.randn(size, 4)
+        assert torch.equal(compiled(x).clone(), model(x).clone())
+
+
+@pytest.mark.parametrize("dynamic_shapes", ["backed", "unbacked"])
+def test_a_slice_that_is_written_is_right_or_told_what_to_write(dynamic_shapes):
+    model = Written()
+    compiled = compiled_of(model, dynamic_shapes)
+    x, said = torch.randn(5, 4), ""
+    try:
+        compiled.ensure_compiled(x)
+    except TraceError as error:
+        said = str(error)
+    if said:
+        assert "write torch._check(n <= self.buffer.shape[0]) before" in said
+    else:
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_a_branch_on_data_is_told_to_compare_tensors_with_its_line():
+    said = str(refusal(Branching(), "backed"))
+    assert "it decides by what no trace knows, u0 > 4" in said
+    assert f"{__file__}:" in said and "if n > 4:" in said
+    assert "torch.where" in said and "torch._check" not in said
