@@ -204,6 +204,16 @@ def test_what_no_process_can_tell_again_is_not_kept(tmp_path: Any, asked: bool):
     assert any("gone.py" in each for each in given.unknown)
 
 
+def test_a_cell_of_a_notebook_is_readable_though_it_is_no_file(monkeypatch: pytest.MonkeyPatch):
+    name, source = "/nowhere/ipykernel_1/2.py", "def body(x):\n    return x * 2\n"
+    monkeypatch.setitem(
+        linecache.cache, name, (len(source), None, source.splitlines(keepends=True), name)
+    )
+    sources = TracedSources()
+    sources.add(compile(source, name, "exec"))
+    assert sources.unreadable == []
+
+
 def test_the_compilers_own_caches_are_held_apart_by_the_key():
     before = torch.compiler.config.cache_key_tag
     with compiler_caches_apart("digest"):
