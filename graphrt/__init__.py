@@ -28,7 +28,15 @@ from graphrt.core.batch import (
     current_context,
     forward_context,
 )
-from graphrt.core.capture import GraphOptions, GraphWrapper, State, eager_break, wrapper_class
+from graphrt.core.capture import (
+    GraphOptions,
+    GraphWrapper,
+    KeyedGraph,
+    KeyedGraphs,
+    State,
+    eager_break,
+    wrapper_class,
+)
 from graphrt.core.device import Platform, current_platform, get_platform
 from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
 from graphrt.core.inputs import InputSpec
@@ -36,6 +44,7 @@ from graphrt.core.plan import Budget, GraphCost, Plan
 from graphrt.core.replay import (
     DEFERRED,
     UNCHANGED,
+    CaptureSession,
     GraphPool,
     HostArg,
     SegmentHooks,
@@ -56,6 +65,7 @@ __all__ = [
     "Batch",
     "BatchDescriptor",
     "Budget",
+    "CaptureSession",
     "CompileOptions",
     "Dispatch",
     "Example",
@@ -71,6 +81,8 @@ __all__ = [
     "Host",
     "HostArg",
     "InputSpec",
+    "KeyedGraph",
+    "KeyedGraphs",
     "PieceProvider",
     "Plan",
     "Platform",

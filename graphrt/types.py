@@ -14,7 +14,7 @@ from graphrt.core.plan import (
     ResolutionStep,
     Traffic,
 )
-from graphrt.core.replay import Entry, HoldsGraphs, HostValues, Part, Updates
+from graphrt.core.replay import Entry, HoldsGraphs, HostValues, OnCapture, Part, Updates
 from graphrt.core.runner import (
     AroundCapture,
     Bind,
@@ -44,6 +44,7 @@ __all__ = [
     "LeftOut",
     "MakeExample",
     "ModeResolution",
+    "OnCapture",
     "OutputAxes",
     "Parameters",
     "Part",

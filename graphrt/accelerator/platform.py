@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from graphrt.accelerator.library import (
     pool_snapshot,
 )
 from graphrt.accelerator.memory import GraphMemory
+from graphrt.core.base import InvalidOptionError
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import Availability, Capability, MemoryFigures, Platform, weak_alias
 
@@ -61,6 +62,17 @@ class AcceleratorPlatform(Platform):
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__, "accelerator": self.device_type}
 
+    # Several devices -------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        return torch.accelerator.device_count()
+
+    def current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def on_device(self, index: int | None) -> AbstractContextManager[object]:
+        return torch.accelerator.device_index(index)
+
     # Graphs and their memory -----------------------------------------------------------------
 
     def new_memory(self) -> GraphMemory:
@@ -100,6 +112,15 @@ class AcceleratorPlatform(Platform):
 
     def new_stream(self) -> torch.Stream:
         return self._captures.new_stream()
+
+    def adopt_stream(self, stream: Any) -> torch.Stream:
+        if isinstance(stream, torch.Stream) and not self._captures.is_lost(stream):
+            return stream
+        raise InvalidOptionError(
+            "nothing can be captured on this stream",
+            got=repr(stream),
+            expected="a torch.Stream on which no capture failed half-way",
+        )
 
     @contextmanager
     def on_stream(self, stream: torch.Stream) -> Iterator[None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from graphrt.ascend.private_torch import (
@@ -11,13 +13,18 @@ from graphrt.ascend.private_torch import (
     route_thread_to_pool,
     stop_routing_to_pool,
 )
-from graphrt.core.device import Allocator, PoolMemory
+from graphrt.core.device import Allocator, PoolHandle, PoolMemory
 
 
 class GraphMemory(PoolMemory):
     """Allocator pools of NPU memory."""
 
-    def __init__(self, npu: Any, empty_cache: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        npu: Any,
+        empty_cache: Callable[[], object] | None = None,
+        adopted: PoolHandle | None = None,
+    ) -> None:
         super().__init__(
             Allocator(
                 current_device=npu.current_device,
@@ -28,5 +35,22 @@ class GraphMemory(PoolMemory):
                 route_thread=route_thread_to_pool,
                 stop_routing=stop_routing_to_pool,
                 release_share=release_pool,
-            )
+                hold=partial(_hold, npu),
+            ),
+            adopted,
         )
+
+
+def _hold(npu: Any, device: int, handle: PoolHandle) -> Any:
+    graph = npu.NPUGraph()
+    with npu.stream(npu.Stream(device)):
+        try:
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        except RuntimeError:
+            # Of its two allocators the first may have begun.
+            with suppress(RuntimeError):  # "not currently recording to mempool_id"
+                stop_routing_to_pool(device, handle)
+                release_pool(device, handle)
+            raise
+        graph.capture_end()
+    return graph

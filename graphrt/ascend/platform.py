@@ -35,7 +35,7 @@ from graphrt.ascend.update import (
     no_update_under_way,
 )
 from graphrt.ascend.watchdog import Watchdog
-from graphrt.core.base import CaptureError, StreamBudgetError
+from graphrt.core.base import CaptureError, InvalidOptionError, StreamBudgetError
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
     Availability,
@@ -44,8 +44,11 @@ from graphrt.core.device import (
     Limits,
     MemoryFigures,
     Platform,
+    PoolHandle,
     StreamRoom,
     TaskUpdate,
+    no_other_capture,
+    pool_handle,
 )
 
 
@@ -62,6 +65,7 @@ class AscendPlatform(Platform):
             Capability.TASK_UPDATE,
             Capability.DEFERRED_UPDATE,
             Capability.RANDOM,
+            Capability.HOST_POOL,
         }
     )
 
@@ -116,10 +120,28 @@ class AscendPlatform(Platform):
     def versions(self) -> dict[str, str]:
         return versions()
 
+    # Several devices -------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        return int(self._npu.device_count())
+
+    def current_device(self) -> int:
+        return int(self._npu.current_device())
+
+    def on_device(self, index: int | None) -> AbstractContextManager[object]:
+        device: AbstractContextManager[object] = self._npu.device(index)
+        return device
+
     # Graphs and their memory -----------------------------------------------------------------
 
     def new_memory(self) -> GraphMemory:
         return GraphMemory(self._npu, self._empty_cache)
+
+    def adopt_memory(self, handle: Any) -> GraphMemory:
+        return GraphMemory(self._npu, self._empty_cache, pool_handle(handle))
+
+    def memory_handle(self, memory: GraphMemory) -> PoolHandle:
+        return memory.shown()
 
     def new_graph(self) -> Any:
         return self._npu.NPUGraph()
@@ -158,8 +180,10 @@ class AscendPlatform(Platform):
 
     def _empty_cache(self) -> None:
         """It waits for the device, and holds Python's lock while it does."""
-        with no_update_under_way():
-            self._npu.empty_cache()
+        device = torch.device("npu", self._npu.current_device())
+        with no_other_capture(device) as alone, no_update_under_way():
+            if alone:
+                self._npu.empty_cache()
 
     def debug_dump(self, graph: Any, path: str) -> None:
         graph.debug_dump(path)
@@ -183,6 +207,25 @@ class AscendPlatform(Platform):
                 break
             stream = self._npu.Stream()
         return stream
+
+    def adopt_stream(self, stream: Any) -> Any:
+        device = torch.device("npu", self._npu.current_device())
+        if not isinstance(stream, self._npu.Stream):
+            got = repr(stream)
+        elif stream.device != device:
+            got = f"a stream of {stream.device}"
+        elif stream == self._npu.default_stream():
+            got = "the default stream, on which CANN captures nothing"
+        elif is_update_stream(stream):
+            got = "the stream on which tasks are updated"
+        else:
+            return stream
+        raise InvalidOptionError(
+            "nothing can be captured on this stream",
+            got=got,
+            expected=f"a torch.npu.Stream of {device} that is not the default one",
+            advice="give the stream that the host captures on",
+        )
 
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:

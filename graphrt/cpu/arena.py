@@ -65,6 +65,7 @@ class Arena:
         """Whether an interrupt may have left the tables half-way."""
         self.wrapped: dict[int, Any] = {}
         """Weak references to storages that a capture made of the host's memory, by their number."""
+        self._shares = 1
         self._constants: Arena | None = None
         """Apart: a block that was free before is written by the replays of those who had it."""
         self.requested_bytes_total = 0
@@ -173,9 +174,20 @@ class Arena:
         known = self._refs.get(token)
         return known is not None and known() is not None
 
-    def release(self) -> None:
-        """Give the memory back; tensors that still point into it keep their own mapping."""
+    def share(self) -> Arena:
+        """Itself, for one more pool, which releases it too."""
         with self._lock:
+            self._check_open()
+            self._shares += 1
+        return self
+
+    def release(self) -> None:
+        """Give the memory back, once all who share it have; tensors that still point into it keep
+        their own mapping."""
+        with self._lock:
+            self._shares -= 1
+            if self._shares > 0:
+                return
             self._closed = True
             for table in (self._refs, self._spans, self._token_at, self._by_base):
                 table.clear()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from graphrt.core.base import InvalidOptionError
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
     Availability,
@@ -32,6 +33,7 @@ class CpuPlatform(Platform):
             Capability.SHARED_POOL,
             Capability.TASK_UPDATE,
             Capability.RANDOM,
+            Capability.HOST_POOL,
         }
     )
     capture_executes = True
@@ -53,6 +55,18 @@ class CpuPlatform(Platform):
 
     def new_memory(self) -> Arena:
         return Arena(max_bytes=self._max_pool_bytes)
+
+    def adopt_memory(self, handle: object) -> Arena:
+        if not isinstance(handle, Arena):
+            raise InvalidOptionError(
+                "no handle of graph memory on the CPU",
+                got=repr(handle),
+                expected="the handle of another GraphPool",
+            )
+        return handle.share()
+
+    def memory_handle(self, memory: Arena) -> Arena:
+        return memory
 
     def new_graph(self) -> TapeGraph:
         return TapeGraph()

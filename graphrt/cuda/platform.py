@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError
+from graphrt.core.base import CaptureError, InvalidOptionError
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
     Availability,
@@ -18,16 +18,18 @@ from graphrt.core.device import (
     MemoryBlock,
     MemoryFigures,
     Platform,
+    PoolHandle,
     SharingFigures,
     TaskUpdate,
     UpdateFigures,
+    pool_handle,
     weak_alias,
 )
 from graphrt.cuda.blocks import blocks_of, internal_sizes
 from graphrt.cuda.captures import CudaCaptures
 from graphrt.cuda.driver import driver_available, pointers_of
 from graphrt.cuda.explain import explain
-from graphrt.cuda.memory import GraphMemory
+from graphrt.cuda.memory import GraphMemory, empty_cache
 from graphrt.cuda.private_torch import current_device, memory_stats, raw_stream_of
 from graphrt.cuda.sharing import ShareableGraph
 from graphrt.cuda.update import TaskHandle, Tasks
@@ -47,6 +49,7 @@ class CudaPlatform(Platform):
             Capability.ALLOCATE_IN_POOL,
             Capability.STREAMS,
             Capability.RANDOM,
+            Capability.HOST_POOL,
         }
         | ({Capability.EXEC_DEDUP, Capability.TASK_UPDATE} if torch.version.hip is None else set())
     )
@@ -71,10 +74,27 @@ class CudaPlatform(Platform):
             return {"torch": torch.__version__, "hip": torch.version.hip}
         return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
 
+    # Several devices -------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def current_device(self) -> int:
+        return current_device()
+
+    def on_device(self, index: int | None) -> AbstractContextManager[object]:
+        return torch.cuda.device(index)
+
     # Graphs and their memory -----------------------------------------------------------------
 
     def new_memory(self) -> GraphMemory:
         return GraphMemory()
+
+    def adopt_memory(self, handle: Any) -> GraphMemory:
+        return GraphMemory(pool_handle(handle))
+
+    def memory_handle(self, memory: GraphMemory) -> PoolHandle:
+        return memory.shown()
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         # The template is what an update of a task names its nodes by.
@@ -123,7 +143,7 @@ class CudaPlatform(Platform):
 
     def release_memory(self, memory: GraphMemory) -> None:
         memory.clear()
-        torch.cuda.empty_cache()
+        empty_cache()
 
     def pointers(self, graph: Any) -> GraphPointers | None:
         if not driver_available():
@@ -145,6 +165,23 @@ class CudaPlatform(Platform):
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def adopt_stream(self, stream: Any) -> torch.cuda.Stream:
+        device = torch.device("cuda", current_device())
+        if not isinstance(stream, torch.cuda.Stream):
+            got = repr(stream)
+        elif stream.device != device:
+            got = f"a stream of {stream.device}"
+        elif stream == torch.cuda.default_stream():
+            got = "the default stream, on which CUDA captures nothing"
+        else:
+            return stream
+        raise InvalidOptionError(
+            "nothing can be captured on this stream",
+            got=got,
+            expected=f"a torch.cuda.Stream of {device} that is not the default one",
+            advice="give the stream that the host captures on",
+        )
 
     @contextmanager
     def on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:

@@ -265,6 +265,10 @@ class PoolClosedError(PoolError):
     """The pool, wrapper or runner was closed and cannot be used again."""
 
 
+class GraphsCapturedError(PoolError):
+    """What only goes without graphs was asked of a wrapper that has some."""
+
+
 class TaskError(GraphRTError):
     """Root of the errors about updatable tasks."""
 

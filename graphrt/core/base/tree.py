@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 _DEEPEST = 1000
+_FIXED = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 _HOLDS_ITSELF = f"containers in one another, more than {_DEEPEST}: one of them holds itself"
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 """Types that hold nothing, mostly."""
@@ -48,6 +50,23 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 def copied(tree: Any) -> Any:
     """A tree of the same structure with the same leaves."""
     return map_leaves(lambda leaf: leaf, tree)
+
+
+def copier(tree: Any) -> Callable[[], Any] | None:
+    """What makes `copied(tree)` at each call; None for what nobody can change."""
+    if not _can_change(tree):
+        return None
+    kind, inside = type(tree), tree.values() if type(tree) is dict else tree
+    if kind in (list, dict) and not any(map(_can_change, inside)):
+        flat: Callable[[], Any] = tree.copy  # most pieces return such a list
+        return flat
+    return partial(copied, tree)
+
+
+def _can_change(tree: Any) -> bool:
+    if type(tree) is tuple:
+        return any(map(_can_change, tree))
+    return not isinstance(tree, _FIXED)
 
 
 def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token, copy_context
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from graphrt.core.base import InvalidOptionError
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
@@ -64,7 +65,9 @@ class ForwardContext:
     padded one against it.
 
     Entering it makes it `current_context()` for this thread. It may be entered again after it was
-    left, which is another step; `token` is unique to one step and None outside of one.
+    left, which is another step. A host that has a context of its own, and wrappers that read this
+    one from it, enters nothing and calls `begin_step()`. `token` is unique to one step and None
+    outside of one.
     """
 
     __slots__ = (
@@ -109,7 +112,23 @@ class ForwardContext:
         self.metadata = metadata
         self.capture = capture
         self.enlist: Callable[[Any], None] | None = None
-        self.token: Token[ForwardContext | None] | None = None
+        self.token: object = None
+
+    def begin_step(self) -> None:
+        """Say that another step of this context begins: the calls of PIECEWISE wrappers that read
+        it are one step from now on, which ends where the next one begins in their pool.
+
+        For hosts whose wrappers have a `read_context`; without it every call is a step of its own.
+        Raises `InvalidOptionError` inside of `with` this context, which is a step by itself.
+        """
+        if isinstance(self.token, Token):
+            raise InvalidOptionError(
+                "a step of this context is under way: it was entered",
+                got="begin_step() inside of `with context:`",
+                expected="one of the two",
+                advice="enter the context anew for each step, and call begin_step() nowhere",
+            )
+        self.token = object()
 
     def __enter__(self) -> ForwardContext:
         try:
@@ -129,7 +148,7 @@ class ForwardContext:
         """Leave it where an interrupt may have kept `with` from doing so; else nothing changes."""
         token, self.token = self.token, None
         if current_context() is self:
-            if token is not None:
+            if isinstance(token, Token):
                 _reset_current(token)
             else:
                 # An interrupt took what was before: that was no step, as a rule.

@@ -1,5 +1,6 @@
 """How a step is captured: segments, eager breaks, state, the wrapper."""
 
+from graphrt.core.capture._keyed import KeyedGraph, KeyedGraphs
 from graphrt.core.capture.breaks import eager_break, is_listed
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.lookup import wrapper_class
@@ -25,6 +26,8 @@ __all__ = [
     "GraphOptions",
     "GraphOwner",
     "GraphWrapper",
+    "KeyedGraph",
+    "KeyedGraphs",
     "SavedState",
     "Sealing",
     "SideDoors",

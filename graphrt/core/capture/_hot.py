@@ -43,6 +43,10 @@ class Hot:
         self.fresh_containers = True
         self.mode = mode
         self.one_call_a_step = mode is GraphMode.FULL
-        self.pool = pool
         self.read_context = read_context
+        self.use(pool)
+
+    def use(self, pool: GraphPool) -> None:
+        """Capture and replay in this pool."""
+        self.pool = pool
         self.read_stream_id = pool.read_stream_id

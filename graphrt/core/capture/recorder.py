@@ -114,6 +114,7 @@ class Capture:
         self._depth = len(dispatch_modes())
         undo = Undo()
         try:
+            undo.enter(self.pool.on_device())
             undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
             torch.set_grad_enabled(False)
             undo.later(partial(active.set, outer))
@@ -121,8 +122,7 @@ class Capture:
             under_way.add(id(self))
             active.set(self)
             # A collection may destroy the graphs of others, which no device allows meanwhile.
-            # Each knows the other, and the pool is to go when its owner does.
-            undo.later(partial(setattr, self, "_watch", None))
+            undo.later(partial(setattr, self, "_watch", None))  # each knows the other
             undo.later(partial(thaw_garbage, self))
             freeze_garbage(self)
             self._enter_pool(undo)

@@ -30,6 +30,12 @@ class Sealing:
         # Whether a step may capture what it misses: read at every step.
         self.may_capture = self._lazy
 
+    def in_session(self, begun: bool) -> None:
+        """A capture session has begun, or ended: what captures lazily may meanwhile, and then no
+        more."""
+        if self._lazy:
+            (self.open if begun else self.close)()
+
     def close(self) -> None:
         """Capture nothing any more."""
         self.closed = True

@@ -26,8 +26,8 @@ from graphrt.core.batch import (
     graphs_off,
 )
 from graphrt.core.capture._hot import Hot
+from graphrt.core.capture._kept import Kept
 from graphrt.core.capture._leaves import strided
-from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Capture
 from graphrt.core.capture.refusals import Given
@@ -41,7 +41,6 @@ from graphrt.core.replay import (
     Updates,
     arguments_of,
     check_arguments,
-    graphs_of,
     is_inside_capture,
     under_way,
     waiting_step,
@@ -100,14 +99,13 @@ class GraphWrapper(Uncopied):
         self.eager_calls_after_seal = 0
         self.failed_updates = 0
         self.last_failed_update: str | None = None
-        self.pool.add_holder(self)
         self._hot = Hot(self.runtime_mode, self.pool, self.options, read_context)
-        self._entries: dict[BatchDescriptor, Entry] = {}
-        self._bridges = Bridges()
-        self._statics = Bridges()
+        self._kept = Kept(self._hot)
         self._sealing = Sealing(self.options)
         self._off = graphs_off()
         self._owner_served = False
+        # Last: a session that is under way has it capture from now on.
+        self.pool.add_holder(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the runnable, as the context says; returns what it returns.
@@ -168,8 +166,8 @@ class GraphWrapper(Uncopied):
             outputs = entry.outputs
             if hot.clones:
                 outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-            elif entry.container and hot.fresh_containers:
-                outputs = tree.copied(outputs)
+            elif entry.fresh is not None and hot.fresh_containers:
+                outputs = entry.fresh()
             # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
             pool.owner = owner
             return outputs
@@ -183,12 +181,12 @@ class GraphWrapper(Uncopied):
         return getattr(self.runnable, name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.runtime_mode.name}, {len(self._entries)} graphs)"
+        return f"{type(self).__name__}({self.runtime_mode.name}, {len(self._kept.entries)} graphs)"
 
     @property
     def entries(self) -> Mapping[BatchDescriptor, Entry]:
         """What is captured, by descriptor; a read-only view."""
-        return MappingProxyType(self._entries)
+        return MappingProxyType(self._kept.entries)
 
     @property
     def sealed(self) -> bool:
@@ -225,40 +223,49 @@ class GraphWrapper(Uncopied):
         """Allow capturing again."""
         self._sealing.open()
 
+    def in_session(self, begun: bool) -> None:
+        """See `GraphPool.capture_session`."""
+        self._sealing.in_session(begun)
+
+    def move_to(self, pool: GraphPool) -> None:
+        """Capture in another pool of the same device from now on; the old one forgets the wrapper.
+
+        Raises `GraphsCapturedError` while it has graphs, `PoolBusyError` while a step is under way
+        in its pool, and `InvalidOptionError` for a pool of another platform or device.
+        """
+        check_kind("pool", pool, GraphPool)
+        pool.check_open()
+        pool.check_like(self.pool)
+        self.pool.check_idle()
+        self._kept.check_none()
+        self.pool.remove_holder(self)
+        self.pool = pool
+        self._hot.use(pool)
+        pool.add_holder(self)
+
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again.
 
         Raises `PoolBusyError` while a step is under way in the pool.
         """
         self.pool.check_idle()
-        parts = [part for entry in self._entries.values() for part in entry.parts]
-        self._hot.by_slot = [None]
-        self._entries.clear()
-        self.pool.reset_graphs(graphs_of(parts))
-        self._bridges.clear()
-        self._statics.clear()
+        self.pool.reset_graphs(self._kept.take_all())
+        self._kept.clear_buffers()
         self._sealing.open()
 
     def update(self, updates: Updates) -> None:
         """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
         was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
-        waiting_step(self.pool, self._entries.values()).end(self.pool, updates)
+        waiting_step(self.pool, self._kept.entries.values()).end(self.pool, updates)
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graph of one descriptor, if there is one."""
-        entry = self._entries.get(descriptor)
-        if entry is not None:
-            hot = self._hot
-            hot.by_slot = [None if other is entry else other for other in hot.by_slot]
-            self._entries.pop(descriptor, None)
-            self.pool.reset_graphs(graphs_of(entry.parts))
-            if not self._entries:
-                self._bridges.clear()
-                self._statics.clear()
+        self.pool.reset_graphs(self._kept.take(descriptor))
+        self._kept.clear_buffers()
 
     def _entry_or_none(self, context: ForwardContext) -> Entry | None:
         descriptor = context.descriptor
-        entry = None if descriptor is None else self._entries.get(descriptor)
+        entry = None if descriptor is None else self._kept.entries.get(descriptor)
         if entry is None:
             return None
         under_way = context.capture or context.token
@@ -274,7 +281,7 @@ class GraphWrapper(Uncopied):
                 if again
                 else "call clear_graphs() or drop(descriptor) before capturing again",
             )
-        self._insert(entry, context.slot)
+        self._kept.find_at(context.slot, entry)
         return entry
 
     def _first_call(
@@ -285,7 +292,7 @@ class GraphWrapper(Uncopied):
             return self.runnable(*args, **kwargs)
         allowed = context.capture is not None or self._sealing.may_capture
         if descriptor is None or not allowed:
-            reason = self._sealing.miss(context, self._entries)
+            reason = self._sealing.miss(context, self._kept.entries)
             self.eager_calls_after_seal += reason is Reason.SEALED
             self.calls_without_graph += reason is Reason.MISSING_GRAPH
             return self.runnable(*args, **kwargs)
@@ -296,7 +303,7 @@ class GraphWrapper(Uncopied):
     ) -> Any:
         capture = Capture(
             self.pool,
-            self._bridges,
+            self._kept.bridges,
             context,
             Given((args, kwargs), self.pool.platform.device_type, own=self._owner_served),
             breakable=self._breakable,
@@ -317,18 +324,16 @@ class GraphWrapper(Uncopied):
             if transaction is not None:
                 transaction.add(self, functools.partial(self.drop, descriptor))
             # The one store from which on it is captured.
-            self._entries[descriptor] = entry
+            self._kept.entries[descriptor] = entry
         except BaseException:
-            if descriptor not in self._entries:
+            if descriptor not in self._kept.entries:
                 capture.discard()
-            if not self._entries:
-                # They may lie in the pool, and keep what the graph had there.
-                self._bridges.clear()
-                self._statics.clear()
+            self._kept.clear_buffers()
             raise
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
         if transaction is not None:
-            self._insert(entry, transaction.slot)
+            self._kept.find_at(transaction.slot, entry)
+        self.pool.captured(self, descriptor)
         return tree.map_tensors(torch.Tensor.clone, result) if self._hot.clones else result
 
     def _repeat_eagerly(
@@ -351,10 +356,4 @@ class GraphWrapper(Uncopied):
             capture.check_read(strided(result), "the forward returns")
         if self.options.outputs != "static":
             return result
-        return self._statics.fix(0, result, stays=lambda path, tensor: False)[0]
-
-    def _insert(self, entry: Entry, slot: int) -> None:
-        if slot >= 0:
-            by_slot = self._hot.by_slot
-            by_slot.extend([None] * (slot + 2 - len(by_slot)))
-            by_slot[slot] = entry
+        return self._kept.statics.fix(0, result, stays=lambda path, tensor: False)[0]

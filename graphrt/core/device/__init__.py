@@ -1,6 +1,7 @@
 """The device contract, the platforms that fulfil it, and the memory of their graphs."""
 
 from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
+from graphrt.core.device._devices import capture_lock, device_of, no_other_capture
 from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
 from graphrt.core.device.error_chain import error_chain
@@ -29,6 +30,7 @@ from graphrt.core.device.pool_memory import (
     PoolMemory,
     captured_pool,
     never_destroy,
+    pool_handle,
 )
 from graphrt.core.device.registry import (
     ENTRY_POINT_GROUP,
@@ -74,14 +76,18 @@ __all__ = [
     "StreamRoom",
     "TaskUpdate",
     "UpdateFigures",
+    "capture_lock",
     "captured_pool",
     "current_platform",
+    "device_of",
     "error_chain",
     "get_platform",
     "hookimpl",
     "installed_platforms",
     "nested_capture",
     "never_destroy",
+    "no_other_capture",
+    "pool_handle",
     "register",
     "resolve_platform",
     "weak_alias",

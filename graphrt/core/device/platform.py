@@ -44,6 +44,7 @@ class Capability(enum.Enum):
     DEFERRED_UPDATE = "deferred_update"
     EXEC_DEDUP = "exec_dedup"
     RANDOM = "random"
+    HOST_POOL = "host_pool"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Platform(ABC):
 
     A subclass is created once, when its plugin is discovered, and must not touch the device (nor
     import the device's library) before `availability()` is called. Everything else acts on the
-    current device of the calling thread.
+    current device of the calling thread: core makes that the device of the pool.
     """
 
     name: str
@@ -109,11 +110,35 @@ class Platform(ABC):
         """Versions worth printing in `graphrt doctor`, by library name."""
         return {}
 
+    # Several devices -------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        """How many devices of this kind there are."""
+        return 1
+
+    def current_device(self) -> int | None:
+        """The index of this thread's current device; None where devices have none."""
+        return None
+
+    def on_device(self, index: int | None) -> AbstractContextManager[object]:
+        """Make the device of that index this thread's current one; None changes nothing."""
+        return nullcontext()
+
     # Graphs and their memory -----------------------------------------------------------------
 
     @abstractmethod
     def new_memory(self) -> Any:
         """A handle of memory that graphs share when they never run concurrently."""
+
+    def adopt_memory(self, handle: Any) -> Any:
+        """The same over memory of the host's, such as `memory_handle` gives (HOST_POOL): it lives
+        at least until `release_memory`. Raises `PoolError` where it can no longer be entered."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot adopt graph memory")
+
+    def memory_handle(self, memory: Any) -> Any:
+        """What the host captures into `memory` with, by its own means (HOST_POOL), until
+        `release_memory`."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot show graph memory")
 
     @abstractmethod
     def new_graph(self) -> DeviceGraph:
@@ -218,6 +243,11 @@ class Platform(ABC):
         """A stream to capture on; None where the device has no streams."""
         return None
 
+    def adopt_stream(self, stream: Any) -> Any:
+        """A stream of the host's to capture on; raises `InvalidOptionError` for one that cannot
+        be."""
+        raise MissingCapabilityError(f"platform {self.name!r} has no streams to capture on")
+
     def capture_stream(self, stream: Any, work: GraphWork | None) -> Any:
         """The stream to capture on: `stream`, of `new_stream`, or one that suits better what the
         warm-up issued, which is None where nobody counted it."""
@@ -288,11 +318,8 @@ class Platform(ABC):
         """The cause of a failed capture, with the offending operator and advice where known."""
         if isinstance(error, CaptureError):
             return error
-        return CaptureError(
-            f"capture failed: {type(error).__name__}: {error}",
-            advice="run the same forward eagerly; if that passes, look for work that the device "
-            "cannot capture",
-        )
+        advice = "run the same forward eagerly; if that passes, look for what cannot be captured"
+        return CaptureError(f"capture failed: {type(error).__name__}: {error}", advice=advice)
 
     # Tasks -----------------------------------------------------------------------------------
 
@@ -308,12 +335,10 @@ class Platform(ABC):
         self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""
     ) -> None:
         """Replay `graph`, which errors call `name`, with every task issued anew, in the order that
-        the device needs.
-
-        `updates` names all tasks of the graph. With `changed` false their arguments are those of
-        the replay before, and only what the device needs at every replay is done. If an `issue`
-        raises, nothing runs, or all that runs comes to its end, with some arguments new and some
-        old; the next replay comes with `changed` true.
+        the device needs. `updates` names all tasks of the graph. With `changed` false their
+        arguments are those of the replay before, and only what the device needs at every replay is
+        done. If an `issue` raises, nothing runs, or all that runs comes to its end, with some
+        arguments new and some old; the next replay comes with `changed` true.
         """
         raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
 

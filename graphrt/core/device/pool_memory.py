@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NewType
 from weakref import WeakSet, ref
 
+from graphrt.core.base import InvalidOptionError, PoolError, logger
+
 PoolHandle = NewType("PoolHandle", tuple[int, int])
 
 
@@ -25,6 +27,9 @@ class Allocator:
     """Route this thread's allocations into a pool, and take a share of it."""
     stop_routing: Callable[[int, PoolHandle], object]
     release_share: Callable[[int, PoolHandle], object]
+    hold: Callable[[int, PoolHandle], Any]
+    """A graph of nothing that holds a pool until its `reset`: also the part of it that is page-
+    locked host memory, of which no binding takes a share. Raises `RuntimeError`."""
 
 
 class _Routing(AbstractContextManager[None]):
@@ -53,12 +58,18 @@ class _Routing(AbstractContextManager[None]):
 
 
 class PoolMemory:
-    """One allocator pool, and those before it that could not be used again."""
+    """One allocator pool, and those before it that could not be used again.
 
-    def __init__(self, allocator: Allocator) -> None:
+    A pool that is the host's too, given by it or shown to it, keeps its handle: this object takes
+    a share of its own, so that it lives on between two graphs, until `clear`.
+    """
+
+    def __init__(self, allocator: Allocator, adopted: PoolHandle | None = None) -> None:
+        """Raises `PoolError` for an `adopted` pool that has memory in use and no graph."""
         self._allocator = allocator
         self.device = allocator.current_device()
-        self._handles = [self._new_handle()]
+        self._handles = [self._new_handle() if adopted is None else adopted]
+        self._share: Any = None
         self._graphs: WeakSet[Any] = WeakSet()
         self._keeper: ref[Any] | None = None
         self._used = False
@@ -66,6 +77,15 @@ class PoolMemory:
         self._starts: list[int] = []
         self._foreign: set[int] = set()
         self._ranges_version: tuple[int, int] | None = None
+        if adopted is not None:
+            self._take_share()
+
+    def shown(self) -> PoolHandle:
+        """The allocator pool to use now and, by the host too, until `clear`."""
+        handle = self.handle()
+        if self._share is None:
+            self._take_share()
+        return handle
 
     def handle(self) -> PoolHandle:
         """The allocator pool to use now."""
@@ -96,10 +116,17 @@ class PoolMemory:
     def abandon(self, graph: Any) -> None:
         """Never capture into the present pool again: an allocator may still route into it.
 
-        Its filter points at `graph`, which must therefore never be destroyed.
+        Its filter points at `graph`, which must therefore never be destroyed. The host cannot
+        capture into it either, and is told so.
         """
         never_destroy(graph)
         self.stop_routing()
+        if self._share is not None:
+            logger.warning(
+                "a capture that failed could not be taken back: the allocator pool %s, which is "
+                "shared with the host, can be captured into no more; GraphPool.handle is another",
+                self._handles[-1],
+            )
         self._renew()
 
     def allocating(self) -> AbstractContextManager[None]:
@@ -127,13 +154,33 @@ class PoolMemory:
         return sum(end - start for start, end in self._ranges)
 
     def clear(self) -> None:
-        """Forget all graphs, which are reset already."""
+        """Forget all graphs, which are reset already, and give a share of the pool back."""
         self._graphs.clear()
+        self._give_share()
         self._handles = [self._new_handle()]
         self._used = False
         self._forget_ranges()
 
+    def _take_share(self) -> None:
+        handle = self._handles[-1]
+        try:
+            self._share = self._allocator.hold(self.device, handle)
+        except RuntimeError as error:
+            raise PoolError(
+                "the allocator pool cannot be entered",
+                got=f"handle {handle}: {str(error).splitlines()[0]}",
+                expected="the handle of a pool that is new, or that a graph holds",
+                advice="give a new handle: a pool whose last graph is gone is being freed",
+            ) from error
+
+    def _give_share(self) -> None:
+        if self._share is not None:
+            self._share.reset()
+            self._share = None
+
     def _alive(self) -> bool:
+        if self._share is not None:
+            return True
         keeper = None if self._keeper is None else self._keeper()
         if keeper is not None and captured_pool(keeper) is not None:
             return True
@@ -144,6 +191,7 @@ class PoolMemory:
         return False
 
     def _renew(self) -> None:
+        self._give_share()
         self._handles.append(self._new_handle())
         self._graphs = WeakSet()
         self._used = False
@@ -183,6 +231,18 @@ class PoolMemory:
 
     def _new_handle(self) -> PoolHandle:
         return PoolHandle(self._allocator.new_handle())
+
+
+def pool_handle(handle: Any) -> PoolHandle:
+    """What a host calls an allocator pool by; raises `InvalidOptionError` for anything else."""
+    plain = tuple(handle) if isinstance(handle, tuple | list) else ()
+    if len(plain) != 2 or not all(isinstance(each, int) for each in plain) or plain == (0, 0):
+        raise InvalidOptionError(
+            "no handle of an allocator pool",
+            got=repr(handle),
+            expected="two integers: graph_pool_handle(), MemPool.id or the pool() of a graph",
+        )
+    return PoolHandle((plain[0], plain[1]))
 
 
 def captured_pool(graph: Any) -> PoolHandle | None:

@@ -1,6 +1,7 @@
 """What one captured step is, and how it is replayed in its pool."""
 
 from graphrt.core.replay._deferred import DEFERRED, Deferred, waiting_step
+from graphrt.core.replay._session import CaptureSession
 from graphrt.core.replay.arguments import arguments_of, check_arguments
 from graphrt.core.replay.eager_part import (
     EagerPart,
@@ -13,7 +14,7 @@ from graphrt.core.replay.eager_part import (
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import HandedOut, Handout, handout_of
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
-from graphrt.core.replay.pool import GraphPool, HoldsGraphs
+from graphrt.core.replay.pool import GraphPool, HoldsGraphs, OnCapture
 from graphrt.core.replay.recording import (
     Recording,
     active,
@@ -31,6 +32,7 @@ __all__ = [
     "DEFERRED",
     "UNCHANGED",
     "WORST_CASE",
+    "CaptureSession",
     "CapturedTask",
     "Deferred",
     "EagerPart",
@@ -42,6 +44,7 @@ __all__ = [
     "HookedSegment",
     "HostArg",
     "HostValues",
+    "OnCapture",
     "Part",
     "Recording",
     "SegmentHooks",

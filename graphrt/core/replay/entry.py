@@ -31,9 +31,9 @@ class Entry:
         "_only_graphs",
         "_table",
         "captured_in",
-        "container",
         "deferred",
         "descriptor",
+        "fresh",
         "graph",
         "inputs",
         "outputs",
@@ -58,7 +58,7 @@ class Entry:
         # What was under way: called again in the same, the wrapper would replay itself.
         self.captured_in = captured_in
         # The caller may change what it gets, so a container is made anew for every step.
-        self.container = _can_change(outputs)
+        self.fresh = tree.copier(outputs)
         self._mixed = False
         # Whether the next replay compares its arguments with those of the capture.
         self.unchecked = False
@@ -166,9 +166,3 @@ class Entry:
                 taken += count
             else:
                 part.replay()
-
-
-def _can_change(outputs: Any) -> bool:
-    if type(outputs) is tuple:
-        return any(map(_can_change, outputs))
-    return not isinstance(outputs, torch.Tensor | None)

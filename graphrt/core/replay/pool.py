@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
 from threading import get_ident
 from typing import Any, Protocol
+
+import torch
 
 from graphrt.core.base import (
     GraphRTError,
@@ -19,20 +19,22 @@ from graphrt.core.base import (
     PoolClosedError,
     Uncopied,
 )
-from graphrt.core.batch import ForwardContext
+from graphrt.core.batch import BatchDescriptor, ForwardContext
 from graphrt.core.device import (
     Capability,
     DeviceGraph,
     Platform,
     SharingFigures,
     UpdateFigures,
+    capture_lock,
+    device_of,
     resolve_platform,
 )
+from graphrt.core.replay._session import CaptureSession, open_session
 from graphrt.core.replay.handout import HandedOut, expire
 
-# The one thing that is process-wide, because the device is: two captures on one device at the
-# same time see each other's work, whoever they belong to.
-_capture_locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
+OnCapture = Callable[[Any, BatchDescriptor], object]
+"""What is called after a capture, with the wrapper and the descriptor."""
 
 
 class AwaitsUpdates(ABC):
@@ -52,6 +54,9 @@ class HoldsGraphs(Protocol):
     def clear_graphs(self) -> None:
         """Destroy them all."""
 
+    def in_session(self, begun: bool) -> None:
+        """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
+
 
 class GraphPool(Uncopied):
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
@@ -60,14 +65,35 @@ class GraphPool(Uncopied):
     the next step. `generation` counts the steps. A step that begins before another one is over,
     in another thread or inside of it, raises `PoolBusyError`; replays from two streams are ordered
     by an event.
+
+    A pool belongs to one `device`, whichever is current. It captures on `stream`, None where the
+    device has none. `captures` counts what was captured in it; `on_capture`, which may be set, is
+    called after each with the wrapper and the descriptor.
     """
 
-    def __init__(self, platform: Platform | str | None = None) -> None:
-        """On a platform, by default the current one; raises the named errors of platforms."""
+    def __init__(
+        self,
+        platform: Platform | str | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        handle: Any = None,
+        stream: Any = None,
+    ) -> None:
+        """On a platform, by default the current one, and a device of it, by default the current.
+
+        `handle` is an allocator pool of the host's: what both capture shares its memory. The host's
+        graphs keep theirs whatever happens to this pool, which must be the only one of graphrt over
+        that handle: two do not see each other's steps. `stream` is the one that the host captures
+        on: blocks of a pool are used again by captures on the same stream alone. Raises
+        `MissingCapabilityError`, `InvalidOptionError`, `PoolError` for a handle that cannot be
+        entered, and the named errors of platforms.
+        """
         self.platform = resolve_platform(platform)
-        self.memory: Any = self.platform.new_memory()
-        self.stream: Any = self.platform.new_stream()
+        self.device = device_of(self.platform, device)
+        self._several = self.platform.device_count() > 1
         self.generation = 0
+        self.captures = 0
+        self.on_capture: OnCapture | None = None
         self.closed = False
         # What steps of runners have handed out and no step has overwritten yet.
         self.handed_out: HandedOut = []
@@ -76,14 +102,82 @@ class GraphPool(Uncopied):
         # The wrapper's replay path reads and writes the following directly. The owner is the
         # context of the step, or the capture, that is under way.
         self.owner: object | None = None
-        self.step: Token[ForwardContext | None] | None = None
+        self.step: object = None
         self.read_stream_id: Callable[[], int] | None = None
-        if Capability.STREAMS in self.platform.capabilities:
-            self.read_stream_id = self.platform.stream_id_reader()
         self.stream_id: int | None = None
         self._step_context: ForwardContext | None = None
+        # The last step that a host began, and that another one has followed.
+        self._step_over: object = None
         self.last_stream: Any = None
         self._holders: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
+        self._sessions: list[CaptureSession] = []
+        with self.on_device():
+            new, adopt = self.platform.new_stream, self.platform.adopt_stream
+            self.stream: Any = new() if stream is None else adopt(stream)
+            if Capability.STREAMS in self.platform.capabilities:
+                self.read_stream_id = self.platform.stream_id_reader()
+            self.memory: Any = self._new_memory(handle)
+
+    def _new_memory(self, handle: Any) -> Any:
+        if handle is None:
+            return self.platform.new_memory()
+        with self.capture_lock:
+            return self.platform.adopt_memory(handle)
+
+    @property
+    def handle(self) -> Any:
+        """What the host passes as the pool of its own captures, to share this memory.
+
+        It stays the same from now on until `close()`. Raises `MissingCapabilityError`.
+        """
+        self.check_open()
+        with self.capture_lock, self.on_device():
+            return self.platform.memory_handle(self.memory)
+
+    def capture_session(self, *, stream: Any = None) -> AbstractContextManager[CaptureSession]:
+        """A context around many captures, such as those of a host that captures piece by piece.
+
+        Garbage is frozen once, beside a heap that the host has frozen collected once. Wrappers with
+        `GraphOptions(lazy=True)` may capture inside, those included that come into the pool
+        meanwhile, and are sealed where it ends, however it ends. It holds no lock and owns no pool:
+        the host runs and captures in it what it likes. `stream` is where the pool captures from now
+        on, as in `GraphPool(stream=)`. May be nested.
+        """
+        self.check_open()
+        if stream is not None:
+            with self.on_device():
+                self.stream = self.platform.adopt_stream(stream)
+        session = CaptureSession(lambda: self.captures, self.bytes)
+        return open_session(session, self._begin_session, self._end_session)
+
+    def _begin_session(self, session: CaptureSession) -> None:
+        self._sessions.append(session)
+        self._tell_holders()
+
+    def _end_session(self, session: CaptureSession) -> None:
+        if session in self._sessions:
+            self._sessions.remove(session)
+            self._tell_holders()
+
+    def captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
+        """Count a capture, and tell who wants to know."""
+        self.captures += 1
+        if self.on_capture is not None:
+            self.on_capture(wrapper, descriptor)
+
+    def clear_graphs(self) -> None:
+        """Destroy the graphs of every wrapper in the pool, which can capture again.
+
+        Memory that the host shares stays the pool's, for what is captured next; other memory is the
+        allocator's again. Raises `PoolBusyError` while a step is under way.
+        """
+        self.check_idle()
+        for holder in list(self._holders):
+            holder.clear_graphs()
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Makes its device the current one of this thread, if there are several."""
+        return self.platform.on_device(self.device.index) if self._several else nullcontext()
 
     def check_free(self, owner: object) -> object | None:
         """What owns the pool now: nothing, or `owner` itself, else raises `PoolBusyError`.
@@ -102,6 +196,8 @@ class GraphPool(Uncopied):
 
     def enter_step(self, context: ForwardContext) -> None:
         """Count a new step of several pieces; raises `PoolBusyError` inside another one."""
+        if context.token is not None and context.token is self._step_over:
+            raise self.busy_error(context)
         self.leave_step(context)
         self.step = context.token
         self._step_context = context
@@ -112,7 +208,10 @@ class GraphPool(Uncopied):
         """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
         last = self._step_context
         if last is not None and last is not context and last.token is self.step is not None:
-            raise self.busy_error(context)
+            if isinstance(self.step, Token):
+                raise self.busy_error(context)
+            # Nobody says where a step of a host's own context ends: here, at the latest.
+            self._step_over = self.step
         self.step = None
         self._step_context = None
 
@@ -124,6 +223,16 @@ class GraphPool(Uncopied):
     def add_holder(self, holder: HoldsGraphs) -> None:
         """Note what has graphs that `close` must destroy; it is not kept alive."""
         self._holders.add(holder)
+        if self._sessions:
+            holder.in_session(True)
+
+    def remove_holder(self, holder: HoldsGraphs) -> None:
+        """Forget what has no graphs here any more."""
+        self._holders.discard(holder)
+
+    def _tell_holders(self) -> None:
+        for holder in list(self._holders):
+            holder.in_session(bool(self._sessions))
 
     def follow_stream(self) -> Any:
         """Let the current stream wait if another one used the pool last; returns the current."""
@@ -135,9 +244,10 @@ class GraphPool(Uncopied):
 
     def change_stream(self, stream_id: int) -> None:
         """Make the current stream, which has this id, wait for the one that replayed last."""
-        current = self.platform.current_stream()
-        if self.stream_id is not None:
-            self.platform.order_after(self.last_stream)
+        with self.on_device():
+            current = self.platform.current_stream()
+            if self.stream_id is not None:
+                self.platform.order_after(self.last_stream)
         # Together: an interrupt in a call before them has the stream wait once more.
         self.last_stream = current
         self.stream_id = stream_id
@@ -145,14 +255,14 @@ class GraphPool(Uncopied):
     @property
     def capture_lock(self) -> AbstractContextManager[object]:
         """Held by the thread that captures on the device."""
-        return _capture_locks[self.platform.device_type]
+        return capture_lock(self.device)
 
     def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs of this pool; waits for captures of other threads on the device."""
         if graphs:
             self.expire_outputs()
             # It may synchronise the device, which would break a capture that is open.
-            with self.capture_lock:
+            with self.capture_lock, self.on_device():
                 self.platform.reset_graphs(graphs)
 
     def allocate(self) -> Any:
@@ -172,7 +282,7 @@ class GraphPool(Uncopied):
         return None if self.closed else self.platform.update_figures(self.memory)
 
     def close(self) -> None:
-        """Destroy all graphs of the pool and give its memory back.
+        """Destroy all graphs of the pool and give its memory back, or its share of the host's.
 
         Raises `PoolBusyError` while a step is under way.
         """
@@ -182,7 +292,7 @@ class GraphPool(Uncopied):
                 holder.clear_graphs()
             self.closed = True
             self.step = self._step_context = None
-            with self.capture_lock:
+            with self.capture_lock, self.on_device():
                 self.platform.release_memory(self.memory)
 
     def check_open(self) -> None:
@@ -203,6 +313,17 @@ class GraphPool(Uncopied):
                 got=f"platform={name!r}, pool of {self.platform.name!r}",
                 expected="one platform",
                 advice="leave platform= out where pool= is given",
+            )
+
+    def check_like(self, other: GraphPool) -> None:
+        """Raise `InvalidOptionError` if the other pool is of another platform or device."""
+        self.check_platform(other.platform)
+        if other.device != self.device:
+            raise InvalidOptionError(
+                "the pool belongs to another device",
+                got=f"a pool on {self.device}",
+                expected=f"one on {other.device}",
+                advice="make it with device=",
             )
 
     def check_idle(self) -> None:

@@ -99,6 +99,7 @@ def capture_graphs(
     session = _Session(pool, warm_ups, bind, enlist, state, host)
     undo = Undo()
     try:
+        undo.enter(pool.on_device())
         # The host's numbers go on where they were; those of a device are not restored.
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
         undo.later(partial(thaw_garbage, session))

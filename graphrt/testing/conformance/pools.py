@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from graphrt.core.base import PoolBusyError, PoolClosedError
+from graphrt.core.base import (
+    GraphsCapturedError,
+    MissingCapabilityError,
+    PoolBusyError,
+    PoolClosedError,
+)
 from graphrt.core.batch import carry_context, current_context
-from graphrt.core.capture import eager_break
+from graphrt.core.capture import KeyedGraphs, eager_break
 from graphrt.core.device import Capability
 from graphrt.core.replay import GraphPool
 from graphrt.testing.conformance.base import D4, FULL, PIECEWISE, ConformanceBase
@@ -126,3 +132,84 @@ class PoolConformance(ConformanceBase):
             with self.platform.on_stream(streams[turn % 2]):
                 out = self.step(wrapper, FULL, x)
         assert self.first(out) == [128.0] * 4
+
+    def test_two_pools_over_one_handle_share_its_memory_and_each_keeps_its_graphs(
+        self, pool: GraphPool
+    ) -> None:
+        self.need(Capability.HOST_POOL)
+        x = self.tensor(1, 2, 3, 4)
+        first = self.wrap(lambda y: y + 1, FULL, pool)
+        self.capture(first, FULL, x)
+        other = GraphPool(self.platform, handle=pool.handle, stream=pool.stream)
+        assert other.handle == pool.handle
+        second = self.wrap(lambda y: y + 10, FULL, other)
+        self.capture(second, FULL, x)
+        assert pool.bytes() == other.bytes()
+        assert self.first(self.step(first, FULL, x)) == [2, 3, 4, 5]
+        assert self.first(self.step(second, FULL, x)) == [11, 12, 13, 14]
+        pool.close()
+        junk = [self.tensor(7, 7, 7, 7) for _ in range(32)]
+        for value in (1.0, 2.0):
+            x.copy_(self.tensor(value, value, value, value))
+            assert self.first(self.step(second, FULL, x)) == [value + 10] * 4
+            assert all(self.first(tensor) == [7] * 4 for tensor in junk)
+        other.close()
+
+    def test_a_handle_that_was_shown_stays_when_all_graphs_are_gone(self, pool: GraphPool) -> None:
+        self.need(Capability.HOST_POOL)
+        handle, x = pool.handle, self.tensor(1, 2, 3, 4)
+        wrapper = self.wrap(lambda y: y + 1, FULL, pool)
+        for _ in range(3):
+            self.capture(wrapper, FULL, x)
+            assert self.first(self.step(wrapper, FULL, x)) == [2, 3, 4, 5]
+            pool.clear_graphs()
+            assert not wrapper.entries
+            assert pool.handle == handle
+
+    def test_a_platform_without_host_pools_says_so(self, pool: GraphPool) -> None:
+        if Capability.HOST_POOL in self.platform.capabilities:
+            pytest.skip(f"platform {self.platform.name} has HOST_POOL")
+        with pytest.raises(MissingCapabilityError):
+            _ = pool.handle
+
+    def test_a_wrapper_without_graphs_moves_to_another_pool(self, pool: GraphPool) -> None:
+        wrapper, x = self.wrap(lambda y: y + 1, FULL, pool), self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        other = GraphPool(self.platform)
+        with pytest.raises(GraphsCapturedError, match="clear_graphs"):
+            wrapper.move_to(other)
+        wrapper.clear_graphs()
+        wrapper.move_to(other)
+        self.capture(wrapper, FULL, x)
+        pool.close()
+        assert self.first(self.step(wrapper, FULL, x)) == [2, 3, 4, 5]
+        assert (pool.captures, other.captures) == (1, 1)
+        other.close()
+        assert not wrapper.entries
+
+    def test_a_stream_of_the_hosts_is_captured_on(self, pool: GraphPool) -> None:
+        self.need(Capability.STREAMS)
+        stream, seen = self.platform.new_stream(), []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            seen.append(self.platform.current_stream_id())
+            return x + 1
+
+        wrapper, x = self.wrap(forward, FULL, pool), self.tensor(1, 2, 3, 4)
+        with self.platform.on_stream(stream):
+            expected = self.platform.current_stream_id()
+            with pool.capture_session(stream=stream):
+                self.capture(wrapper, FULL, x)
+        assert seen == [expected]
+        assert self.first(self.step(wrapper, FULL, x)) == [2, 3, 4, 5]
+
+    def test_keyed_graphs_are_captured_now_and_replayed_by_key(self, pool: GraphPool) -> None:
+        graphs, x = KeyedGraphs(pool), self.tensor(1, 2, 3, 4)
+        keys: list[Any] = ["one", 2, ("three",)]
+        for place, key in enumerate(keys):
+            graphs.capture(key, partial(torch.add, x, place + 1))
+        for value in (5.0, 6.0):
+            x.copy_(self.tensor(value, value, value, value))
+            for place, key in enumerate(keys):
+                assert self.first(graphs.replay(key)) == [value + place + 1] * 4
+                assert self.first(graphs[key].outputs) == [value + place + 1] * 4

@@ -1,0 +1,72 @@
+"""Which of several devices of one kind is meant, and what may not happen on two at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from graphrt.core.base import InvalidOptionError
+from graphrt.core.device.platform import Platform
+
+# Process-wide because devices are: two captures on one device at the same time see each other's
+# work, whoever they belong to.
+_locks: dict[tuple[str, int | None], threading.RLock] = {}
+_making = threading.Lock()
+
+
+def capture_lock(device: torch.device) -> threading.RLock:
+    """The lock of a device that is held by the thread that captures on it."""
+    key = device.type, device.index
+    with _making:
+        return _locks.setdefault(key, threading.RLock())
+
+
+@contextmanager
+def no_other_capture(device: torch.device) -> Iterator[bool]:
+    """Keep other devices of this kind from being captured on, if none is: else it yields False.
+
+    The caller holds the lock of `device`. It does not wait: who captures there may wait for it.
+    """
+    with _making:
+        others = [lock for key, lock in _locks.items() if key[0] == device.type]
+    taken: list[threading.RLock] = []
+    try:
+        for lock in others:
+            if not lock.acquire(blocking=False):
+                break
+            taken.append(lock)
+        yield len(taken) == len(others)
+    finally:
+        for lock in taken:
+            lock.release()
+
+
+def device_of(platform: Platform, device: torch.device | str | int | None) -> torch.device:
+    """The device that is meant, with its index where there may be several: None is the current one.
+
+    Raises `InvalidOptionError` for one of another kind, and for an index that there is not.
+    """
+    kind = platform.device_type
+    asked = torch.device(kind, device) if isinstance(device, int) else torch.device(device or kind)
+    if asked.type != kind:
+        raise InvalidOptionError(
+            "the device is of another kind than the platform's",
+            got=str(asked),
+            expected=f"a device of type {kind!r}, which platform {platform.name!r} is for",
+            advice="leave device= out, or name the platform of that device",
+        )
+    current = platform.current_device()
+    if current is None:
+        return torch.device(kind)
+    count = platform.device_count()
+    index = current if asked.index is None else asked.index
+    if not 0 <= index < count:
+        raise InvalidOptionError(
+            "there is no device of that index",
+            got=str(asked),
+            expected=f"an index below {count}",
+        )
+    return torch.device(kind, index)

@@ -1,0 +1,381 @@
+"""Hosts with contexts, pools and keys of their own: sessions, steps, keyed graphs, hooks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import (
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphWrapper,
+    KeyedGraphs,
+)
+from graphrt.core.base import garbage
+from graphrt.errors import (
+    CaptureError,
+    CaptureSealedError,
+    InvalidOptionError,
+    MissingCapabilityError,
+    MissingGraphError,
+    NestedCaptureError,
+    PoolBusyError,
+    PoolClosedError,
+)
+
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+LAZY = GraphOptions(lazy=True)
+
+
+class Host:
+    """An engine with a context of its own, from which wrappers read graphrt's."""
+
+    def __init__(self, mode: GraphMode = PIECEWISE) -> None:
+        self.mode = mode
+        self.context: ForwardContext | None = None
+        self.contexts: dict[int, ForwardContext] = {}
+
+    def read(self) -> ForwardContext | None:
+        return self.context
+
+    def begin(self, tokens: int, *, steps: bool = True) -> None:
+        context = self.contexts.get(tokens)
+        if context is None:
+            own = BatchDescriptor(tokens, variant=tokens)
+            context = self.contexts[tokens] = ForwardContext(self.mode, own)
+        if steps:
+            context.begin_step()
+        self.context = context
+
+    def wrap(self, function: Any, pool: GraphPool, options: GraphOptions = LAZY) -> GraphWrapper:
+        return GraphWrapper(function, self.mode, pool=pool, read_context=self.read, options=options)
+
+
+def test_pieces_of_one_step_of_the_host_are_one_step():
+    host, pool = Host(), GraphPool("cpu")
+    pieces = [host.wrap(lambda x: [x + 1], pool) for _ in range(3)]
+    x = torch.zeros(4)
+
+    def forward() -> torch.Tensor:
+        y = x
+        for piece in pieces:
+            (y,) = piece(y)
+        return y
+
+    with pool.capture_session():
+        host.begin(4)
+        assert forward().tolist() == [3] * 4
+    before = pool.generation
+    for value in (5.0, 6.0):
+        x.fill_(value)
+        host.begin(4)
+        assert forward().tolist() == [value + 3] * 4
+    assert pool.generation - before == 2
+
+
+def test_without_begin_step_every_piece_is_a_step_of_its_own():
+    host, pool = Host(), GraphPool("cpu")
+    pieces = [host.wrap(lambda x: x + 1, pool) for _ in range(3)]
+    x = torch.zeros(4)
+    for _ in range(2):
+        host.begin(4, steps=False)
+        before, y = pool.generation, x
+        for piece in pieces:
+            y = piece(y)
+    assert pool.generation - before == 3
+
+
+def test_a_step_of_the_host_ends_where_the_next_one_begins():
+    host, pool = Host(), GraphPool("cpu")
+    piece, x = host.wrap(lambda x: x + 1, pool), torch.zeros(4)
+    for tokens in (4, 8, 4, 8):
+        host.begin(tokens)
+        piece(x)
+    host.begin(4)
+    piece(x)
+    first = host.context
+    host.begin(8)
+    piece(x)
+    host.context = first
+    with pytest.raises(PoolBusyError):
+        piece(x)  # the step before, which the one in between has overwritten
+    host.begin(8)
+    assert piece(x).tolist() == [1] * 4
+
+
+def test_interleaved_steps_of_two_threads_raise():
+    pool, hosts = GraphPool("cpu"), [Host(), Host()]
+    pieces = [host.wrap(lambda x: x + 1, pool) for host in hosts]
+    x = torch.zeros(4)
+    for host, piece in zip(hosts, pieces, strict=True):
+        host.begin(4)
+        piece(x)
+    errors: list[Exception] = []
+    turn = threading.Barrier(2)
+
+    def serve(host: Host, piece: GraphWrapper, after: int) -> None:
+        try:
+            host.begin(4)
+            for call in range(2):
+                for step in range(2):
+                    turn.wait(10)
+                    if step == after:
+                        piece(x)
+                turn.wait(10)
+                del call
+        except PoolBusyError as error:
+            errors.append(error)
+            turn.abort()
+        except threading.BrokenBarrierError:
+            pass
+
+    threads = [
+        threading.Thread(target=serve, args=(host, piece, place))
+        for place, (host, piece) in enumerate(zip(hosts, pieces, strict=True))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 1
+
+
+def test_begin_step_inside_of_an_entered_context_is_refused():
+    context = ForwardContext(PIECEWISE, BatchDescriptor(4))
+    with context, pytest.raises(InvalidOptionError, match="entered"):
+        context.begin_step()
+    context.begin_step()
+    with context:  # it may be both, one after the other
+        pass
+    assert context.token is None
+
+
+def test_lists_that_replays_return_are_the_callers_own():
+    host, pool = Host(FULL), GraphPool("cpu")
+    wrapper = host.wrap(lambda x: [x + 1, (x + 2, 3)], pool)
+    nested = host.wrap(lambda x: {"a": [x + 1], "b": x}, pool)
+    x = torch.zeros(4)
+    for _ in range(3):
+        host.begin(4)
+        found = wrapper(x)
+        assert [found[0].tolist(), found[1][0].tolist(), found[1][1]] == [[1] * 4, [2] * 4, 3]
+        found.clear()
+        other = nested(x)
+        assert other["a"].pop().tolist() == [1] * 4
+        other.clear()
+
+
+# Sessions ---------------------------------------------------------------------------------------
+
+
+def test_lazy_wrappers_capture_in_a_session_and_not_after_it():
+    host, pool = Host(FULL), GraphPool("cpu")
+    strict = GraphOptions(lazy=True, strict=True)
+    early, other = host.wrap(lambda x: x + 1, pool, strict), GraphPool("cpu")
+    early.seal()
+    x = torch.zeros(4)
+    with pool.capture_session() as session:
+        host.begin(4)
+        early(x)
+        late, moved = host.wrap(lambda x: x + 2, pool, strict), host.wrap(lambda x: x, other)
+        late(x)
+        moved.move_to(pool)
+        moved(x)
+        assert session.captures == 3
+        assert session.pool_bytes == pool.bytes() > 0
+        with pool.capture_session() as inner:
+            pass
+        assert inner.captures == 0 and not early.sealed
+    assert [each.sealed for each in (early, late, moved)] == [True] * 3
+    host.begin(8)
+    with pytest.raises(CaptureSealedError):
+        early(x)
+
+
+def test_a_session_that_fails_seals_and_thaws():
+    host, pool = Host(FULL), GraphPool("cpu")
+    wrapper = host.wrap(lambda x: x + 1, pool)
+    with pytest.raises(ZeroDivisionError), pool.capture_session():
+        raise ZeroDivisionError
+    assert wrapper.sealed and gc.isenabled() and gc.get_freeze_count() == 0
+    pool.close()
+    with pytest.raises(PoolClosedError), pool.capture_session():
+        pass
+
+
+def test_what_is_not_lazy_captures_in_no_session():
+    host, pool = Host(FULL), GraphPool("cpu")
+    wrapper = host.wrap(lambda x: x + 1, pool, GraphOptions())
+    with pool.capture_session():
+        host.begin(4)
+        wrapper(torch.zeros(4))
+    assert not wrapper.entries and not wrapper.sealed
+
+
+@pytest.mark.parametrize("frozen_by_host", [False, True])
+def test_captures_in_a_session_look_at_no_frozen_heap(frozen_by_host, monkeypatch):
+    counted: list[str] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            counted.append(name)
+            return getattr(gc, name)
+
+    monkeypatch.setattr(garbage, "gc", Watched())
+    monkeypatch.setattr(garbage, "_FROZEN_BY_NOBODY", 0 if frozen_by_host else 10**9)
+    host, pool = Host(FULL), GraphPool("cpu")
+    with pool.capture_session():
+        wrappers = [host.wrap(lambda x: x + 1, pool) for _ in range(5)]
+        once = list(counted)
+        for wrapper in wrappers:
+            host.begin(4)
+            wrapper(torch.zeros(4))
+        assert counted == once
+    assert counted.count("get_freeze_count") == 1
+    assert counted.count("collect") == frozen_by_host
+    assert gc.get_freeze_count() == 0
+
+
+# Counter, hook, clearing ------------------------------------------------------------------------
+
+
+def test_every_capture_is_counted_and_told():
+    host, pool = Host(FULL), GraphPool("cpu")
+    told: list[Any] = []
+    pool.on_capture = lambda wrapper, descriptor: told.append((wrapper, descriptor.num_tokens))
+    wrapper, graphs = host.wrap(lambda x: x + 1, pool), KeyedGraphs(pool)
+    x = torch.zeros(4)
+    for tokens in (4, 8, 4):
+        host.begin(tokens)
+        wrapper(x)
+    graphs.capture("key", lambda: x + 1)
+    assert pool.captures == 3
+    assert told[:2] == [(wrapper, 4), (wrapper, 8)]
+    failing = host.wrap(lambda x: x + 1 / 0, pool)
+    host.begin(16)
+    with pytest.raises(CaptureError):
+        failing(x)
+    assert pool.captures == 3
+
+
+def test_all_graphs_of_a_pool_are_cleared_and_can_be_captured_again():
+    host, pool = Host(FULL), GraphPool("cpu")
+    wrapper, graphs = host.wrap(lambda x: x + 1, pool), KeyedGraphs(pool)
+    x = torch.zeros(4)
+    for _ in range(2):
+        with pool.capture_session():
+            host.begin(4)
+            wrapper(x)
+            graph = graphs.capture("key", lambda: x + 2)
+        assert len(wrapper.entries) == len(graphs) == 1
+        pool.clear_graphs()
+        assert len(wrapper.entries) == len(graphs) == 0 and "key" not in graphs
+        with pytest.raises(MissingGraphError, match="destroyed"):
+            graph.replay()
+    with ForwardContext(FULL, BatchDescriptor(1)) as context:
+        pool.owner = context
+        with pytest.raises(PoolBusyError):
+            pool.clear_graphs()
+        pool.owner = None
+
+
+# Keyed graphs -----------------------------------------------------------------------------------
+
+
+def test_a_keyed_graph_has_the_effect_of_one_call_and_replays_it():
+    graphs, count = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
+    graph = graphs.capture("key", lambda: count.add_(1))
+    assert count.tolist() == [1] * 4
+    for _ in range(3):
+        graph.replay()
+    assert count.tolist() == [4] * 4
+    assert graphs["key"] is graph and list(graphs) == ["key"]
+
+
+def test_keys_are_captured_once_and_their_places_used_again():
+    graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
+    for key in range(3):
+        graphs.capture(key, lambda key=key: x + key)
+    with pytest.raises(CaptureError, match="second time"):
+        graphs.capture(1, lambda: x)
+    graphs.drop(1)
+    graphs.drop("unknown")
+    graphs.capture("other", lambda: x + 7)
+    assert [graphs.replay(key).tolist()[0] for key in graphs] == [0, 2, 7]
+    assert [graphs[key].slot for key in graphs] == [0, 2, 1]
+    with pytest.raises(KeyError):
+        graphs.replay(1)
+
+
+def test_a_failed_keyed_capture_leaves_nothing():
+    graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
+    with pytest.raises(CaptureError):
+        graphs.capture("key", lambda: x + 1 / 0)
+    assert len(graphs) == 0
+    assert graphs.capture("key", lambda: x + 1).replay().tolist() == [1] * 4
+
+
+def test_keyed_graphs_are_neither_captured_nor_replayed_inside_of_a_capture():
+    graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
+    inner = graphs.capture("inner", lambda: x + 1)
+    with pytest.raises(NestedCaptureError, match="no trace"):
+        graphs.capture("outer", inner.replay)
+    with pytest.raises(NestedCaptureError):
+        graphs.capture("outer", lambda: KeyedGraphs(graphs.pool).capture("inner", lambda: x + 1))
+    assert list(graphs) == ["inner"]
+
+
+def test_pieces_inside_of_a_keyed_forward_become_part_of_its_graph():
+    host, pool = Host(), GraphPool("cpu")
+    piece, x = host.wrap(lambda x: [x + 1], pool), torch.zeros(4)
+    host.begin(4)
+    graphs = KeyedGraphs(pool)
+    graph = graphs.capture("key", lambda: piece(x)[0] * 2)
+    x.fill_(3)
+    assert graph.replay().tolist() == [8] * 4
+    assert not piece.entries
+
+
+def test_graphs_that_are_off_are_called(monkeypatch):
+    monkeypatch.setenv("GRAPHRT_MODE", "NONE")
+    graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
+    graph = graphs.capture("key", lambda: x + 1)
+    x.fill_(1)
+    assert graph.replay().tolist() == [2] * 4 and graphs.pool.captures == 0
+
+
+# Pools of the host's ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"device": "cuda"}, InvalidOptionError),
+        ({"handle": (0, 1)}, InvalidOptionError),
+        ({"stream": object()}, MissingCapabilityError),
+    ],
+)
+def test_what_the_cpu_cannot_adopt_is_refused(wrong, error):
+    with pytest.raises(error):
+        GraphPool("cpu", **wrong)
+
+
+def test_memory_of_a_closed_pool_is_not_adopted():
+    pool = GraphPool("cpu")
+    handle = pool.handle
+    pool.close()
+    with pytest.raises(PoolClosedError):
+        GraphPool("cpu", handle=handle)
+    with pytest.raises(PoolClosedError):
+        _ = pool.handle
+
+
+def test_a_pool_says_which_device_it_is_for():
+    assert GraphPool("cpu", device="cpu").device == torch.device("cpu")
