@@ -114,7 +114,7 @@ class AcceleratorPlatform(Platform):
         return self._captures.new_stream()
 
     def adopt_stream(self, stream: Any) -> torch.Stream:
-        if isinstance(stream, torch.Stream) and not self._captures.is_lost(stream):
+        if hasattr(stream, "stream_id") and not self._captures.is_lost(stream):
             return stream
         raise InvalidOptionError(
             "nothing can be captured on this stream",

@@ -199,6 +199,7 @@ class StubDevice:
             "current_accelerator": self.current_accelerator,
             "is_available": lambda: self.available,
             "current_device_index": lambda: 0,
+            "device_count": lambda: 1,
             "current_stream": self.current_stream,
             "set_stream": self.set_stream,
             "synchronize": lambda: None,

@@ -117,6 +117,9 @@ class FakeNpu:
     def current_device(self) -> int:
         return 0
 
+    def device_count(self) -> int:
+        return 1
+
     def set_device(self, device: int) -> None:
         self.log.append(f"device {device}")
 
