@@ -114,8 +114,9 @@ class AcceleratorPlatform(Platform):
         return self._captures.new_stream()
 
     def adopt_stream(self, stream: Any) -> torch.Stream:
-        if hasattr(stream, "stream_id") and not self._captures.is_lost(stream):
-            return stream
+        own: torch.Stream = stream
+        if hasattr(stream, "stream_id") and not self._captures.is_lost(own):
+            return own
         raise InvalidOptionError(
             "nothing can be captured on this stream",
             got=repr(stream),

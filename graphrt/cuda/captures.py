@@ -50,7 +50,7 @@ class CudaCaptures(Captures[GraphMemory]):
 
     def _end(self, graph: Any, opened: OpenCapture[GraphMemory]) -> bool:
         stream = opened.stream.cuda_stream
-        self._forks.end()
+        waits = self._forks.end()
         # capture_end() of an invalidated capture leaves the allocator in a state that depends on
         # the version of torch; abort() leaves a clean one.
         if capture_is_invalidated(stream):
@@ -58,7 +58,7 @@ class CudaCaptures(Captures[GraphMemory]):
                 "an error that the forward caught, or did not notice, had ended the capture",
                 advice="do not catch errors of device work inside the captured forward",
             )
-        self._forks.check_joined(stream)
+        self._forks.check_joined(stream, waits)
         if captured_nodes(stream) != 0:
             graph.capture_end()
             return True

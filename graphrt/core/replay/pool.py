@@ -90,7 +90,11 @@ class GraphPool(Uncopied):
         """
         self.platform = resolve_platform(platform)
         self.device = device_of(self.platform, device)
-        self._several = self.platform.device_count() > 1
+        # Whether another device is this thread's current one; None where there is one alone.
+        self.elsewhere: Callable[[], bool] | None = None
+        if self.platform.device_count() > 1:
+            own, current = self.device.index, self.platform.current_device
+            self.elsewhere = lambda: current() != own
         self.generation = 0
         self.captures = 0
         self.on_capture: OnCapture | None = None
@@ -177,7 +181,9 @@ class GraphPool(Uncopied):
 
     def on_device(self) -> AbstractContextManager[object]:
         """Makes its device the current one of this thread, if there are several."""
-        return self.platform.on_device(self.device.index) if self._several else nullcontext()
+        if self.elsewhere is None:
+            return nullcontext()
+        return self.platform.on_device(self.device.index)
 
     def check_free(self, owner: object) -> object | None:
         """What owns the pool now: nothing, or `owner` itself, else raises `PoolBusyError`.
@@ -318,11 +324,15 @@ class GraphPool(Uncopied):
     def check_like(self, other: GraphPool) -> None:
         """Raise `InvalidOptionError` if the other pool is of another platform or device."""
         self.check_platform(other.platform)
-        if other.device != self.device:
+        self.check_device(other.device)
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise `InvalidOptionError` if the pool is on another device."""
+        if device_of(self.platform, device) != self.device:
             raise InvalidOptionError(
                 "the pool belongs to another device",
                 got=f"a pool on {self.device}",
-                expected=f"one on {other.device}",
+                expected=f"one on {device}",
                 advice="make it with device=",
             )
 

@@ -13,6 +13,7 @@ from graphrt.core.base import (
     check_callable,
 )
 from graphrt.core.capture import GraphOptions
+from graphrt.core.device import Platform, resolve_platform
 from graphrt.core.plan import CompiledFacts, SavedFacts, compiled_in
 from graphrt.core.replay import GraphPool, SegmentHooks
 
@@ -122,6 +123,32 @@ def with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:
     real = [module for module in found.values() if not isinstance(module, SavedFacts)]
     # What a saved plan knows only stands in for modules that nobody named.
     return real or list(found.values())
+
+
+def pool_for(
+    modules: Iterable[Any],
+    pool: GraphPool | None,
+    platform: Platform | str | None,
+    device: torch.device | str | None,
+) -> tuple[GraphPool, torch.device, bool]:
+    """The pool of a runner with these modules, the device of its buffers, and whether the pool is
+    the runner's own.
+
+    Raises `InvalidOptionError` for a pool of another platform, or of another device.
+    """
+    found, is_own = pool_of(modules, pool), False
+    asked = None if device is None else torch.device(device)
+    if found is None:
+        platform = resolve_platform(platform)
+        own = asked if asked is not None and asked.type == platform.device_type else None
+        found, is_own = GraphPool(platform, device=own), True
+    elif platform is not None:
+        found.check_platform(platform)
+    if asked is not None and asked.type != found.device.type:
+        return found, asked, is_own
+    if asked is not None and asked.index is not None:
+        found.check_device(asked)
+    return found, found.device, is_own
 
 
 def pool_of(modules: Iterable[Any], pool: GraphPool | None) -> GraphPool | None:

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import (
-    InvalidBatchError,
-    PoolClosedError,
-    Uncopied,
-    VerificationError,
-    check_kind,
-)
+from graphrt.core.base import PoolClosedError, Uncopied, check_kind
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
@@ -22,7 +16,8 @@ from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import InputSpec, OutputAxes, StaticInputs, batch_of
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
-from graphrt.core.runner.compiled import pool_of, with_forward
+from graphrt.core.runner._devices import on_own_device
+from graphrt.core.runner.compiled import pool_for, with_forward
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
@@ -32,6 +27,8 @@ from graphrt.core.runner.steps import (
     LastUpdates,
     PaddedSteps,
     UnpaddedSteps,
+    no_graph_to_pad_to,
+    no_graph_to_verify,
     refuse_inside_capture,
 )
 from graphrt.core.runner.touched import keep_touched
@@ -67,7 +64,8 @@ class GraphRunner(Uncopied):
         size. What it does not name is found by comparing shapes at two sizes, if need be with an
         eager step more in `capture()`. `host` is what the host hooks in, `options` how graphs are
         captured and replayed. `pool` shares memory with what never runs at the same time as this
-        runner. `device` is where the inputs' buffers are, by default the platform's.
+        runner. `device` is where the inputs' buffers are and the graphs run, by default the pool's
+        device: the current one where the runner is made. It becomes current in every call.
 
         A plan of another platform, or without the compiled modules that the forward is or has, is
         resolved again; a `PlanChangedWarning` says what changed. Raises the named errors of bad
@@ -80,11 +78,7 @@ class GraphRunner(Uncopied):
         self.options = options or GraphOptions()
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         compiled = with_forward(forward, all_compiled(announced))
-        pool = pool_of(compiled, pool)
-        if pool is not None and platform is not None:
-            pool.check_platform(platform)
-        self._owns_pool = pool is None
-        self.pool = GraphPool(platform) if pool is None else pool
+        self.pool, place, self._owns_pool = pool_for(compiled, pool, platform, device)
         self.platform = self.pool.platform
         if plan is None:
             arguments["compiled"] = compiled
@@ -100,7 +94,7 @@ class GraphRunner(Uncopied):
             platform=self.platform,
             tokens=max(sizes.max_num_tokens, *(key[1].num_tokens for key in keys), 1),
             reqs=max(sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in keys), 1),
-            device=device or self.platform.device_type,
+            device=place,
         )
         host = host or Host()
         self.graphs = GraphSet(
@@ -153,6 +147,7 @@ class GraphRunner(Uncopied):
             at_bound=host.metadata,
             keep_touched=partial(keep_touched, graphs, self.pool, self.inputs),
         )
+        self._elsewhere = self.pool.elsewhere
         self._live_tokens = 0
         self._closed = False
 
@@ -189,6 +184,16 @@ class GraphRunner(Uncopied):
     ) -> Any:
         """Run one step like a call, with its inputs as a mapping; `at_least` tokens and
         `at_most_mode` are what ranks have agreed on."""
+        if self._elsewhere is not None and self._elsewhere():
+            with self.pool.on_device():
+                return self.step(
+                    batch,
+                    values,
+                    updates=updates,
+                    metadata=metadata,
+                    at_least=at_least,
+                    at_most_mode=at_most_mode,
+                )
         if batch is None:
             batch = batch_of(self.inputs, values)
         if under_way and is_inside_capture():
@@ -228,6 +233,7 @@ class GraphRunner(Uncopied):
         self._live_tokens += batch[0]
         return outputs
 
+    @on_own_device
     def run_padded_eagerly(
         self,
         batch: Batch,
@@ -239,11 +245,7 @@ class GraphRunner(Uncopied):
         """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
         refuse_inside_capture("run_padded_eagerly()")
         if found.slot < 0:
-            raise InvalidBatchError(
-                "there is no graph whose padding the step could have",
-                got=found.reason.name,
-                expected="a dispatch with Reason.HIT",
-            )
+            raise no_graph_to_pad_to(found.reason)
         if updates is not None:
             step = self._steps[found.slot]
             updates = self._updates.resolve(updates, step, -1, self._steps, batch)
@@ -251,6 +253,7 @@ class GraphRunner(Uncopied):
         context = ForwardContext(GraphMode.NONE, named, -1, updates, metadata, live=batch)
         return self._padded.run(batch, found, values, context, eager=True)
 
+    @on_own_device
     def verify(
         self,
         batch: Batch | None = None,
@@ -277,12 +280,7 @@ class GraphRunner(Uncopied):
             if not self._eager_launch and found.reason is not Reason.NOT_CAPTURED:
                 self.last_dispatch = found
                 return self._checked.eagerly(batch, found, values, updates, metadata)
-            raise VerificationError(
-                "there is no graph yet that could be verified",
-                got=f"{batch}: {found.reason.value}",
-                expected="a captured graph",
-                advice="capture() first",
-            )
+            raise no_graph_to_verify(batch, found.reason)
         verdict = self._checked.verify(batch, found, values, updates, metadata)
         self.last_dispatch = found
         self._live_tokens += batch[0]
@@ -290,6 +288,7 @@ class GraphRunner(Uncopied):
             raise verdict.failure
         return verdict.outputs
 
+    @on_own_device
     def capture(self, progress: Progress | None = None) -> None:
         """Capture every planned graph that is not captured yet, then seal.
 

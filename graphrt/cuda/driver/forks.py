@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -18,29 +18,35 @@ from graphrt.cuda.private_torch import Wait, replace_event_wait
 class ForkWatch:
     """Notes every wait for an event while a capture is open: that is how streams fork and join.
 
-    torch tells nobody, so `Event.wait` is replaced meanwhile; calls of other threads pass.
+    torch tells nobody, so `Event.wait` is replaced meanwhile; calls of threads that capture nothing
+    pass. Threads may capture at the same time, each on a device of its own.
     """
 
     def __init__(self) -> None:
-        self._waits: dict[int, Source | None] = {}
-        self._thread = 0
+        self._waits: dict[int, dict[int, Source | None]] = {}
+        """By the thread that captures: what it made wait, and where."""
         self._restore: Callable[[], None] | None = None
+        self._lock = Lock()
 
     def begin(self) -> None:
-        self._waits.clear()
-        self._thread = get_ident()
-        if self._restore is None:
-            self._restore = replace_event_wait(self._watching)
+        with self._lock:
+            self._waits[get_ident()] = {}
+            if self._restore is None:
+                self._restore = replace_event_wait(self._watching)
 
-    def end(self) -> None:
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
+    def end(self) -> dict[int, Source | None]:
+        """Watch this thread no longer; returns what it made wait, by stream, and where."""
+        with self._lock:
+            waits = self._waits.pop(get_ident(), {})
+            if self._restore is not None and not self._waits:
+                self._restore()
+                self._restore = None
+        return waits
 
-    def check_joined(self, stream: int) -> None:
-        """Raise `CaptureError` if work of another stream would be left out of the capture that is
-        open on `stream`."""
-        forked = {other: at for other, at in self._waits.items() if other != stream}
+    def check_joined(self, stream: int, waits: dict[int, Source | None]) -> None:
+        """Raise `CaptureError` if work of another stream, one of `waits`, would be left out of the
+        capture that is open on `stream`."""
+        forked = {other: at for other, at in waits.items() if other != stream}
         if not forked or not driver_available():
             return
         graph, joined = capture_dependencies(stream)
@@ -67,9 +73,10 @@ class ForkWatch:
 
     def _watching(self, wait: Wait) -> Wait:
         def watching(event: Any, stream: Any = None) -> None:
-            if get_ident() == self._thread:
+            waits = self._waits.get(get_ident())
+            if waits is not None:
                 waiting = torch.cuda.current_stream() if stream is None else stream
-                self._waits.setdefault(int(waiting.cuda_stream), user_source())
+                waits.setdefault(int(waiting.cuda_stream), user_source())
             wait(event, stream)
 
         return watching

@@ -4,7 +4,12 @@ from graphrt.core.runner.steps.checked import CheckedSteps
 from graphrt.core.runner.steps.checks import Checks, TrialRecord
 from graphrt.core.runner.steps.padded import PaddedSteps
 from graphrt.core.runner.steps.padded_step import PaddedStep
-from graphrt.core.runner.steps.unpadded import UnpaddedSteps, refuse_inside_capture
+from graphrt.core.runner.steps.unpadded import (
+    UnpaddedSteps,
+    no_graph_to_pad_to,
+    no_graph_to_verify,
+    refuse_inside_capture,
+)
 from graphrt.core.runner.steps.updates import LastUpdates
 
 __all__ = [
@@ -15,5 +20,7 @@ __all__ = [
     "PaddedSteps",
     "TrialRecord",
     "UnpaddedSteps",
+    "no_graph_to_pad_to",
+    "no_graph_to_verify",
     "refuse_inside_capture",
 ]

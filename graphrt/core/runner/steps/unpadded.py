@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import FrozenMetadataError, NestedCaptureError, tree
+from graphrt.core.base import (
+    FrozenMetadataError,
+    InvalidBatchError,
+    NestedCaptureError,
+    VerificationError,
+    tree,
+)
 from graphrt.core.batch import Batch, ForwardContext, GraphMode, current_context
 from graphrt.core.capture import Sealing
 from graphrt.core.dispatch import Dispatch, Reason
@@ -159,3 +165,22 @@ def refuse_inside_capture(what: str) -> None:
             expected="a call outside of captures, or in an eager part",
             advice="call the runner itself: it becomes part of the outer graph",
         )
+
+
+def no_graph_to_verify(batch: Batch, reason: Reason) -> VerificationError:
+    """That no graph was captured, which a step could be tried against."""
+    return VerificationError(
+        "there is no graph yet that could be verified",
+        got=f"{batch}: {reason.value}",
+        expected="a captured graph",
+        advice="capture() first",
+    )
+
+
+def no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
+    """That no graph serves a batch, which its padding could be that of."""
+    return InvalidBatchError(
+        "there is no graph whose padding the step could have",
+        got=reason.name,
+        expected="a dispatch with Reason.HIT",
+    )

@@ -1,0 +1,196 @@
+"""Two GPUs in one process: each runner works on its own, whichever device is current."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import GraphPool, GraphRunner, InputSpec, KeyedGraphs, eager_break
+from graphrt.core.base import InvalidOptionError
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2,
+        reason=f"needs two GPUs, this machine has {torch.cuda.device_count()}",
+    ),
+]
+
+WIDTH = 64
+
+
+class Served:
+    """A runner of a small model on one GPU."""
+
+    def __init__(self, index: int, *, mode: str = "FULL_AND_PIECEWISE") -> None:
+        self.device = torch.device("cuda", index)
+        torch.manual_seed(index)
+        self.weight = torch.randn(WIDTH, WIDTH, device=self.device)
+        cache = torch.zeros(8, WIDTH, device=self.device)
+
+        @eager_break
+        def attend(hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            cache.index_copy_(0, slots, hidden)
+            return cache.index_select(0, slots) * 2
+
+        def forward(hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            return attend(hidden @ self.weight, slots) + 1
+
+        self.runner = GraphRunner(
+            forward,
+            mode=mode,
+            sizes=[2, 4],
+            max_num_reqs=4,
+            max_num_tokens=8,
+            inputs={
+                "hidden": InputSpec(torch.float32, ("tokens", WIDTH)),
+                "slots": InputSpec(torch.int64, ("tokens",), pad=7, index=True),
+            },
+            outputs=("tokens", WIDTH),
+            device=self.device,
+        )
+
+    def serve(self, turn: int) -> None:
+        rows = turn % 4 + 1
+        generator = torch.Generator().manual_seed(turn)
+        hidden = torch.randn(rows, WIDTH, generator=generator)
+        out = self.runner(hidden=hidden, slots=torch.arange(rows))
+        assert out.device == self.device
+        expected = hidden.to(self.device) @ self.weight * 2 + 1
+        torch.testing.assert_close(out, expected)
+
+
+def test_runners_on_two_devices_are_right_when_interleaved():
+    served = [Served(0), Served(1)]
+    torch.cuda.set_device(0)
+    for each in reversed(served):
+        each.runner.capture()
+    for turn in range(40):
+        torch.cuda.set_device(turn // 3 % 2)  # current, and of no importance
+        served[turn % 2].serve(turn)
+    torch.cuda.set_device(0)
+    for each in served:
+        each.runner.recapture()
+        each.serve(1)
+        each.runner.close()
+    assert torch.cuda.current_device() == 0
+
+
+def test_runners_on_two_devices_are_right_from_two_threads():
+    failed: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            served = Served(index)
+            for _ in range(3):
+                served.runner.capture()
+                for turn in range(50):
+                    served.serve(turn)
+                served.runner.release()
+            served.runner.close()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_a_capture_on_one_device_keeps_no_step_and_no_capture_on_the_other_waiting():
+    served = Served(1)
+    served.runner.capture()
+    begun, done = threading.Event(), threading.Event()
+    x = torch.ones(4, device="cuda:0")
+    found: list[Any] = []
+
+    def forward() -> torch.Tensor:
+        y = x + 1
+        begun.set()
+        found.append(done.wait(60))
+        return y
+
+    def capture() -> None:
+        found.append(KeyedGraphs(GraphPool(device="cuda:0")).capture("key", forward))
+
+    x.add_(0)
+    torch.cuda.synchronize(0)
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(60)
+    for turn in range(10):
+        served.serve(turn)
+    other = torch.ones(4, device="cuda:1")
+    graphs = KeyedGraphs(GraphPool(device="cuda:1"))
+    assert graphs.capture("key", lambda: other + 2).replay().tolist() == [3.0] * 4
+    served.runner.release()
+    done.set()
+    thread.join()
+    assert found[0] is True, "the other device waited for this capture"
+    assert found[1].replay().tolist() == [2.0] * 4
+    served.runner.close()
+
+
+def test_two_devices_replay_at_the_same_time():
+    """Steps that take the GPU longer than the host take less time in two threads than in turns."""
+    graphs, sizes = [], 4096
+    for index in (0, 1):
+        a = torch.randn(sizes, sizes, device=f"cuda:{index}")
+        b = torch.empty_like(a)
+        keyed = KeyedGraphs(GraphPool(device=index))
+
+        def forward(a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
+            for _ in range(8):
+                torch.mm(a, a, out=b)
+            return b
+
+        with torch.cuda.device(index):
+            forward()
+        torch.cuda.synchronize(index)
+        graphs.append(keyed.capture("key", forward))
+
+    def replay(index: int) -> None:
+        for _ in range(10):
+            graphs[index].replay()
+        torch.cuda.synchronize(index)
+
+    def timed(threads: list[threading.Thread], *, together: bool) -> float:
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+            if not together:
+                thread.join()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - started
+
+    replay(0), replay(1)
+    times = {
+        together: min(
+            timed([threading.Thread(target=replay, args=(i,)) for i in (0, 1)], together=together)
+            for _ in range(3)
+        )
+        for together in (False, True)
+    }
+    assert times[True] < 0.75 * times[False], times
+
+
+def test_a_pool_of_the_other_device_is_refused():
+    pool = GraphPool(device=1)
+    with pytest.raises(InvalidOptionError):
+        GraphPool(device=0, stream=torch.cuda.Stream(1))
+    with pytest.raises(InvalidOptionError):
+        GraphRunner(
+            lambda x: x,
+            pool=pool,
+            device="cuda:0",
+            sizes=[1],
+            inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        )
+    assert pool.device == torch.device("cuda", 1)
