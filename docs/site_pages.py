@@ -16,6 +16,7 @@ PUBLIC = (
     "graphrt.errors",
     "graphrt.platforms",
     "graphrt.types",
+    "graphrt.lowlevel",
     "graphrt.compile",
     "graphrt.attention",
     "graphrt.testing",

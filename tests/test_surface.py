@@ -23,6 +23,7 @@ PUBLIC = (
     "graphrt.errors",
     "graphrt.platforms",
     "graphrt.types",
+    "graphrt.lowlevel",
     "graphrt.compile",
     "graphrt.attention",
     "graphrt.testing",

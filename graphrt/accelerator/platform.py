@@ -19,7 +19,14 @@ from graphrt.accelerator.library import (
 from graphrt.accelerator.memory import GraphMemory
 from graphrt.core.base import InvalidOptionError
 from graphrt.core.capture import GraphWrapper
-from graphrt.core.device import Availability, Capability, MemoryFigures, Platform, weak_alias
+from graphrt.core.device import (
+    CONTRACT_VERSION,
+    Availability,
+    Capability,
+    MemoryFigures,
+    Platform,
+    weak_alias,
+)
 
 
 class AcceleratorPlatform(Platform):
@@ -32,6 +39,7 @@ class AcceleratorPlatform(Platform):
     """
 
     name = "accelerator"
+    contract_version = CONTRACT_VERSION
     device_type = "cpu"
     capabilities = frozenset({Capability.CAPTURE, Capability.STREAMS})
 

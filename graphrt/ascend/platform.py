@@ -38,6 +38,7 @@ from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.base import CaptureError, InvalidOptionError, StreamBudgetError
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
+    CONTRACT_VERSION,
     Availability,
     Capability,
     GraphWork,
@@ -56,6 +57,7 @@ class AscendPlatform(Platform):
     """Graphs of `torch.npu.NPUGraph`; all calls are about the current device."""
 
     name = "ascend"
+    contract_version = CONTRACT_VERSION
     device_type = "npu"
     capabilities = frozenset(
         {

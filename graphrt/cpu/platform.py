@@ -10,6 +10,7 @@ import torch
 from graphrt.core.base import InvalidOptionError
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
+    CONTRACT_VERSION,
     Availability,
     Capability,
     GraphRead,
@@ -26,6 +27,7 @@ class CpuPlatform(Platform):
     """Captures by recording operators as they run; replays them from one call."""
 
     name = "cpu"
+    contract_version = CONTRACT_VERSION
     device_type = "cpu"
     capabilities = frozenset(
         {

@@ -12,6 +12,7 @@ import torch
 from graphrt.core.base import CaptureError, InvalidOptionError
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
+    CONTRACT_VERSION,
     Availability,
     Capability,
     GraphPointers,
@@ -39,6 +40,7 @@ class CudaPlatform(Platform):
     """Graphs of `torch.cuda.CUDAGraph`; all calls are about the current device."""
 
     name = "cuda"
+    contract_version = CONTRACT_VERSION
     device_type = "cuda"
     raw_storages = True
     # HIP has graphs and streams like CUDA; its driver is not asked for more.

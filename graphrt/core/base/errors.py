@@ -110,6 +110,10 @@ class PlatformConflictError(PlatformError):
     """Two plugins claim one name, or two out-of-tree platforms are available at once."""
 
 
+class ContractVersionError(PlatformError):
+    """A platform was written for another version of the device contract."""
+
+
 class TorchImportError(PlatformError, ImportError):
     """`import torch` failed because a device extension that it loads is broken."""
 

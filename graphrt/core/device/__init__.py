@@ -1,6 +1,7 @@
 """The device contract, the platforms that fulfil it, and the memory of their graphs."""
 
 from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
+from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device._devices import capture_lock, device_of, no_other_capture
 from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
@@ -23,7 +24,7 @@ from graphrt.core.device.graph import (
     TaskUpdate,
 )
 from graphrt.core.device.lookup import resolve_platform
-from graphrt.core.device.platform import CONTRACT_VERSION, Availability, Capability, Platform
+from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import (
     Allocator,
     PoolHandle,

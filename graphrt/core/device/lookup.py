@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphrt.core.base import PlatformUnavailableError
+from graphrt.core.device._contract import check_contract
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import current_platform, get_platform
 
@@ -13,6 +14,7 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
         return current_platform()
     if isinstance(platform, str):
         return get_platform(platform)
+    check_contract(platform.name, platform.contract_version)
     found = platform.availability()
     if not found.available:
         raise PlatformUnavailableError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import CaptureError, MissingCapabilityError
+from graphrt.core.device._contract import Capability
 from graphrt.core.device.figures import (
     GraphWork,
     Limits,
@@ -28,23 +28,6 @@ from graphrt.core.device.graph import (
     MemoryBlock,
     TaskUpdate,
 )
-
-CONTRACT_VERSION = 1
-"""Of the device contract. It grows when a platform that was right before may not be any longer."""
-
-
-class Capability(enum.Enum):
-    """What a platform can do beyond running eagerly. Core asks for these, never for a device."""
-
-    CAPTURE = "capture"
-    SHARED_POOL = "shared_pool"
-    ALLOCATE_IN_POOL = "allocate_in_pool"
-    STREAMS = "streams"
-    TASK_UPDATE = "task_update"
-    DEFERRED_UPDATE = "deferred_update"
-    EXEC_DEDUP = "exec_dedup"
-    RANDOM = "random"
-    HOST_POOL = "host_pool"
 
 
 @dataclass(frozen=True)
@@ -67,6 +50,8 @@ class Platform(ABC):
     """How `GRAPHRT_PLATFORM` and `platform=` call it."""
     device_type: str
     """The `torch.device` type of its tensors."""
+    contract_version: int = 1
+    """The `CONTRACT_VERSION` that it was written for: a plugin says so in its own class."""
     capabilities: frozenset[Capability] = frozenset()
     capture_executes: bool = False
     """Whether the operators run while they are captured. Where they do not, core replays each

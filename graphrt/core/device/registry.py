@@ -18,6 +18,7 @@ from graphrt.core.base import (
     UnknownPlatformError,
 )
 from graphrt.core.device._allowed import AllowedPlugins, normalized
+from graphrt.core.device._contract import check_contract
 from graphrt.core.device.found import (
     FAILURES,
     FoundPlatform,
@@ -311,6 +312,7 @@ def _as_platforms(result: object) -> list[Platform]:
                 expected="an instance of a Platform subclass, or several",
                 advice="return MyPlatform(), not MyPlatform",
             )
+        check_contract(each.name, each.contract_version)
     return platforms
 
 

@@ -172,8 +172,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = _path(path)
     try:
         content = json.loads(read_bounded(file, _MOST_BYTES))
-        if not isinstance(content, dict) or content.pop("graphrt_plan", None) != FORMAT:
-            raise _not_a_plan(path, "another format", f"a plan of format {FORMAT}")
+        if not isinstance(content, dict) or "graphrt_plan" not in content:
+            raise _not_a_plan(path, "JSON of something else", f"a plan of format {FORMAT}")
+        _check_format(path, content.pop("graphrt_plan"))
         if _is_deeper(content, _DEEPEST):
             raise _not_a_plan(path, f"lists nested deeper than {_DEEPEST}", "what Plan.save wrote")
         told, counted = content.pop("fingerprint", None), fingerprint(content)
@@ -186,6 +187,13 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if told != counted:
         raise _not_a_plan(path, f"fingerprint {shown(told)}", f"{counted}, of what the file holds")
     return content
+
+
+def _check_format(path: str | os.PathLike[str], found: object) -> None:
+    if found != FORMAT or isinstance(found, bool):
+        newer = isinstance(found, int) and found > FORMAT
+        expected = f"format {FORMAT}" + (": a newer graphrt wrote it" if newer else "")
+        raise _not_a_plan(path, f"format {shown(found)}", expected)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,100 @@
+"""What docs/stability.md promises: names that stay, and versions whose mismatch is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphrt import GraphPool, Plan
+from graphrt.core.base import ContractVersionError, PlanFileError, UnknownPlatformError
+from graphrt.core.device import PluginWarning
+from graphrt.cpu import CpuPlatform
+from graphrt.platforms import CONTRACT_VERSION, PlatformRegistry, hookimpl, installed_platforms
+from tests.test_surface import PUBLIC
+
+NAMES = Path(__file__).with_name("stable_names.txt")
+STABLE = [
+    module
+    for module in PUBLIC
+    if module != "graphrt.lowlevel" and not module.startswith("graphrt.hosts.")
+]
+
+
+def test_names_of_the_stable_tier_are_added_and_never_removed():
+    kept = set(NAMES.read_text(encoding="utf-8").split())
+    there = {
+        f"{module}.{name}" for module in STABLE for name in importlib.import_module(module).__all__
+    }
+    assert kept - there == set(), "removed: deprecate it first, see docs/stability.md"
+    assert there - kept == set(), f"added: write it down in {NAMES.name}"
+
+
+class OtherPlatform(CpuPlatform):
+    name = "other"
+
+
+def plugin_of(version: Any) -> Any:
+    class Versioned(OtherPlatform):
+        contract_version = version
+
+    class Plugin:
+        @hookimpl
+        def graphrt_platforms(self) -> Versioned:
+            return Versioned()
+
+    return Plugin()
+
+
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [
+        (CONTRACT_VERSION + 1, "newer graphrt"),
+        (0, "version of the plugin"),
+        ("1", "version of the plugin"),
+    ],
+)
+def test_a_plugin_for_another_contract_is_left_out_and_named(version, advice):
+    registry = PlatformRegistry({}, group=None)
+    registry.register(plugin_of(version), name="mine")
+    with pytest.warns(PluginWarning, match="ContractVersionError"):
+        (found,) = registry.platforms()
+    assert advice in (found.error or "") and f"contract_version = {version!r}" in found.error
+    with pytest.raises(UnknownPlatformError, match="mine"):
+        registry.get("other")
+    platform = plugin_of(version).graphrt_platforms()
+    with pytest.raises(ContractVersionError, match=advice):
+        GraphPool(platform)
+
+
+def test_a_plugin_for_this_contract_is_taken():
+    registry = PlatformRegistry({}, group=None)
+    registry.register(plugin_of(CONTRACT_VERSION))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert registry.get("other").name == "other"
+
+
+def test_platforms_of_graphrt_state_the_contract_that_they_are_for():
+    own = [each for each in installed_platforms() if each.origin == "built-in"]
+    assert own
+    for each in own:
+        assert vars(type(each.platform))["contract_version"] == CONTRACT_VERSION
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [(2, "a newer graphrt wrote it"), (0, "format 0"), ("1", "format '1'"), (True, "format True")],
+)
+def test_a_plan_of_another_format_is_refused_by_its_version(version, words, tmp_path):
+    path = tmp_path / "plan.json"
+    Plan(mode="FULL", sizes=[1, 2]).save(path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "graphrt_plan": version}))
+    with pytest.raises(PlanFileError, match=words) as refused:
+        Plan.load(path)
+    assert "format 1" in str(refused.value)
