@@ -82,6 +82,14 @@ def test_the_compiled_model_runs_as_it_stands(capsys, tmp_path):
     assert capsys.readouterr().out == "5 3\n"
 
 
+def test_an_engine_with_a_context_of_its_own_runs_as_it_stands(capsys):
+    (code,) = examples("docs/hosts.md")
+    names: dict[str, Any] = {}
+    exec(compile(code, "hosts.md", "exec"), names)
+    assert capsys.readouterr().out == "3 3\n"
+    assert all(piece.sealed and len(piece.entries) == 1 for piece in names["pieces"])
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_and_links_lead_somewhere(document):
     text, folder = text_of(document), (ROOT / document).parent
