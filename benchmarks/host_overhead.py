@@ -26,6 +26,7 @@ from graphrt import (
     ForwardContext,
     GraphDispatcher,
     GraphMode,
+    GraphOptions,
     GraphPool,
     GraphRunner,
     InputSpec,
@@ -182,6 +183,49 @@ def piecewise_step(platform: Any, measure: Measure = measure) -> dict[str, float
     }
 
 
+def host_pieces(platform: Any, measure: Measure = measure) -> dict[str, float]:
+    """What a piece that returns a list costs a host with contexts of its own, above its replay."""
+    pool, descriptor = GraphPool(platform), BatchDescriptor(1)
+    context = ForwardContext(GraphMode.PIECEWISE, descriptor)
+    own = {"graphrt": context}
+    wrap, options = wrapper_class(platform), GraphOptions(lazy=True)
+    pieces = [
+        wrap(
+            lambda x: [x.add_(1)],
+            GraphMode.PIECEWISE,
+            pool=pool,
+            read_context=lambda: own.get("graphrt"),
+            options=options,
+        )
+        for _ in range(PIECES)
+    ]
+    x = torch.zeros(1, 8, device=platform.device_type)
+
+    def begun() -> None:
+        context.begin_step()
+        for piece in pieces:
+            piece(x)
+
+    def unbegun() -> None:
+        context.token = None
+        for piece in pieces:
+            piece(x)
+
+    with pool.capture_session():
+        begun()
+    graphs = [piece.entries[descriptor].parts[0] for piece in pieces]
+
+    def bare() -> None:
+        for graph in graphs:
+            graph.replay()
+
+    plain, one, each = measure(bare, begun, unbegun)
+    return {
+        "a piece of a host's step, in a list": (one - plain) / PIECES,
+        "the same without begin_step()": (each - plain) / PIECES,
+    }
+
+
 def runner_call(platform: Any) -> dict[str, float]:
     """A whole `GraphRunner` call with five inputs, at a captured size and padded."""
     with decode_runner(platform) as runner:
@@ -220,6 +264,7 @@ def main() -> None:
     for count in (1, 51, 500):
         results[f"FULL hit, {count} sizes"] = full_step(platform, count)
     results[f"PIECEWISE, {PIECES} segments"] = piecewise_step(platform)
+    results[f"{PIECES} pieces of a host's"] = host_pieces(platform)
     results["GraphRunner"] = runner_call(platform)
     few = results["FULL hit, 51 sizes"]["dispatch + context + wrapper"]
     many = results["FULL hit, 500 sizes"]["dispatch + context + wrapper"]

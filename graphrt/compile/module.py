@@ -110,7 +110,7 @@ class CompiledModule:
         if self._released or context is None or context.capture is not None:
             self._follow_weights()
         in_pieces = context is not None and context.mode is GraphMode.PIECEWISE
-        if not in_pieces or context is None or context.capture is not None or context.slot < 0:
+        if not in_pieces or context is None or context.capture is not None or not context.announced:
             try:
                 built = self._checked(args, kwargs)
             except RetraceError as error:

@@ -147,6 +147,31 @@ def test_interleaved_steps_of_two_threads_raise():
     assert len(errors) == 1
 
 
+def test_a_context_that_is_kept_is_found_by_a_number_that_announces_nothing():
+    host, pool = Host(FULL), GraphPool("cpu")
+    strict = GraphOptions(lazy=True, strict=True)
+    one, other = host.wrap(lambda x: x + 1, pool, strict), host.wrap(lambda x: x + 2, pool, strict)
+    x = torch.zeros(4)
+    with pool.capture_session():
+        host.begin(4)
+        one(x)
+        assert host.context.slot == -1
+    for tokens in (4, 8, 4):
+        host.begin(tokens)
+        if tokens == 4:
+            assert one(x).tolist() == [1] * 4
+    numbers = {context.slot for context in host.contexts.values()}
+    assert host.context.numbered and len(numbers) == 2
+    host.begin(8)
+    for wrapper in (one, other):
+        with pytest.raises(CaptureSealedError):
+            wrapper(x)
+    given = ForwardContext(FULL, BatchDescriptor(4), slot=3)
+    given.begin_step()
+    given.begin_step()
+    assert (given.slot, given.numbered) == (3, False)
+
+
 def test_begin_step_inside_of_an_entered_context_is_refused():
     context = ForwardContext(PIECEWISE, BatchDescriptor(4))
     with context, pytest.raises(InvalidOptionError, match="entered"):

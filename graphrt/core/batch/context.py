@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextvars import ContextVar, Token, copy_context
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -80,6 +81,7 @@ class ForwardContext:
         "metadata",
         "mode",
         "num_reqs",
+        "numbered",
         "query_len",
         "slot",
         "token",
@@ -108,6 +110,7 @@ class ForwardContext:
         self.mode = mode
         self.descriptor = descriptor
         self.slot = slot
+        self.numbered = False
         self.updates = updates
         self.metadata = metadata
         self.capture = capture
@@ -119,6 +122,8 @@ class ForwardContext:
         it are one step from now on, which ends where the next one begins in their pool.
 
         For hosts whose wrappers have a `read_context`; without it every call is a step of its own.
+        A context that is kept and begun again gets a slot, if it has none; that is a number alone,
+        and announces no graph.
         Raises `InvalidOptionError` inside of `with` this context, which is a step by itself.
         """
         if isinstance(self.token, Token):
@@ -128,7 +133,16 @@ class ForwardContext:
                 expected="one of the two",
                 advice="enter the context anew for each step, and call begin_step() nowhere",
             )
+        if self.token is not None and self.slot < 0:
+            # It is kept and begun again: its graphs are found without hashing its descriptor.
+            self.slot = next(_numbers)
+            self.numbered = True
         self.token = object()
+
+    @property
+    def announced(self) -> bool:
+        """Whether someone said that there is a graph: a slot that is more than a number."""
+        return self.slot >= 0 and not self.numbered
 
     def __enter__(self) -> ForwardContext:
         try:
@@ -157,6 +171,8 @@ class ForwardContext:
     def __repr__(self) -> str:
         return f"ForwardContext({self.mode.name}, {self.descriptor})"
 
+
+_numbers = itertools.count()
 
 _current: ContextVar[ForwardContext | None] = ContextVar("graphrt_forward_context", default=None)
 

@@ -55,7 +55,7 @@ class Sealing:
         known = ", ".join(map(str, held)) or "no graphs at all"
         if context.dispatcher is not None:
             context.dispatcher.not_replayed(context)
-        if self.closed and context.slot < 0:
+        if self.closed and not context.announced:
             self.refuse(
                 "a graph would have to be captured after seal()",
                 got=context.descriptor,

@@ -208,7 +208,8 @@ class GraphDispatcher:
         """
         step = context.token or context
         with self._lock:
-            if step is not self._told and 0 <= context.slot < len(self._graphs):
+            known = context.announced and context.slot < len(self._graphs)
+            if step is not self._told and known:
                 self._told = step
                 self._not_replayed[context.slot, Reason.MISSING_GRAPH] += 1
 
