@@ -1,0 +1,76 @@
+"""A host's own ACL graphs beside graphrt's, in one allocator pool."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import GraphPool, KeyedGraphs
+from graphrt.core.base import InvalidOptionError, PoolError
+
+pytestmark = pytest.mark.npu
+
+
+@pytest.fixture
+def npu() -> Any:
+    return torch.npu  # type: ignore[attr-defined]
+
+
+def captured_by_host(npu: Any, forward: Any, handle: Any, stream: Any) -> tuple[Any, torch.Tensor]:
+    graph = npu.NPUGraph()
+    with npu.graph(graph, pool=handle, stream=stream):
+        out = forward()
+    return graph, out
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_graphs_of_both_share_memory_and_neither_frees_the_others(npu, adopted):
+    stream = npu.Stream()
+    given = npu.graph_pool_handle() if adopted else None
+    pool = GraphPool(handle=given, stream=stream)
+    handle = pool.handle
+    assert handle == given or not adopted
+    x = torch.ones(4, 8, device="npu")
+    keyed = KeyedGraphs(pool)
+    keyed.capture("one", lambda: x + 1)
+    host, out = captured_by_host(npu, lambda: x + 10, handle, pool.stream)
+    keyed.capture("two", lambda: x + 2)
+    for value in (3.0, 4.0):
+        x.fill_(value)
+        host.replay()
+        assert out.sum().item() == 32 * (value + 10)
+        assert keyed.replay("one").sum().item() == 32 * (value + 1)
+        assert keyed.replay("two").sum().item() == 32 * (value + 2)
+    pool.clear_graphs()
+    assert pool.handle == handle
+    keyed.capture("one", lambda: x + 5)
+    pool.close()
+    gc.collect()
+    npu.empty_cache()
+    junk = [torch.full((1 << 18,), 7.0, device="npu") for _ in range(16)]
+    x.fill_(5.0)
+    host.replay()
+    assert out.sum().item() == 32 * 15
+    assert all(bool((tensor == 7).all()) for tensor in junk)
+
+
+def test_a_handle_whose_graphs_are_gone_and_whose_memory_is_not_is_refused_by_name(npu):
+    handle, x = npu.graph_pool_handle(), torch.ones(4, device="npu")
+    host, out = captured_by_host(npu, lambda: x + 1, handle, npu.Stream())
+    host.replay()
+    host.reset()
+    with pytest.raises(PoolError, match="cannot be entered"):
+        GraphPool(handle=handle)
+    assert out.tolist() == [2.0] * 4
+    other = KeyedGraphs(GraphPool())
+    assert other.capture("key", lambda: x + 3).replay().tolist() == [4.0] * 4
+    other.pool.close()
+
+
+def test_streams_and_handles_that_are_none_are_refused(npu):
+    for wrong in ({"stream": npu.default_stream()}, {"stream": 1}, {"handle": (0, 0)}):
+        with pytest.raises(InvalidOptionError):
+            GraphPool(**wrong)
