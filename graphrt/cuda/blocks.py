@@ -17,12 +17,14 @@ _WORKSPACES = frozenset({4096 * 8 * 1024, 4096 * 1024 * 2 + 16 * 1024 * 8})
 
 def internal_sizes() -> frozenset[int]:
     """The sizes, in bytes, of what torch allocates for itself and makes no tensor of."""
-    sizes = {_GENERATOR_STATE}
+    return workspace_sizes() | {_GENERATOR_STATE}
+
+
+def workspace_sizes() -> frozenset[int]:
+    """The sizes, in bytes, of what torch allocates for cuBLAS."""
     if cublas_workspace_bytes and cublaslt_workspace_bytes:
-        sizes |= {cublas_workspace_bytes(), cublaslt_workspace_bytes()}
-    else:
-        sizes |= _WORKSPACES
-    return frozenset(sizes)
+        return frozenset({cublas_workspace_bytes(), cublaslt_workspace_bytes()})
+    return _WORKSPACES
 
 
 def blocks_of(segments: Iterable[Mapping[str, Any]], internal: frozenset[int]) -> list[MemoryBlock]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,6 +32,12 @@ class CudaCaptures(Captures[GraphMemory]):
         super().__init__()
         self._tasks = tasks
         self._forks = ForkWatch()
+        self._homes: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
+
+    def homes_of(self, graphs: Iterable[Any]) -> list[GraphMemory]:
+        """The memory that these graphs were captured in, each once."""
+        found = {id(home): home for graph in graphs if (home := self._homes.get(graph)) is not None}
+        return list(found.values())
 
     def abort(self, graph: Any) -> None:
         self._forks.end()
@@ -46,6 +54,8 @@ class CudaCaptures(Captures[GraphMemory]):
         # "global" would fail this capture for an unsafe call of any other thread.
         graph.capture_begin(pool=opened.handle, capture_error_mode="thread_local")
         opened.memory.add(graph)
+        opened.memory.capturing_on(opened.stream)
+        self._homes[graph] = opened.memory
         self._forks.begin()
 
     def _end(self, graph: Any, opened: OpenCapture[GraphMemory]) -> bool:
@@ -66,6 +76,9 @@ class CudaCaptures(Captures[GraphMemory]):
             warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
             graph.capture_end()
         return False
+
+    def _drop_empty(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
+        opened.memory.keep_empty(graph)
 
     def _take_back(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
         if captured_pool(graph) is not None:

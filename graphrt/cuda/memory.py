@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
-from graphrt.core.device import Allocator, PoolHandle, PoolMemory, no_other_capture
+from graphrt.core.device import (
+    Allocator,
+    PoolHandle,
+    PoolMemory,
+    captured_pool,
+    no_other_capture,
+)
+from graphrt.cuda._workspaces import Workspaces, is_hosts, streams_with_workspaces, unshared_stream
 from graphrt.cuda.private_torch import (
     memory_stats,
     release_pool,
@@ -33,33 +42,98 @@ class GraphMemory(PoolMemory):
                 route_thread=route_thread_to_pool,
                 stop_routing=stop_routing_to_pool,
                 release_share=release_pool,
-                hold=_hold,
+                hold=_Held,
             ),
             adopted,
         )
         self.sharing = Sharing()
         self.updates = UpdateCounts()
+        self._empties: list[Any] = []
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._with_workspace: set[int] = set()
+        self._workspaces = Workspaces()
+
+    def capturing_on(self, stream: torch.cuda.Stream) -> None:
+        """Note a stream that graphs of this memory are captured on."""
+        self._streams[stream.cuda_stream] = stream
+
+    def keep_empty(self, graph: Any) -> None:
+        """Destroy a graph that recorded nothing only with the others: not between two captures, as
+        with it torch drops the workspace of its stream."""
+        self._graphs.discard(graph)
+        self._empties.append(graph)
+
+    def before_reset(self) -> None:
+        """Look for which streams the pool has workspaces, which graphs may be using."""
+        self._refresh()
+        if self._with_workspace or any(map(is_hosts, self._streams.values())):
+            self._workspaces.prepare()
+
+    def after_reset(self) -> None:
+        """Take workspaces back for the graphs that are left, those of the host among them."""
+        left = self._share is not None or self._graphs_left()
+        inside = [s for s in self._streams.values() if s.cuda_stream in self._with_workspace]
+        if not left:
+            self._reset_empties()
+        elif inside:
+            with self.allocating():
+                self._workspaces.ask(inside)
+        self._ask_for_hosts()
 
     def clear(self) -> None:
+        self.before_reset()
+        self._reset_empties()
         super().clear()
+        self._ask_for_hosts()
         self.sharing = Sharing()
         self.updates = UpdateCounts()
+        self._streams.clear()
+
+    def _ask_for_hosts(self) -> None:
+        """Outside of the pool, where the host's own are that were there before."""
+        self._workspaces.ask(
+            stream
+            for handle, stream in self._streams.items()
+            if is_hosts(stream) and handle not in self._with_workspace
+        )
+
+    def _graphs_left(self) -> bool:
+        return any(captured_pool(graph) is not None for graph in self._graphs)
+
+    def _reset_empties(self) -> None:
+        while self._empties:
+            self._empties.pop().reset()
+
+    def _renew(self) -> None:
+        self._reset_empties()
+        super()._renew()
+
+    def _see(self, segments: Sequence[Mapping[str, Any]]) -> None:
+        self._with_workspace = streams_with_workspaces(segments)
 
 
-def _hold(device: int, handle: PoolHandle) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream(device)), warnings.catch_warnings():  # type: ignore[no-untyped-call]
-        warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
-        try:
-            graph.capture_begin(handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
-        except RuntimeError:
-            # Of its two allocators the first may have begun.
-            with suppress(RuntimeError):  # "not currently recording to mempool_id"
-                stop_routing_to_pool(device, handle)
-                release_pool(device, handle)
-            raise
-        graph.capture_end()
-    return graph
+class _Held:
+    """An empty graph in a pool, and its stream: when the graph is reset, torch drops the workspace
+    of that stream, which must not be another pool's by then."""
+
+    def __init__(self, device: int, handle: PoolHandle) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._stream = unshared_stream()
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            try:
+                self._graph.capture_begin(handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
+            except RuntimeError:
+                # Of its two allocators the first may have begun.
+                with suppress(RuntimeError):  # "not currently recording to mempool_id"
+                    stop_routing_to_pool(device, handle)
+                    release_pool(device, handle)
+                raise
+            self._graph.capture_end()
+
+    def reset(self) -> None:
+        """Let go of the pool."""
+        self._graph.reset()
 
 
 def empty_cache() -> None:

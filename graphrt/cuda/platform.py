@@ -15,6 +15,7 @@ from graphrt.core.device import (
     CONTRACT_VERSION,
     Availability,
     Capability,
+    DeviceGraph,
     GraphPointers,
     MemoryBlock,
     MemoryFigures,
@@ -26,6 +27,7 @@ from graphrt.core.device import (
     pool_handle,
     weak_alias,
 )
+from graphrt.cuda._workspaces import mark_as_hosts, unshared_stream
 from graphrt.cuda.blocks import blocks_of, internal_sizes
 from graphrt.cuda.captures import CudaCaptures
 from graphrt.cuda.driver import driver_available, pointers_of
@@ -124,6 +126,14 @@ class CudaPlatform(Platform):
     def abort_capture(self, graph: Any) -> None:
         self._captures.abort(graph)
 
+    def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
+        homes = self._captures.homes_of(graphs)
+        for home in homes:
+            home.before_reset()
+        super().reset_graphs(graphs)
+        for home in homes:
+            home.after_reset()
+
     def allocate_in(self, memory: GraphMemory) -> AbstractContextManager[object]:
         return memory.allocating()
 
@@ -166,7 +176,7 @@ class CudaPlatform(Platform):
     # Streams ---------------------------------------------------------------------------------
 
     def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return unshared_stream()
 
     def adopt_stream(self, stream: Any) -> torch.cuda.Stream:
         device = torch.device("cuda", current_device())
@@ -177,6 +187,7 @@ class CudaPlatform(Platform):
         elif stream == torch.cuda.default_stream():
             got = "the default stream, on which CUDA captures nothing"
         else:
+            mark_as_hosts(stream)
             return stream
         raise InvalidOptionError(
             "nothing can be captured on this stream",

@@ -47,14 +47,15 @@ class Captures(ABC, Generic[Memory]):
         opened.begun = True
 
     def end(self, graph: Any) -> bool:
-        """Finish the capture; False if it recorded nothing, and the graph is reset.
+        """Finish the capture; False if it recorded nothing, and the graph is dropped.
 
         If it raises, the capture is open still, for `abort`.
         """
-        recorded = self._end(graph, self._open[graph])
+        opened = self._open[graph]
+        recorded = self._end(graph, opened)
         del self._open[graph]
         if not recorded:
-            graph.reset()
+            self._drop_empty(graph, opened)
         return recorded
 
     def abort(self, graph: Any) -> None:
@@ -84,6 +85,10 @@ class Captures(ABC, Generic[Memory]):
     @abstractmethod
     def _end(self, graph: Any, opened: OpenCapture[Memory]) -> bool:
         """End recording; False if nothing was recorded."""
+
+    def _drop_empty(self, graph: Any, opened: OpenCapture[Memory]) -> None:
+        """Destroy a graph that recorded nothing."""
+        graph.reset()
 
     @abstractmethod
     def _take_back(self, graph: Any, opened: OpenCapture[Memory]) -> None:

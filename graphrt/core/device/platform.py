@@ -137,7 +137,7 @@ class Platform(ABC):
     def end_capture(self, graph: Any) -> bool:
         """Finish recording; afterwards `graph.replay()` works.
 
-        False says that nothing was recorded: `graph` is reset then, and no step replays it.
+        False says that nothing was recorded: `graph` is dropped then, and no step replays it.
         """
 
     @abstractmethod

@@ -220,6 +220,7 @@ class PoolMemory:
             for segment in self._allocator.snapshot()
             if segment["device"] == self.device and segment["segment_pool_id"] in self._handles
         ]
+        self._see(segments)
         self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in segments)
         self._starts = [start for start, _ in self._ranges]
         self._foreign.clear()
@@ -228,6 +229,9 @@ class PoolMemory:
             handle for handle in self._handles if handle in used or handle == self._handles[-1]
         ]
         self._ranges_version = version
+
+    def _see(self, segments: Sequence[Mapping[str, Any]]) -> None:
+        """Look at the segments of the pool, whenever they have changed."""
 
     def _new_handle(self) -> PoolHandle:
         return PoolHandle(self._allocator.new_handle())

@@ -1,0 +1,92 @@
+"""The memory that cuBLAS works in: one block for each stream, which captured graphs hold too.
+
+torch keeps it in a table by handle and stream, and from 2.12 on drops the entry when a graph that
+was captured on the stream is reset. Other graphs go on using the block, which may have become part
+of something else by then: so it is asked for again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from graphrt.core.base import logger, unseen
+from graphrt.cuda.blocks import workspace_sizes
+
+_TORCH_STREAMS = 32
+"""Streams that torch has of one priority; it hands them out in turn."""
+
+_taken: WeakValueDictionary[tuple[int, int], torch.cuda.Stream] = WeakValueDictionary()
+
+_hosts: set[tuple[int, int]] = set()
+
+
+def unshared_stream() -> torch.cuda.Stream:
+    """A stream that nobody else has got here, as long as there is one: who captures on the stream
+    of another pool gets that pool's workspace, and loses it with that pool."""
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for _ in range(_TORCH_STREAMS):
+        if (stream.device_index, stream.cuda_stream) not in _taken:
+            break
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    _taken[stream.device_index, stream.cuda_stream] = stream
+    return stream
+
+
+def is_hosts(stream: torch.cuda.Stream) -> bool:
+    """Whether the host captures on it too."""
+    return (stream.device_index, stream.cuda_stream) in _hosts
+
+
+def mark_as_hosts(stream: torch.cuda.Stream) -> None:
+    """Note that the host captures on it too: its workspace may lie outside of any pool."""
+    _hosts.add((stream.device_index, stream.cuda_stream))
+
+
+def streams_with_workspaces(segments: Iterable[Mapping[str, Any]]) -> set[int]:
+    """The streams for which a block that may be a workspace is in use in these segments."""
+    sizes = workspace_sizes()
+    return {
+        segment["stream"]
+        for segment in segments
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated" and block["requested_size"] in sizes
+    }
+
+
+class Workspaces:
+    """Asks for the workspaces of streams again, in whatever memory the caller routes to."""
+
+    def __init__(self) -> None:
+        self._operand: torch.Tensor | None = None
+        self._result: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Make the operands, outside of any pool."""
+        if self._operand is None:
+            with torch.inference_mode(False):
+                device = torch.device("cuda", torch.cuda.current_device())
+                self._operand = unseen(lambda: torch.ones(16, 16, device=device))
+                self._result = unseen(lambda: torch.empty(16, 16, device=device))
+
+    def ask(self, streams: Iterable[torch.cuda.Stream]) -> None:
+        """Have cuBLAS multiply once on each of the streams that is not being captured."""
+        for stream in streams:
+            with torch.cuda.stream(stream), torch.no_grad():
+                if torch.cuda.is_current_stream_capturing():
+                    continue
+                try:
+                    unseen(self._multiply)
+                except torch.OutOfMemoryError as error:
+                    logger.warning(
+                        "the workspace of cuBLAS, which torch dropped with a graph, could not be "
+                        "taken back for the other graphs of its stream: %s",
+                        str(error).splitlines()[0],
+                    )
+
+    def _multiply(self) -> None:
+        assert self._operand is not None and self._result is not None
+        torch.mm(self._operand, self._operand, out=self._result)
