@@ -15,8 +15,11 @@ from graphrt import (
     GraphMode,
     GraphOptions,
     GraphPool,
+    GraphRunner,
     GraphWrapper,
+    InputSpec,
     KeyedGraphs,
+    Reason,
 )
 from graphrt.core.base import garbage
 from graphrt.errors import (
@@ -301,7 +304,8 @@ def test_all_graphs_of_a_pool_are_cleared_and_can_be_captured_again():
             graph = graphs.capture("key", lambda: x + 2)
         assert len(wrapper.entries) == len(graphs) == 1
         pool.clear_graphs()
-        assert len(wrapper.entries) == len(graphs) == 0 and "key" not in graphs
+        assert "key" not in graphs
+        assert len(wrapper.entries) == len(graphs) == 0
         with pytest.raises(MissingGraphError, match="destroyed"):
             graph.replay()
     with ForwardContext(FULL, BatchDescriptor(1)) as context:
@@ -309,6 +313,26 @@ def test_all_graphs_of_a_pool_are_cleared_and_can_be_captured_again():
         with pytest.raises(PoolBusyError):
             pool.clear_graphs()
         pool.owner = None
+
+
+def test_a_runner_whose_graphs_were_cleared_runs_eagerly_and_counts_it():
+    pool = GraphPool("cpu")
+    runner = GraphRunner(
+        lambda x: x * 2,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        mode="FULL",
+        sizes=[2],
+        pool=pool,
+    )
+    runner.capture()
+    for value in (1.0, 3.0):
+        pool.clear_graphs()
+        assert runner(x=torch.full((2, 4), value)).sum() == 16 * value
+    assert runner.report().reasons[Reason.MISSING_GRAPH] == 2
+    runner.recapture()
+    assert runner(x=torch.full((2, 4), 5.0)).sum() == 80
+    assert runner.report().reasons[Reason.MISSING_GRAPH] == 2
 
 
 # Keyed graphs -----------------------------------------------------------------------------------

@@ -153,6 +153,9 @@ class PoolConformance(ConformanceBase):
             x.copy_(self.tensor(value, value, value, value))
             assert self.first(self.step(second, FULL, x)) == [value + 10] * 4
             assert all(self.first(tensor) == [7] * 4 for tensor in junk)
+        third = self.wrap(lambda y: y + 100, FULL, other)
+        self.capture(third, FULL, x)
+        assert self.first(self.step(third, FULL, x)) == [102] * 4
         other.close()
 
     def test_a_handle_that_was_shown_stays_when_all_graphs_are_gone(self, pool: GraphPool) -> None:
@@ -182,7 +185,9 @@ class PoolConformance(ConformanceBase):
         wrapper.move_to(other)
         self.capture(wrapper, FULL, x)
         pool.close()
+        steps = other.generation
         assert self.first(self.step(wrapper, FULL, x)) == [2, 3, 4, 5]
+        assert (len(wrapper.entries), other.generation - steps) == (1, 1)
         assert (pool.captures, other.captures) == (1, 1)
         other.close()
         assert not wrapper.entries
