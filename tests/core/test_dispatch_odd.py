@@ -117,8 +117,11 @@ def test_what_equals_a_remembered_batch_is_no_batch_either():
 
 @pytest.mark.parametrize("tokens", [0, -3])
 def test_an_empty_batch_stays_one_whatever_ranks_agree_on(tokens):
-    with pytest.raises(InvalidBatchError, match="at least one token"):
-        ladder().dispatch(Batch(tokens), at_least=4)
+    dispatcher = ladder()
+    for _ in range(2):
+        assert dispatcher.dispatch(Batch(3), at_least=4).descriptor.num_tokens == 4
+        with pytest.raises(InvalidBatchError, match="at least one token"):
+            dispatcher.dispatch(Batch(tokens), at_least=4)
 
 
 @pytest.mark.parametrize(
