@@ -153,10 +153,10 @@ def reason_of(
 
 
 def alike(graph: BatchDescriptor, batch: Batch, query_len: int | None) -> bool:
-    """Whether a smaller batch of the same kind would have this graph."""
+    """Whether a batch of the same kind could have this graph if it had few enough tokens."""
     tokens = 1 if query_len is None else query_len
     smaller = batch._replace(num_tokens=tokens, num_reqs=None, query_len=query_len)
-    return compatible(graph, smaller, 0)
+    return compatible(graph._replace(num_tokens=tokens * graph.num_tokens), smaller, 0)
 
 
 KEYS = st.tuples(st.sampled_from([FULL, PIECEWISE]), descriptors())
