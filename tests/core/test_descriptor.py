@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
-from graphrt import BatchDescriptor
+from graphrt import Batch, BatchDescriptor
 from graphrt.core.base import InvalidBatchError
 
 
@@ -28,3 +31,24 @@ def test_equal_graphs_have_equal_descriptors():
 def test_contradictions_are_named_errors(arguments):
     with pytest.raises(InvalidBatchError):
         BatchDescriptor(**arguments)
+
+
+def test_a_changed_descriptor_is_checked_like_a_new_one():
+    descriptor = BatchDescriptor(8, 4, uniform=True)
+    assert descriptor._replace(num_tokens=16, num_reqs=8) == BatchDescriptor(16, 8, True)
+    with pytest.raises(InvalidBatchError):
+        descriptor._replace(num_tokens=7)
+    with pytest.raises(AttributeError):
+        descriptor.num_tokens = 7
+
+
+def test_a_descriptor_survives_pickling_and_copying():
+    descriptor = BatchDescriptor(8, 4, True, False, 3, 2, (64, 8), ("draft", 1))
+    for again in (pickle.loads(pickle.dumps(descriptor)), copy.deepcopy(descriptor)):
+        assert again == descriptor and type(again) is BatchDescriptor
+        assert hash(again) == hash(descriptor)
+
+
+def test_a_descriptor_is_no_batch():
+    assert BatchDescriptor(4) != Batch(4)
+    assert repr(BatchDescriptor(4)).startswith("BatchDescriptor(num_tokens=4, num_reqs=None")

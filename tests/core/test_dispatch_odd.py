@@ -106,8 +106,42 @@ def test_bounds_of_an_array_are_bounds():
     assert dispatcher.dispatch(Batch(3, bounds=[3, 65])).reason is Reason.NO_GRAPH
 
 
+def test_what_equals_a_remembered_batch_is_no_batch_either():
+    dispatcher = ladder()
+    for _ in range(2):
+        assert dispatcher.dispatch(Batch(9)).reason is Reason.TOO_LARGE
+    for odd in (Batch(9)._replace(num_tokens=9.0), tuple(Batch(9))):
+        with pytest.raises(InvalidBatchError):
+            dispatcher.dispatch(odd)
+
+
+@pytest.mark.parametrize("tokens", [0, -3])
+def test_an_empty_batch_stays_one_whatever_ranks_agree_on(tokens):
+    dispatcher = ladder()
+    for _ in range(2):
+        assert dispatcher.dispatch(Batch(3), at_least=4).descriptor.num_tokens == 4
+        with pytest.raises(InvalidBatchError, match="at least one token"):
+            dispatcher.dispatch(Batch(tokens), at_least=4)
+
+
 @pytest.mark.parametrize(
-    "exclude", ["FULL", FULL, 5, {"FULL_AND_PIECEWISE"}, [GraphMode.FULL_DECODE_ONLY], {"half"}]
+    "exclude",
+    [{FULL}, frozenset({FULL}), [FULL], (FULL,), {FULL: 1}, {"full"}, ["FULL", GraphMode.NONE]],
+    ids=repr,
+)
+def test_modes_are_excluded_by_any_collection(exclude):
+    dispatcher = ladder()
+    for _ in range(2):
+        assert dispatcher.dispatch(Batch(3, 3, 1), exclude=exclude).mode is PIECEWISE
+        assert dispatcher.dispatch(Batch(3, 3, 1, exclude=exclude)).mode is PIECEWISE
+
+
+@pytest.mark.parametrize(
+    "exclude",
+    [
+        *("FULL", FULL, 5, {"FULL_AND_PIECEWISE"}, [GraphMode.FULL_DECODE_ONLY], {"half"}),
+        iter([FULL]),
+    ],
 )
 def test_what_excludes_no_runtime_modes_is_a_named_error(exclude):
     with pytest.raises(InvalidModeError):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from graphrt import Batch, BatchDescriptor, GraphDispatcher, GraphMode, Reason
-from graphrt.core.dispatch.index import GraphIndex
+from graphrt.core.dispatch import index
+from graphrt.core.dispatch.index import MOST_BYTES, GraphIndex
 
 FULL = GraphMode.FULL
 SIZES = tuple(range(1, 13))
@@ -30,10 +31,10 @@ def test_an_index_that_is_built_during_a_publish_does_not_outlive_it(monkeypatch
     dispatcher = GraphDispatcher("FULL")
     dispatcher.publish(FULL, BatchDescriptor(2))
     publishing: list[threading.Thread] = []
-    plain = GraphIndex.plain
+    built = GraphIndex.built
 
-    def slow(index: GraphIndex) -> Any:
-        found = plain(index)
+    def slow(self: GraphIndex, *args: Any) -> Any:
+        found = built(self, *args)
         if not publishing:
             thread = threading.Thread(target=dispatcher.publish, args=(FULL, BatchDescriptor(8)))
             publishing.append(thread)
@@ -41,10 +42,24 @@ def test_an_index_that_is_built_during_a_publish_does_not_outlive_it(monkeypatch
             thread.join(0.2)
         return found
 
-    monkeypatch.setattr(GraphIndex, "plain", slow)
+    monkeypatch.setattr(GraphIndex, "built", slow)
     dispatcher.dispatch(Batch(1))
     publishing[0].join()
     assert dispatcher.dispatch(Batch(5)).reason is Reason.HIT
+
+
+def test_a_batch_without_a_graph_is_not_remembered_beyond_a_publish():
+    dispatcher = GraphDispatcher("FULL")
+    for size, reason in ((2, Reason.TOO_LARGE), (4, Reason.TOO_LARGE), (8, Reason.HIT)):
+        dispatcher.publish(FULL, BatchDescriptor(size))
+        for _ in range(3):
+            assert dispatcher.dispatch(Batch(8)).reason is reason
+            assert dispatcher.dispatch(Batch(8), at_least=3).reason is reason
+    dispatcher.reserve(FULL, BatchDescriptor(16))
+    for _ in range(3):
+        assert dispatcher.dispatch(Batch(12)).reason is Reason.NOT_CAPTURED
+    dispatcher.withdraw(FULL, BatchDescriptor(8))
+    assert dispatcher.dispatch(Batch(8)).reason is Reason.NOT_CAPTURED
 
 
 class Published:
@@ -66,14 +81,20 @@ def best(sizes: frozenset[int], tokens: int) -> int | None:
 
 
 @pytest.mark.usefixtures("many_switches")
-@pytest.mark.parametrize("limits", [{}, {"max_padding": 100.0}], ids=["tables", "search"])
-def test_threads_dispatch_what_is_published_while_another_changes_it(limits):
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 0], ids=["tables", "search"])
+@pytest.mark.parametrize("limits", [{}, {"max_padding": 100.0, "exclude": {GraphMode.PIECEWISE}}])
+def test_threads_dispatch_what_is_published_while_another_changes_it(
+    limits, most_bytes, monkeypatch
+):
+    monkeypatch.setattr(index, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(index, "_SEARCHES", 50)
+    monkeypatch.setattr(index, "_REMEMBERED", 3)
     dispatcher = GraphDispatcher("FULL")
     known, wrong, done = Published(), [], threading.Event()
 
     def publish_and_withdraw() -> None:
         drawn = random.Random(3)
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 1.0
         while time.monotonic() < end and not wrong:
             size = drawn.choice(SIZES)
             before = known.sure

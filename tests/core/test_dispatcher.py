@@ -2,155 +2,87 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 
 import pytest
+from brute_force import KEYS, LIMITS, Limits, batches, brute_force, preference, reason_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphrt.core.base import InvalidBatchError
 from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
+from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason, index, unpadded
+from graphrt.core.dispatch.search import SearchedView
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
-LEVEL = {NONE: 0, PIECEWISE: 1, FULL: 2}
-
-
-def inf_if_none(value: int | None) -> float:
-    return math.inf if value is None else value
-
-
-@st.composite
-def descriptors(draw: st.DrawFn) -> BatchDescriptor:
-    variant = draw(st.sampled_from([None, "draft"]))
-    bounds = tuple(draw(st.lists(st.sampled_from([8, 64, 512]), max_size=2)))
-    loras = draw(st.sampled_from([0, 0, 1, 4]))
-    has_lora = bool(loras) or draw(st.booleans())
-    if draw(st.booleans()):
-        query_len = draw(st.integers(1, 4))
-        reqs = draw(st.integers(1, 12))
-        num_reqs = draw(st.sampled_from([None, reqs]))
-        return BatchDescriptor(
-            query_len * reqs, num_reqs, True, has_lora, loras, query_len, bounds, variant
-        )
-    tokens = draw(st.integers(1, 48))
-    reqs = draw(st.none() | st.integers(1, tokens))
-    return BatchDescriptor(tokens, reqs, False, has_lora, loras, None, bounds, variant)
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    tokens = draw(st.integers(1, 60))
-    return Batch(
-        tokens,
-        draw(st.none() | st.integers(1, tokens)),
-        draw(st.none() | st.integers(1, 5)),
-        tuple(draw(st.lists(st.integers(0, 600), max_size=3))),
-        draw(st.integers(0, 5)),
-        draw(st.sampled_from([None, "draft", "other"])),
-        draw(st.frozensets(st.sampled_from([FULL, PIECEWISE, NONE]))),
-    )
-
-
-def normalised(batch: Batch) -> tuple[int | None, int | None]:
-    """Requests and query length, as far as the batch's numbers agree with each other."""
-    reqs, query_len = batch.num_reqs, batch.query_len
-    if query_len is not None and reqs is None and batch.num_tokens % query_len == 0:
-        return batch.num_tokens // query_len, query_len
-    if query_len is not None and reqs is not None and reqs * query_len == batch.num_tokens:
-        return reqs, query_len
-    return reqs, None
-
-
-def compatible(graph: BatchDescriptor, batch: Batch, at_least: int) -> bool:
-    reqs, query_len = normalised(batch)
-    capacity = graph.num_active_loras or (math.inf if graph.has_lora else 0)
-    bounds_fit = all(
-        place < len(batch.bounds) and batch.bounds[place] <= bound
-        for place, bound in enumerate(graph.bounds)
-    )
-    return (
-        graph.num_tokens >= max(batch.num_tokens, at_least)
-        and (graph.num_reqs is None or reqs is None or graph.num_reqs >= reqs)
-        and (not graph.uniform or graph.query_len == query_len)
-        and capacity >= batch.num_active_loras
-        and graph.variant == batch.variant
-        and bounds_fit
-    )
-
-
-def preference(mode: GraphMode, graph: BatchDescriptor) -> tuple[object, ...]:
-    capacity = graph.num_active_loras or (math.inf if graph.has_lora else 0)
-    bounds = (*graph.bounds, math.inf, math.inf)[:2]
-    return (
-        -LEVEL[mode],
-        graph.num_tokens,
-        capacity,
-        not graph.uniform,
-        bounds,
-        inf_if_none(graph.num_reqs),
-    )
-
-
-def brute_force(
-    graphs: set[tuple[GraphMode, BatchDescriptor]],
-    batch: Batch,
-    exclude: frozenset[GraphMode],
-    at_least: int,
-    at_most: GraphMode | None,
-    max_padding: float | None,
-) -> tuple[object, ...] | None:
-    live = max(batch.num_tokens, at_least)
-    able = [
-        preference(mode, graph)
-        for mode, graph in graphs
-        if compatible(graph, batch, at_least)
-        and mode not in exclude | batch.exclude
-        and (at_most is None or LEVEL[mode] <= LEVEL[at_most])
-        and (max_padding is None or graph.num_tokens <= live * max_padding)
-    ]
-    return min(able, default=None)
-
-
-KEYS = st.tuples(st.sampled_from([FULL, PIECEWISE]), descriptors())
 
 
 @settings(max_examples=400, deadline=None)
 @given(
     st.sets(KEYS, max_size=24),
-    st.lists(batches(), min_size=1, max_size=8),
-    st.frozensets(st.sampled_from([FULL, PIECEWISE, NONE])),
-    st.sampled_from([0, 0, 5, 30]),
-    st.sampled_from([None, None, NONE, PIECEWISE, FULL]),
-    st.sampled_from([None, None, 1.0, 1.5, 3.0]),
+    st.sets(KEYS, max_size=4),
+    st.lists(st.tuples(batches(), LIMITS), min_size=1, max_size=8),
+    st.sampled_from([None, None, 2.0]),
 )
-def test_dispatch_finds_what_brute_force_finds_and_never_raises(
-    keys, cases, exclude, at_least, at_most, max_padding
-):
-    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE")
-    for mode, descriptor in keys:
-        dispatcher.publish(mode, descriptor)
-    for batch in cases:
-        plain = batch._replace(exclude=frozenset())
-        for case, limits in (
-            (plain, (frozenset(), 0, None, None)),
-            (batch, (exclude, at_least, at_most, max_padding)),
+def test_dispatch_finds_what_brute_force_finds_and_says_why(keys, reserved, cases, max_padding):
+    check_against_brute_force(keys, reserved, cases, max_padding)
+
+
+@pytest.mark.parametrize(("most_bytes", "searches"), [(0, 1 << 30), (3000, 4), (8000, 20)])
+def test_the_same_is_found_with_little_memory_for_tables(monkeypatch, most_bytes, searches):
+    monkeypatch.setattr(index, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(index, "_SEARCHES", searches)
+    searched = []
+    monkeypatch.setattr(
+        index, "SearchedView", lambda *args, **off: searched.append(1) or SearchedView(*args, **off)
+    )
+
+    @settings(max_examples=120, deadline=None)
+    @given(
+        st.sets(KEYS, max_size=24),
+        st.sets(KEYS, max_size=4),
+        st.lists(st.tuples(batches(), LIMITS), min_size=1, max_size=8),
+        st.sampled_from([None, None, 2.0]),
+    )
+    def check(keys, reserved, cases, max_padding):
+        check_against_brute_force(keys, reserved, cases, max_padding)
+
+    check()
+    assert searched
+
+
+def check_against_brute_force(keys, reserved, cases, max_padding):
+    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", max_padding=max_padding)
+    for key in keys:
+        dispatcher.publish(*key)
+    for key in reserved:
+        dispatcher.reserve(*key)
+    planned, told = reserved - keys, Counter()
+    # Twice, because what no graph serves is remembered.
+    for batch, limits in 2 * cases:
+        for case, given_limits in (
+            (batch._replace(exclude=frozenset()), Limits()),
+            (batch, limits),
         ):
-            found = dispatcher.dispatch(
-                case,
-                exclude=limits[0],
-                at_least=limits[1],
-                at_most_mode=limits[2],
-                max_padding=limits[3],
-            )
-            best = brute_force(keys, case, *limits)
+            kept = {name: value for name, value in given_limits._asdict().items() if value}
+            found = dispatcher.dispatch(case, **kept)
+            if given_limits.max_padding is None:
+                given_limits = given_limits._replace(max_padding=max_padding)
+            assert found.reason is reason_of(keys, planned, case, given_limits)
+            told[found.reason] += 1
+            best = brute_force(keys, case, given_limits)
             if best is None:
-                assert found.mode is NONE
-                assert found.descriptor.num_tokens == case.num_tokens
-                assert found.reason is not Reason.HIT
+                assert found.mode is NONE and found.slot == -1
+                assert found.descriptor == unpadded(case)
             else:
-                assert found.reason is Reason.HIT
                 assert preference(found.mode, found.descriptor) == best
+            later = given_limits._replace(exclude=frozenset(), max_padding=max_padding)
+            wanted = dispatcher.planned_for(
+                case, at_least=later.at_least, at_most_mode=later.at_most_mode
+            )
+            best = brute_force(planned, case, later)
+            assert best == (wanted and preference(wanted.mode, wanted.descriptor))
+    assert +Counter(dispatcher.counts()) == told
 
 
 @settings(max_examples=100, deadline=None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from brute_force import KEYS, Limits, batches, brute_force, preference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from graphrt import (
     Reason,
 )
 from graphrt.core.dispatch import preferred
-from tests.core.test_dispatcher import KEYS, batches, brute_force, preference
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 
@@ -98,8 +98,8 @@ def test_what_is_planned_for_a_batch_is_what_dispatch_would_find_were_it_capture
         dispatcher.publish(*key)
     for key in planned - published:
         dispatcher.reserve(*key)
-    limits = (frozenset(), at_least, at_most, max_padding)
-    best = brute_force(planned - published, batch, *limits)
+    limits = Limits(frozenset(), at_least, at_most, max_padding)
+    best = brute_force(planned - published, batch, limits)
     wanted = dispatcher.planned_for(batch, at_least=at_least, at_most_mode=at_most)
     assert (None if wanted is None else preference(*wanted[:2])) == best
     found = dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
 
 from graphrt.core.base import InvalidBatchError, count_of, items_of
 from graphrt.core.batch.modes import GraphMode
 
 
-@dataclass(frozen=True, slots=True, order=False)
-class BatchDescriptor:
-    """The shape that one graph was captured for.
+class _Named(NamedTuple):
+    num_tokens: int
+    num_reqs: int | None
+    uniform: bool
+    has_lora: bool
+    num_active_loras: int
+    query_len: int | None
+    bounds: tuple[int, ...]
+    variant: Hashable
+
+
+_new_tuple = tuple.__new__
+
+
+class BatchDescriptor(_Named):
+    """The shape that one graph was captured for; a tuple, because one is built for every batch that
+    no graph serves.
 
     `num_tokens` and `num_reqs` are padded; `num_reqs` None means any number of requests. `uniform`
     graphs serve batches whose requests all have `query_len` tokens. `num_active_loras` is the most
@@ -24,50 +37,84 @@ class BatchDescriptor:
     Raises `InvalidBatchError` for numbers that no batch can have.
     """
 
-    num_tokens: int
-    num_reqs: int | None = None
-    uniform: bool = False
-    has_lora: bool = False
-    num_active_loras: int = 0
-    query_len: int | None = None
-    bounds: tuple[int, ...] = ()
-    variant: Hashable = None
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        if not self._is_plain():
-            self._make_plain()
-        if self.num_tokens < 1:
-            raise InvalidBatchError(
-                "a descriptor needs at least one token", got=self.num_tokens, expected=">= 1"
+    def __new__(
+        cls,
+        num_tokens: int,
+        num_reqs: int | None = None,
+        uniform: bool = False,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        query_len: int | None = None,
+        bounds: tuple[int, ...] = (),
+        variant: Hashable = None,
+    ) -> BatchDescriptor:
+        if (
+            type(num_tokens) is not int
+            or (num_reqs is not None and type(num_reqs) is not int)
+            or (query_len is not None and type(query_len) is not int)
+            or type(num_active_loras) is not int
+        ):
+            num_tokens = count_of("num_tokens", num_tokens, error=InvalidBatchError)
+            num_reqs = checked_count("num_reqs", num_reqs)
+            query_len = checked_count("query_len", query_len)
+            num_active_loras = count_of(
+                "num_active_loras", num_active_loras, error=InvalidBatchError
             )
-        if self.num_reqs is not None and self.num_reqs < 1:
+        if not plain_bounds(bounds):
+            bounds = checked_bounds(bounds)
+        variant = checked_variant(variant)
+        uniform = _checked_flag("uniform", uniform)
+        has_lora = _checked_flag("has_lora", has_lora) or num_active_loras > 0
+        if num_tokens < 1:
             raise InvalidBatchError(
-                "num_reqs must be positive, or None for any", got=self.num_reqs, expected=">= 1"
+                "a descriptor needs at least one token", got=num_tokens, expected=">= 1"
             )
-        if self.num_active_loras < 0:
+        if num_reqs is not None and num_reqs < 1:
             raise InvalidBatchError(
-                "num_active_loras cannot be negative", got=self.num_active_loras, expected=">= 0"
+                "num_reqs must be positive, or None for any", got=num_reqs, expected=">= 1"
             )
-        if self.query_len is not None and self.query_len < 1:
+        if num_active_loras < 0:
             raise InvalidBatchError(
-                "query_len must be positive, or None for none", got=self.query_len, expected=">= 1"
+                "num_active_loras cannot be negative", got=num_active_loras, expected=">= 0"
             )
-        if self.num_active_loras and not self.has_lora:
-            object.__setattr__(self, "has_lora", True)
-        if self.uniform and self.query_len is None:
-            if self.num_reqs is None or self.num_tokens % self.num_reqs:
+        if query_len is not None and query_len < 1:
+            raise InvalidBatchError(
+                "query_len must be positive, or None for none", got=query_len, expected=">= 1"
+            )
+        if uniform and query_len is None:
+            if num_reqs is None or num_tokens % num_reqs:
                 raise InvalidBatchError(
                     "a uniform descriptor needs its query length",
-                    got=self,
+                    got=f"{num_tokens} tokens, {num_reqs} reqs",
                     expected="query_len, or num_tokens divisible by num_reqs",
                 )
-            object.__setattr__(self, "query_len", self.num_tokens // self.num_reqs)
-        if self.uniform and self.query_len is not None and self.num_tokens % self.query_len:
+            query_len = num_tokens // num_reqs
+        if uniform and query_len is not None and num_tokens % query_len:
             raise InvalidBatchError(
                 "a uniform descriptor holds whole requests",
-                got=f"{self.num_tokens} tokens, query length {self.query_len}",
+                got=f"{num_tokens} tokens, query length {query_len}",
                 expected="num_tokens divisible by query_len",
             )
+        return _new_tuple(
+            cls,
+            (
+                num_tokens,
+                num_reqs,
+                uniform,
+                has_lora,
+                num_active_loras,
+                query_len,
+                bounds,
+                variant,
+            ),
+        )
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> BatchDescriptor:  # type: ignore[override]
+        # What `_replace` goes through, which would check nothing.
+        return cls(*iterable)
 
     @property
     def serves(self) -> tuple[Hashable, ...]:
@@ -78,37 +125,6 @@ class BatchDescriptor:
     def kind(self) -> tuple[Hashable, ...]:
         """What descriptors have in common whose forward runs the same code, whatever their size."""
         return *self.serves, self.uniform, self.query_len
-
-    def _is_plain(self) -> bool:
-        """Whether all numbers are ints already, as those of every batch that is dispatched are."""
-        reqs, query_len, variant = self.num_reqs, self.query_len, self.variant
-        return (
-            type(self.num_tokens) is int
-            and (reqs is None or type(reqs) is int)
-            and (query_len is None or type(query_len) is int)
-            and type(self.num_active_loras) is int
-            and type(self.uniform) is bool
-            and type(self.has_lora) is bool
-            and plain_bounds(self.bounds)
-            and (variant is None or type(variant) is str)
-        )
-
-    def _make_plain(self) -> None:
-        plain = {
-            "num_tokens": count_of("num_tokens", self.num_tokens, error=InvalidBatchError),
-            "num_reqs": checked_count("num_reqs", self.num_reqs),
-            "query_len": checked_count("query_len", self.query_len),
-            "num_active_loras": count_of(
-                "num_active_loras", self.num_active_loras, error=InvalidBatchError
-            ),
-            "bounds": checked_bounds(self.bounds),
-            "variant": checked_variant(self.variant),
-            "uniform": _checked_flag("uniform", self.uniform),
-            "has_lora": _checked_flag("has_lora", self.has_lora),
-        }
-        for name, value in plain.items():
-            # The only way to set a field of a frozen dataclass.
-            object.__setattr__(self, name, value)
 
     @property
     def lora_capacity(self) -> float:
@@ -143,7 +159,6 @@ class _Fields(NamedTuple):
 
 
 _NO_MODES: frozenset[GraphMode] = frozenset()
-_new_tuple = tuple.__new__
 
 
 class Batch(_Fields):

@@ -7,20 +7,34 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from graphrt.core.base import InvalidBatchError, InvalidModeError
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, graphs_off
-from graphrt.core.dispatch.index import BEST_FIRST, GraphIndex, PlainTables, serves
-from graphrt.core.dispatch.limits import NO_MODES, Limits, checked_ratio, limits_of
+from graphrt.core.dispatch.index import NOT_BUILT, GraphIndex
+from graphrt.core.dispatch.limits import (
+    COLLECTIONS,
+    DISAGREED_BITS,
+    EXCLUDED_BIT,
+    EXCLUDED_BITS,
+    MOST_PADDING,
+    NO_MODES,
+    checked_ratio,
+    limits_of,
+    plain_ratio,
+)
+from graphrt.core.dispatch.order import checked_key
 from graphrt.core.dispatch.reasons import NOT_REPLAYED, OF_BATCHES, Dispatch, Reason
+from graphrt.core.dispatch.tables import Count, Reserved
 from graphrt.core.dispatch.uniform import (
     checked_batch,
     checked_uniform,
     live_query_len,
     unpadded,
 )
+from graphrt.core.dispatch.view import View
 
-# What a look into a table raises for batches that are not in it, or not what they should be.
+# What a look into an index raises for batches that are not what they should be.
 _NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
+_new_tuple = tuple.__new__
+_NONE = GraphMode.NONE
 
 
 class GraphDispatcher:
@@ -44,13 +58,11 @@ class GraphDispatcher:
             self.mode = GraphMode.NONE
         self.max_padding = checked_ratio(max_padding)
         self._lock = threading.RLock()
-        self._graphs: list[Dispatch] = []
+        self._graphs: list[Reserved] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
-        self._hits: list[int] = []
-        self._contexts: list[ForwardContext] = []
         self._last_context = ForwardContext(GraphMode.NONE)
-        self._misses: dict[Reason, int] = dict.fromkeys(OF_BATCHES, 0)
+        self._misses = {reason: Count() for reason in OF_BATCHES}
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
         self._told: object = None
         self._reindex()
@@ -61,29 +73,16 @@ class GraphDispatcher:
         Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidBatchError` for
         what is no descriptor.
         """
-        mode = GraphMode.parse(mode)
-        if mode not in BEST_FIRST:
-            raise InvalidModeError(
-                "a graph is captured and served in one runtime mode",
-                got=mode.name,
-                expected="PIECEWISE or FULL",
-                advice="pass the mode that the graph was captured in",
-            )
-        if not isinstance(descriptor, BatchDescriptor):
-            raise InvalidBatchError(
-                "a graph is named by its descriptor",
-                got=repr(descriptor)[:200],
-                expected="BatchDescriptor(num_tokens, num_reqs, ...)",
-                advice="BatchDescriptor(num_tokens=4)",
-            )
-        key = (mode, descriptor)
+        key = mode, descriptor = checked_key(mode, descriptor)
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:
                 slot = len(self._graphs)
-                self._hits.append(0)
-                self._contexts.append(ForwardContext(mode, descriptor, slot, dispatcher=self))
-                self._graphs.append(Dispatch(mode, descriptor, Reason.HIT, slot))
+                context = ForwardContext(mode, descriptor, slot, dispatcher=self)
+                found = Dispatch(mode, descriptor, Reason.HIT, slot)
+                # First: whatever interrupts this, no index outlives what is reserved.
+                self._reindex()
+                self._graphs.append(Reserved(found, context))
                 self._slots[key] = slot
             return slot
 
@@ -95,10 +94,10 @@ class GraphDispatcher:
         with self._lock:
             slot = self.reserve(mode, descriptor)
             if not self._off:
-                # First: whatever interrupts this, no table outlives what is published.
+                # First: whatever interrupts this, no index outlives what is published.
                 self._reindex()
                 self._published.add(slot)
-            return self._graphs[slot]
+            return self._graphs[slot].found
 
     def withdraw(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> None:
         """Stop serving batches with this graph; it stays reserved. Raises what `reserve` does."""
@@ -123,14 +122,17 @@ class GraphDispatcher:
         dispatch would take: None if it would pad more than allowed. Raises what `dispatch` does."""
         batch = checked_batch(batch)
         limits = limits_of(batch, NO_MODES, at_least, at_most_mode, self.max_padding)
-        planned = GraphIndex(self._planned(batch, self._built()))
-        return self._best(batch, limits, planned)
+        view, reqs = self._view(self._built(), batch)
+        if view.planned is None:
+            return None
+        found = view.planned.find(limits.narrowed, limits.tokens, reqs, limits.most_tokens)
+        return None if found is None else found.found
 
     @property
     def published(self) -> tuple[Dispatch, ...]:
         """The graphs that serve batches, in the order they were reserved."""
         with self._lock:
-            return tuple(self._graphs[slot] for slot in sorted(self._published))
+            return tuple(self._graphs[slot].found for slot in sorted(self._published))
 
     def dispatch(
         self,
@@ -148,31 +150,94 @@ class GraphDispatcher:
         token; raises `InvalidBatchError` for one of none, or with counts that are no integers, and
         `InvalidModeError` and `InvalidOptionError` for limits that are none.
         """
-        if not (exclude or at_least or at_most_mode is not None or max_padding is not None):
-            slot = self._hit(batch)
-            if slot >= 0:
-                return self._graphs[slot]
-        batch = checked_batch(batch)
-        ratio = self.max_padding if max_padding is None else checked_ratio(max_padding)
-        limits = limits_of(batch, exclude, at_least, at_most_mode, ratio)
         # One index for all of it: what is published meanwhile serves the next batch.
-        index = self._built()
-        found = self._best(batch, limits, index)
-        if found is not None:
-            self._hits[found.slot] += 1
-            return found
-        reason = self._why_not(batch, limits, index)
-        self._misses[reason] += 1
-        return Dispatch(GraphMode.NONE, unpadded(batch), reason)
+        index = self._index
+        try:
+            tokens, reqs, query_len, bounds, loras, variant, excluded = batch
+            if query_len is not None and (reqs is None or reqs * query_len != tokens):
+                reqs, query_len = checked_uniform(tokens, reqs, query_len)
+            if bounds or loras or variant is not None:
+                view = index.views(bounds, loras, variant)[query_len]
+            else:
+                view = index.plain[query_len]
+            narrowed, agreed, ratio = 0, tokens, self.max_padding
+            if excluded:
+                narrowed = EXCLUDED_BITS[excluded]
+            if exclude:
+                if exclude.__class__ is frozenset:
+                    narrowed |= EXCLUDED_BITS[exclude]
+                elif exclude.__class__ in COLLECTIONS:
+                    for mode in exclude:
+                        narrowed |= EXCLUDED_BIT[mode]
+                else:
+                    raise TypeError(exclude)
+            if at_most_mode is not None:
+                narrowed |= DISAGREED_BITS[at_most_mode]
+            if at_least != 0:
+                if at_least.__class__ is not int:
+                    raise TypeError(at_least)
+                if at_least > tokens:
+                    agreed = at_least
+            if max_padding is not None:
+                if max_padding.__class__ is not float or not 1.0 <= max_padding < MOST_PADDING:
+                    max_padding = plain_ratio(max_padding)
+                ratio = max_padding
+            if tokens > 0 and agreed <= view.last:
+                graph = view.rows[narrowed][view.places[agreed]]
+                if (
+                    graph is not None
+                    and (reqs is None or reqs <= graph.reqs)
+                    and (ratio is None or graph.tokens <= agreed * ratio)
+                    and batch.__class__ is Batch
+                ):
+                    graph.batches += 1
+                    return graph.found
+            key = batch if ratio is None and agreed == tokens else (batch, agreed, ratio)
+            answers = index.answers[narrowed]
+            known = answers.get(key)
+            if known is not None and batch.__class__ is Batch and tokens.__class__ is int:
+                count, found = known
+                count.batches += 1
+                return found
+            if (
+                batch.__class__ is Batch
+                and tokens.__class__ is int
+                and tokens > 0
+                and (reqs is None or (reqs.__class__ is int and reqs > 0))
+                and loras.__class__ is int
+                and loras >= 0
+                and bounds.__class__ is tuple
+                and excluded.__class__ is frozenset
+            ):
+                answer = view.answer(narrowed, tokens, agreed, reqs, ratio)
+                if isinstance(answer, Reserved):
+                    answer.batches += 1
+                    return answer.found
+                numbers = tokens, reqs, query_len is not None, loras > 0, loras, query_len
+                # By their own calls all would be checked once more.
+                own = _new_tuple(BatchDescriptor, (*numbers, bounds, variant))
+                found = _new_tuple(Dispatch, (_NONE, own, answer, -1))
+                count = self._misses[answer]
+                count.batches += 1
+                if index.answers_left <= 0:
+                    index.forget_answers()
+                index.answers_left -= 1
+                answers[key] = count, found
+                return found
+        except _NOT_FOUND:
+            # No error is lost: everything is looked at again, and what is wrong is named.
+            pass
+        return self._dispatch_checked(batch, exclude, at_least, at_most_mode, max_padding)
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
 
         Contexts are used again, so one thread at a time may do this with one dispatcher.
         """
-        slot = self._hit(batch)
+        found = self.dispatch(batch)
+        mode, descriptor, _, slot = found
         if slot >= 0:
-            context = self._contexts[slot]
+            context = self._graphs[slot].context
             if context.token is None:
                 last = self._last_context
                 if last is not context and last.token is None:
@@ -182,22 +247,13 @@ class GraphDispatcher:
                 context.updates = updates
                 context.metadata = metadata
                 context.live = batch
-                if context.mode is GraphMode.PIECEWISE:
+                if mode is GraphMode.PIECEWISE:
                     context.query_len = live_query_len(batch)
                 return context
-            found = self._graphs[slot]
-        else:
-            found = self.dispatch(batch)
         context = ForwardContext(
-            found.mode,
-            found.descriptor,
-            found.slot,
-            updates,
-            metadata,
-            dispatcher=self,
-            live=batch,
+            mode, descriptor, slot, updates, metadata, dispatcher=self, live=batch
         )
-        if found.mode is GraphMode.PIECEWISE:
+        if mode is GraphMode.PIECEWISE:
             context.query_len = live_query_len(batch)
         return context
 
@@ -223,8 +279,9 @@ class GraphDispatcher:
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""
         with self._lock:
-            counts = dict(self._misses)
-            counts[Reason.HIT] = sum(self._hits) - self._not_replayed.total()
+            counts = {reason: missed.batches for reason, missed in self._misses.items()}
+            hits = sum(graph.batches for graph in self._graphs)
+            counts[Reason.HIT] = hits - self._not_replayed.total()
             counts.update(dict.fromkeys(NOT_REPLAYED, 0))
             for (_, reason), count in self._not_replayed.items():
                 counts[reason] += count
@@ -234,7 +291,7 @@ class GraphDispatcher:
         """How many batches each reserved graph has served; with `announced`, those too that were
         not replayed after all."""
         with self._lock:
-            hits = list(self._hits)
+            hits = [graph.batches for graph in self._graphs]
             for (slot, _), count in self._not_replayed.items():
                 hits[slot] -= 0 if announced else count
             return {key: hits[slot] for key, slot in self._slots.items()}
@@ -242,112 +299,53 @@ class GraphDispatcher:
     def reset_counts(self) -> None:
         """Start counting anew."""
         with self._lock:
-            self._misses = dict.fromkeys(OF_BATCHES, 0)
+            for missed in self._misses.values():
+                missed.batches = 0
             self._not_replayed.clear()
-            self._hits = [0] * len(self._hits)
+            for graph in self._graphs:
+                graph.batches = 0
 
-    def _hit(self, batch: Batch) -> int:
-        """The slot of the best graph where one look into a table finds it, else -1."""
-        try:
-            num_tokens, num_reqs, query_len, bounds, loras, variant, excluded = batch
-            if (
-                loras
-                or bounds
-                or excluded
-                or variant is not None
-                or self.max_padding is not None
-                or num_tokens < 1
-            ):
-                return -1
-            if query_len is not None and (num_reqs is None or num_reqs * query_len != num_tokens):
-                num_reqs, query_len = checked_uniform(num_tokens, num_reqs, query_len)
-            limit, slot, more = self._plain[query_len][num_tokens]
-            if num_reqs is not None and num_reqs > limit:
-                slot = more.find(num_reqs)
-                if slot < 0:
-                    return -1
-        except _NOT_FOUND:
-            # No error is lost: what calls this looks again, and names what is wrong.
-            return -1
-        self._hits[slot] += 1
-        return slot
+    def _dispatch_checked(
+        self,
+        batch: Batch,
+        exclude: Collection[GraphMode | str],
+        at_least: int,
+        at_most_mode: GraphMode | str | None,
+        max_padding: float | None,
+    ) -> Dispatch:
+        """The same where something is not as it should be, or the index is not built."""
+        batch = checked_batch(batch)
+        ratio = self.max_padding if max_padding is None else checked_ratio(max_padding)
+        limits = limits_of(batch, exclude, at_least, at_most_mode, ratio)
+        index = self._built()
+        view, reqs = self._view(index, batch)
+        answer = view.answer(limits.narrowed, batch.num_tokens, limits.tokens, reqs, ratio)
+        if isinstance(answer, Reserved):
+            answer.batches += 1
+            return answer.found
+        self._misses[answer].batches += 1
+        return Dispatch(_NONE, unpadded(batch), answer)
 
-    def _reindex(self) -> None:
-        """Have the index built anew at the next dispatch: capture publishes graphs one by one."""
-        # Empty tables make every look into them miss, and the search builds the index.
-        self._plain = PlainTables()
-        self._index: GraphIndex | None = None
-
-    def _built(self) -> GraphIndex:
-        index = self._index
-        if index is None:
-            # Under the lock of `publish`, or an index of before it could take the place of none.
-            with self._lock:
-                index = self._index
-                if index is None:
-                    index = GraphIndex(self.published)
-                    self._plain = index.plain()
-                    self._index = index
-        return index
-
-    def _best(self, batch: Batch, limits: Limits, index: GraphIndex) -> Dispatch | None:
-        """The best graph of an index within the limits."""
-        for mode in limits.modes:
-            found = self._find(batch, limits.tokens, mode, index)
-            if found is not None and not limits.wasted_by(found):
-                return found
-        return None
-
-    def _find(
-        self, batch: Batch, tokens: int, mode: GraphMode, index: GraphIndex
-    ) -> Dispatch | None:
-        """The best graph of one mode with at least `tokens` tokens in an index."""
+    def _view(self, index: GraphIndex, batch: Batch) -> tuple[View, int | None]:
+        """The graphs for batches of this kind, and the requests of this one."""
         reqs, query_len = batch.num_reqs, batch.query_len
         if query_len is not None:
             reqs, query_len = checked_uniform(batch.num_tokens, reqs, query_len)
-        slot = index.find(
-            mode, tokens, reqs, query_len, batch.bounds, batch.num_active_loras, batch.variant
-        )
-        return None if slot < 0 else self._graphs[slot]
+        views = index.views(batch.bounds, batch.num_active_loras, batch.variant)
+        return views[query_len], reqs
 
-    def _why_not(self, batch: Batch, limits: Limits, index: GraphIndex) -> Reason:
-        if self.mode is GraphMode.NONE:
-            return Reason.MODE_NONE
-        if any(self._find(batch, limits.tokens, mode, index) for mode in limits.modes):
-            return Reason.PADDING
-        modes = [mode for mode in BEST_FIRST if mode not in limits.banned]
-        alone = limits._replace(tokens=batch.num_tokens)
-        local = [self._find(batch, batch.num_tokens, mode, index) for mode in modes]
-        if any(found is not None and not alone.wasted_by(found) for found in local):
-            return Reason.RANKS_DISAGREE
-        banned = [mode for mode in BEST_FIRST if mode in limits.banned]
-        if any(self._find(batch, batch.num_tokens, mode, index) for mode in banned):
-            return Reason.EXCLUDED
-        planned = [found for found in self._planned(batch, index) if found.mode in modes]
-        if planned:
-            wasted = all(map(limits.wasted_by, planned))
-            return Reason.PADDING if wasted else Reason.NOT_CAPTURED
-        too_large = self._too_large(batch, limits.tokens, index)
-        return Reason.TOO_LARGE if too_large else Reason.NO_GRAPH
+    def _reindex(self) -> None:
+        """Have the index built anew at the next dispatch: capture publishes graphs one by one."""
+        self._index: GraphIndex = NOT_BUILT
 
-    def _too_large(self, batch: Batch, tokens: int, index: GraphIndex) -> bool:
-        """Whether a smaller batch of the same kind would have a graph."""
-        _, _, query_len, bounds, loras, variant, _ = batch
-        kin = [
-            descriptor.num_tokens
-            for descriptor in (self._graphs[slot].descriptor for slot in index.slots)
-            if serves(descriptor, 1, None, query_len, bounds, loras, variant)
-        ]
-        return bool(kin) and tokens > max(kin)
-
-    def _planned(self, batch: Batch, index: GraphIndex) -> list[Dispatch]:
-        """The graphs that are reserved but not in an index and could serve the batch."""
-        tokens, reqs, query_len, bounds, loras, variant, _ = batch
-        if query_len is not None:
-            reqs, query_len = checked_uniform(tokens, reqs, query_len)
-        return [
-            graph
-            for graph in tuple(self._graphs)
-            if graph.slot not in index.slots
-            and serves(graph.descriptor, tokens, reqs, query_len, bounds, loras, variant)
-        ]
+    def _built(self) -> GraphIndex:
+        index = self._index
+        if index is NOT_BUILT:
+            # Under the lock of `publish`, or an index of before it could take the place of none.
+            with self._lock:
+                index = self._index
+                if index is NOT_BUILT:
+                    off = self.mode is GraphMode.NONE
+                    index = GraphIndex(self._graphs, self._published, off=off)
+                    self._index = index
+        return index

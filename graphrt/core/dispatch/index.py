@@ -1,257 +1,258 @@
-"""Tables that find the least compatible graph: constant time for ladders, bisection otherwise."""
+"""From the numbers of a batch to the tables of its kind, which are built when first asked for."""
 
 from __future__ import annotations
 
-import operator
+import sys
+import threading
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Hashable, Sequence
 
-from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.dispatch.order import bound_of, preference
+from graphrt.core.dispatch.reasons import Dispatch
+from graphrt.core.dispatch.search import Forest, Searched, SearchedView
+from graphrt.core.dispatch.tables import NARROWED, Count, Reserved
+from graphrt.core.dispatch.view import View
 
 _INF = float("inf")
-BEST_FIRST = (GraphMode.FULL, GraphMode.PIECEWISE)
-_DENSE_LIMIT = 1 << 16
-"""Above so many tokens a table of one row per token count would be larger than it is worth."""
-_KNOWN_QUERY_LENS = 64
-"""So many are found at once, graphs or not; a host that has more cannot make the table grow."""
+MOST_BYTES = 640 << 10
+"""More than that the tables of an index never take; what is remembered beside them takes less."""
+_UNKNOWN = 64
+"""So many query lengths and variants that no graph has are found as fast as those of graphs; a host
+that has more cannot make a table grow."""
+_REMEMBERED = 256
+"""So many answers to batches that no graph serves are remembered."""
+_SEARCHES = 4096
+"""After so many searches for want of room all tables are forgotten: others may be needed now."""
+_ENTRY_BYTES = 128
+_NO_VARIANT = object()
+"""No graph has it."""
+_INTS = frozenset({int})
 
 
-class Graph(Protocol):
-    """A graph that may serve a batch, with the slot by which it is found."""
+class Views(dict[int | None, View]):
+    """The graphs for batches of some LoRAs, bounds and variant, by query length (None: mixed)."""
 
-    @property
-    def mode(self) -> GraphMode: ...
+    __slots__ = ("bounds", "index", "loras", "variant")
 
-    @property
-    def descriptor(self) -> BatchDescriptor: ...
+    def __init__(
+        self, index: GraphIndex, variant: Hashable, loras: float, bounds: tuple[float, ...]
+    ) -> None:
+        self.index = index
+        self.variant = variant
+        self.loras = loras
+        self.bounds = bounds
 
-    @property
-    def slot(self) -> int: ...
-
-
-def serves(
-    graph: BatchDescriptor,
-    tokens: int,
-    reqs: int | None,
-    query_len: int | None,
-    bounds: Sequence[int],
-    loras: int,
-    variant: Hashable,
-) -> bool:
-    """Whether a graph is compatible with a batch of these numbers."""
-    return (
-        graph.num_tokens >= tokens
-        and (reqs is None or _reqs(graph) >= reqs)
-        and (not graph.uniform or graph.query_len == query_len)
-        and graph.lora_capacity >= loras
-        and graph.variant == variant
-        and all(
-            axis < len(bounds) and bound >= bounds[axis] for axis, bound in enumerate(graph.bounds)
+    def are_for(self, graph: Reserved, query_len: int | None) -> bool:
+        """Whether a graph serves such batches, as far as neither tokens nor requests decide."""
+        own = graph.found.descriptor
+        return (
+            (not own.uniform or own.query_len == query_len)
+            and own.lora_capacity >= self.loras
+            and own.variant == self.variant
+            and all(bound_of(own, axis) >= least for axis, least in enumerate(self.bounds))
         )
-    )
 
-
-def _reqs(graph: BatchDescriptor) -> float:
-    return _INF if graph.num_reqs is None else graph.num_reqs
-
-
-def _bound(graph: BatchDescriptor, axis: int) -> float:
-    return graph.bounds[axis] if axis < len(graph.bounds) else _INF
-
-
-class Front:
-    """Graphs in order of preference, each serving more requests than all before it."""
-
-    __slots__ = ("limits", "slots")
-
-    def __init__(self, graphs: Sequence[Graph]) -> None:
-        self.limits: list[float] = []
-        self.slots: list[int] = []
-        for graph in _pruned(graphs):
-            self.limits.append(_reqs(graph.descriptor))
-            self.slots.append(graph.slot)
-
-    def find(self, reqs: int | None) -> int:
-        """The slot of the first graph for `reqs` requests (None: any), or -1."""
-        index = 0 if reqs is None else bisect_left(self.limits, reqs)
-        return self.slots[index] if index < len(self.slots) else -1
-
-
-def _pruned(graphs: Sequence[Graph]) -> list[Graph]:
-    """Without those that serve no more requests than one that is preferred."""
-    kept: list[Graph] = []
-    for graph in graphs:
-        if not kept or _reqs(graph.descriptor) > _reqs(kept[-1].descriptor):
-            kept.append(graph)
-    return kept
-
-
-Row = tuple[float, int, Front]
-"""The requests and the slot of the preferred graph, and the front it is the first of."""
-
-
-class _Sparse:
-    """A table over so many token counts that rows are found by bisection."""
-
-    def __init__(self, sizes: list[int], rows: list[Row]) -> None:
-        self._sizes = sizes
-        self._rows = rows
-
-    def __getitem__(self, tokens: int) -> Row:
-        if tokens.__class__ is not int:
-            # As a list does, which takes no floats.
-            tokens = operator.index(tokens)
-        return self._rows[bisect_left(self._sizes, tokens)]
-
-
-Table = list[Row] | _Sparse
-
-
-class PlainTables(dict[int | None, Table]):
-    """Tables by query length; one that no graph is uniform in has that of None."""
-
-    __slots__ = ()
-
-    def __missing__(self, query_len: object) -> Table:
+    def __missing__(self, query_len: object) -> View:
+        if query_len is None:
+            return self.index.built(self, None)
         # Whatever else hashes like no number, such as a tensor, is looked at by the dispatcher.
-        if type(query_len) is not int or None not in self:
+        if type(query_len) is not int:
             raise KeyError(query_len)
-        table = self[None]
-        if len(self) < _KNOWN_QUERY_LENS:
-            self[query_len] = table
-        return table
+        if query_len in self.index.query_lens:
+            return self.index.built(self, query_len)
+        # No graph is uniform in it.
+        view = self[None]
+        if None in self and len(self) < _UNKNOWN and self.index.has_room(_ENTRY_BYTES):
+            self[query_len] = view
+        return view
+
+
+class _Cells(dict[int, Views]):
+    """The views of one variant, by the number of the LoRAs and bounds that graphs tell apart."""
+
+    __slots__ = ("_index", "_variants")
+
+    def __init__(self, index: GraphIndex, variants: Sequence[Hashable]) -> None:
+        self._index = index
+        self._variants = variants
+
+    def __missing__(self, number: int) -> Views:
+        views = self._index.cell(number, self._variants)
+        if self._index.has_room(_ENTRY_BYTES + sys.getsizeof(views)):
+            self[number] = views
+        return views
+
+
+class _Variants(dict[Hashable, _Cells]):
+    """The views of each variant that a graph has; others have the same, which no graph is in."""
+
+    __slots__ = ("_most", "_nothing")
+
+    def __init__(self, index: GraphIndex, variants: Collection[Hashable]) -> None:
+        super().__init__((variant, _Cells(index, [variant])) for variant in variants)
+        self._nothing = _Cells(index, ())
+        self._most = len(self) + _UNKNOWN
+
+    def __missing__(self, variant: Hashable) -> _Cells:
+        if len(self) < self._most:
+            self[variant] = self._nothing
+        return self._nothing
+
+    def forget(self) -> None:
+        """Empty all views."""
+        for cells in (self._nothing, *self.values()):
+            for views in tuple(cells.values()):
+                views.clear()
+            cells.clear()
 
 
 class GraphIndex:
-    """An immutable index over graphs; most of its tables are built when first asked for."""
+    """An immutable index over graphs, of which some are `published`; `plain` are the views of
+    batches without LoRAs, bounds and variant.
 
-    def __init__(self, graphs: Sequence[Graph]) -> None:
-        self._graphs = graphs
-        self.slots = frozenset(graph.slot for graph in graphs)
-        descriptors = [graph.descriptor for graph in graphs]
-        self._axes = max((len(d.bounds) for d in descriptors), default=0)
+    `answers` are those to batches that no graph serves, by what narrows the choice; there is room
+    for `answers_left` more.
+    """
+
+    def __init__(
+        self, graphs: Sequence[Reserved], published: Collection[int], *, off: bool
+    ) -> None:
+        """With `off` whatever has no graph is told MODE_NONE."""
+        self._lock = threading.RLock()
+        self._off = off
+        self._published = frozenset(published)
+        named = [graph.found.descriptor for graph in graphs]
+        axes = max((len(each.bounds) for each in named), default=0)
+        self._graphs = sorted(graphs, key=lambda graph: preference(graph.found, axes))
         self._bound_steps = [
-            sorted({_bound(d, axis) for d in descriptors} - {_INF}) for axis in range(self._axes)
+            sorted({bound_of(each, axis) for each in named} - {_INF}) for axis in range(axes)
         ]
-        self._lora_steps = sorted({d.lora_capacity for d in descriptors})
-        self._query_lens = {d.query_len for d in descriptors if d.uniform}
-        self._variants = {d.variant for d in descriptors}
-        self._tables: dict[object, Table] = {}
+        self._lora_steps = sorted({each.lora_capacity for each in named})
+        self.query_lens = frozenset(each.query_len for each in named if each.uniform)
+        self._cells = 1
+        for steps in self._bound_steps:
+            self._cells *= len(steps) + 1
+        self._unbounded = self._cells - 1
+        self._only_axis = self._bound_steps[0] if axes == 1 else None
+        self.answers: list[dict[object, tuple[Count, Dispatch]]] = [{} for _ in NARROWED]
+        self.answers_left = _REMEMBERED
+        self._nothing = Views(self, _NO_VARIANT, _INF, ())
+        self._variants = _Variants(self, {each.variant for each in named})
+        self._is_full = False
+        self._searches = 0
+        self._forests: tuple[Forest, Forest] | None = None
+        self._own_bytes = self.nbytes = sys.getsizeof(self._graphs)
+        self.plain = self.views((), 0, None)
 
-    def plain(self) -> PlainTables:
-        """Tables for batches without LoRAs, bounds or variant, by query length (None: any)."""
-        unknown = (_INF,) * self._axes
-        return PlainTables(
-            (query_len, self._table(BEST_FIRST, query_len, 0, unknown, None))
-            for query_len in (None, *self._query_lens)
-        )
+    def views(self, bounds: Sequence[int], loras: int, variant: Hashable) -> Views:
+        """The graphs for batches of these numbers, by query length.
 
-    def find(
-        self,
-        mode: GraphMode,
-        tokens: int,
-        reqs: int | None,
-        query_len: int | None,
-        bounds: Sequence[int],
-        loras: int,
-        variant: Hashable,
-    ) -> int:
-        """The slot of the best graph of `mode` for a batch of these numbers, or -1."""
-        if variant not in self._variants:
-            return -1
-        lora_step = bisect_left(self._lora_steps, loras)
-        if lora_step == len(self._lora_steps):
-            return -1
-        cell = tuple(self._step(axis, bounds) for axis in range(self._axes))
-        # Query lengths that no graph is uniform in share one table, so hosts cannot grow the dict.
-        if query_len not in self._query_lens:
-            query_len = None
-        key = (mode, query_len, lora_step, cell, variant)
-        table = self._tables.get(key)
-        if table is None:
-            capacity = self._lora_steps[lora_step]
-            table = self._tables[key] = self._table([mode], query_len, capacity, cell, variant)
-        try:
-            row = table[tokens]
-        except IndexError:
-            return -1
-        return row[2].find(reqs)
+        Raises `TypeError` for bounds that are no tuple of ints, and LoRAs that are no int.
+        """
+        if not bounds:
+            number = self._unbounded
+        elif bounds.__class__ is not tuple:
+            raise TypeError(bounds)
+        elif self._only_axis is not None and len(bounds) == 1:
+            if bounds[0].__class__ is not int:
+                raise TypeError(bounds)
+            number = bisect_left(self._only_axis, bounds[0])
+        else:
+            number = self._number(bounds)
+        if loras:
+            if loras.__class__ is not int:
+                raise TypeError(loras)
+            number += bisect_left(self._lora_steps, loras) * self._cells
+        return self._variants[variant][number]
 
-    def _step(self, axis: int, bounds: Sequence[int]) -> float:
-        """The smallest captured bound that admits the batch's; infinite if none or unknown."""
-        steps = self._bound_steps[axis]
-        index = bisect_left(steps, bounds[axis]) if axis < len(bounds) else len(steps)
-        return steps[index] if index < len(steps) else _INF
+    def _number(self, bounds: tuple[int, ...]) -> int:
+        """The number of a cell among those of the same LoRAs; unknown is more than any bound."""
+        if not _INTS.issuperset(map(type, bounds)):
+            raise TypeError(bounds)
+        number = 0
+        for axis, steps in enumerate(self._bound_steps):
+            step = bisect_left(steps, bounds[axis]) if axis < len(bounds) else len(steps)
+            number = number * (len(steps) + 1) + step
+        return number
 
-    def _table(
-        self,
-        modes: Sequence[GraphMode],
-        query_len: int | None,
-        loras: float,
-        cell: Sequence[float],
-        variant: Hashable,
-    ) -> Table:
-        def compatible(graph: BatchDescriptor) -> bool:
-            return (
-                (not graph.uniform or graph.query_len == query_len)
-                and graph.lora_capacity >= loras
-                and graph.variant == variant
-                and all(_bound(graph, axis) >= least for axis, least in enumerate(cell))
-            )
+    def forget_answers(self) -> None:
+        """Make room for others."""
+        for answers in self.answers:
+            answers.clear()
+        self.answers_left = _REMEMBERED
 
-        by_mode = [
-            sorted(
-                (g for g in self._graphs if g.mode is mode and compatible(g.descriptor)),
-                key=lambda graph: _preference(graph, self._axes),
-            )
-            for mode in modes
+    def cell(self, number: int, variants: Sequence[Hashable]) -> Views:
+        """The views of one cell; of one where no graph is, those that have none."""
+        lora_step, left = divmod(number, self._cells)
+        if not variants or lora_step >= len(self._lora_steps):
+            return self._nothing
+        bounds: list[float] = []
+        for steps in reversed(self._bound_steps):
+            left, step = divmod(left, len(steps) + 1)
+            bounds.insert(0, steps[step] if step < len(steps) else _INF)
+        return Views(self, variants[0], self._lora_steps[lora_step], tuple(bounds))
+
+    def built(self, views: Views, query_len: int | None) -> View:
+        """The view of one query length, with its tables; others make room for them if need be."""
+        with self._lock:
+            if self._is_full:
+                self._searches += 1
+                if self._searches < _SEARCHES:
+                    return self._searched(views, query_len)
+                self._forget()
+            graphs = [graph for graph in self._graphs if views.are_for(graph, query_len)]
+            published = [graph for graph in graphs if graph.found.slot in self._published]
+            planned = [graph for graph in graphs if graph.found.slot not in self._published]
+            room = MOST_BYTES // 2 - self.nbytes
+            view = View(published, planned, room, off=self._off)
+            if self.nbytes + view.nbytes > MOST_BYTES:
+                self._is_full = True
+                return self._searched(views, query_len)
+            self.nbytes += view.nbytes
+            views[query_len] = view
+            return view
+
+    def has_room(self, nbytes: int) -> bool:
+        """Take so many bytes more, if they are left."""
+        with self._lock:
+            if self.nbytes + nbytes > MOST_BYTES:
+                return False
+            self.nbytes += nbytes
+            return True
+
+    def _searched(self, views: Views, query_len: int | None) -> SearchedView:
+        if self._forests is None:
+            axes, served = len(self._bound_steps), self._published
+            published = [graph for graph in self._graphs if graph.found.slot in served]
+            planned = [graph for graph in self._graphs if graph.found.slot not in served]
+            self._forests = Forest(published, axes), Forest(planned, axes)
+            self._own_bytes += sum(forest.nbytes for forest in self._forests)
+        found = [
+            Searched(forest.trees(views.variant, query_len), views.loras, views.bounds)
+            for forest in self._forests
         ]
-        sizes = sorted({g.descriptor.num_tokens for group in by_mode for g in group})
-        return _spread(sizes, _rows(sizes, by_mode))
+        return SearchedView(*found, off=self._off)
+
+    def _forget(self) -> None:
+        """Have all views built anew when they are next asked for."""
+        self.plain.clear()
+        self._variants.forget()
+        self.nbytes = self._own_bytes
+        self._is_full = False
+        self._searches = 0
 
 
-def preferred(first: Graph, second: Graph) -> bool:
-    """Whether `first` is the better of two graphs that can both serve a batch (DESIGN 6)."""
-    axes = max(len(first.descriptor.bounds), len(second.descriptor.bounds))
-    return _preference(first, axes) < _preference(second, axes)
+class _NotBuilt(GraphIndex):
+    """What stands for an index until a dispatch has to build it: looking into it raises."""
+
+    def __init__(self) -> None:
+        super().__init__((), (), off=False)
+
+    def views(self, bounds: Sequence[int], loras: int, variant: Hashable) -> Views:
+        return self._nothing
+
+    def built(self, views: Views, query_len: int | None) -> View:
+        raise KeyError(query_len)
 
 
-def _preference(graph: Graph, axes: int) -> tuple[object, ...]:
-    """The least of the compatible graphs is the best; `axes` is how many bounds are compared."""
-    descriptor = graph.descriptor
-    return (
-        BEST_FIRST.index(graph.mode),
-        descriptor.num_tokens,
-        descriptor.lora_capacity,
-        not descriptor.uniform,
-        tuple(_bound(descriptor, axis) for axis in range(axes)),
-        _reqs(descriptor),
-    )
-
-
-def _rows(sizes: list[int], by_mode: list[list[Graph]]) -> list[Row]:
-    """For each size the front of what has at least as many tokens, the modes one after another."""
-    fronts: list[list[Graph]] = [[] for _ in by_mode]
-    pending = [list(group) for group in by_mode]
-    rows: list[Row] = []
-    for size in reversed(sizes):
-        for index, group in enumerate(pending):
-            same: list[Graph] = []
-            while group and group[-1].descriptor.num_tokens >= size:
-                same.append(group.pop())
-            if same:
-                fronts[index] = _pruned([*reversed(same), *fronts[index]])
-        front = Front([graph for group in fronts for graph in group])
-        rows.append((front.limits[0], front.slots[0], front))
-    rows.reverse()
-    return rows
-
-
-def _spread(sizes: list[int], rows: list[Row]) -> Table:
-    if not sizes or sizes[-1] > _DENSE_LIMIT:
-        return _Sparse(sizes, rows)
-    table: list[Row] = []
-    for size, row in zip(sizes, rows, strict=True):
-        table.extend([row] * (size + 1 - len(table)))
-    return table
+NOT_BUILT = _NotBuilt()

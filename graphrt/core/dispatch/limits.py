@@ -3,35 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from graphrt.core.base import InvalidBatchError, InvalidModeError, count_of, padding_ratio
+from graphrt.core.base import MOST, InvalidBatchError, InvalidModeError, count_of, padding_ratio
 from graphrt.core.batch import Batch, GraphMode
-from graphrt.core.dispatch.index import BEST_FIRST
-from graphrt.core.dispatch.reasons import Dispatch
+from graphrt.core.dispatch.tables import (
+    FULL_DISAGREED,
+    NO_FULL,
+    NO_PIECEWISE,
+    PIECEWISE_DISAGREED,
+)
 
 NO_MODES: frozenset[GraphMode] = frozenset()
-_LEVEL = {GraphMode.NONE: 0, GraphMode.PIECEWISE: 1, GraphMode.FULL: 2}
+_FULL, _PIECEWISE, _NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
+
+# Dicts, because a look into one costs less than comparisons. No graph runs in NONE.
+EXCLUDED_BIT: dict[Any, int] = {_FULL: NO_FULL, _PIECEWISE: NO_PIECEWISE, _NONE: 0}
+EXCLUDED_BITS: dict[Any, int] = {
+    modes | none: bits
+    for modes, bits in (
+        (NO_MODES, 0),
+        (frozenset({_FULL}), NO_FULL),
+        (frozenset({_PIECEWISE}), NO_PIECEWISE),
+        (frozenset({_FULL, _PIECEWISE}), NO_FULL | NO_PIECEWISE),
+    )
+    for none in (NO_MODES, frozenset({_NONE}))
+}
+DISAGREED_BITS: dict[Any, int] = {
+    None: 0,
+    _FULL: 0,
+    _PIECEWISE: FULL_DISAGREED,
+    _NONE: FULL_DISAGREED | PIECEWISE_DISAGREED,
+}
+
+
+COLLECTIONS = frozenset({set, frozenset, list, tuple})
+"""What modes are excluded by, as a rule."""
+MOST_PADDING = 2.0**63
+"""No ratio is as large; a float, because comparing it with the largest int takes longer."""
 
 
 class Limits(NamedTuple):
-    """What one batch may have: not these modes, at least so many tokens, at most this level."""
+    """What one batch may have: the bits of modes that are taken out, at least so many tokens, at
+    most so many times its own."""
 
-    banned: frozenset[GraphMode]
+    narrowed: int
     tokens: int
-    highest: int
     max_padding: float | None
 
     @property
-    def modes(self) -> list[GraphMode]:
-        """The modes that are allowed, the best first."""
-        banned, highest = self.banned, self.highest
-        return [mode for mode in BEST_FIRST if mode not in banned and _LEVEL[mode] <= highest]
+    def most_tokens(self) -> float | None:
+        """The most tokens that a graph may have; None for any number."""
+        return None if self.max_padding is None else self.tokens * self.max_padding
 
-    def wasted_by(self, found: Dispatch) -> bool:
-        """Whether a graph would pad more than allowed."""
-        ratio = self.max_padding
-        return ratio is not None and found.descriptor.num_tokens > self.tokens * ratio
+
+def narrowed_by(
+    excluded: frozenset[GraphMode],
+    at_most_mode: GraphMode | str | None = None,
+) -> int:
+    """The bits of what is excluded and disagreed on.
+
+    Raises `KeyError` or `TypeError` for all but sets of modes and modes: `limits_of` has to look.
+    """
+    return EXCLUDED_BITS[excluded] | DISAGREED_BITS[at_most_mode]
+
+
+def plain_ratio(value: float) -> float:
+    """The value itself; raises `TypeError` for what may be no ratio of padding."""
+    if (value.__class__ is not float and value.__class__ is not int) or not 1 <= value <= MOST:
+        raise TypeError(value)
+    return value
 
 
 def limits_of(
@@ -42,15 +83,14 @@ def limits_of(
     max_padding: float | None,
 ) -> Limits:
     """The limits of a batch; raises `InvalidModeError` and `InvalidBatchError` for what is none."""
-    highest = GraphMode.FULL
     if at_most_mode is not None:
-        highest = GraphMode.parse_runtime(at_most_mode, "ranks agree on a mode that steps run in")
+        what = "ranks agree on a mode that steps run in"
+        at_most_mode = GraphMode.parse_runtime(at_most_mode, what)
     if type(at_least) is not int:
         at_least = count_of("at_least", at_least, error=InvalidBatchError)
     return Limits(
-        _excluded(exclude, batch.exclude),
+        narrowed_by(_modes(exclude, batch.exclude), at_most_mode),
         max(batch.num_tokens, at_least),
-        _LEVEL[highest],
         max_padding,
     )
 
@@ -62,7 +102,7 @@ def checked_ratio(max_padding: float | None) -> float | None:
     return max_padding
 
 
-def _excluded(*given: Collection[GraphMode | str]) -> frozenset[GraphMode]:
+def _modes(*given: Collection[GraphMode | str]) -> frozenset[GraphMode]:
     """The runtime modes in all of `given`; raises `InvalidModeError` for what is no set of them."""
     found: set[GraphMode] = set()
     for modes in given:

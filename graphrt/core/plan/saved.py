@@ -8,7 +8,7 @@ import json
 import os
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -261,14 +261,14 @@ def _path(path: str | os.PathLike[str]) -> Path:
 
 
 def _plain_key(mode: GraphMode, descriptor: BatchDescriptor) -> dict[str, Any]:
-    plain = {each.name: getattr(descriptor, each.name) for each in fields(descriptor)}
+    plain = descriptor._asdict()
     plain["bounds"] = list(descriptor.bounds)
     plain["variant"] = _plain_variant(descriptor.variant)
     return {"mode": mode.name, **plain}
 
 
 def _given_key(plain: Mapping[str, Any]) -> CaptureKey:
-    own = {each.name: plain[each.name] for each in fields(BatchDescriptor)}
+    own = {name: plain[name] for name in BatchDescriptor._fields}
     own["bounds"] = tuple(own["bounds"])
     own["variant"] = _given_variant(own["variant"])
     return GraphMode[plain["mode"]], BatchDescriptor(**own)

@@ -1,0 +1,171 @@
+"""What dispatch has to find, by trying every graph; and what it is tried with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
+from graphrt.core.dispatch import Reason
+
+FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
+LEVEL = {NONE: 0, PIECEWISE: 1, FULL: 2}
+Key = tuple[GraphMode, BatchDescriptor]
+
+
+def inf_if_none(value: int | None) -> float:
+    return math.inf if value is None else value
+
+
+@st.composite
+def descriptors(draw: st.DrawFn) -> BatchDescriptor:
+    variant = draw(st.sampled_from([None, "draft"]))
+    bounds = tuple(draw(st.lists(st.sampled_from([8, 64, 512]), max_size=2)))
+    loras = draw(st.sampled_from([0, 0, 1, 4]))
+    has_lora = bool(loras) or draw(st.booleans())
+    if draw(st.booleans()):
+        query_len = draw(st.integers(1, 4))
+        reqs = draw(st.integers(1, 12))
+        num_reqs = draw(st.sampled_from([None, reqs]))
+        return BatchDescriptor(
+            query_len * reqs, num_reqs, True, has_lora, loras, query_len, bounds, variant
+        )
+    tokens = draw(st.integers(1, 48))
+    reqs = draw(st.none() | st.integers(1, tokens))
+    return BatchDescriptor(tokens, reqs, False, has_lora, loras, None, bounds, variant)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    tokens = draw(st.integers(1, 60))
+    return Batch(
+        tokens,
+        draw(st.none() | st.integers(1, tokens)),
+        draw(st.none() | st.integers(1, 5)),
+        tuple(draw(st.lists(st.integers(0, 600), max_size=3))),
+        draw(st.integers(0, 5)),
+        draw(st.sampled_from([None, "draft", "other"])),
+        draw(st.frozensets(st.sampled_from([FULL, PIECEWISE, NONE]))),
+    )
+
+
+def normalised(batch: Batch) -> tuple[int | None, int | None]:
+    """Requests and query length, as far as the batch's numbers agree with each other."""
+    reqs, query_len = batch.num_reqs, batch.query_len
+    if query_len is not None and reqs is None and batch.num_tokens % query_len == 0:
+        return batch.num_tokens // query_len, query_len
+    if query_len is not None and reqs is not None and reqs * query_len == batch.num_tokens:
+        return reqs, query_len
+    return reqs, None
+
+
+def compatible(graph: BatchDescriptor, batch: Batch, at_least: int) -> bool:
+    reqs, query_len = normalised(batch)
+    capacity = graph.num_active_loras or (math.inf if graph.has_lora else 0)
+    bounds_fit = all(
+        place < len(batch.bounds) and batch.bounds[place] <= bound
+        for place, bound in enumerate(graph.bounds)
+    )
+    return (
+        graph.num_tokens >= max(batch.num_tokens, at_least)
+        and (graph.num_reqs is None or reqs is None or graph.num_reqs >= reqs)
+        and (not graph.uniform or graph.query_len == query_len)
+        and capacity >= batch.num_active_loras
+        and graph.variant == batch.variant
+        and bounds_fit
+    )
+
+
+def preference(mode: GraphMode, graph: BatchDescriptor) -> tuple[object, ...]:
+    capacity = graph.num_active_loras or (math.inf if graph.has_lora else 0)
+    bounds = (*graph.bounds, math.inf, math.inf)[:2]
+    return (
+        -LEVEL[mode],
+        graph.num_tokens,
+        capacity,
+        not graph.uniform,
+        bounds,
+        inf_if_none(graph.num_reqs),
+    )
+
+
+class Limits(NamedTuple):
+    """What a dispatch is limited to besides the batch; its names are those of the arguments."""
+
+    exclude: frozenset[GraphMode] = frozenset()
+    at_least: int = 0
+    at_most_mode: GraphMode | None = None
+    max_padding: float | None = None
+
+
+def able(
+    keys: Collection[Key], batch: Batch, limits: Limits, *, own_tokens: bool = False
+) -> list[Key]:
+    """The graphs that may serve a batch; with `own_tokens` whatever other ranks have agreed on."""
+    agreed = 0 if own_tokens else limits.at_least
+    live = max(batch.num_tokens, limits.at_least if not own_tokens else 0)
+    highest = FULL if own_tokens or limits.at_most_mode is None else limits.at_most_mode
+    return [
+        (mode, graph)
+        for mode, graph in keys
+        if compatible(graph, batch, agreed)
+        and mode not in limits.exclude | batch.exclude
+        and LEVEL[mode] <= LEVEL[highest]
+        and (limits.max_padding is None or graph.num_tokens <= live * limits.max_padding)
+    ]
+
+
+def brute_force(keys: Collection[Key], batch: Batch, limits: Limits) -> tuple[object, ...] | None:
+    """The preference of the best graph, or None."""
+    return min((preference(*key) for key in able(keys, batch, limits)), default=None)
+
+
+def reason_of(
+    published: Collection[Key], planned: Collection[Key], batch: Batch, limits: Limits
+) -> Reason:
+    """Why a batch has the graph that it has, or none: the first of these that is true."""
+    if able(published, batch, limits):
+        return Reason.HIT
+    any_padding = limits._replace(max_padding=None)
+    if able(published, batch, any_padding):
+        return Reason.PADDING
+    if able(published, batch, limits, own_tokens=True):
+        return Reason.RANKS_DISAGREE
+    any_mode = Limits()
+    excluded = limits.exclude | batch.exclude
+    whole = batch._replace(exclude=frozenset())
+    if any(mode in excluded for mode, _ in able(published, whole, any_mode)):
+        return Reason.EXCLUDED
+    live = max(batch.num_tokens, limits.at_least)
+    later = able(planned, batch, any_padding, own_tokens=True)
+    if later:
+        ratio = limits.max_padding
+        fits = ratio is None or any(graph.num_tokens <= live * ratio for _, graph in later)
+        return Reason.NOT_CAPTURED if fits else Reason.PADDING
+    _, query_len = normalised(batch)
+    kin = [graph for _, graph in published if alike(graph, whole, query_len)]
+    if kin and live > max(graph.num_tokens for graph in kin):
+        return Reason.TOO_LARGE
+    return Reason.NO_GRAPH
+
+
+def alike(graph: BatchDescriptor, batch: Batch, query_len: int | None) -> bool:
+    """Whether a batch of the same kind could have this graph if it had few enough tokens."""
+    tokens = 1 if query_len is None else query_len
+    smaller = batch._replace(num_tokens=tokens, num_reqs=None, query_len=query_len)
+    return compatible(graph._replace(num_tokens=tokens * graph.num_tokens), smaller, 0)
+
+
+KEYS = st.tuples(st.sampled_from([FULL, PIECEWISE]), descriptors())
+
+
+LIMITS = st.builds(
+    Limits,
+    st.frozensets(st.sampled_from([FULL, PIECEWISE, NONE])),
+    st.sampled_from([0, 0, 5, 30]),
+    st.sampled_from([None, None, NONE, PIECEWISE, FULL]),
+    st.sampled_from([None, None, 1.0, 1.5, 3.0]),
+)
