@@ -19,7 +19,15 @@ from graphrt.cuda.blocks import workspace_sizes
 _TORCH_STREAMS = 32
 """Streams that torch has of one priority; it hands them out in turn."""
 
-_taken: WeakValueDictionary[tuple[int, int], torch.cuda.Stream] = WeakValueDictionary()
+
+class _Mark:
+    """Hangs on a stream object as long as that lives."""
+
+    __slots__ = ("__weakref__",)
+
+
+# Not of the streams themselves: a weak reference to one ends the process with torch 2.11.
+_taken: WeakValueDictionary[tuple[int, int], _Mark] = WeakValueDictionary()
 
 _hosts: set[tuple[int, int]] = set()
 
@@ -32,7 +40,8 @@ def unshared_stream() -> torch.cuda.Stream:
         if (stream.device_index, stream.cuda_stream) not in _taken:
             break
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    _taken[stream.device_index, stream.cuda_stream] = stream
+    mark = _taken[stream.device_index, stream.cuda_stream] = _Mark()
+    vars(stream)["graphrt_taken"] = mark
     return stream
 
 
