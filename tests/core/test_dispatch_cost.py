@@ -140,7 +140,7 @@ def test_no_host_makes_the_tables_take_more_than_a_mebibyte(make):
                 (None, 1, 2, step)[step % 4],
                 ((), (step * 50,), (step * 3, step * 7))[step % 3],
                 step % 11,
-                (None, "draft", f"other {step}")[step % 3],
+                (None, "draft", (f"other {step}",) * 100)[step % 3],
             )
             dispatcher.dispatch(batch)
             dispatcher.dispatch(batch, at_least=step % 1000, exclude={FULL})

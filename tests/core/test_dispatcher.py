@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -83,6 +84,29 @@ def check_against_brute_force(keys, reserved, cases, max_padding):
             best = brute_force(planned, case, later)
             assert best == (wanted and preference(wanted.mode, wanted.descriptor))
     assert +Counter(dispatcher.counts()) == told
+
+
+@pytest.mark.parametrize("most_bytes", [index.MOST_BYTES, 0], ids=["tables", "search"])
+def test_requests_decide_among_many_graphs_of_one_kind(monkeypatch, most_bytes):
+    monkeypatch.setattr(index, "MOST_BYTES", most_bytes)
+    drawn = random.Random(5)
+    for _ in range(20):
+        keys = {
+            (drawn.choice([FULL, PIECEWISE]), BatchDescriptor(tokens, drawn.randint(1, tokens)))
+            for tokens in (drawn.randint(1, 200) for _ in range(100))
+        }
+        dispatcher = GraphDispatcher("FULL_AND_PIECEWISE")
+        for key in keys:
+            dispatcher.publish(*key)
+        for _ in range(100):
+            batch = Batch(drawn.randint(1, 210), drawn.randint(1, 210))
+            limits = Limits(drawn.choice([frozenset(), frozenset({FULL})]))
+            found = dispatcher.dispatch(batch, exclude=limits.exclude)
+            best = brute_force(keys, batch, limits)
+            if best is None:
+                assert found.reason is reason_of(keys, set(), batch, limits)
+            else:
+                assert preference(found.mode, found.descriptor) == best
 
 
 @settings(max_examples=100, deadline=None)

@@ -59,7 +59,7 @@ class _Tree:
                 node *= 2
                 fits = self._may_fit(node, needed)
             if fits:
-                return self.ranked[node - leaves] if node - leaves < end else None
+                return self.ranked[node - leaves]
             # To the next part on the right: up as long as this one is the right half.
             while node & 1:
                 node >>= 1
