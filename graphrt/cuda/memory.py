@@ -128,6 +128,11 @@ class _Held:
                 with suppress(RuntimeError):  # "not currently recording to mempool_id"
                     stop_routing_to_pool(device, handle)
                     release_pool(device, handle)
+                # It has also told the generator that a capture is under way; one that ends says no.
+                over = torch.cuda.CUDAGraph()
+                over.capture_begin(capture_error_mode="thread_local")
+                over.capture_end()
+                over.reset()
                 raise
             self._graph.capture_end()
 
