@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from graphrt import (
     eager_break,
 )
 from graphrt.core.base import CaptureSyncError, dispatch_modes
+from graphrt.core.inputs import OutputLayout
 from graphrt.core.replay import current_capture, under_way, warming_up
 from graphrt.cpu import compiled
 from graphrt.cpu.tape import refusals
@@ -185,6 +187,34 @@ def test_an_interrupt_at_any_place_leaves_all_usable(kind, lines):
         except BaseException as error:
             raise AssertionError(f"interrupted at {places.where}, place {places.at}") from error
     reads_are_refused()
+
+
+@pytest.mark.parametrize("line", range(5))
+def test_axes_that_an_interrupted_recapture_forgot_are_found_again(line):
+    """Before each line of what forgets them: too few of all places for chance to find."""
+    seen = 0
+
+    def trace(frame: Any, event: str, arg: object) -> Any:
+        if frame.f_code is not OutputLayout.forget.__code__:
+            return None
+        return stop
+
+    def stop(frame: Any, event: str, arg: object) -> Any:
+        nonlocal seen
+        seen += event == "line"
+        if event == "line" and seen == line + 1:
+            raise KeyboardInterrupt
+        return stop
+
+    def call(function: Callable[[], Any]) -> None:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            function()
+        finally:
+            sys.settrace(before)
+
+    assert interrupt("recapture", call) == (line < 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

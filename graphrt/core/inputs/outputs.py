@@ -85,9 +85,10 @@ class OutputLayout:
 
     def forget(self) -> None:
         """Forget what was seen."""
-        self._batch_dims = {}
-        self._seen = []
+        # First: whatever interrupts this, what is not there any more does not count as resolved.
         self._resolved = set()
+        self._seen = []
+        self._batch_dims = {}
 
     def batch_dims(self, path: str) -> BatchDims:
         """The dimensions to cut of the tensor at `path`; raises `OutputError` for one that was not
