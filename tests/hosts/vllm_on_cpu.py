@@ -81,5 +81,6 @@ def config(sizes: list[int], mode: str, **more: Any) -> Any:
         num_speculative_tokens=0,
         speculative_config=None,
         use_cumem_cudagraph_pool=False,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
         model_config=None,
     )
