@@ -23,6 +23,7 @@ host.load()
 
 import vllm.v1.worker.encoder_cudagraph as encoder
 import vllm.v1.worker.gpu.cudagraph_utils as v2
+import vllm.v1.worker.gpu.model_runner as v2_runner
 import vllm.v1.worker.gpu_model_runner as v1
 from vllm.compilation import breakable_cudagraph
 from vllm.compilation.counter import compilation_counter
@@ -142,9 +143,28 @@ def test_profiling_captures_in_a_pool_of_its_own_which_is_closed_after_it():
     throwaway = wrapper.pool
     v1.CUDAGraphWrapper.clear_all_graphs()
     wrapper.graph_pool = real
+    close_unused()
     assert throwaway.closed and not wrapper.pool.closed and not wrapper.entries
     capture_all(config, wrapper, buffer, PIECEWISE, [BatchDescriptor(2)])
     assert len(wrapper.entries) == 1 and wrapper.graph_pool is real
+
+
+def close_unused():
+    """What the end of profiling, and the next captures, begin with."""
+    _state.state.pools.close_unused(current_platform.get_global_graph_pool())
+
+
+def test_profiling_of_either_runner_ends_with_that(monkeypatch):
+    uninstall()
+    called: list[str] = []
+    for runner in (v1.GPUModelRunner, v2_runner.GPUModelRunner):
+        monkeypatch.setattr(runner, "profile_cudagraph_memory", lambda self: called.append("own"))
+    monkeypatch.setattr(_state.state.pools, "close_unused", lambda keep: called.append("closed"))
+    install()
+    for runner in (v1.GPUModelRunner, v2_runner.GPUModelRunner):
+        runner.profile_cudagraph_memory(None)
+    assert called == ["own", "closed"] * 2
+    uninstall()
 
 
 def manager_of(sizes, mode, **options):
@@ -217,8 +237,10 @@ def test_graphs_that_a_manager_forgets_are_destroyed():
     assert len(pool.keyed(None)) == 2
     manager.graphs.clear()
     assert len(pool.keyed(None)) == 0
-    _state.state.pools.close_unused()
-    assert pool.graphs.closed
+    close_unused()
+    assert not pool.graphs.closed, "vLLM captures into it again"
+    manager.capture(Decoder(config).create)
+    assert len(pool.keyed(None)) == 2 and list(_state.state.pools._pools.values()) == [pool]
 
 
 def test_breakable_graphs_break_where_vllm_marked_it(monkeypatch):
@@ -231,7 +253,7 @@ def test_breakable_graphs_break_where_vllm_marked_it(monkeypatch):
         lengths.append(len(x))
         out.copy_(x * 2)
 
-    def model(x):
+    def model(x, inputs_embeds=None):
         x = x + 1
         out = torch.empty_like(x)
         attend(x, out)
@@ -252,7 +274,8 @@ def test_breakable_graphs_break_where_vllm_marked_it(monkeypatch):
     ]:
         buffer.normal_()
         with step(config, mode, kind):
-            found = wrapper(buffer[: kind.num_tokens])
+            # Left out where vLLM captures.
+            found = wrapper(buffer[: kind.num_tokens], inputs_embeds=None)
         assert torch.equal(found, (buffer[: kind.num_tokens] + 1) * 2 - 3)
     assert lengths == [4, 2]
     real, other = wrapper.graph_pool, current_platform.graph_pool_handle()
@@ -299,7 +322,7 @@ def test_encoder_graphs_are_graphrts_until_the_manager_clears_them():
     dead, pool = weakref.ref(made.graph), _state.state.pools._pools[manager.graph_pool]
     del made
     manager.clear()
-    _state.state.pools.close_unused()
+    close_unused()
     assert dead() is None and pool.graphs.closed
 
 

@@ -22,7 +22,7 @@ class State:
 
     def not_dispatched(self, num_tokens: int | None) -> None:
         """vLLM runs a step eagerly; before there are graphs it warms up so."""
-        if self.pools.captured_any and not self.pools.capturing:
+        if self.serving and self.pools.captures and not self.pools.capturing:
             self.eager.not_dispatched(num_tokens, self.pools.largest)
 
 

@@ -63,6 +63,7 @@ def breakable_type() -> Any:
             self._inner: dict[GraphMode, Any] = {}
             self._handle: Any = None
             self._step: ForwardContext | None = None
+            self._left_out: dict[str, None] = {}
             original.__init__(self, runnable, vllm_config, *args, **kwargs)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +77,10 @@ def breakable_type() -> Any:
             if inner is None:
                 inner = self._inner[step.mode] = self._new_inner(step.mode)
             self._step = step
-            return inner(*args, **kwargs)
+            # vLLM gives None in some steps for what it leaves out in others.
+            self._left_out = {name: None for name, value in kwargs.items() if value is None}
+            given = {name: value for name, value in kwargs.items() if value is not None}
+            return inner(*args, **given)
 
         @property
         def graph_pool(self) -> Any:
@@ -127,6 +131,7 @@ def breakable_type() -> Any:
             )
 
         def _run(self, *args: Any, **kwargs: Any) -> Any:
+            kwargs |= self._left_out
             capture = current_capture()
             if capture is None or not capture.breakable:
                 return self.runnable(*args, **kwargs)

@@ -21,6 +21,8 @@ from graphrt.hosts.vllm.versions import (
     BREAKABLE,
     ENCODER,
     PARALLEL,
+    PROFILE,
+    RUNNER2,
     V1,
     V2,
     WRAPPER,
@@ -74,6 +76,8 @@ def install_into_vllm() -> None:
         capture_budget = encoder.around(budgets._capture_budget_graph)
         _replace(budgets, "_capture_budget_graph", capture_budget)
         _replace(vision, "torch", TorchWithGraphs(encoder.new_graph, encoder.capturing))
+        for runner in (_module(V1).GPUModelRunner, _module(RUNNER2).GPUModelRunner):
+            _replace(runner, PROFILE, _closing_unused(vars(runner)[PROFILE]))
         state.serving = True
     except BaseException:
         uninstall()
@@ -108,6 +112,7 @@ def _in_session(original: Callable[..., Any]) -> Callable[..., Any]:
     def graph_capture(*args: Any, **kwargs: Any) -> Iterator[Any]:
         from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 
+        _close_unused()
         with original(*args, **kwargs) as context:
             if state.pools.last is not None:
                 set_graph_pool_id(state.pools.last)
@@ -115,6 +120,24 @@ def _in_session(original: Callable[..., Any]) -> Callable[..., Any]:
                 yield context
 
     return graph_capture
+
+
+def _closing_unused(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's profiling of graph memory, whose pool is given back after it."""
+
+    @functools.wraps(original)
+    def profile(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _close_unused()
+
+    return profile
+
+
+def _close_unused() -> None:
+    current = importlib.import_module("vllm.platforms").current_platform
+    state.pools.close_unused(keep=current.get_global_graph_pool())
 
 
 def _module(name: str) -> Any:

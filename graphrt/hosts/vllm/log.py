@@ -62,4 +62,5 @@ class EagerSteps:
         count = self.counts[reason]
         if count == 10 ** (len(str(count)) - 1):
             size = "" if num_tokens is None else f" ({num_tokens} tokens)"
-            logger.info("graphrt: a step%s ran eagerly, as %s; time %d", size, reason, count)
+            times = "" if count == 1 else f", {count} times so far"
+            logger.info("graphrt: a step%s ran eagerly, as %s%s", size, reason, times)

@@ -34,9 +34,8 @@ class SharedPool:
 class Pools:
     """All of them, by handle, and the session that is open in all of them, if any.
 
-    One that nothing uses any more is closed, if something was captured in it: vLLM profiles its
-    memory in a pool that it then forgets, and wants it back. Until then it keeps a share of vLLM's,
-    which therefore never dies between two captures.
+    Each keeps a share of vLLM's memory, which therefore never dies between two captures: nothing
+    could be captured into it again.
     """
 
     def __init__(self, count: Callable[[Any], object]) -> None:
@@ -47,7 +46,6 @@ class Pools:
         self._sessions: list[CaptureSession] = []
         self._stream: Any = None
         self._captures = Captures()
-        self.captured_any = False
         self.largest = 0
         self.last: Any = None
 
@@ -66,12 +64,14 @@ class Pools:
         pool = self._pools.get(handle)
         if pool is not None:
             pool.users.discard(user)
-            self.close_unused()
 
-    def close_unused(self) -> None:
-        """Close what was captured in and is used by nobody."""
+    def close_unused(self, keep: Any) -> None:
+        """Close what was captured in and is used by nobody, save the pool of the handle `keep`.
+
+        vLLM profiles its memory, and captures its encoders, in pools that it forgets.
+        """
         for handle, pool in list(self._pools.items()):
-            if pool.graphs.captures and not len(pool.users) and pool.graphs.owner is None:
+            if handle != keep and pool.graphs.captures and not len(pool.users):
                 del self._pools[handle]
                 pool.graphs.close()
 
@@ -102,7 +102,6 @@ class Pools:
         if self._stack is not None:
             yield
             return
-        self.close_unused()
         began = time.perf_counter()
         self._captures = Captures()
         with ExitStack() as stack:
@@ -125,7 +124,6 @@ class Pools:
         self._sessions = []
 
     def _captured(self, wrapper: Any, descriptor: BatchDescriptor) -> None:
-        self.captured_any = True
         self.largest = max(self.largest, descriptor.num_tokens)
         self._captures.add(wrapper.runtime_mode.name, descriptor)
         self._count(wrapper)

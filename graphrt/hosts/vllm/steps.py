@@ -34,8 +34,7 @@ class Steps:
         step = self._steps.get((mode.name, descriptor))
         if step is None:
             step = self._new(mode.name, descriptor)
-        if step.mode is GraphMode.PIECEWISE:
-            step.begin_step()
+        step.begin_step()
         return step
 
     def keyed(self, step: ForwardContext, key: Any) -> ForwardContext:
@@ -44,17 +43,14 @@ class Steps:
         own = self._steps.get((step.mode.name, (step.descriptor, key)))
         if own is None:
             own = self._new(step.mode.name, (step.descriptor, key), step.descriptor.num_tokens)
-        if own.mode is GraphMode.PIECEWISE:
-            own.begin_step()
+        own.begin_step()
         return own
 
     def _new(self, mode: str, key: Any, num_tokens: int | None = None) -> ForwardContext:
         tokens = key.num_tokens if num_tokens is None else num_tokens
         own = BatchDescriptor(tokens, getattr(key, "num_reqs", None), variant=key)
-        # Without a slot its graph is looked up by the descriptor: slower, and not kept for ever.
-        kept = len(self._steps) < MOST
-        slot = len(self._steps) if kept else -1
-        step = ForwardContext(GraphMode[mode], own, slot, dispatcher=self.eager)
-        if kept:
+        step = ForwardContext(GraphMode[mode], own, dispatcher=self.eager)
+        # One that is not kept is slower, as its graphs are looked up by the descriptor.
+        if len(self._steps) < MOST:
             self._steps[mode, key] = step
         return step

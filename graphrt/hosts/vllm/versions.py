@@ -15,6 +15,8 @@ KNOWN = ("0.24", "0.33")
 
 V1 = "vllm.v1.worker.gpu_model_runner"
 V2 = "vllm.v1.worker.gpu.cudagraph_utils"
+RUNNER2 = "vllm.v1.worker.gpu.model_runner"
+PROFILE = "profile_cudagraph_memory"
 ENCODER = "vllm.v1.worker.encoder_cudagraph"
 BREAKABLE = "vllm.compilation.breakable_cudagraph"
 WRAPPER = "vllm.compilation.cuda_graph"
@@ -36,7 +38,8 @@ _NAMES = {
     "vllm.platforms": ("current_platform.get_global_graph_pool",),
     ENCODER: ("EncoderCudaGraphManager._get_graph_set", "torch.cuda.CUDAGraph"),
     V2: ("CudaGraphManager.capture", "torch.cuda.CUDAGraph"),
-    V1: ("CUDAGraphWrapper", "graph_capture"),
+    RUNNER2: (f"GPUModelRunner.{PROFILE}",),
+    V1: ("CUDAGraphWrapper", "graph_capture", f"GPUModelRunner.{PROFILE}"),
 }
 
 _ARGUMENTS = {
