@@ -13,6 +13,7 @@ import argparse
 import copy
 import fcntl
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -119,7 +120,7 @@ class Capture:
             runner.capture_model = capture_model
 
     def profile_too(self) -> None:
-        """Have vLLM profile the memory of graphs, which it leaves out where the cache's is given."""
+        """Have vLLM profile the memory of graphs, though the size of its cache is given."""
         from vllm.v1.worker.gpu_worker import Worker
 
         original = Worker.determine_available_memory
@@ -219,7 +220,7 @@ def write_adapter(folder: Path, layers: int = 4) -> None:
 
 
 def randomise(model: Any) -> int:
-    """Refill weights in place: those of vLLM's dummy loader are too small for attention to matter."""
+    """Refill weights in place: with those of vLLM's dummy loader attention does not matter."""
     import torch
 
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(0)
@@ -456,7 +457,7 @@ def timed(engines: Engines, batch: int, rounds: int = 5, tokens: int = 64) -> di
             for name in order:
                 ends.clear()
                 engines.generate(name, batch, batch, tokens)
-                steps = [(b - a) / 1e3 for a, b in zip(ends, ends[1:], strict=False)][4:-2]
+                steps = [(b - a) / 1e3 for a, b in itertools.pairwise(ends)][4:-2]
                 medians[name].append(statistics.median(steps))
     finally:
         LLMEngine.step = step

@@ -1,12 +1,13 @@
-"""The published vLLM on a CPU: its own modules of graphs, over a platform that can be had anywhere.
+"""vLLM's modules of graphs on a CPU: the published ones where they are installed, or a stand-in.
 
-To be imported before anything of vLLM. What vLLM asks CUDA for is answered by graphrt's CPU
-platform, whose graphs are tapes; its kernels, and so its models and runners, are not there.
+What vLLM asks CUDA for is answered by graphrt's CPU platform, whose graphs are tapes; vLLM's
+kernels, and so its models and runners, are not there.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,21 +18,31 @@ import torch
 from graphrt import GraphPool
 from graphrt.hosts.vllm import platform_type
 
-MODULES = (
-    "vllm.v1.worker.gpu_model_runner",
-    "vllm.v1.worker.gpu.cudagraph_utils",
-    "vllm.v1.worker.encoder_cudagraph",
-)
+NAMES = {
+    "v1": "vllm.v1.worker.gpu_model_runner",
+    "v2": "vllm.v1.worker.gpu.cudagraph_utils",
+    "v2_runner": "vllm.v1.worker.gpu.model_runner",
+    "encoder": "vllm.v1.worker.encoder_cudagraph",
+    "breakable": "vllm.compilation.breakable_cudagraph",
+    "wrappers": "vllm.compilation.cuda_graph",
+    "counting": "vllm.compilation.counter",
+    "contexts": "vllm.forward_context",
+    "config": "vllm.config",
+    "platforms": "vllm.platforms",
+    "nccl": "vllm.distributed.device_communicators.pynccl_allocator",
+}
 
 
-def load() -> None:
-    """Import what `install` looks at, with stand-ins for the platform and the capture stream."""
-    import vllm.platforms as platforms
-    from vllm.platforms.interface import Platform, PlatformEnum
+IS_INSTALLED = importlib.util.find_spec("vllm") is not None
+"""Whether the published vLLM is there."""
 
-    class AnyPlatform(Platform):
-        _enum = PlatformEnum.UNSPECIFIED
+
+def platform_over(base: type) -> Any:
+    """A platform of vLLM's for tests, with graphrt in it."""
+
+    class AnyPlatform(base):  # type: ignore[misc,valid-type]
         device_type = "cpu"
+        _global_graph_pool: Any = None
 
         @classmethod
         def get_static_graph_wrapper_cls(cls) -> str:
@@ -41,27 +52,50 @@ def load() -> None:
         def support_static_graph_mode(cls) -> bool:
             return True
 
+        @classmethod
+        def set_additional_forward_context(cls, **kwargs: Any) -> dict[str, Any]:
+            return {}
+
+        def get_global_graph_pool(self) -> Any:
+            cls = type(self)
+            cls._global_graph_pool = cls._global_graph_pool or self.graph_pool_handle()
+            return cls._global_graph_pool
+
         def graph_pool_handle(self) -> Any:
             return GraphPool("cpu").handle
 
-    platforms._current_platform = platform_type(AnyPlatform)()
-    parallel = importlib.import_module("vllm.distributed.parallel_state")
+    return platform_type(AnyPlatform)()
 
-    @contextmanager
-    def graph_capture(device: torch.device) -> Iterator[Any]:
-        yield SimpleNamespace(stream=None)
 
-    parallel.graph_capture = graph_capture
-    for name in MODULES:
-        importlib.import_module(name)
+def load() -> SimpleNamespace:
+    """The modules that `install` looks at, by `NAMES`, with stand-ins for what needs a GPU.
+
+    Of the published vLLM, it has to be called before anything of it is imported.
+    """
+    platforms = importlib.import_module("vllm.platforms")
+    if IS_INSTALLED:
+        interface = importlib.import_module("vllm.platforms.interface")
+        kind = type("Base", (interface.Platform,), {"_enum": interface.PlatformEnum.UNSPECIFIED})
+        if not hasattr(type(platforms._current_platform), "serves_graphrt"):
+            platforms._current_platform = platform_over(kind)
+        parallel = importlib.import_module("vllm.distributed.parallel_state")
+
+        @contextmanager
+        def graph_capture(device: torch.device) -> Iterator[Any]:
+            yield SimpleNamespace(stream=None)
+
+        if parallel.graph_capture.__module__ == parallel.__name__:
+            parallel.graph_capture = graph_capture
+    else:
+        platforms.current_platform = platform_over(object)
+    return SimpleNamespace(**{key: importlib.import_module(name) for key, name in NAMES.items()})
 
 
 def config(sizes: list[int], mode: str, **more: Any) -> Any:
     """As much of a `VllmConfig` as graphs are made by; `more` goes to the scheduler's."""
-    from vllm.config import CompilationConfig, CUDAGraphMode
-
-    compilation = CompilationConfig(
-        cudagraph_mode=CUDAGraphMode[mode],
+    module = importlib.import_module("vllm.config")
+    compilation = getattr(module, "CompilationConfig", SimpleNamespace)(
+        cudagraph_mode=module.CUDAGraphMode[mode],
         cudagraph_capture_sizes=list(sizes),
         max_cudagraph_capture_size=max(sizes),
     )

@@ -7,29 +7,28 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from graphrt.core.base import UnsupportedHostError
-from graphrt.core.batch import ForwardContext, GraphMode
-from graphrt.core.capture import wrapper_class
-from graphrt.core.device import current_platform as device_platform
-from graphrt.core.replay import current_capture
+from graphrt import ForwardContext, GraphMode, eager_break, wrapper_class
+from graphrt import current_platform as device_platform
+from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.wrapper import check_config, graph_options, offloading, step_reader
+from graphrt.lowlevel import Recording, current_capture
 
 
 class Breaks:
     """Stands for the capture that vLLM's marked functions look for, in one of graphrt's."""
 
-    def __init__(self, capture: Any) -> None:
+    def __init__(self, capture: Recording) -> None:
         self._capture = capture
 
     @property
     def _capturing(self) -> bool:
-        return bool(self._capture.segment_open)
+        return self._capture.segment_open
 
     def add_eager(self, closure: Callable[[], Any]) -> Any:
         """End the segment, run what the closure calls, and begin another one."""
         function, args, kwargs = called_by(closure)
-        return self._capture.run_eagerly(function, args, kwargs)
+        return eager_break(function)(*args, **kwargs)
 
 
 def called_by(closure: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -72,6 +71,7 @@ def breakable_type() -> Any:
                 return self.runnable(*args, **kwargs)
             key_of = self.__dict__.get("key_fn")
             if key_of is not None:
+                # The same shape may run other code.
                 step = state.steps.keyed(step, key_of(*args, **kwargs))
             inner = self._inner.get(step.mode)
             if inner is None:
@@ -100,11 +100,12 @@ def breakable_type() -> Any:
 
         @property
         def entries(self) -> dict[Any, Any]:
-            """What is captured, by graphrt's descriptor."""
+            """What is captured, by vLLM's descriptor, or that and the key of `key_fn`; whatever is
+            assigned destroys it."""
             return {
-                descriptor: entry
+                own.variant: entry
                 for inner in self._inner.values()
-                for descriptor, entry in inner.entries.items()
+                for own, entry in inner.entries.items()
             }
 
         @entries.setter

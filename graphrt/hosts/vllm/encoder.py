@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError
+from graphrt.errors import CaptureError
 from graphrt.hosts.vllm.full import FullGraph
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError
-from graphrt.core.capture import KeyedGraph
+from graphrt import KeyedGraph
+from graphrt.errors import CaptureError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.wrapper import check_config, offloading
 

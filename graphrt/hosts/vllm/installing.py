@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graphrt.core.base import UnsupportedHostError
 from graphrt.core.batch import graphs_off
+from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.breakable import breakable_type
 from graphrt.hosts.vllm.encoder import EncoderCaptures
@@ -94,7 +94,8 @@ def uninstall() -> None:
 
 def _check_platform() -> None:
     current = importlib.import_module("vllm.platforms").current_platform
-    if not getattr(current, "serves_graphrt", False):
+    # A platform of vLLM's has None for every name that it lacks.
+    if not getattr(type(current), "serves_graphrt", False):
         raise UnsupportedHostError(
             "vLLM runs on a platform without graphrt",
             got=f"{type(current).__module__}.{type(current).__name__}",

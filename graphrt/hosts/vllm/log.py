@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from graphrt.core.batch import BatchDescriptor, ForwardContext
+from graphrt import BatchDescriptor, ForwardContext
 
 # A child of vLLM's: its handlers print it.
 logger = logging.getLogger("vllm.graphrt")

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from graphrt.core.batch import BatchDescriptor
-from graphrt.core.capture import KeyedGraphs
-from graphrt.core.replay import CaptureSession, GraphPool, SegmentHooks
+from graphrt import BatchDescriptor, CaptureSession, GraphPool, KeyedGraphs, SegmentHooks
 from graphrt.hosts.vllm.log import Captures
 
 
@@ -95,6 +93,7 @@ class Pools:
         for pool in self._pools.values():
             pool.graphs.close()
         self._pools.clear()
+        self.largest = 0
 
     @contextmanager
     def session(self, stream: Any) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.hosts.vllm.log import EagerSteps
 
 KEY = "graphrt"
@@ -40,9 +40,10 @@ class Steps:
     def keyed(self, step: ForwardContext, key: Any) -> ForwardContext:
         """The context of a step whose graph depends on `key` as well."""
         assert step.descriptor is not None
-        own = self._steps.get((step.mode.name, (step.descriptor, key)))
+        both = step.descriptor.variant, key
+        own = self._steps.get((step.mode.name, both))
         if own is None:
-            own = self._new(step.mode.name, (step.descriptor, key), step.descriptor.num_tokens)
+            own = self._new(step.mode.name, both, step.descriptor.num_tokens)
         own.begin_step()
         return own
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from graphrt.core.base import UnsupportedHostError
+from graphrt.errors import UnsupportedHostError
 
 KNOWN = ("0.24", "0.33")
 """Whose source was read, and whose own tests were run with graphrt."""

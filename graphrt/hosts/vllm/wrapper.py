@@ -7,11 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from graphrt.core.base import UnsupportedHostError
-from graphrt.core.batch import ForwardContext
-from graphrt.core.capture import GraphOptions, wrapper_class
-from graphrt.core.device import current_platform as device_platform
-from graphrt.core.replay import SegmentHooks
+from graphrt import ForwardContext, GraphOptions, SegmentHooks, wrapper_class
+from graphrt import current_platform as device_platform
+from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.steps import KEY
 
@@ -115,8 +113,8 @@ def wrapper_type() -> Any:
 
         @property
         def concrete_cudagraph_entries(self) -> Any:
-            """What is captured, by graphrt's descriptor; whatever is assigned destroys it."""
-            return self.entries
+            """What is captured, by vLLM's descriptor; whatever is assigned destroys it."""
+            return {own.variant: entry for own, entry in self.entries.items()}
 
         @concrete_cudagraph_entries.setter
         def concrete_cudagraph_entries(self, entries: Any) -> None:
