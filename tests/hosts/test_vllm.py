@@ -238,6 +238,26 @@ def test_profiling_captures_in_a_pool_of_its_own_which_is_closed_after_it(vllm):
     assert len(wrapper.entries) == 1 and wrapper.graph_pool is real
 
 
+def test_another_pool_takes_graphs_away_and_is_captured_in(vllm):
+    config, buffer, keys = host.config([2], "FULL"), torch.zeros(2, 4), [vllm.Key(2)]
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.FULL, keys)
+    before = wrapper.pool
+    wrapper.graph_pool = vllm.platform.graph_pool_handle()
+    assert not wrapper.entries and wrapper.pool is not before
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.FULL, keys)
+    assert wrapper.pool.captures == 1 and wrapper.sealed
+
+
+def test_a_pool_that_appears_while_vllm_captures_is_in_the_session(vllm):
+    config, buffer = host.config([2], "FULL"), torch.zeros(2, 4)
+    with vllm.v1.graph_capture(device=torch.device("cpu")):
+        wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+        with step(vllm, config, vllm.mode.FULL, vllm.Key(2)):
+            wrapper(buffer)
+    assert wrapper.sealed and len(wrapper.entries) == 1
+
+
 def test_profiling_of_either_runner_ends_with_that(vllm, monkeypatch):
     uninstall()
     called: list[str] = []

@@ -104,7 +104,7 @@ class FullCaptures:
         @functools.wraps(original)
         def capture(manager: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
             outer = self._manager, self._key
-            check_config(manager.vllm_config)
+            check_config(getattr(manager, "vllm_config", None))
             try:
                 self._manager = manager
                 return original(manager, partial(self._create, create_forward_fn), *args, **kwargs)

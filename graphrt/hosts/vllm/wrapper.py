@@ -49,7 +49,7 @@ def offloading() -> SegmentHooks | None:
 
 def check_config(vllm_config: Any) -> None:
     """Raise `UnsupportedHostError` for what graphrt cannot serve in this configuration."""
-    if getattr(vllm_config, "use_cumem_cudagraph_pool", False):
+    if getattr(vllm_config, "use_cumem_cudagraph_pool", False) is True:
         raise UnsupportedHostError(
             "graphrt does not capture into memory that sleep mode offloads",
             got="sleep_mode_offload_cudagraph=True",
