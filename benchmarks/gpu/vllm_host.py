@@ -70,6 +70,10 @@ def configurations() -> dict[str, dict[str, Any]]:
             "lora": True,
             "compilation": {**PIECES, "cudagraph_mode": "FULL_AND_PIECEWISE"},
         }
+    found["v1-inductor_partition"] = {
+        "runner": "v1",
+        "compilation": {"use_inductor_graph_partition": True, "cudagraph_mode": "PIECEWISE"},
+    }
     has_numba = importlib.util.find_spec("numba") is not None
     ngram = {"method": "ngram" if has_numba else "ngram_gpu", "prompt_lookup_max": 3}
     for name, speculative in (("ngram", ngram), ("draft", {"method": "draft_model"})):

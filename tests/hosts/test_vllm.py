@@ -125,6 +125,26 @@ def test_a_wrapper_captures_in_a_session_and_replays_each_descriptor(vllm, name)
     assert forward.calls == len(keys)
 
 
+def test_a_partition_of_inductor_may_clear_its_list_of_arguments(vllm):
+    config, buffer, key = host.config([2], "PIECEWISE"), torch.zeros(2, 4), vllm.Key(2)
+
+    def partition(given):
+        (x,) = given
+        given.clear()
+        return (x + 1,)
+
+    wrapper = vllm.v1.CUDAGraphWrapper(partition, config, runtime_mode=vllm.mode.PIECEWISE)
+
+    def model(x):
+        return wrapper([x])[0]
+
+    capture_all(vllm, config, model, buffer, vllm.mode.PIECEWISE, [key])
+    for _ in range(2):
+        buffer.normal_()
+        with step(vllm, config, vllm.mode.PIECEWISE, key):
+            assert torch.equal(model(buffer), buffer + 1)
+
+
 def test_pieces_of_one_forward_are_one_step(vllm):
     config, buffer = host.config([2], "PIECEWISE"), torch.zeros(2, 4)
     pieces = [
