@@ -264,3 +264,21 @@ def test_the_first_replay_can_repeat_the_host_arguments_of_the_capturing_step():
         with forward_context("FULL", D4, updates=updates):
             assert torch.equal(wrapped(x), x * factor)
     assert list(wrapped.entries) == [D4]
+
+
+def test_a_list_of_arguments_that_the_runnable_clears_is_compared_as_it_was_given():
+    def run(given):
+        (x,) = given
+        given.clear()
+        return x + 1
+
+    made, x = wrapper(run), torch.zeros(4)
+    for _ in range(2):
+        with forward_context(GraphMode.FULL, D4):
+            assert torch.equal(made([x]), x + 1)
+        x.add_(1)
+    other = wrapper(run)
+    with forward_context(GraphMode.FULL, D4):
+        other([x])
+    with forward_context(GraphMode.FULL, D4), pytest.raises(StaleInputError):
+        other([x.clone()])

@@ -315,10 +315,11 @@ class GraphWrapper(Uncopied):
         if self._owner_served:
             capture.give(tree.tensors((args, kwargs)))
         transaction = context.capture
+        # As they are given: a runnable may clear a list of them.
+        inputs, step = arguments_of(args, kwargs), transaction or context.token
         try:
             result = capture.record(functools.partial(self._run, args, kwargs, capture))
             outputs = tree.map_tensors(capture.captured_ref, result)
-            inputs, step = arguments_of(args, kwargs), transaction or context.token
             entry = Entry(descriptor, tuple(capture.parts), outputs, inputs, step)
             entry.unchecked = self._hot.checks
             if transaction is not None:

@@ -1,0 +1,43 @@
+"""vLLM's graphs, by graphrt: `GRAPHRT_VLLM=1` and nothing else. See `docs/vllm.md`.
+
+vLLM loads `platform` and `install` by its entry points, the first while it finds out what it runs
+on: nothing of vLLM is imported with this package, and without the variable not at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphrt.hosts.vllm.installing import asked, install_into_vllm, uninstall
+from graphrt.hosts.vllm.platform import platform_type, serves
+from graphrt.hosts.vllm.wrapper import wrapper_type
+
+__all__ = ["install", "platform", "platform_type", "uninstall", "wrapper_type"]
+
+
+def platform() -> str | None:
+    """The path of vLLM's platform with graphrt in it; None unless GRAPHRT_VLLM=1 and vLLM, of a
+    version that is served, finds NVIDIA GPUs. (Entry point of `vllm.platform_plugins`.)"""
+    return f"{__name__}.GraphrtCudaPlatform" if asked() and serves() else None
+
+
+def install() -> None:
+    """Let graphrt capture and replay what vLLM captures, in this process, if GRAPHRT_VLLM=1.
+
+    (Entry point of `vllm.general_plugins`, which vLLM calls in each process before it loads a
+    model; called again it changes nothing.) Raises `UnsupportedHostError` for a vLLM of another
+    version, for one without the names that graphrt replaces, and off NVIDIA GPUs.
+    """
+    if asked():
+        install_into_vllm()
+
+
+def __getattr__(name: str) -> Any:
+    # vLLM resolves both by their dotted path.
+    if name == "GraphrtCudaPlatform":
+        from vllm.platforms.cuda import CudaPlatform
+
+        return platform_type(CudaPlatform)
+    if name == "GraphrtWrapper":
+        return wrapper_type()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,60 @@
+"""Graphs of vision encoders: vLLM's budgets, buffers and packing, with graphrt's graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphrt.errors import CaptureError
+from graphrt.hosts.vllm.full import FullGraph
+
+
+class EncoderCaptures:
+    """What goes on while `EncoderCudaGraphManager` captures the graph of a budget.
+
+    vLLM prepares the buffers and runs the block that it would capture; what that block does, from
+    the input buffers to the output buffer, is captured after it.
+    """
+
+    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`EncoderCudaGraphManager._capture_budget_graph`, served."""
+
+        @functools.wraps(original)
+        def capture(manager: Any, token_budget: int, path: str = "default", *args: Any) -> Any:
+            result = original(manager, token_budget, path, *args)
+            made = [
+                budget
+                for budget in manager._get_graph_set(path).values()
+                if isinstance(budget.graph, FullGraph) and not budget.graph.filled
+            ]
+            if len(made) != 1:
+                raise CaptureError(
+                    "vLLM made no graph for a budget of its encoder",
+                    got=f"{len(made)} graphs for {token_budget} tokens",
+                    expected="1",
+                    advice="report it, with the version of vLLM",
+                )
+            forward = partial(_encode, manager.model, made[0], path)
+            made[0].graph.capture(manager.graph_pool, forward)
+            return result
+
+        return capture
+
+    def new_graph(self, *args: Any, **kwargs: Any) -> FullGraph:
+        """For `torch.cuda.CUDAGraph()`."""
+        return FullGraph()
+
+    def capturing(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """For `torch.cuda.graph(...)`."""
+        return nullcontext()
+
+
+def _encode(model: Any, budget: Any, path: str) -> None:
+    with torch.inference_mode():
+        output = model.encoder_cudagraph_forward({**budget.input_buffers}, path=path)
+        budget.output_buffer.copy_(output)

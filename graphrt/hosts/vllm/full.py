@@ -1,0 +1,156 @@
+"""FULL graphs of the V2 runner: vLLM's own loop of captures, with graphrt's graphs in it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphrt import KeyedGraph
+from graphrt.errors import CaptureError
+from graphrt.hosts.vllm._state import state
+from graphrt.hosts.vllm.wrapper import check_config, offloading
+
+
+class FullGraph:
+    """Has the place, and the `replay()`, of a `torch.cuda.CUDAGraph`; destroyed as it dies."""
+
+    __slots__ = ("__weakref__", "filled", "replay")
+
+    def __init__(self) -> None:
+        self.filled = False
+        self.replay: Callable[[], Any] = _not_captured
+
+    def capture(self, handle: Any, forward: Callable[[], Any]) -> None:
+        """Capture `forward`, which leaves its results in buffers, in vLLM's pool of that handle."""
+        from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
+
+        pool = state.pools.use(handle, self)
+        if handle is not None:
+            set_graph_pool_id(handle)
+        graphs = pool.keyed(_joined(offloading()))
+        key = next(_keys)
+        graph: KeyedGraph = graphs.capture(key, forward)
+        weakref.finalize(self, graphs.drop, key).atexit = False
+        self.replay, self.filled = graph.replay, True
+
+
+_keys = itertools.count()
+
+
+def _not_captured() -> None:
+    raise CaptureError(
+        "a graph was replayed that nothing was captured into", advice="let vLLM capture again"
+    )
+
+
+def _joined(hooks: Any) -> Any:
+    """What is left to do for the offloader: vLLM itself waits for it around replays."""
+    return None if hooks is None else _Join(hooks.end_of_capture)
+
+
+class _Join:
+    def __init__(self, join: Callable[[], object]) -> None:
+        self.end_of_capture = join
+
+    def before_capture(self) -> None:
+        """vLLM has waited already."""
+
+    def before_replay(self) -> None:
+        """vLLM has waited already."""
+
+
+class TorchWithGraphs:
+    """`torch`, as a module of vLLM's sees it, with another `cuda.CUDAGraph` and `cuda.graph`."""
+
+    def __init__(self, new_graph: Callable[..., Any], capturing: Callable[..., Any]) -> None:
+        self.cuda = _CudaWithGraphs(new_graph, capturing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _CudaWithGraphs:
+    def __init__(self, new_graph: Callable[..., Any], capturing: Callable[..., Any]) -> None:
+        self.CUDAGraph = new_graph
+        self.graph = capturing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class FullCaptures:
+    """What goes on while a manager of the V2 runner captures.
+
+    vLLM opens `torch.cuda.graph` around one call of the forward that it was given by
+    `create_forward_fn`. Here the block is entered with nothing open, and that call is captured.
+    """
+
+    def __init__(self) -> None:
+        self._manager: Any = None
+        self._key: Any = None
+        self._open: FullGraph | None = None
+        self._handle: Any = None
+
+    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`CudaGraphManager.capture`, served."""
+
+        @functools.wraps(original)
+        def capture(manager: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+            outer = self._manager, self._key
+            check_config(getattr(manager, "vllm_config", None))
+            try:
+                self._manager = manager
+                return original(manager, partial(self._create, create_forward_fn), *args, **kwargs)
+            finally:
+                self._manager, self._key = outer
+
+        return capture
+
+    def new_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """For `torch.cuda.CUDAGraph()`. Micro-batches run in threads of vLLM's, which its own graph
+        is captured across."""
+        if self._manager is None or getattr(self._key, "num_ubatches", 1) > 1:
+            return torch.cuda.CUDAGraph(*args, **kwargs)
+        return FullGraph()
+
+    @contextmanager
+    def capturing(self, graph: Any, pool: Any = None, **kwargs: Any) -> Iterator[None]:
+        """For `torch.cuda.graph(graph, pool)`."""
+        if not isinstance(graph, FullGraph):
+            with torch.cuda.graph(graph, pool, **kwargs):
+                yield
+            return
+        self._open, self._handle = graph, pool
+        try:
+            yield
+        finally:
+            self._open = self._handle = None
+        if not graph.filled:
+            raise CaptureError(
+                "vLLM captured no forward where one was expected",
+                got=repr(self._key),
+                expected="a call of what create_forward_fn() has returned",
+                advice="report it, with the version of vLLM",
+            )
+
+    def _create(self, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        self._key = args[0] if args else kwargs["desc"]
+        made = create_forward_fn(*args, **kwargs)
+        # vLLM 0.24 returns the state of its attention beside it.
+        if isinstance(made, tuple):
+            return (partial(self._run, made[0]), *made[1:])
+        return partial(self._run, made)
+
+    def _run(self, forward: Callable[[Any], Any], mode: Any) -> Any:
+        graph = self._open
+        if graph is None:
+            return forward(mode)
+        state.pools.largest = max(state.pools.largest, self._key.num_tokens)
+        return graph.capture(self._handle, partial(forward, mode))

@@ -1,0 +1,159 @@
+"""Putting graphrt into the vLLM of this process, and taking it out again."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from graphrt.core.batch import graphs_off
+from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.vllm._state import state
+from graphrt.hosts.vllm.breakable import breakable_type
+from graphrt.hosts.vllm.encoder import EncoderCaptures
+from graphrt.hosts.vllm.full import FullCaptures, TorchWithGraphs
+from graphrt.hosts.vllm.log import logger
+from graphrt.hosts.vllm.versions import (
+    BREAKABLE,
+    ENCODER,
+    PARALLEL,
+    PROFILE,
+    RUNNER2,
+    V1,
+    V2,
+    WRAPPER,
+    check_names,
+    check_version,
+)
+from graphrt.hosts.vllm.wrapper import wrapper_type
+
+SWITCH = "GRAPHRT_VLLM"
+
+_undo: list[Callable[[], object]] = []
+
+
+def asked() -> bool:
+    """Whether GRAPHRT_VLLM asks for graphrt; raises `UnsupportedHostError` for no switch."""
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise UnsupportedHostError(f"{SWITCH} is a switch", got=repr(value), expected="0 or 1")
+    return value == "1"
+
+
+def install_into_vllm() -> None:
+    """See `graphrt.hosts.vllm.install`."""
+    if _undo:
+        return
+    vllm = importlib.import_module("vllm")
+    check_version(vllm.__version__)
+    _check_platform()
+    if graphs_off():
+        logger.info("graphrt: GRAPHRT_MODE=NONE, vLLM runs without graphs")
+        return
+    check_names(vllm.__version__)
+    counter = importlib.import_module("vllm.compilation.counter").compilation_counter
+    wrapper = wrapper_type()
+
+    def count(captured: Any) -> None:
+        # FULL graphs of the V2 runner are counted by vLLM's own loop.
+        if isinstance(captured, wrapper):
+            counter.num_cudagraph_captured += 1
+
+    state.count = count
+    full, encoder = FullCaptures(), EncoderCaptures()
+    manager, v2 = _module(V2).CudaGraphManager, _module(V2)
+    vision, budgets = _module(ENCODER), _module(ENCODER).EncoderCudaGraphManager
+    try:
+        _rebind("graph_capture", _module(PARALLEL), _in_session(_module(PARALLEL).graph_capture))
+        _rebind("CUDAGraphWrapper", _module(WRAPPER), wrapper)
+        _rebind("BreakableCUDAGraphWrapper", _module(BREAKABLE), breakable_type())
+        _replace(manager, "capture", full.around(manager.capture))
+        _replace(v2, "torch", TorchWithGraphs(full.new_graph, full.capturing))
+        capture_budget = encoder.around(budgets._capture_budget_graph)
+        _replace(budgets, "_capture_budget_graph", capture_budget)
+        _replace(vision, "torch", TorchWithGraphs(encoder.new_graph, encoder.capturing))
+        for runner in (_module(V1).GPUModelRunner, _module(RUNNER2).GPUModelRunner):
+            _replace(runner, PROFILE, _closing_unused(vars(runner)[PROFILE]))
+        state.serving = True
+    except BaseException:
+        uninstall()
+        raise
+    logger.info("graphrt captures and replays the graphs of vLLM %s", vllm.__version__)
+
+
+def uninstall() -> None:
+    """Give vLLM its own graphs back: what is wrapped from now on is vLLM's."""
+    state.serving = False
+    while _undo:
+        _undo.pop()()
+
+
+def _check_platform() -> None:
+    current = importlib.import_module("vllm.platforms").current_platform
+    # A platform of vLLM's has None for every name that it lacks.
+    if not getattr(type(current), "serves_graphrt", False):
+        raise UnsupportedHostError(
+            "vLLM runs on a platform without graphrt",
+            got=f"{type(current).__module__}.{type(current).__name__}",
+            expected="NVIDIA GPUs, and graphrt_vllm as the one platform plugin",
+            advice="let VLLM_PLUGINS name graphrt_vllm where it is set, remove other platform "
+            "plugins, or leave GRAPHRT_VLLM unset",
+        )
+
+
+def _in_session(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's `graph_capture`, inside of which graphrt's wrappers capture, on its stream."""
+
+    @functools.wraps(original)
+    @contextmanager
+    def graph_capture(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
+
+        _close_unused()
+        with original(*args, **kwargs) as context:
+            if state.pools.last is not None:
+                set_graph_pool_id(state.pools.last)
+            with state.pools.session(context.stream):
+                yield context
+
+    return graph_capture
+
+
+def _closing_unused(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's profiling of graph memory, whose pool is given back after it."""
+
+    @functools.wraps(original)
+    def profile(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _close_unused()
+
+    return profile
+
+
+def _close_unused() -> None:
+    current = importlib.import_module("vllm.platforms").current_platform
+    state.pools.close_unused(keep=current.get_global_graph_pool())
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    old = vars(owner)[name]
+    _undo.append(functools.partial(setattr, owner, name, old))
+    setattr(owner, name, value)
+
+
+def _rebind(name: str, home: Any, new: Any) -> None:
+    """Replace what `home` calls so, wherever vLLM has imported it by this name."""
+    old = getattr(home, name)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "vllm" and vars(module).get(name) is old:
+            _replace(module, name, new)

@@ -1,0 +1,66 @@
+"""What vLLM's log says of graphrt: what was captured, and why something ran eagerly."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+from graphrt import BatchDescriptor, ForwardContext
+
+# A child of vLLM's: its handlers print it.
+logger = logging.getLogger("vllm.graphrt")
+
+
+class Captures:
+    """Counts of what was captured, for one line of the log."""
+
+    def __init__(self) -> None:
+        self.graphs: Counter[str] = Counter()
+        self._batches: dict[str, set[BatchDescriptor]] = {}
+
+    def add(self, mode: str, descriptor: BatchDescriptor) -> None:
+        """Note one graph, or one piece."""
+        self.graphs[mode] += 1
+        self._batches.setdefault(mode, set()).add(descriptor)
+
+    def text(self) -> str:
+        """`867 PIECEWISE graphs for 51 batches, 35 FULL graphs for 35 batches`."""
+        return ", ".join(
+            f"{count} {mode} graphs for {len(self._batches[mode])} batches"
+            for mode, count in sorted(self.graphs.items(), reverse=True)
+        )
+
+    def log(self, seconds: float, pool_bytes: int | None) -> None:
+        """Say so."""
+        if not self.graphs:
+            return
+        memory = "" if pool_bytes is None else f", {pool_bytes / 2**30:.3f} GiB"
+        logger.info("graphrt captured %s in %.2f s%s", self.text(), seconds, memory)
+
+
+class EagerSteps:
+    """Counts the steps that ran eagerly, by their reason; each is told at its 1st, 10th, 100th...
+    time. Wrappers tell it of those that vLLM had announced a graph for (`not_replayed`)."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def not_replayed(self, context: ForwardContext) -> None:
+        """A wrapper had no graph for the step: vLLM asked for one that it never captured."""
+        self._note(f"there is no {context.mode.name} graph for [{context.descriptor}]")
+
+    def not_dispatched(self, num_tokens: int | None, largest: int) -> None:
+        """vLLM dispatched the step to no graph."""
+        if num_tokens is not None and num_tokens > largest:
+            self._note(f"it has more tokens than the largest graph, {largest}", num_tokens)
+        else:
+            self._note("vLLM found no graph for a batch of its kind", num_tokens)
+
+    def _note(self, reason: str, num_tokens: Any = None) -> None:
+        self.counts[reason] += 1
+        count = self.counts[reason]
+        if count == 10 ** (len(str(count)) - 1):
+            size = "" if num_tokens is None else f" ({num_tokens} tokens)"
+            times = "" if count == 1 else f", {count} times so far"
+            logger.info("graphrt: a step%s ran eagerly, as %s%s", size, reason, times)

@@ -1,0 +1,128 @@
+"""graphrt's pools for the graph pools of vLLM, and the sessions in which they capture."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from graphrt import BatchDescriptor, CaptureSession, GraphPool, KeyedGraphs, SegmentHooks
+from graphrt.hosts.vllm.log import Captures
+
+
+class SharedPool:
+    """A `GraphPool` over a pool handle of vLLM's, and the graphs in it that vLLM names by keys."""
+
+    def __init__(self, handle: Any, on_capture: Callable[[Any, BatchDescriptor], None]) -> None:
+        self.handle = handle
+        self.graphs = GraphPool(handle=handle)
+        self.graphs.on_capture = on_capture
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._keyed: KeyedGraphs | None = None
+
+    def keyed(self, hooks: SegmentHooks | None) -> KeyedGraphs:
+        """Its graphs by key."""
+        if self._keyed is None:
+            self._keyed = KeyedGraphs(self.graphs, hooks=hooks)
+        return self._keyed
+
+
+class Pools:
+    """All of them, by handle, and the session that is open in all of them, if any.
+
+    Each keeps a share of vLLM's memory, which therefore never dies between two captures: nothing
+    could be captured into it again.
+    """
+
+    def __init__(self, count: Callable[[Any], object]) -> None:
+        """`count` is called with the wrapper that has captured something."""
+        self._pools: dict[Any, SharedPool] = {}
+        self._count = count
+        self._stack: ExitStack | None = None
+        self._sessions: list[CaptureSession] = []
+        self._stream: Any = None
+        self._captures = Captures()
+        self.largest = 0
+        self.last: Any = None
+
+    def use(self, handle: Any, user: Any) -> SharedPool:
+        """The pool of a handle, used by `user` until `leave` or its end."""
+        pool = self._pools.get(handle)
+        if pool is None:
+            pool = self._pools[handle] = SharedPool(handle, self._captured)
+            self._join(pool)
+        pool.users.add(user)
+        self.last = handle
+        return pool
+
+    def leave(self, handle: Any, user: Any) -> None:
+        """Note that `user` captures elsewhere from now on."""
+        pool = self._pools.get(handle)
+        if pool is not None:
+            pool.users.discard(user)
+
+    def close_unused(self, keep: Any) -> None:
+        """Close what was captured in and is used by nobody, save the pool of the handle `keep`.
+
+        vLLM profiles its memory, and captures its encoders, in pools that it forgets.
+        """
+        for handle, pool in list(self._pools.items()):
+            if handle != keep and pool.graphs.captures and not len(pool.users):
+                del self._pools[handle]
+                pool.graphs.close()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a session is open."""
+        return self._stack is not None
+
+    @property
+    def captures(self) -> int:
+        """How much was captured in all pools that are open."""
+        return sum(pool.graphs.captures for pool in self._pools.values())
+
+    @property
+    def steps(self) -> int:
+        """How many steps they had."""
+        return sum(pool.graphs.generation for pool in self._pools.values())
+
+    def clear(self) -> None:
+        """Close all of them."""
+        for pool in self._pools.values():
+            pool.graphs.close()
+        self._pools.clear()
+        self.largest = 0
+
+    @contextmanager
+    def session(self, stream: Any) -> Iterator[None]:
+        """Lets what captures lazily capture, on `stream`, and freezes garbage once."""
+        if self._stack is not None:
+            yield
+            return
+        began = time.perf_counter()
+        self._captures = Captures()
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            self._stack, self._stream = stack, stream
+            for pool in list(self._pools.values()):
+                self._join(pool)
+            yield
+            grown = [session.pool_bytes for session in self._sessions]
+            total = None if None in grown else sum(each or 0 for each in grown)
+            self._captures.log(time.perf_counter() - began, total)
+
+    def _join(self, pool: SharedPool) -> None:
+        if self._stack is not None:
+            session = pool.graphs.capture_session(stream=self._stream)
+            self._sessions.append(self._stack.enter_context(session))
+
+    def _end(self) -> None:
+        self._stack = self._stream = None
+        self._sessions = []
+
+    def _captured(self, wrapper: Any, descriptor: BatchDescriptor) -> None:
+        self.largest = max(self.largest, descriptor.num_tokens)
+        self._captures.add(wrapper.runtime_mode.name, descriptor)
+        self._count(wrapper)

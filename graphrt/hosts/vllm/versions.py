@@ -1,0 +1,140 @@
+"""The versions of vLLM that are known, and the names of each that graphrt reads or replaces."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from graphrt.errors import UnsupportedHostError
+
+KNOWN = ("0.24", "0.33")
+"""Whose source was read, and whose own tests were run with graphrt."""
+
+V1 = "vllm.v1.worker.gpu_model_runner"
+V2 = "vllm.v1.worker.gpu.cudagraph_utils"
+RUNNER2 = "vllm.v1.worker.gpu.model_runner"
+PROFILE = "profile_cudagraph_memory"
+ENCODER = "vllm.v1.worker.encoder_cudagraph"
+BREAKABLE = "vllm.compilation.breakable_cudagraph"
+WRAPPER = "vllm.compilation.cuda_graph"
+PARALLEL = "vllm.distributed.parallel_state"
+
+_NAMES = {
+    WRAPPER: ("CUDAGraphWrapper._all_instances", "CUDAGraphWrapper.unwrap"),
+    BREAKABLE: (
+        "BreakableCUDAGraphCapture._tls",
+        "BreakableCUDAGraphCapture.current",
+        "BreakableCUDAGraphWrapper._all_instances",
+        "eager_break_during_capture",
+    ),
+    "vllm.compilation.counter": ("compilation_counter.num_cudagraph_captured",),
+    "vllm.distributed.device_communicators.pynccl_allocator": ("set_graph_pool_id",),
+    "vllm.forward_context": ("_forward_context", "set_forward_context"),
+    "vllm.model_executor.offloader.base": ("NoopOffloader", "get_offloader"),
+    PARALLEL: ("graph_capture",),
+    "vllm.platforms": ("current_platform.get_global_graph_pool",),
+    ENCODER: ("EncoderCudaGraphManager._get_graph_set", "torch.cuda.CUDAGraph"),
+    V2: ("CudaGraphManager.capture", "torch.cuda.CUDAGraph"),
+    RUNNER2: (f"GPUModelRunner.{PROFILE}",),
+    V1: ("CUDAGraphWrapper", "graph_capture", f"GPUModelRunner.{PROFILE}"),
+}
+
+_ARGUMENTS = {
+    (WRAPPER, "CUDAGraphWrapper.__init__"): (
+        "runnable",
+        "vllm_config",
+        "runtime_mode",
+        "cudagraph_options",
+    ),
+    (BREAKABLE, "BreakableCUDAGraphWrapper.__init__"): ("runnable", "vllm_config"),
+    (PARALLEL, "graph_capture"): ("device",),
+    (V2, "CudaGraphManager.capture"): ("create_forward_fn",),
+    (ENCODER, "EncoderCudaGraphManager._capture_budget_graph"): ("token_budget", "path"),
+}
+"""Those by which vLLM calls, or is called."""
+
+_USES = {
+    (V2, "CudaGraphManager.capture"): {"CUDAGraph", "graph", "graphs"},
+    (ENCODER, "EncoderCudaGraphManager._capture_budget_graph"): {"CUDAGraph", "graph"},
+    (BREAKABLE, "eager_break_during_capture"): {"add_eager", "fn", "weak_args", "weak_kwargs"},
+}
+"""What the code of a function must name for what graphrt puts in its place to be met."""
+
+
+def check_version(version: str) -> None:
+    """Raise `UnsupportedHostError` for a vLLM that graphrt does not know."""
+    if not is_known(version):
+        raise UnsupportedHostError(
+            "graphrt does not know this version of vLLM",
+            got=version,
+            expected=", ".join(f"{known}.*" for known in KNOWN),
+            advice="install one of these, or leave GRAPHRT_VLLM unset for vLLM's own graphs",
+        )
+
+
+def is_known(version: str) -> bool:
+    """Whether a version is one of `KNOWN`, or a patch of one."""
+    return any(version == known or version.startswith(f"{known}.") for known in KNOWN)
+
+
+def check_names(version: str) -> None:
+    """Raise `UnsupportedHostError` where vLLM lacks a name, an argument or a call that graphrt
+    relies on, which names all of them."""
+    missing = [*_missing_names(), *_missing_arguments(), *_missing_uses()]
+    if missing:
+        raise UnsupportedHostError(
+            f"vLLM {version} is not as graphrt knows it",
+            got="no " + ", no ".join(missing),
+            expected=f"vLLM {', '.join(f'{known}.*' for known in KNOWN)} as it was published",
+            advice="install one of these, or leave GRAPHRT_VLLM unset for vLLM's own graphs",
+        )
+
+
+def _missing_names() -> Iterator[str]:
+    for module, names in _NAMES.items():
+        yield from (f"{module}.{name}" for name in names if _found(module, name) is _MISSING)
+
+
+def _missing_arguments() -> Iterator[str]:
+    for (module, name), expected in _ARGUMENTS.items():
+        function = _found(module, name)
+        if function is _MISSING:
+            yield f"{module}.{name}"
+            continue
+        has = inspect.signature(inspect.unwrap(function)).parameters
+        yield from (f"argument {each!r} of {module}.{name}" for each in expected if each not in has)
+
+
+def _missing_uses() -> Iterator[str]:
+    for (module, name), expected in _USES.items():
+        function = _found(module, name)
+        if function is not _MISSING:
+            code = inspect.unwrap(function).__code__
+            missing = sorted(expected - set(_named_in(code)))
+            yield from (f"{each!r} in the code of {module}.{name}" for each in missing)
+
+
+def _named_in(code: CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _named_in(constant)
+
+
+_MISSING: Any = object()
+
+
+def _found(module: str, path: str) -> Any:
+    """What a dotted name of a module stands for; `_MISSING` if there is none."""
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return _MISSING
+    for name in path.split("."):
+        found = getattr(found, name, _MISSING)
+        if found is _MISSING:
+            break
+    return found

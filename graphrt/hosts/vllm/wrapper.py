@@ -1,0 +1,123 @@
+"""vLLM's `CUDAGraphWrapper` with graphrt's captures and replays: pieces, and FULL on V1."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from graphrt import ForwardContext, GraphOptions, SegmentHooks, wrapper_class
+from graphrt import current_platform as device_platform
+from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.vllm._state import state
+from graphrt.hosts.vllm.steps import KEY
+
+
+def step_reader() -> Callable[[], ForwardContext | None]:
+    """What reads the graphrt context of the step from vLLM's; None outside of one."""
+    import vllm.forward_context as module
+
+    def read_step() -> ForwardContext | None:
+        current = module._forward_context
+        return None if current is None else current.additional_kwargs.get(KEY)
+
+    return read_step
+
+
+def graph_options() -> GraphOptions:
+    """Captured when vLLM first asks; arguments are compared at every replay where it debugs."""
+    debugging = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
+    return GraphOptions(lazy=True, check="always" if debugging else "capture")
+
+
+class _Offloading:
+    """vLLM's offloader copies weights on a stream of its own, which a capture must join."""
+
+    def __init__(self, offloader: Any) -> None:
+        self.before_capture = self.before_replay = offloader.sync_prev_onload
+        self.end_of_capture = offloader.join_after_forward
+
+
+def offloading() -> SegmentHooks | None:
+    """What vLLM's weight offloader needs around each graph; None where it offloads nothing."""
+    from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
+
+    offloader = get_offloader()
+    return None if isinstance(offloader, NoopOffloader) else _Offloading(offloader)
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise `UnsupportedHostError` for what graphrt cannot serve in this configuration."""
+    if getattr(vllm_config, "use_cumem_cudagraph_pool", False) is True:
+        raise UnsupportedHostError(
+            "graphrt does not capture into memory that sleep mode offloads",
+            got="sleep_mode_offload_cudagraph=True",
+            expected="sleep mode without it: graphs then stay where they are while vLLM sleeps",
+            advice="leave sleep_mode_offload_cudagraph out, or GRAPHRT_VLLM",
+        )
+
+
+@functools.cache
+def wrapper_type() -> Any:
+    """The class, which is one of vLLM's and one of graphrt's for the current device."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.platforms import current_platform
+
+    device_wrapper: Any = wrapper_class(device_platform())
+    read_step = step_reader()
+
+    class GraphrtWrapper(device_wrapper, CUDAGraphWrapper):  # type: ignore[misc]
+        """vLLM's constructor, pool and clean-up; graphrt's calls."""
+
+        unwrap = CUDAGraphWrapper.unwrap
+
+        def __init__(
+            self,
+            runnable: Callable[..., Any],
+            vllm_config: Any,
+            runtime_mode: Any,
+            cudagraph_options: Any = None,
+        ) -> None:
+            """Raises `InvalidModeError` for mode NONE. Of the options nothing is left to do:
+            graphrt never collects garbage in a capture, and keeps weak references alone."""
+            check_config(vllm_config)
+            self.vllm_config = vllm_config
+            self.compilation_config = vllm_config.compilation_config
+            self.cudagraph_options = cudagraph_options
+            self.first_run_finished = False
+            self._handle = current_platform.get_global_graph_pool()
+            device_wrapper.__init__(
+                self,
+                runnable,
+                runtime_mode.name,
+                pool=state.pools.use(self._handle, self).graphs,
+                read_context=read_step,
+                options=graph_options(),
+                hooks=offloading(),
+            )
+            CUDAGraphWrapper._all_instances.add(self)
+
+        @property
+        def graph_pool(self) -> Any:
+            """vLLM's handle of the pool; what is captured after it was set lies in another one."""
+            return self._handle
+
+        @graph_pool.setter
+        def graph_pool(self, handle: Any) -> None:
+            if handle != self._handle:
+                self.clear_graphs()
+                self.move_to(state.pools.use(handle, self).graphs)
+                left, self._handle = self._handle, handle
+                state.pools.leave(left, self)
+
+        @property
+        def concrete_cudagraph_entries(self) -> Any:
+            """What is captured, by vLLM's descriptor; whatever is assigned destroys it."""
+            return {own.variant: entry for own, entry in self.entries.items()}
+
+        @concrete_cudagraph_entries.setter
+        def concrete_cudagraph_entries(self, entries: Any) -> None:
+            self.clear_graphs()
+
+    return GraphrtWrapper

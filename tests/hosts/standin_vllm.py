@@ -1,0 +1,261 @@
+"""A stand-in for vLLM where there is none: what graphrt reads and replaces of it, and no more.
+
+`modules(version)` has the shape of 0.24 or of 0.33 in what they differ by.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+
+class CUDAGraphMode(enum.Enum):
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = 3
+    FULL_AND_PIECEWISE = 4
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+    num_active_loras: int = 0
+
+
+@dataclass(frozen=True)
+class ExecutionDescriptor:
+    cg_mode: CUDAGraphMode
+    num_tokens: int
+    num_reqs: int | None = None
+    num_ubatches: int = 1
+
+
+class Modules(dict[str, ModuleType]):
+    """Modules of the stand-in, by name."""
+
+    def add(self, name: str, **contents: Any) -> ModuleType:
+        module = self[name] = ModuleType(name)
+        module.__path__ = []  # type: ignore[attr-defined]
+        vars(module).update(contents)
+        parent, _, last = name.rpartition(".")
+        if parent and parent not in self:
+            self.add(parent)
+        if parent:
+            setattr(self[parent], last, module)
+        return module
+
+
+def modules(version: str) -> Modules:
+    """The modules of a version."""
+    made = Modules()
+    made.add("vllm", __version__=version)
+    context = _forward_context(made)
+    platforms = made.add(
+        "vllm.platforms",
+        current_platform=None,
+        cuda_platform_plugin=lambda: "vllm.platforms.cuda.CudaPlatform",
+    )
+    counter = SimpleNamespace(num_cudagraph_captured=0)
+    made.add("vllm.compilation.counter", compilation_counter=counter)
+    allocator = made.add("vllm.distributed.device_communicators.pynccl_allocator", ids=[])
+    allocator.set_graph_pool_id = allocator.ids.append
+    noop = type("NoopOffloader", (), {})
+    offloader = made.add("vllm.model_executor.offloader.base", NoopOffloader=noop, offloader=noop())
+    offloader.get_offloader = lambda: offloader.offloader
+
+    @contextmanager
+    def graph_capture(device):
+        yield SimpleNamespace(stream=None)
+
+    made.add("vllm.distributed.parallel_state", graph_capture=graph_capture)
+    wrapper = _wrapper(platforms)
+    made.add("vllm.compilation.cuda_graph", CUDAGraphWrapper=wrapper)
+    breakable = _breakable(made, platforms)
+    _manager(made, context, version, counter, graph_capture)
+    _encoder(made)
+    made.add(
+        "vllm.v1.worker.gpu_model_runner",
+        CUDAGraphWrapper=wrapper,
+        BreakableCUDAGraphWrapper=breakable,
+        graph_capture=graph_capture,
+        GPUModelRunner=type("GPUModelRunner", (), {"profile_cudagraph_memory": lambda self: 0}),
+    )
+    made.add(
+        "vllm.v1.worker.gpu.model_runner",
+        GPUModelRunner=type("GPUModelRunner", (), {"profile_cudagraph_memory": lambda self: 0}),
+    )
+    made.add("vllm.config", CUDAGraphMode=CUDAGraphMode)
+    return made
+
+
+def _forward_context(made: Modules) -> ModuleType:
+    module = made.add("vllm.forward_context", _forward_context=None)
+    module.BatchDescriptor = BatchDescriptor
+
+    @contextmanager
+    def set_forward_context(attn_metadata, vllm_config, num_tokens=None, **given):
+        given = {"cudagraph_runtime_mode": CUDAGraphMode.NONE, "batch_descriptor": None, **given}
+        platform = made["vllm.platforms"].current_platform
+        extra = platform.set_additional_forward_context(
+            attn_metadata=attn_metadata, num_tokens=num_tokens, **given
+        )
+        outer = module._forward_context
+        module._forward_context = SimpleNamespace(additional_kwargs=extra, **given)
+        try:
+            yield
+        finally:
+            module._forward_context = outer
+
+    module.set_forward_context = set_forward_context
+    return module
+
+
+def _wrapper(platforms: ModuleType) -> type:
+    class CUDAGraphWrapper:
+        _all_instances: ClassVar[Any] = weakref.WeakSet()
+
+        def __init__(self, runnable, vllm_config, runtime_mode, cudagraph_options=None):
+            self.runnable = runnable
+
+        def unwrap(self):
+            return getattr(self.runnable, "unwrap", lambda: self.runnable)()
+
+        @property
+        def cudagraph_wrapper(self):
+            return self
+
+        @classmethod
+        def clear_all_graphs(cls):
+            for wrapper in list(cls._all_instances):
+                wrapper.clear_graphs()
+
+    return CUDAGraphWrapper
+
+
+def _breakable(made: Modules, platforms: ModuleType) -> type:
+    class BreakableCUDAGraphCapture:
+        _tls = threading.local()
+
+        @classmethod
+        def current(cls):
+            return getattr(cls._tls, "active", None)
+
+    class BreakableCUDAGraphWrapper:
+        _all_instances: ClassVar[Any] = weakref.WeakSet()
+
+        def __init__(self, runnable, vllm_config, runtime_mode=None, key_fn=None):
+            self.runnable, self.vllm_config = runnable, vllm_config
+            self.runtime_mode, self.key_fn = runtime_mode, key_fn
+            self.graph_pool = platforms.current_platform.get_global_graph_pool()
+            self.entries: dict[Any, Any] = {}
+            self._all_instances.add(self)
+
+    def eager_break_during_capture(fn):
+        def marked(*args, **kwargs):
+            capture = BreakableCUDAGraphCapture.current()
+            context = made["vllm.forward_context"]._forward_context
+            whole = context and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+            if capture is None or not capture._capturing or whole:
+                return fn(*args, **kwargs)
+            weak_args, weak_kwargs = args, kwargs
+            return capture.add_eager(lambda: fn(*weak_args, **weak_kwargs))
+
+        return marked
+
+    made.add(
+        "vllm.compilation.breakable_cudagraph",
+        BreakableCUDAGraphCapture=BreakableCUDAGraphCapture,
+        BreakableCUDAGraphWrapper=BreakableCUDAGraphWrapper,
+        eager_break_during_capture=eager_break_during_capture,
+    )
+    return BreakableCUDAGraphWrapper
+
+
+def _manager(
+    made: Modules, context: ModuleType, version: str, counter: Any, capturing: Any
+) -> None:
+    module = made.add("vllm.v1.worker.gpu.cudagraph_utils", torch=torch, graph_capture=capturing)
+    pairs = version.startswith("0.24")
+
+    class CudaGraphManager:
+        def __init__(self, vllm_config, device, cudagraph_mode, decode_query_len, **options):
+            self.vllm_config, self.device = vllm_config, device
+            self.pool = made["vllm.platforms"].current_platform.get_global_graph_pool()
+            self.graphs: dict[Any, Any] = {}
+            sizes = sorted(vllm_config.compilation_config.cudagraph_capture_sizes, reverse=True)
+            modes = [CUDAGraphMode.FULL]
+            if cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE:
+                modes.insert(0, CUDAGraphMode.PIECEWISE)
+            self.descs = [ExecutionDescriptor(mode, size, size) for mode in modes for size in sizes]
+
+        def capture(self, create_forward_fn, progress_bar_desc=""):
+            attn_states = {}
+            with module.graph_capture(device=self.device):
+                for desc in self.descs:
+                    made_fn = create_forward_fn(desc, warmup=True)
+                    forward, attn_states[desc] = made_fn if pairs else (made_fn, None)
+                    forward(CUDAGraphMode.NONE)
+                    if desc.cg_mode is CUDAGraphMode.PIECEWISE:
+                        forward(CUDAGraphMode.PIECEWISE)
+                        continue
+                    made_fn = create_forward_fn(desc, warmup=False)
+                    forward = made_fn[0] if pairs else made_fn
+                    assert desc not in self.graphs
+                    graph = module.torch.cuda.CUDAGraph()
+                    more = {} if pairs else {"stream": None}
+                    with module.torch.cuda.graph(graph, self.pool, **more):
+                        forward(CUDAGraphMode.NONE)
+                    self.graphs[desc] = graph
+                    counter.num_cudagraph_captured += 1
+            return attn_states if pairs else None
+
+        def dispatch(self, num_reqs, num_tokens, uniform_token_count, num_active_loras):
+            return min(
+                (desc for desc in self.graphs if desc.num_tokens >= num_tokens),
+                key=lambda desc: desc.num_tokens,
+            )
+
+        def run_fullgraph(self, desc):
+            self.graphs[desc].replay()
+
+    module.CudaGraphManager = CudaGraphManager
+
+
+def _encoder(made: Modules) -> None:
+    module = made.add("vllm.v1.worker.encoder_cudagraph", torch=torch)
+
+    class EncoderCudaGraphManager:
+        def _get_graph_set(self, path="default"):
+            return self.budget_graphs.setdefault(path, {})
+
+        def _capture_budget_graph(self, token_budget, path="default", axis_keys=()):
+            values = self.model.prepare_encoder_cudagraph_capture_inputs(
+                token_budget, self.max_batch_size, self.max_frames_per_batch, self.device,
+                self.dtype, path,
+            ).values  # fmt: skip
+            output = self.model.encoder_cudagraph_forward({**values}, path=path)
+            buffer = torch.empty_like(output)
+            graph = module.torch.cuda.CUDAGraph()
+            with module.torch.cuda.graph(graph, pool=self.graph_pool):
+                buffer.copy_(self.model.encoder_cudagraph_forward({**values}, path=path))
+            self._get_graph_set(path)[token_budget] = SimpleNamespace(
+                graph=graph, input_buffers=values, output_buffer=buffer
+            )
+
+        def clear(self):
+            for graphs in self.budget_graphs.values():
+                graphs.clear()
+            self.graph_pool = None
+
+    module.EncoderCudaGraphManager = EncoderCudaGraphManager

@@ -1,0 +1,584 @@
+"""vLLM's graphs, served by graphrt on a CPU: of the published modules, or of a stand-in."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import standin_vllm
+import torch
+import vllm_on_cpu as host
+
+import graphrt
+from graphrt.hosts.vllm import _state, breakable, install, platform_type, uninstall, wrapper
+
+# The published one stands for itself.
+VERSIONS = ("installed",) if host.IS_INSTALLED else ("0.24.0", "0.33.0")
+
+
+@pytest.fixture(params=VERSIONS)
+def vllm(request, monkeypatch):
+    """vLLM's modules with graphrt in them."""
+    monkeypatch.setenv("GRAPHRT_VLLM", "1")
+    monkeypatch.setenv("GRAPHRT_PLATFORM", "cpu")
+    monkeypatch.delenv("GRAPHRT_MODE", raising=False)
+    if request.param != "installed":
+        for name, module in standin_vllm.modules(request.param).items():
+            monkeypatch.setitem(sys.modules, name, module)
+    for cached in (wrapper.wrapper_type, breakable.breakable_type, platform_type):
+        cached.cache_clear()
+    found = host.load()
+    for module in (found.v1, found.v2):
+        monkeypatch.setattr(module, "is_global_first_rank", lambda: False, raising=False)
+    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(found.v2, "get_pp_group", lambda: rank, raising=False)
+    found.Own = found.wrappers.CUDAGraphWrapper
+    found.mode = found.config.CUDAGraphMode
+    found.Key = found.contexts.BatchDescriptor
+    found.counter = found.counting.compilation_counter
+    found.platform = found.platforms.current_platform
+    install()
+    yield found
+    uninstall()
+    found.Own._all_instances.clear()
+    _state.state.pools.clear()
+    _state.state.eager.counts.clear()
+    found.platform.__class__._global_graph_pool = None
+
+
+class Forward:
+    """Counts its calls; writes nothing."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(4, 4)
+        self.calls = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.of(x)
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.weight) + 1
+
+
+def step(vllm: Any, config: Any, mode: Any, key: Any, tokens: int | None = None, attn: Any = None):
+    """vLLM's forward context of one step."""
+    return vllm.contexts.set_forward_context(
+        attn, config, num_tokens=tokens or key.num_tokens, cudagraph_runtime_mode=mode,
+        batch_descriptor=key,
+    )  # fmt: skip
+
+
+def capture_all(vllm, config, wrapper, buffer, mode, keys) -> None:
+    with vllm.v1.graph_capture(device=torch.device("cpu")):
+        for key in keys:
+            with step(vllm, config, mode, key):
+                wrapper(buffer[: key.num_tokens])
+
+
+def close_unused(vllm) -> None:
+    """What profiling ends with, and captures begin with."""
+    _state.state.pools.close_unused(vllm.platform.get_global_graph_pool())
+
+
+@pytest.fixture
+def told(caplog):
+    """What vLLM's log says of graphrt."""
+    logger = logging.getLogger("vllm.graphrt")
+    level = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    yield caplog
+    logger.propagate = True
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(level)
+
+
+# Wrappers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])
+def test_a_wrapper_captures_in_a_session_and_replays_each_descriptor(vllm, name):
+    config, forward, buffer = host.config([2, 4], name), Forward(), torch.zeros(4, 4)
+    mode = vllm.mode[name]
+    wrapper = vllm.v1.CUDAGraphWrapper(forward, config, runtime_mode=mode)
+    keys = [
+        vllm.Key(size, has_lora=bool(loras), num_active_loras=loras)
+        for size in (4, 2)
+        for loras in (0, 1, 2)
+    ]
+    before = vllm.counter.num_cudagraph_captured
+    capture_all(vllm, config, wrapper, buffer, mode, keys)
+    assert forward.calls == len(keys) and set(wrapper.concrete_cudagraph_entries) == set(keys)
+    assert vllm.counter.num_cudagraph_captured == before + len(keys)
+    for key in keys * 2:
+        buffer.normal_()
+        with step(vllm, config, mode, key):
+            found = wrapper(buffer[: key.num_tokens])
+        assert torch.equal(found, forward.of(buffer[: key.num_tokens]))
+    assert forward.calls == len(keys)
+
+
+def test_a_partition_of_inductor_may_clear_its_list_of_arguments(vllm):
+    config, buffer, key = host.config([2], "PIECEWISE"), torch.zeros(2, 4), vllm.Key(2)
+
+    def partition(given):
+        (x,) = given
+        given.clear()
+        return (x + 1,)
+
+    wrapper = vllm.v1.CUDAGraphWrapper(partition, config, runtime_mode=vllm.mode.PIECEWISE)
+
+    def model(x):
+        return wrapper([x])[0]
+
+    capture_all(vllm, config, model, buffer, vllm.mode.PIECEWISE, [key])
+    for _ in range(2):
+        buffer.normal_()
+        with step(vllm, config, vllm.mode.PIECEWISE, key):
+            assert torch.equal(model(buffer), buffer + 1)
+
+
+def test_pieces_of_one_forward_are_one_step(vllm):
+    config, buffer = host.config([2], "PIECEWISE"), torch.zeros(2, 4)
+    pieces = [
+        vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
+        for _ in range(3)
+    ]
+
+    def model(x):
+        for piece in pieces:
+            x = piece(x)
+        return x
+
+    key = vllm.Key(2)
+    capture_all(vllm, config, model, buffer, vllm.mode.PIECEWISE, [key])
+    for count in (1, 2):
+        before = _state.state.pools.steps
+        for _ in range(count):
+            buffer.normal_()
+            with step(vllm, config, vllm.mode.PIECEWISE, key):
+                found = model(buffer)
+            expected = buffer
+            for piece in pieces:
+                expected = piece.runnable.of(expected)
+            assert torch.equal(found, expected)
+        assert _state.state.pools.steps == before + count
+
+
+def test_after_the_session_an_unseen_batch_runs_eagerly_and_the_log_says_so(vllm, told):
+    config, forward, buffer = host.config([2], "PIECEWISE"), Forward(), torch.zeros(4, 4)
+    wrapper = vllm.v1.CUDAGraphWrapper(forward, config, runtime_mode=vllm.mode.PIECEWISE)
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.PIECEWISE, [vllm.Key(2)])
+    for _ in range(11):
+        with step(vllm, config, vllm.mode.PIECEWISE, vllm.Key(3)):
+            wrapper(buffer[:3])
+    assert (forward.calls, len(wrapper.entries)) == (12, 1)
+    assert "graphrt captured 1 PIECEWISE graphs for 1 batches" in told.text
+    missed = [line for line in told.messages if "there is no PIECEWISE graph for [3 tok" in line]
+    assert len(missed) == 2 and missed[1].endswith("10 times so far")
+
+
+def test_the_log_says_why_vllm_dispatched_no_graph(vllm, told):
+    config, buffer = host.config([2], "PIECEWISE"), torch.zeros(4, 4)
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
+    with step(vllm, config, vllm.mode.NONE, None, tokens=9, attn={}):
+        wrapper(buffer)
+    assert "eagerly" not in told.text, "nothing is captured yet"
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.PIECEWISE, [vllm.Key(2)])
+    for tokens in (9, 1):
+        with step(vllm, config, vllm.mode.NONE, None, tokens=tokens, attn={}):
+            wrapper(buffer)
+    assert "(9 tokens) ran eagerly, as it has more tokens than the largest graph, 2" in told.text
+    assert "(1 tokens) ran eagerly, as vLLM found no graph for a batch of its kind" in told.text
+
+
+def test_a_step_of_another_mode_or_of_none_calls_the_runnable(vllm):
+    config, forward, buffer = host.config([2], "FULL"), Forward(), torch.zeros(2, 4)
+    inner = vllm.v1.CUDAGraphWrapper(forward, config, runtime_mode=vllm.mode.PIECEWISE)
+    outer = vllm.v1.CUDAGraphWrapper(inner, config, runtime_mode=vllm.mode.FULL)
+    capture_all(vllm, config, outer, buffer, vllm.mode.FULL, [vllm.Key(2)])
+    assert len(outer.entries) == 1 and not inner.entries
+    inner(buffer)
+    with step(vllm, config, vllm.mode.NONE, vllm.Key(2)):
+        outer(buffer)
+    assert forward.calls == 3
+
+
+def test_vllm_meets_graphrts_wrapper_by_every_name(vllm):
+    config = host.config([1], "FULL")
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+    assert isinstance(wrapper, vllm.Own) and isinstance(wrapper, graphrt.GraphWrapper)
+    path = vllm.platform.get_static_graph_wrapper_cls()
+    module, _, name = path.rpartition(".")
+    assert getattr(sys.modules[module], name) is type(wrapper) is vllm.wrappers.CUDAGraphWrapper
+    assert wrapper in vllm.Own._all_instances
+    assert isinstance(wrapper.unwrap(), Forward) and wrapper.weight is wrapper.runnable.weight
+    assert wrapper.cudagraph_wrapper is wrapper
+
+
+def test_elastic_scaling_takes_graphs_away_by_assignment(vllm):
+    config, buffer = host.config([2], "FULL"), torch.zeros(2, 4)
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+    for _ in range(2):
+        capture_all(vllm, config, wrapper, buffer, vllm.mode.FULL, [vllm.Key(2)])
+        assert list(wrapper.concrete_cudagraph_entries) == [vllm.Key(2)]
+        wrapper.concrete_cudagraph_entries = {}
+        assert not wrapper.entries
+
+
+def test_memory_that_sleep_mode_offloads_is_refused(vllm):
+    config = host.config([1], "FULL")
+    config.use_cumem_cudagraph_pool = True
+    with pytest.raises(graphrt.errors.UnsupportedHostError, match="sleep_mode_offload_cudagraph"):
+        vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+
+
+# Pools --------------------------------------------------------------------------------------------
+
+
+def test_profiling_captures_in_a_pool_of_its_own_which_is_closed_after_it(vllm):
+    config, buffer, keys = host.config([2], "PIECEWISE"), torch.zeros(2, 4), [vllm.Key(2)]
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
+    real, profiling = wrapper.graph_pool, vllm.platform.graph_pool_handle()
+    wrapper.graph_pool = profiling
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.PIECEWISE, keys)
+    throwaway = wrapper.pool
+    vllm.v1.CUDAGraphWrapper.clear_all_graphs()
+    wrapper.graph_pool = real
+    close_unused(vllm)
+    assert throwaway.closed and not wrapper.pool.closed and not wrapper.entries
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.PIECEWISE, keys)
+    assert len(wrapper.entries) == 1 and wrapper.graph_pool is real
+
+
+def test_another_pool_takes_graphs_away_and_is_captured_in(vllm):
+    config, buffer, keys = host.config([2], "FULL"), torch.zeros(2, 4), [vllm.Key(2)]
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.FULL, keys)
+    before = wrapper.pool
+    wrapper.graph_pool = vllm.platform.graph_pool_handle()
+    assert not wrapper.entries and wrapper.pool is not before
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.FULL, keys)
+    assert wrapper.pool.captures == 1 and wrapper.sealed
+
+
+def test_a_pool_that_appears_while_vllm_captures_is_in_the_session(vllm):
+    config, buffer = host.config([2], "FULL"), torch.zeros(2, 4)
+    with vllm.v1.graph_capture(device=torch.device("cpu")):
+        wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+        with step(vllm, config, vllm.mode.FULL, vllm.Key(2)):
+            wrapper(buffer)
+    assert wrapper.sealed and len(wrapper.entries) == 1
+
+
+def test_profiling_of_either_runner_ends_with_that(vllm, monkeypatch):
+    uninstall()
+    called: list[str] = []
+    runners = (vllm.v1.GPUModelRunner, vllm.v2_runner.GPUModelRunner)
+    for runner in runners:
+        monkeypatch.setattr(runner, "profile_cudagraph_memory", lambda self: called.append("own"))
+    monkeypatch.setattr(_state.state.pools, "close_unused", lambda keep: called.append("closed"))
+    install()
+    for runner in runners:
+        runner.profile_cudagraph_memory(None)
+    assert called == ["own", "closed"] * 2
+    uninstall()
+
+
+# FULL on the V2 runner ----------------------------------------------------------------------------
+
+
+class Decoder:
+    """What the V2 runner hands its manager: a forward over static buffers, made for a batch."""
+
+    def __init__(self, vllm, sizes, mode, model=None) -> None:
+        self.vllm, self.config, self.model = vllm, host.config(sizes, mode), model or Forward()
+        self.manager = vllm.v2.CudaGraphManager(
+            self.config, torch.device("cpu"), vllm.mode[mode], 1
+        )
+        self.x, self.out = torch.zeros(8, 4), torch.zeros(8, 4)
+        self.made: list[tuple[int, bool]] = []
+        # vLLM 0.24 wants the state of attention beside the forward.
+        self.pairs = sys.modules["vllm"].__version__.startswith("0.24.")
+
+    def create(self, desc, warmup):
+        self.made.append((desc.num_tokens, warmup))
+
+        def forward(mode):
+            key = self.vllm.Key(desc.num_tokens) if mode is self.vllm.mode.PIECEWISE else None
+            with step(self.vllm, self.config, mode, key, desc.num_tokens):
+                self.out[: desc.num_tokens].copy_(self.model(self.x[: desc.num_tokens]))
+
+        return (forward, None) if self.pairs else forward
+
+
+def test_full_graphs_of_the_v2_runner_are_graphrts(vllm):
+    decoder = Decoder(vllm, [1, 2, 4], "FULL_DECODE_ONLY")
+    manager, before = decoder.manager, vllm.counter.num_cudagraph_captured
+    manager.capture(decoder.create)
+    assert vllm.counter.num_cudagraph_captured == before + 3
+    assert [type(graph).__name__ for graph in manager.graphs.values()] == ["FullGraph"] * 3
+    assert decoder.made == [(4, True), (4, False), (2, True), (2, False), (1, True), (1, False)]
+    calls = decoder.model.calls
+    for live in (1, 2, 3, 4, 3, 1):
+        decoder.x.normal_()
+        desc = manager.dispatch(live, live, 1, 0)
+        assert desc.cg_mode is vllm.mode.FULL
+        manager.run_fullgraph(desc)
+        assert torch.equal(decoder.out[:live], decoder.model.of(decoder.x[:live]))
+    assert decoder.model.calls == calls
+
+
+def test_full_and_piecewise_share_a_loop_and_a_pool(vllm):
+    config = host.config([2, 4], "FULL_AND_PIECEWISE")
+    piece = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
+    decoder = Decoder(vllm, [2, 4], "FULL_AND_PIECEWISE", piece)
+    decoder.manager.capture(decoder.create)
+    assert sorted(each.num_tokens for each in piece.entries) == [2, 4]
+    assert len(decoder.manager.graphs) == 2 and piece.sealed
+    assert list(_state.state.pools._pools) == [decoder.manager.pool]
+
+
+def test_graphs_that_a_manager_forgets_are_destroyed_and_can_be_captured_again(vllm):
+    decoder = Decoder(vllm, [1, 2], "FULL_DECODE_ONLY")
+    manager = decoder.manager
+    manager.capture(decoder.create)
+    pool = _state.state.pools._pools[manager.pool]
+    assert len(pool.keyed(None)) == 2
+    manager.graphs.clear()
+    assert len(pool.keyed(None)) == 0
+    close_unused(vllm)
+    manager.capture(decoder.create)
+    assert len(pool.keyed(None)) == 2 and list(_state.state.pools._pools.values()) == [pool]
+
+
+def test_a_loop_that_captures_no_forward_is_an_error(vllm):
+    decoder = Decoder(vllm, [1], "FULL_DECODE_ONLY")
+    graph = decoder_graph(decoder)
+    with (
+        pytest.raises(graphrt.errors.CaptureError, match="captured no forward"),
+        vllm.v2.torch.cuda.graph(graph, decoder.manager.pool),
+    ):
+        pass
+
+
+def decoder_graph(decoder) -> Any:
+    """A graph as vLLM's loop would have it, which nothing is captured into."""
+    made: list[Any] = []
+
+    def create(desc, warmup):
+        made.append(decoder.vllm.v2.torch.cuda.CUDAGraph())
+        return decoder.create(desc, warmup)
+
+    decoder.manager.capture(create)
+    with pytest.raises(graphrt.errors.CaptureError, match="nothing was captured into"):
+        made[-1].replay()
+    return made[-1]
+
+
+def test_the_offloader_is_joined_inside_of_a_graph(vllm, monkeypatch):
+    called: list[str] = []
+    offloader = SimpleNamespace(
+        sync_prev_onload=lambda: called.append("sync"),
+        join_after_forward=lambda: called.append("join"),
+    )
+    module = sys.modules["vllm.model_executor.offloader.base"]
+    monkeypatch.setattr(module, "get_offloader", lambda: offloader)
+    config, buffer = host.config([2], "FULL"), torch.zeros(2, 4)
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.FULL, [vllm.Key(2)])
+    assert called[:2] == ["sync", "join"]
+    called.clear()
+    with step(vllm, config, vllm.mode.FULL, vllm.Key(2)):
+        wrapper(buffer)
+    assert called == ["sync"]
+    decoder = Decoder(vllm, [1], "FULL_DECODE_ONLY")
+    called.clear()
+    decoder.manager.capture(decoder.create)
+    assert "join" in called
+
+
+# Breakable and encoder graphs ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def marked(vllm, monkeypatch):
+    """vLLM's mark of functions that break."""
+    monkeypatch.setattr(
+        vllm.breakable, "is_breakable_cudagraph_enabled", lambda: True, raising=False
+    )
+    # An operator of CUDA's.
+    monkeypatch.setattr(vllm.breakable, "weak_ref_tensor", lambda tensor: tensor, raising=False)
+    return vllm.breakable.eager_break_during_capture
+
+
+def test_breakable_graphs_break_where_vllm_marked_it(vllm, marked):
+    lengths: list[int] = []
+
+    @marked
+    def attend(x, out):
+        lengths.append(len(x))
+        out.copy_(x * 2)
+
+    def model(x, inputs_embeds=None):
+        x = x + 1
+        out = torch.empty_like(x)
+        attend(x, out)
+        return out - 3
+
+    config, buffer = host.config([2, 4], "FULL_AND_PIECEWISE"), torch.zeros(4, 4)
+    wrapper = vllm.v1.BreakableCUDAGraphWrapper(model, config)
+    mixed, uniform = [vllm.Key(4), vllm.Key(2)], vllm.Key(2, 2, True)
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.PIECEWISE, mixed)
+    capture_all(vllm, config, wrapper, buffer, vllm.mode.FULL, [uniform])
+    assert set(wrapper.entries) == {*mixed, uniform}
+    lengths.clear()
+    for mode, key in [("PIECEWISE", mixed[0]), ("FULL", uniform), ("PIECEWISE", mixed[1])]:
+        buffer.normal_()
+        with step(vllm, config, vllm.mode[mode], key):
+            # Left out where vLLM captures.
+            found = wrapper(buffer[: key.num_tokens], inputs_embeds=None)
+        assert torch.equal(found, (buffer[: key.num_tokens] + 1) * 2 - 3)
+    assert lengths == [4, 2], "a FULL graph has no breaks"
+    real, other = wrapper.graph_pool, vllm.platform.graph_pool_handle()
+    wrapper.clear_graphs()
+    wrapper.graph_pool = other
+    assert not wrapper.entries and wrapper.graph_pool is other is not real
+
+
+def test_breakable_graphs_of_one_shape_differ_by_the_key_of_the_host(vllm):
+    config, buffer = host.config([2], "PIECEWISE"), torch.zeros(2, 4)
+    theirs = vllm.breakable.BreakableCUDAGraphWrapper.__mro__[1]
+    if "key_fn" not in inspect.signature(theirs).parameters:
+        pytest.skip("this version of vLLM has no such key")
+    wrapper = vllm.v1.BreakableCUDAGraphWrapper(
+        lambda x, scale: x * scale, config, vllm.mode.PIECEWISE, lambda x, scale: scale
+    )
+
+    def run(x):
+        return wrapper(x, scale=2), wrapper(x, scale=3)
+
+    capture_all(vllm, config, run, buffer, vllm.mode.PIECEWISE, [vllm.Key(2)])
+    assert set(wrapper.entries) == {(vllm.Key(2), 2), (vllm.Key(2), 3)}
+    for scale in (2, 3):
+        buffer.normal_()
+        with step(vllm, config, vllm.mode.PIECEWISE, vllm.Key(2)):
+            assert torch.equal(wrapper(buffer, scale=scale), buffer * scale)
+    with step(vllm, config, vllm.mode.FULL, vllm.Key(2)):
+        wrapper(buffer, scale=5)
+    assert len(wrapper.entries) == 2, "another mode is another wrapper's"
+
+
+class Vision:
+    """A model with an encoder, as far as vLLM's manager asks."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(4, 4)
+        self.calls = 0
+
+    def prepare_encoder_cudagraph_capture_inputs(self, budget, *_):
+        return SimpleNamespace(values={"pixels": torch.zeros(budget, 4)})
+
+    def encoder_cudagraph_forward(self, values, path="default"):
+        self.calls += 1
+        return values["pixels"] @ self.weight
+
+
+def test_encoder_graphs_are_graphrts_until_the_manager_clears_them(vllm):
+    manager = object.__new__(vllm.encoder.EncoderCudaGraphManager)
+    manager.__dict__.update(
+        model=Vision(), token_budgets=[2, 4], max_batch_size=2, max_frames_per_batch=0,
+        device=torch.device("cpu"), dtype=torch.float32, budget_graphs={},
+        graph_pool=vllm.platform.graph_pool_handle(),
+    )  # fmt: skip
+    with vllm.v1.graph_capture(device=manager.device):
+        for budget in (4, 2):
+            manager._capture_budget_graph(budget)
+    graphs, calls = manager._get_graph_set("default"), manager.model.calls
+    for budget in (2, 4, 2):
+        made = graphs[budget]
+        made.input_buffers["pixels"].normal_()
+        made.graph.replay()
+        expected = made.input_buffers["pixels"] @ manager.model.weight
+        assert torch.equal(made.output_buffer, expected)
+    assert manager.model.calls == calls
+    dead, pool = weakref.ref(made.graph), _state.state.pools._pools[manager.graph_pool]
+    del made
+    manager.clear()
+    close_unused(vllm)
+    assert dead() is None and pool.graphs.closed
+
+
+# Putting it in and taking it out ------------------------------------------------------------------
+
+
+def test_uninstalled_vllm_has_its_own_again(vllm):
+    uninstall()
+    assert vllm.v1.CUDAGraphWrapper is vllm.Own and vllm.v2.torch is torch
+    path = vllm.platform.get_static_graph_wrapper_cls()
+    assert path == "vllm.compilation.cuda_graph.CUDAGraphWrapper"
+
+
+def test_graphs_are_off_for_all_of_vllm_where_they_are_for_the_process(vllm, monkeypatch, told):
+    assert vllm.platform.support_static_graph_mode()
+    uninstall()
+    monkeypatch.setenv("GRAPHRT_MODE", "NONE")
+    install()
+    assert not vllm.platform.support_static_graph_mode()
+    assert vllm.v1.CUDAGraphWrapper is vllm.Own and "without graphs" in told.text
+
+
+def test_a_version_that_is_not_known_is_refused_by_name(vllm, monkeypatch):
+    uninstall()
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.30.1")
+    with pytest.raises(graphrt.errors.UnsupportedHostError, match=r"0\.30\.1"):
+        install()
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "said"),
+    [
+        ("counting", "compilation_counter", SimpleNamespace(), "num_cudagraph_captured"),
+        ("contexts", "_forward_context", None, "vllm.forward_context._forward_context"),
+        ("v2", "CudaGraphManager", type("CudaGraphManager", (), {"capture": lambda self: 0}),
+         "'create_forward_fn'"),
+        ("breakable", "eager_break_during_capture", lambda fn: fn, "'add_eager'"),
+    ],
+)  # fmt: skip
+def test_a_vllm_that_changed_is_refused_before_it_serves(
+    vllm, monkeypatch, where, name, value, said
+):
+    uninstall()
+    module = getattr(vllm, where)
+    if value is None:
+        monkeypatch.delattr(module, name)
+    else:
+        monkeypatch.setattr(module, name, value)
+    with pytest.raises(graphrt.errors.UnsupportedHostError, match=said):
+        install()
+    assert vllm.v1.CUDAGraphWrapper is vllm.Own
+
+
+def test_another_platform_is_refused(vllm, monkeypatch):
+    uninstall()
+    monkeypatch.setattr(type(vllm.platform), "serves_graphrt", False)
+    with pytest.raises(graphrt.errors.UnsupportedHostError, match="graphrt_vllm"):
+        install()
+
+
+def test_the_platform_is_offered_on_gpus_for_known_versions_alone(vllm, monkeypatch):
+    package, platforms = sys.modules["vllm"], vllm.platforms
+    monkeypatch.setattr(platforms, "cuda_platform_plugin", lambda: "vllm.platforms.cuda.It")
+    assert graphrt.hosts.vllm.platform() == "graphrt.hosts.vllm.GraphrtCudaPlatform"
+    monkeypatch.setattr(package, "__version__", "0.24.2")
+    assert graphrt.hosts.vllm.platform() is not None
+    monkeypatch.setattr(package, "__version__", "0.25.0")
+    assert graphrt.hosts.vllm.platform() is None
+    monkeypatch.undo()

@@ -1,0 +1,80 @@
+"""What graphrt's plugin of vLLM does before there is a vLLM, and its contexts of steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import graphrt
+from graphrt import GraphMode
+from graphrt.hosts.vllm import install, platform
+from graphrt.hosts.vllm.breakable import called_by
+from graphrt.hosts.vllm.log import EagerSteps
+from graphrt.hosts.vllm.steps import MOST, Steps
+
+ROOT = Path(__file__).resolve().parents[2]
+Mode = SimpleNamespace
+Key = namedtuple("Key", "num_tokens num_reqs uniform", defaults=(None, False))
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_without_the_variable_nothing_of_vllm_is_imported(value, tmp_path):
+    (tmp_path / "vllm.py").write_text("raise AssertionError('vLLM was imported')")
+    environment = {name: text for name, text in os.environ.items() if name != "GRAPHRT_VLLM"}
+    environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    if value is not None:
+        environment["GRAPHRT_VLLM"] = value
+    code = "from graphrt.hosts.vllm import install, platform; print(platform(), install())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "None None", done.stderr
+
+
+@pytest.mark.parametrize("entry", [install, platform])
+def test_a_value_that_is_no_switch_is_named(entry, monkeypatch):
+    monkeypatch.setenv("GRAPHRT_VLLM", "yes")
+    with pytest.raises(graphrt.errors.UnsupportedHostError, match="GRAPHRT_VLLM is a switch"):
+        entry()
+
+
+def test_steps_of_one_descriptor_have_one_context_and_are_told_apart():
+    steps = Steps(EagerSteps())
+    piecewise, full = Mode(name="PIECEWISE"), Mode(name="FULL")
+    keys = [Key(4), Key(4, 4), Key(4, 4, True), Key(8)]
+    made = [steps.of(mode, key) for mode in (piecewise, full) for key in keys]
+    assert len({id(step) for step in made}) == len({(s.mode, s.descriptor) for s in made}) == 8
+    first = steps.of(full, keys[1])
+    token = first.token
+    assert steps.of(full, keys[1]) is first is made[5] and first.token is not token
+    assert (first.descriptor.num_tokens, first.descriptor.num_reqs) == (4, 4)
+    assert steps.keyed(first, 1) is steps.keyed(first, 1) is not steps.keyed(first, 2)
+
+
+def test_a_step_without_a_graph_has_the_context_of_mode_none():
+    steps = Steps(EagerSteps())
+    for mode, key in [("NONE", Key(4)), ("NONE", None), ("FULL", None)]:
+        assert steps.of(Mode(name=mode), key).mode is GraphMode.NONE
+
+
+def test_contexts_are_not_kept_without_end():
+    steps, mode = Steps(EagerSteps()), Mode(name="FULL")
+    for tokens in range(1, MOST + 100):
+        steps.of(mode, Key(tokens))
+    assert len(steps._steps) == MOST
+    late = Key(MOST + 50)
+    assert steps.of(mode, late).descriptor == steps.of(mode, late).descriptor
+
+
+def test_a_mark_that_calls_another_closure_is_refused_by_name():
+    def closure(other=1):
+        return other
+
+    with pytest.raises(graphrt.errors.UnsupportedHostError, match="weak_args"):
+        called_by(closure)
