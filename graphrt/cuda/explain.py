@@ -43,6 +43,12 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
         _SMALLER,
     ),
     (
+        "cublas_status_not_initialized",
+        CaptureError,
+        "cuBLAS was used for the first time, and cannot be set up inside of a capture",
+        "run the forward once before it is captured, on the stream of the capture",
+    ),
+    (
         "unjoined work",
         CaptureError,
         "a stream that was forked inside the capture was not joined before its end",

@@ -58,6 +58,12 @@ def matrix() -> torch.Tensor:
     return torch.randn(WIDTH, WIDTH, device="cuda") / WIDTH**0.5
 
 
+@pytest.fixture(autouse=True)
+def cublas_is_set_up() -> None:
+    """As a host's warm-up leaves it."""
+    matrix() @ matrix()
+
+
 def junk() -> list[torch.Tensor]:
     """What takes memory that somebody wrongly gave back."""
     return [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(64)]
