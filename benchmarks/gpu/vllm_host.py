@@ -101,11 +101,13 @@ class Capture:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.bytes = 0
+        self.reserved = 0
         self.graphs = 0
         self.profiled_bytes: int | None = None
         self.profile_seconds: float | None = None
 
     def watch(self) -> None:
+        import torch
         from vllm.compilation.counter import compilation_counter
         from vllm.v1.worker import gpu_model_runner as v1
         from vllm.v1.worker.gpu import model_runner as v2
@@ -114,9 +116,14 @@ class Capture:
             original = runner.capture_model
 
             def capture_model(host: Any, *args: Any, _original: Any = original, **kw: Any) -> Any:
+                torch.cuda.empty_cache()
+                reserved = torch.cuda.memory_reserved()
                 before, began = compilation_counter.num_cudagraph_captured, time.perf_counter()
                 size = _original(host, *args, **kw)
                 self.seconds = time.perf_counter() - began
+                torch.cuda.empty_cache()
+                # Of this process, unlike what vLLM measures.
+                self.reserved = torch.cuda.memory_reserved() - reserved
                 self.bytes = size
                 self.graphs = compilation_counter.num_cudagraph_captured - before
                 return size
@@ -144,6 +151,7 @@ class Capture:
         taken = {
             "seconds": round(self.seconds, 3),
             "mib": round(self.bytes / 2**20, 1),
+            "reserved_mib": round(self.reserved / 2**20, 1),
             "graphs": self.graphs,
             "profiled_mib": None
             if self.profiled_bytes is None
@@ -288,7 +296,7 @@ class Engines:
         refilled = llm.apply_model(randomise)
         if self.options.get("speculative", {}).get("method") == "draft_model":
             # The same weights: what it drafts is accepted.
-            refilled += randomise(self.worker(llm).model_runner.drafter.model)
+            refilled.append(randomise(self.worker(llm).model_runner.drafter.model))
         config = llm.llm_engine.vllm_config.compilation_config
         return {
             "start_s": round(seconds, 1),
@@ -568,7 +576,15 @@ def passed(result: dict[str, Any], name: str) -> bool:
 
 
 def table(results: dict[str, Any]) -> str:
-    head = ["configuration", "mode", "ok", "equal at", "captures g|v", "capture s g|v", "MiB g|v"]
+    head = [
+        "configuration",
+        "mode",
+        "ok",
+        "equal at",
+        "captures g|v",
+        "capture s g|v",
+        "reserved MiB g|v",
+    ]
     head += [f"step us B={batch} g|v (ratio)" for batch in TIMED] + ["replays|steps B=64", "eager"]
     rows = [head, ["---"] * len(head)]
     for name, result in results.items():
@@ -581,9 +597,9 @@ def table(results: dict[str, Any]) -> str:
         row = [name, mine.get("resolved", "-").split(".")[-1], str(passed(result, name)), equal]
         row.append(f"{mine.get('graphs')}|{theirs.get('graphs')} (own {mine.get('own_captures')})")
         again = result.get("recaptured", {})
-        for key in ("seconds", "mib"):
-            best = [min((c[key] for c in again.get(each, [])), default=None) for each in again]
-            row.append("|".join(map(str, best)) or "-")
+        best = [min((c["seconds"] for c in again[each]), default=None) for each in again]
+        row.append("|".join(map(str, best)) or "-")
+        row.append(f"{mine.get('reserved_mib')}|{theirs.get('reserved_mib')}")
         for batch in TIMED:
             got = result.get("timed", {}).get(str(batch))
             row.append(f"{got['graphrt']}|{got['vllm']} ({got['ratio']})" if got else "-")
@@ -600,7 +616,10 @@ def tell(name: str, result: dict[str, Any], log: list[str]) -> None:
     for key in ("graphrt", "vllm", "eager", "equal_after"):
         print(f"   {key}: {result.get(key)}")
     for engine, captures in result.get("recaptured", {}).items():
-        told = ", ".join(f"{c['graphs']} in {c['seconds']} s, {c['mib']} MiB" for c in captures)
+        told = ", ".join(
+            f"{c['graphs']} in {c['seconds']} s, {c['mib']} MiB, {c['reserved_mib']} reserved"
+            for c in captures
+        )
         print(f"   {engine} captured again: {told}")
     for line in [line for line in log if "graphrt" in line and "Traceback" not in line][:14]:
         print(f"   | {line[:260]}")

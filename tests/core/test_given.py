@@ -21,6 +21,17 @@ def test_a_tensor_of_the_host_is_not_read_by_a_graph_of_a_device():
         watched.check(ADD, (other, given.view(2, 2)[0]), {})
 
 
+def test_a_host_that_tells_them_apart_has_numbers_of_the_capture():
+    given = torch.ones(4)
+    watched = Given((given,), "cuda", bake=True)
+    assert not watched
+    watched.check(ADD, (given, given), {})
+    watched.begin()
+    given.unsqueeze_(0)
+    with pytest.raises(RefusedOpError, match="another shape"):
+        watched.end()
+
+
 def test_an_empty_tensor_of_the_host_has_nothing_to_read():
     watched = Given((torch.ones(0),), "cuda")
     assert not watched

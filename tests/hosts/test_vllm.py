@@ -233,6 +233,14 @@ def test_elastic_scaling_takes_graphs_away_by_assignment(vllm):
         assert not wrapper.entries
 
 
+def test_numbers_on_the_host_are_baked_in_for_adapters_alone(vllm):
+    config = host.config([1], "FULL")
+    plain = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+    config.lora_config = SimpleNamespace(max_loras=2)
+    adapted = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
+    assert plain.options.host_arguments == "refuse" and adapted.options.host_arguments == "bake"
+
+
 def test_memory_that_sleep_mode_offloads_is_refused(vllm):
     config = host.config([1], "FULL")
     config.use_cumem_cudagraph_pool = True

@@ -47,6 +47,9 @@ class GraphOptions:
     was asked for. `check` is how much is done to find out whether graphs stand for their forward:
     see `docs/trust.md`; `GRAPHRT_CHECK` sets it for a whole process. `share_executables`
     trades a switch between graphs of equal structure for the memory of an executable each.
+    `host_arguments` says what becomes of tensors among the arguments that lie on the host, where
+    graphs are of a device: "refuse" raises where one is read, as every replay would have its
+    numbers of the capture; "bake" has them so, for hosts whose descriptors tell those apart.
     `eager_after_failed_update` runs a step eagerly, once more, whose
     update of tasks raised: for forwards that may run twice on the same inputs.
 
@@ -66,6 +69,7 @@ class GraphOptions:
     check: Literal["off", "capture", "first", "sample", "always"] = "capture"
     share_executables: bool = False
     eager_after_failed_update: bool = False
+    host_arguments: Literal["refuse", "bake"] = "refuse"
     warmups: int = 1
     warm_up_each: bool = True
     launch: Literal["graph", "eager"] = "graph"
@@ -130,6 +134,7 @@ _CHECKS: dict[str, Check] = {
     "check": choice(*CHECK_LEVELS),
     "share_executables": flag,
     "eager_after_failed_update": flag,
+    "host_arguments": choice("refuse", "bake"),
     "warmups": whole(0, 1, _MOST_WARMUPS),
     "warm_up_each": flag,
     "launch": choice("graph", "eager"),

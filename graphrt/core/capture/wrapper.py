@@ -94,10 +94,8 @@ class GraphWrapper(Uncopied):
         self._segment_hooks = hooks
         if self.options.share_executables:
             self.pool.platform.require(Capability.EXEC_DEDUP, "share_executables")
-        self.calls_without_context = 0
-        self.calls_without_graph = 0
-        self.eager_calls_after_seal = 0
-        self.failed_updates = 0
+        self.calls_without_context = self.calls_without_graph = 0
+        self.eager_calls_after_seal = self.failed_updates = 0
         self.last_failed_update: str | None = None
         self._hot = Hot(self.runtime_mode, self.pool, self.options, read_context)
         self._kept = Kept(self._hot)
@@ -212,8 +210,7 @@ class GraphWrapper(Uncopied):
         """Work for a caller that owns the arguments, which stay where they are, and that keeps the
         outputs in: replays return the entry's themselves. A capture gets arguments made for it."""
         self._owner_served = True
-        self._hot.fresh_containers = False
-        self._hot.checks = self._hot.always_checks = False
+        self._hot.fresh_containers = self._hot.checks = self._hot.always_checks = False
 
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
@@ -305,17 +302,20 @@ class GraphWrapper(Uncopied):
             self.pool,
             self._kept.bridges,
             context,
-            Given((args, kwargs), self.pool.platform.device_type, own=self._owner_served),
+            Given(
+                (args, kwargs),
+                self.pool.platform.device_type,
+                own=self._owner_served,
+                bake=self.options.host_arguments == "bake",
+            ),
             breakable=self._breakable,
             breaks=frozenset(self.options.breaks),
             must_break=self.runtime_mode is GraphMode.PIECEWISE,
             hooks=self._segment_hooks,
             share_executables=self.options.share_executables,
         )
-        if self._owner_served:
-            capture.give(tree.tensors((args, kwargs)))
+        capture.give(tree.tensors((args, kwargs)) if self._owner_served else ())
         transaction = context.capture
-        # As they are given: a runnable may clear a list of them.
         inputs, step = arguments_of(args, kwargs), transaction or context.token
         try:
             result = capture.record(functools.partial(self._run, args, kwargs, capture))

@@ -17,7 +17,7 @@ def arguments_of(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[str, tuple[object, ...]], ...]:
     """Every argument that a graph bakes in, with its path in the call: tensors by where and what
-    they are, plain values as they are."""
+    they are, plain values as they are. Asked before the call, which may clear a list of them."""
     found = []
     for path, leaf in tree.leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor):

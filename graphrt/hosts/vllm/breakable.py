@@ -126,7 +126,7 @@ def breakable_type() -> Any:
                 mode,
                 pool=state.pools.use(self._handle, self).graphs,
                 read_context=lambda: self._step,
-                options=graph_options(),
+                options=graph_options(self.vllm_config),
                 breakable=True,
                 hooks=offloading(),
             )

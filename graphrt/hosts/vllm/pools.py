@@ -115,7 +115,10 @@ class Pools:
 
     def _join(self, pool: SharedPool) -> None:
         if self._stack is not None:
-            session = pool.graphs.capture_session(stream=self._stream)
+            # Blocks are used again by captures on the stream that they were made on alone, and
+            # each manager of vLLM's has another one.
+            stream = None if pool.graphs.captures else self._stream
+            session = pool.graphs.capture_session(stream=stream)
             self._sessions.append(self._stack.enter_context(session))
 
     def _end(self) -> None:

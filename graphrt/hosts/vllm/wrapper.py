@@ -25,10 +25,16 @@ def step_reader() -> Callable[[], ForwardContext | None]:
     return read_step
 
 
-def graph_options() -> GraphOptions:
+def graph_options(vllm_config: Any) -> GraphOptions:
     """Captured when vLLM first asks; arguments are compared at every replay where it debugs."""
     debugging = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
-    return GraphOptions(lazy=True, check="always" if debugging else "capture")
+    # Adapters have a flag on the host that says whether there are any: vLLM's keys say so too.
+    has_lora = getattr(vllm_config, "lora_config", None) is not None
+    return GraphOptions(
+        lazy=True,
+        check="always" if debugging else "capture",
+        host_arguments="bake" if has_lora else "refuse",
+    )
 
 
 class _Offloading:
@@ -93,7 +99,7 @@ def wrapper_type() -> Any:
                 runtime_mode.name,
                 pool=state.pools.use(self._handle, self).graphs,
                 read_context=read_step,
-                options=graph_options(),
+                options=graph_options(vllm_config),
                 hooks=offloading(),
             )
             CUDAGraphWrapper._all_instances.add(self)

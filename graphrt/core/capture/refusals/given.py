@@ -17,15 +17,18 @@ class Given:
     """What a graph on a device must leave alone: the shape and the memory of the caller's tensors,
     the numbers in those that lie on the host, and the host's generator.
 
-    `own` says that the tensors were made for the call, which may then give them any shape.
+    `own` says that the tensors were made for the call, which may then give them any shape; `bake`
+    that numbers of the host may be those of the capture for ever.
     """
 
-    def __init__(self, values: Any, device_type: str, *, own: bool = False) -> None:
+    def __init__(
+        self, values: Any, device_type: str, *, own: bool = False, bake: bool = False
+    ) -> None:
         tensors = [t for t in tree.tensors(values) if t.layout is torch.strided]
         self._on_device = device_type != "cpu"
         self._kept = [] if own else tensors
         on_host = [t for t in tensors if t.device.type == "cpu" and t.numel()]
-        self._hosts = set(map(_memory, on_host)) if self._on_device else set()
+        self._hosts = set(map(_memory, on_host)) if self._on_device and not bake else set()
         self._places: list[object] = []
         self._generator: torch.Tensor | None = None
 
