@@ -58,6 +58,14 @@ class InvalidInputError(GraphRTError, ValueError):
     """An input of the wrong name, dtype, shape or device, or a bad `InputSpec`."""
 
 
+class InputRingError(GraphRTError):
+    """A graph did not find its step's inputs in the ring from which it fetches them."""
+
+
+class InputRingWarning(UserWarning):
+    """A device that could fetch inputs does not: they are copied before each launch."""
+
+
 class CopyError(GraphRTError, TypeError):
     """What holds graphs was to be copied or pickled: device memory has one owner."""
 

@@ -6,12 +6,14 @@ from graphrt.core.inputs.output_axes import OutputAxes, at_path, check_tensor
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.inputs.transfer import SlotRing
 
 __all__ = [
     "BatchDims",
     "InputSpec",
     "OutputAxes",
     "OutputLayout",
+    "SlotRing",
     "StaticInputs",
     "at_path",
     "batch_of",

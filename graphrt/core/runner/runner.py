@@ -95,6 +95,7 @@ class GraphRunner(Uncopied):
             tokens=max(sizes.max_num_tokens, *(key[1].num_tokens for key in keys), 1),
             reqs=max(sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in keys), 1),
             device=place,
+            fetched=self.options.inputs_in_graph,
         )
         host = host or Host()
         self.graphs = GraphSet(

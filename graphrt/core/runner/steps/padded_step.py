@@ -10,7 +10,15 @@ import torch
 
 from graphrt.core.base import OutputError, tree
 from graphrt.core.batch import BatchDescriptor
-from graphrt.core.inputs import BatchDims, OutputLayout, StaticInputs, at_path, check_tensor, nest
+from graphrt.core.inputs import (
+    BatchDims,
+    OutputLayout,
+    SlotRing,
+    StaticInputs,
+    at_path,
+    check_tensor,
+    nest,
+)
 from graphrt.core.replay import GraphPool, Handout, handout_of
 
 _CACHED_SHAPES = 256
@@ -35,6 +43,7 @@ class PaddedStep:
         "layout",
         "readable",
         "reqs",
+        "ring",
         "task_names",
         "tokens",
         "views",
@@ -46,16 +55,19 @@ class PaddedStep:
         inputs: StaticInputs,
         call: Callable[..., Any],
         axes: OutputLayout,
+        ring: SlotRing | None = None,
         *,
         owned: bool,
     ) -> None:
-        """`owned` says that what `call` returns is the caller's, memory and all."""
+        """`owned` says that what `call` returns is the caller's, memory and all. From `ring` its
+        graph fetches what it reads, unless inputs of this size are too large."""
         self.descriptor = descriptor
         self.tokens = descriptor.num_tokens
         # Every request has a token, so a graph for any number of requests needs no more rows.
         self.reqs = descriptor.num_reqs or min(descriptor.num_tokens, inputs.reqs)
         self.layout = inputs.layout(self.tokens, self.reqs)
         self.views = self.layout.views
+        self.ring = None if self.layout.fetch is None else ring
         # For the host: what it puts there itself no graph would read.
         self.readable = MappingProxyType(self.views)
         self.call = call
