@@ -84,8 +84,6 @@ def whole_calls(device: str, measure: Callable[..., list[float]]) -> dict[str, f
                 steps[f"{name}, 5 inputs in place, {kind}"] = partial(
                     call_runner, runner, rows, in_place
                 )
-        if not hasattr(GraphRunner, "slot"):
-            continue
         arrays = {name: value.numpy() for name, value in on_host.items()}
         fetched = runners["fetched"]
         steps[f"slot, written by numpy, {kind}"] = partial(write_slot, fetched, batch, arrays)

@@ -62,6 +62,10 @@ class InputRingError(GraphRTError):
     """A graph did not find its step's inputs in the ring from which it fetches them."""
 
 
+class InputSlotError(InvalidInputError):
+    """A slot for a step's inputs was used twice, or after it was given up."""
+
+
 class InputRingWarning(UserWarning):
     """A device that could fetch inputs does not: they are copied before each launch."""
 

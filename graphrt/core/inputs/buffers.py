@@ -10,11 +10,21 @@ import torch
 from graphrt.core.base import InvalidInputError
 from graphrt.core.device import Capability, Platform, RingFormat
 from graphrt.core.inputs.declared import check_fits, declared_inputs, flat_of
-from graphrt.core.inputs.layout import InputLayout
+from graphrt.core.inputs.layout import InputLayout, StepMoves
 from graphrt.core.inputs.padding_rows import PaddingRows
 from graphrt.core.inputs.single_address import FixedInput
 from graphrt.core.inputs.spec import check_memory, check_value
-from graphrt.core.inputs.transfer import ByCopy, ByFetch, PadSource, Slab, ring_for
+from graphrt.core.inputs.transfer import (
+    Arrays,
+    ByCopy,
+    ByFetch,
+    InputSlot,
+    PadSource,
+    Slab,
+    SlotViews,
+    ring_for,
+    views_in,
+)
 
 _CACHED_LAYOUTS = 1024
 _CACHED_MOVES = 128
@@ -52,6 +62,7 @@ class StaticInputs:
         ]
         self.padding = PaddingRows(self._specs, self._fixed)
         self._axes = {name: spec.batch_axis() for name, spec in self._specs.items()}
+        self.has_requests = any(axis and axis.name == "reqs" for axis, _ in self._axes.values())
         pads = {name: PadSource(spec) for name, spec in self._packed.items()}
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         nbytes = InputLayout(self._packed, tokens, reqs).nbytes
@@ -65,6 +76,9 @@ class StaticInputs:
         self._by_fetch = None if self.ring is None else ByFetch(self.ring, slab, pads)
         in_place = buffer.is_cpu and self.ring is None
         self._by_copy = ByCopy(slab, pads, None if in_place else platform)
+        self._slot_views = SlotViews()
+        # Counts what writes the buffers, or takes the memory that they are filled from.
+        self.turn = 0
         self.reset()
 
     @property
@@ -107,6 +121,16 @@ class StaticInputs:
 
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
+        if type(values) is InputSlot:
+            if values.layout is layout and values.moves is layout.moves(
+                tokens, reqs, _CACHED_MOVES
+            ):
+                self._fill_from(values, layout, values.moves, stream, in_graph)
+                return
+            # Its memory may be what is filled next.
+            values.check(self.turn)
+            values = {name: value.clone() for name, value in values.items()}
+        self.turn += 1
         # Free where nothing goes wrong: what a tensor lacks shows when it is used.
         try:
             if self.nested:
@@ -132,6 +156,63 @@ class StaticInputs:
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
             self.check(values, tokens, reqs, error)
             raise
+
+    def slot(self, layout: InputLayout | None, tokens: int, reqs: int) -> InputSlot:
+        """Where the host writes the live rows of a step that `fill` then fills `layout` from.
+        Without a layout it is memory that has nothing to do with the buffers."""
+        self.turn += 1
+        if layout is None:
+            tensors = {
+                name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype)
+                for name, spec in self._specs.items()
+            }
+            return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
+        moves = layout.moves(tokens, reqs, _CACHED_MOVES)
+        place: Any
+        if self.ring is not None and layout.fetch is not None:
+            place, memory = self.ring.take(), self.ring.memory
+            at = place[1]
+        else:
+            place = self._by_copy.take()
+            memory = self._slab.buffer if place is None else place.buffer
+            at = memory.data_ptr()
+
+        def make() -> dict[str, torch.Tensor]:
+            with torch.inference_mode(False):
+                found = views_in(memory, at - memory.data_ptr(), moves)
+                found.update({own.name: own.host_rows(tokens, reqs) for own in self._fixed})
+            return {name: found[name] for name in self._specs}
+
+        return InputSlot(self._slot_views.find(at, moves, make), place, layout, moves, self.turn)
+
+    def check_alone(self, values: Mapping[str, Any]) -> None:
+        """Raise `InvalidInputError` for values that a step was given beside a slot."""
+        if values:
+            raise InvalidInputError(
+                "a step was given inputs beside its slot",
+                got=sorted(values),
+                expected="all inputs written to the slot",
+                advice="slot[name].copy_(value), or slot.numpy[name][:] = array",
+            )
+
+    def _fill_from(
+        self, slot: InputSlot, layout: InputLayout, moves: StepMoves, stream: Any, in_graph: bool
+    ) -> None:
+        """Fill `layout` from a slot that was taken for it."""
+        slot.check(self.turn)
+        self.turn += 1
+        fetch, by_fetch = layout.fetch, self._by_fetch
+        if fetch is not None and by_fetch is not None:
+            place = by_fetch.ring.take()
+            if place != slot.place:
+                # A step failed since, and the device said that it was given.
+                slot.check(-1)
+            by_fetch.give_padded(moves, fetch, *place, in_graph)
+        else:
+            self._by_copy.give(slot.place, moves, stream)
+        for own in self._fixed:
+            tokens, reqs = moves.live
+            own.fill(slot[own.name], tokens, reqs, layout.tokens, layout.reqs)
 
     def expect_capture(self, layout: InputLayout) -> None:
         """Before a capture, whose graph is to fetch what is in the buffers of `layout` already."""
@@ -159,6 +240,7 @@ class StaticInputs:
 
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row."""
+        self.turn += 1
         if self.ring is not None:
             self.ring.pending = None
         (layout or self.layout(self.tokens, self.reqs)).reset()

@@ -124,6 +124,11 @@ class FieldMove:
             self._views = found
         return found
 
+    def live_part(self, padded: torch.Tensor) -> torch.Tensor:
+        """The live rows of a tensor of the padded shape."""
+        rows = self._live_rows
+        return padded if rows is None else padded.narrow(self._dim, 0, rows)
+
     def lies_in(self, value: torch.Tensor) -> bool:
         """Whether `value`, which starts where this input starts, is laid out like it."""
         laid_out_alike = value.stride() == self.field.view.stride()
@@ -143,9 +148,10 @@ class FieldMove:
 class StepMoves:
     """What a step of so many live tokens and requests moves into one layout."""
 
-    __slots__ = ("_spans", "fields", "repeated", "rows", "tables", "whole")
+    __slots__ = ("_spans", "fields", "live", "repeated", "rows", "tables", "whole")
 
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
+        self.live = tokens, reqs
         self.fields = [
             FieldMove(number, field, tokens, reqs) for number, field in enumerate(layout.fields)
         ]

@@ -12,7 +12,7 @@ from graphrt.core.base import copy_all
 from graphrt.core.device import Platform
 from graphrt.core.inputs.layout import FieldMove, StepMoves
 from graphrt.core.inputs.spec import check_other
-from graphrt.core.inputs.transfer.staging import Staging
+from graphrt.core.inputs.transfer.staging import Slot, Staging
 from graphrt.core.inputs.transfer.writes import PadSource, Slab, has_lazy_bits, repeat
 
 _Tensor = torch.Tensor
@@ -71,6 +71,21 @@ class ByCopy:
                 slot.copy_to(slab.window, spans, stream)
         if "d" in kinds or (self._staging is not None and "k" in kinds):
             self._write_on_device(moves.fields, sources, kinds)
+
+    def take(self) -> Slot | None:
+        """Memory for the inputs of a step, packed; None where that is the slab itself."""
+        return None if self._staging is None else self._staging.take()
+
+    def give(self, slot: Slot | None, moves: StepMoves, stream: Any) -> None:
+        """Pad what was written to the memory of `take`, and copy it into the slab."""
+        base = self._slab.low if slot is None else slot.address
+        for move in moves.fields:
+            if move.pads:
+                self._pads[move.name].write(base, move.pads)
+            for start, to, size in move.repeats:
+                repeat(base + start, base + to, move.field.row_bytes, size)
+        if slot is not None:
+            slot.copy_to(self._slab.window, moves.whole, stream)
 
     def _write(
         self,

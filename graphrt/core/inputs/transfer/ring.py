@@ -200,6 +200,4 @@ def _words_at(address: int, nbytes: int) -> memoryview:
 def _retire(memory: torch.Tensor, words: memoryview) -> None:
     """Keep the memory of a ring that is gone until the device has fetched what it was given."""
     _retired.append((memory, words))
-    for retired in list(_retired):
-        if retired[1][_PROGRESS] >= retired[1][_GIVEN]:
-            _retired.remove(retired)
+    _retired[:] = [each for each in _retired if each[1][_PROGRESS] < each[1][_GIVEN]]

@@ -4,6 +4,7 @@ from graphrt.core.runner.steps.checked import CheckedSteps
 from graphrt.core.runner.steps.checks import Checks, TrialRecord
 from graphrt.core.runner.steps.padded import PaddedSteps
 from graphrt.core.runner.steps.padded_step import PaddedStep
+from graphrt.core.runner.steps.slots import Slots
 from graphrt.core.runner.steps.unpadded import (
     UnpaddedSteps,
     no_graph_to_pad_to,
@@ -18,6 +19,7 @@ __all__ = [
     "LastUpdates",
     "PaddedStep",
     "PaddedSteps",
+    "Slots",
     "TrialRecord",
     "UnpaddedSteps",
     "no_graph_to_pad_to",
