@@ -15,12 +15,12 @@ from tests.core.ring_steps import Log, mixed_steps
 
 pytestmark = pytest.mark.cuda
 
-SHORT = 20_000_000
-"""Clock cycles that the device is kept busy for: some 10 ms."""
+LONG = 150_000_000
+"""Clock cycles that the device is kept busy for: some 80 ms, longer than the steps of a ring."""
 
 
 def behind() -> None:
-    torch.cuda._sleep(SHORT)
+    torch.cuda._sleep(LONG)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
@@ -78,13 +78,14 @@ def test_inputs_are_there_before_a_bind_that_reads_them():
 
 def test_a_graph_that_is_replayed_without_its_runner_is_named_at_the_next_step():
     log, rng = Log("cuda", "cuda", 10, mode="FULL"), random.Random(7)
-    log.run(rng, 0)
+    values = log.values(rng, 0, 4, 1)
+    log.runner(Batch(4, 4, 1), **values)
     entry = next(iter(log.runner.graphs.owners()[0].entries.values()))
     torch.cuda.synchronize()
     entry.parts[0].graph.replay()
     torch.cuda.synchronize()
     with pytest.raises(InputRingError, match="another step's slot"):
-        log.run(rng, 1)
+        log.runner(Batch(4, 4, 1), **values)
     for step in range(1, 10):
         log.run(rng, step)
     log.check(10)

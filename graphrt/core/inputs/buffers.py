@@ -157,6 +157,11 @@ class StaticInputs:
             self.check(values, tokens, reqs, error)
             raise
 
+    def settle(self) -> None:
+        """After captures: no step need wait for them."""
+        if self.ring is not None:
+            self.ring.settle()
+
     def slot(self, layout: InputLayout | None, tokens: int, reqs: int) -> InputSlot:
         """Where the host writes the live rows of a step that `fill` then fills `layout` from.
         Without a layout it is memory that has nothing to do with the buffers."""

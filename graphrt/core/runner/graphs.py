@@ -157,6 +157,7 @@ class GraphSet:
                 settle=lambda: self._settle(saved),
                 progress=progress,
             )
+            self._inputs.settle()
         except BaseException as error:
             self._settle_or_release(saved if isinstance(error, Exception) else None)
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from ctypes import memmove
 from typing import Any
 
@@ -121,8 +120,11 @@ class ByFetch:
             ]
         )
         if key not in moves.tables:
+            padded = [
+                move for move, kind in zip(moves.fields, key, strict=True) if kind != "h" and move.pads
+            ]
             found: MoveTable | None = None
-            with suppress(ValueError):
+            if all(self._pads[move.name].word is not None for move in padded):
                 found = MoveTable(moves.fields, key, self._slab.low, self._pads)
             fits = found is not None and found.count <= self.ring.moves
             moves.tables[key] = found if fits else None

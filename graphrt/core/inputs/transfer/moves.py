@@ -31,7 +31,7 @@ class MoveTable:
         slab: int,
         pads: Mapping[str, PadSource],
     ) -> None:
-        """`slab` is its address. Raises `ValueError` for padding that is no pattern of a word."""
+        """`slab` is its address; the padding of fields that are not on the host has a pattern."""
         words = array("Q")
         # Where in `words` an address goes, of which field, and how far after its start it is.
         self._places: list[tuple[int, int, int]] = []
@@ -102,11 +102,11 @@ def _moves(
                         yield number, (to + begin, 0, part, _COPY | part << 8), at + begin
         if move.pads:
             pattern = pads[move.name].word
-            if pattern is None:
-                raise ValueError(f"{move.name} is padded with more than a word")
+            assert pattern is not None
             for to, size in move.pads:
                 yield -1, (to, pattern, size, _FILL), 0
-        for (row, to, size), (first, at, _) in zip(move.repeats, move.copies, strict=True):
+        # Of each block, if its last row is repeated.
+        for (row, to, size), (first, at, _) in zip(move.repeats, move.copies, strict=False):
             how = _COPY | field.row_bytes << 8
             if kind == "d":
                 yield number, (to, 0, size, how), at + row - first

@@ -89,6 +89,11 @@ class SlotRing:
         """What fetches a slot with so many bytes of payload; None where that is not worth it."""
         return self._ring.prepare(nbytes, self.moves) if 0 < nbytes <= self._nbytes else None
 
+    def settle(self) -> None:
+        """Ask the device how many steps it was given, if that is not known: a step would wait."""
+        if self.unsure:
+            self.resync()
+
     def take(self) -> tuple[int, int]:
         """The first word and the payload's address of the next step's slot, which may be written
         until it is given.
