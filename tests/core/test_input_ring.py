@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -91,10 +92,8 @@ def test_any_schedule_of_steps_failures_and_a_lagging_device_shifts_no_slot(slot
             full = lagging.ring.count - lagging.ring.words[RingFormat.PROGRESS] >= slots
             if full and not lagging.ring.unsure:
                 lagging.device.run(2)
-            try:
+            with suppress(ArithmeticError):
                 lagging.step(number + 1, alone=argument, fails=fails)
-            except ArithmeticError:
-                pass
         elif action == "device":
             lagging.device.run(argument)
         elif action == "nothing":
@@ -347,6 +346,63 @@ def test_trials_and_verify_run_on_fetched_inputs():
             run: Callable[..., torch.Tensor] = runner.verify if count % 3 == 0 else runner
             assert torch.equal(run(x=x), x * 2)
             assert state.tolist() == [count] * 4
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is not the host's, whose memory the software ring can read all the
+    same."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("rows", [8, 5, 1])
+def test_inputs_on_the_device_are_moves_of_the_same_fetch(rows):
+    platform, rng = RingPlatform(), random.Random(rows)
+    log = Log(platform, "cpu", 200, mode="FULL")
+    ring, launches = platform.rings[-1], platform.rings[-1].launches
+    for step in range(200):
+        values = log.values(rng, step, rows, 1)
+        values["table"] = values["table"].t().contiguous().t() if step % 2 else values["table"]
+        for name in rng.sample(sorted(values), rng.randint(0, 5)):
+            values[name] = values[name].as_subclass(OnDevice)
+        log.runner(Batch(rows, rows, 1), **values)
+    log.check(200)
+    # None of them was staged, nor fetched by itself.
+    assert ring.launches == launches
+    assert log.runner.inputs._by_copy._staging is not None
+    assert not log.runner.inputs._by_copy._staging._slots
+
+
+def test_an_input_that_is_in_place_is_not_moved():
+    log = Log(RingPlatform(), "cpu", 4, mode="FULL")
+    rng = random.Random(0)
+    for step, rows in enumerate((8, 5)):
+        values = log.values(rng, step, rows, 1)
+        views = log.runner.inputs.layout(8, 8).views
+        views["ids"][:rows] = values["ids"]
+        in_place = views["ids"][:rows].as_subclass(OnDevice)
+        version = views["ids"]._version
+        log.runner(Batch(rows, rows, 1), **{**values, "ids": in_place})
+        assert views["ids"]._version == version
+        assert torch.equal(views["ids"][:rows], values["ids"])
+    log.check(2)
+
+
+def test_a_step_with_all_inputs_in_place_and_no_graph_launches_nothing():
+    platform = RingPlatform()
+    inputs = StaticInputs(
+        {"x": InputSpec(torch.int64, ("tokens",))},
+        platform=platform,
+        tokens=4,
+        reqs=4,
+        device="cpu",
+        fetched=True,
+    )
+    layout, launches = inputs.layout(4, 4), platform.rings[-1].launches
+    inputs.fill({"x": layout.views["x"].as_subclass(OnDevice)}, layout, 4, 4)
+    assert platform.rings[-1].launches == launches
+    inputs.fill({"x": layout.views["x"][:2].as_subclass(OnDevice)}, layout, 2, 2)
+    assert platform.rings[-1].launches == launches + 1
 
 
 def test_a_ring_has_fewer_slots_for_larger_inputs():

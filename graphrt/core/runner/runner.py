@@ -151,6 +151,9 @@ class GraphRunner(Uncopied):
         """Where the inputs of the next step, of `batch`, are written in place: `runner(slot)` then
         runs it, and nothing is copied or checked again. Counted as dispatched now. Raises
         `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
+        if self._elsewhere is not None and self._elsewhere():
+            with self.pool.on_device():
+                return self._slots.make(batch, at_least, at_most_mode)
         return self._slots.make(batch, at_least, at_most_mode)
 
     def step(

@@ -120,9 +120,7 @@ class ByFetch:
             ]
         )
         if key not in moves.tables:
-            padded = [
-                move for move, kind in zip(moves.fields, key, strict=True) if kind != "h" and move.pads
-            ]
+            padded = [move for move in moves.fields if move.number in elsewhere and move.pads]
             found: MoveTable | None = None
             if all(self._pads[move.name].word is not None for move in padded):
                 found = MoveTable(moves.fields, key, self._slab.low, self._pads)

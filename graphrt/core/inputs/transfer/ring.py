@@ -137,6 +137,11 @@ class SlotRing:
         word, _ = self.take()
         self.give(fetch, word, 0, True)
 
+    def expect_capture(self, fetch: Callable[[], None]) -> None:
+        """The same for a graph that is captured next; a fault of steps before is raised later."""
+        self.resync()
+        self.give(fetch, self.places[self.count % self.slots][0], 0, True)
+
     def fetch_pending(self) -> None:
         """Put the fetch that no graph has done on the current stream, which may be captured."""
         pending, self.pending = self.pending, None
