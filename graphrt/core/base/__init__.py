@@ -4,6 +4,12 @@
 from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt.core.base import torch_import, tree
 from graphrt.core.base._undo import Undo
+from graphrt.core.base._warnings import (
+    GraphQuarantinedWarning,
+    GraphsDroppedWarning,
+    InputRingWarning,
+    PlanChangedWarning,
+)
 from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
@@ -19,12 +25,9 @@ from graphrt.core.base.errors import (
     DriverTooOldError,
     ExecutableSwitchError,
     FrozenMetadataError,
-    GraphQuarantinedWarning,
     GraphRTError,
     GraphsCapturedError,
-    GraphsDroppedWarning,
     InputRingError,
-    InputRingWarning,
     InputSlotError,
     InvalidBatchError,
     InvalidInputError,
@@ -42,7 +45,6 @@ from graphrt.core.base.errors import (
     NestedCaptureError,
     OutputError,
     OverwrittenOutputError,
-    PlanChangedWarning,
     PlanFileError,
     PlatformConflictError,
     PlatformError,

@@ -9,7 +9,7 @@ import torch
 
 from graphrt.core.base import InputSlotError, InvalidInputError
 from graphrt.core.batch import Batch, GraphMode
-from graphrt.core.inputs.layout import InputLayout, StepMoves
+from graphrt.core.inputs.layout import StepMoves
 
 
 class Arrays(Mapping[str, Any]):
@@ -68,14 +68,15 @@ class InputSlot(Mapping[str, torch.Tensor]):
 
     def __init__(
         self,
-        views: tuple[dict[str, torch.Tensor], Arrays],
+        views: tuple[dict[str, torch.Tensor], Mapping[str, Any]],
         place: Any,
-        layout: InputLayout | None,
-        moves: StepMoves | None,
+        layout: Any,
+        moves: Any,
         turn: int,
     ) -> None:
-        """Made by `GraphRunner.slot`. `place` is what the memory is to who moves it on; without a
-        layout it is memory of its own, for more rows than there are buffers for."""
+        """Made by `GraphRunner.slot`, for the `moves` of a `layout`. `place` is what the memory is
+        to who moves it on; without a layout it is memory of its own, for more rows than there are
+        buffers for."""
         self._tensors, self.numpy = views
         self.place = place
         self.layout = layout
