@@ -407,6 +407,7 @@ def test_a_step_with_all_inputs_in_place_and_no_graph_launches_nothing():
 
 def test_a_ring_has_fewer_slots_for_larger_inputs():
     platform = RingPlatform()
+    platform.fetched_bytes = 1 << 20
     slabs = [torch.zeros((4 << 20) + RingFormat.TAIL_BYTES, dtype=torch.uint8) for _ in range(2)]
     small, large = (
         ring_for(platform, slab, nbytes, 2)

@@ -27,8 +27,21 @@ def behind() -> None:
 def test_thousands_of_mixed_steps_behind_a_slow_device_see_their_own_inputs(mode):
     log = Log("cuda", "cuda", 10_000, mode=mode)
     assert log.runner.report().inputs_in_graph
-    aborted = mixed_steps(log, 10_000, 7, device=0.3, aborts=0.02, recaptures=0.001, behind=behind)
+    aborted = mixed_steps(
+        log, 10_000, 7, device=0.3, slots=0.2, aborts=0.02, recaptures=0.001, behind=behind
+    )
     assert aborted > 50
+    log.runner.close()
+
+
+def test_the_ring_wraps_behind_a_busy_device_and_the_host_waits():
+    log, rng = Log("cuda", "cuda", 300, mode="FULL"), random.Random(1)
+    steps = [log.values(rng, step, 1 + step % 16, 1) for step in range(300)]
+    # More steps than slots, prepared before, so that none is free.
+    behind()
+    for step, values in enumerate(steps):
+        log.runner(Batch(1 + step % 16, 1 + step % 16, 1), **values)
+    log.check(300)
     assert log.runner.inputs.ring.waits > 0
     log.runner.close()
 
@@ -92,19 +105,15 @@ def test_a_graph_that_is_replayed_without_its_runner_is_named_at_the_next_step()
     log.runner.close()
 
 
-def test_what_is_larger_than_is_fetched_is_staged():
-    platform = get_platform("cuda")
-    before = platform.fetched_bytes
-    platform.fetched_bytes = 4096
-    try:
-        log = Log("cuda", "cuda", 600, width=64)
-    finally:
-        platform.fetched_bytes = before
-    mixed_steps(log, 600, 8, device=0.3, aborts=0.05, behind=behind)
+def test_what_is_larger_than_is_fetched_is_staged(monkeypatch):
+    monkeypatch.setattr(get_platform("cuda"), "fetched_bytes", 4096)
+    log = Log("cuda", "cuda", 600, width=64)
+    mixed_steps(log, 600, 8, device=0.3, slots=0.3, aborts=0.05, behind=behind)
     log.runner.close()
 
 
-def test_inputs_of_a_megabyte_are_fetched_whole():
+def test_inputs_of_a_megabyte_are_fetched_whole(monkeypatch):
+    monkeypatch.setattr(get_platform("cuda"), "fetched_bytes", 2 << 20)
     log = Log("cuda", "cuda", 200, width=8192)
     mixed_steps(log, 200, 9, device=0.3, behind=behind)
     log.runner.close()

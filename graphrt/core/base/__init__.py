@@ -128,6 +128,7 @@ from graphrt.core.base.torch_names import (
     storage_at,
     storage_of_weak,
     storage_use_count,
+    tensor_guards,
     tensor_over,
 )
 
@@ -243,6 +244,7 @@ __all__ = [
     "storage_at",
     "storage_of_weak",
     "storage_use_count",
+    "tensor_guards",
     "tensor_over",
     "text",
     "thaw_garbage",

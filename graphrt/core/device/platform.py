@@ -60,7 +60,7 @@ class Platform(ABC):
     raw_storages: bool = False
     """Whether torch's own storages can be made over memory of this device at any address. What a
     runner hands out is then no copy, but unreadable as soon as the next step overwrites it."""
-    fetched_bytes: int = 1 << 20
+    fetched_bytes: int = 64 << 10
     """The largest inputs of a step, in bytes, that are fetched through an input ring; larger ones
     are copied by the copy engine, which moves more bytes at once and costs more to start."""
     simulated: bool = False

@@ -137,7 +137,9 @@ class StaticInputs:
                 values = dict(flat_of(values))
             if len(values) != len(self._specs):
                 self.check_names(values)
-            moves = layout.moves(tokens, reqs, _CACHED_MOVES)
+            moves = layout.known.get((tokens, reqs))
+            if moves is None:
+                moves = layout.moves(tokens, reqs, _CACHED_MOVES)
             for own in self._fixed:
                 if own.name not in values:
                     self.check_names(values)

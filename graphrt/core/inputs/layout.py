@@ -148,7 +148,18 @@ class FieldMove:
 class StepMoves:
     """What a step of so many live tokens and requests moves into one layout."""
 
-    __slots__ = ("_spans", "fields", "live", "repeated", "rows", "tables", "whole")
+    __slots__ = (
+        "_spans",
+        "alike",
+        "fields",
+        "fills",
+        "live",
+        "repeated",
+        "rows",
+        "tables",
+        "targets",
+        "whole",
+    )
 
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         self.live = tokens, reqs
@@ -160,9 +171,13 @@ class StepMoves:
             (move.name, move.dtype, move.shape, move.offset, move.few_bytes, move.may_negate, move)
             for move in self.fields
         ]
+        self.targets = [(move.offset, move.few_bytes, move) for move in self.fields]
+        # What tells that inputs are like others that were right, once there were some.
+        self.alike: Any = None
         self.repeated = [move for move in self.fields if move.repeats]
         # What is prepared for inputs of the same kinds of places, by whoever moves them.
         self.tables: dict[Hashable, Any] = {}
+        self.fills: Any = None
         self.whole: tuple[Span, ...] = ((0, layout.nbytes),) if layout.nbytes else ()
         self._spans: dict[str, tuple[Span, ...]] = {}
 
@@ -198,7 +213,7 @@ class StepMoves:
 class InputLayout:
     """The packed inputs of one size in one slab, and the views that the forward reads."""
 
-    __slots__ = ("_moves", "fetch", "fields", "nbytes", "reqs", "tokens", "views")
+    __slots__ = ("fetch", "fields", "known", "nbytes", "reqs", "tokens", "views")
 
     def __init__(self, specs: Mapping[str, InputSpec], tokens: int, reqs: int) -> None:
         self.tokens = tokens
@@ -213,7 +228,8 @@ class InputLayout:
         self.views: dict[str, torch.Tensor] = {}
         # What fetches a slot of a ring into this layout; None where that is not how it is filled.
         self.fetch: Callable[[], None] | None = None
-        self._moves: dict[tuple[int, int], StepMoves] = {}
+        # What `moves` has answered, by live tokens and requests.
+        self.known: dict[tuple[int, int], StepMoves] = {}
 
     def place(self, slab: torch.Tensor) -> None:
         """Make the views in `slab`, a uint8 tensor of at least `nbytes`."""
@@ -229,13 +245,13 @@ class InputLayout:
 
     def moves(self, tokens: int, reqs: int, keep: int) -> StepMoves:
         """What to move for so many live rows; up to `keep` answers are kept."""
-        found = self._moves.get((tokens, reqs))
+        found = self.known.get((tokens, reqs))
         if found is None:
             with inference_guard(False):
                 found = StepMoves(self, tokens, reqs)
-            if len(self._moves) >= keep:
-                self._moves.clear()
-            self._moves[tokens, reqs] = found
+            if len(self.known) >= keep:
+                self.known.clear()
+            self.known[tokens, reqs] = found
         return found
 
     def reset(self) -> None:

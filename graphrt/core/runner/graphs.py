@@ -296,7 +296,7 @@ class GraphSet:
             wrapper = self._wrappers.get(record.mode)
             step = self.steps[self.dispatcher.reserve(record.mode, record.descriptor)]
             if wrapper is not None and step is not None:
-                step.hold(wrapper.entries[record.descriptor].outputs, self._pool)
+                step.hold(wrapper, self._inputs, self._pool, self._host.bind)
 
     def _settle_or_release(self, saved: WatchedState | None) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import memmove
+from operator import itemgetter
 from typing import Any
 
 import torch
 
+from graphrt.core.base import tensor_guards
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove, StepMoves
 from graphrt.core.inputs.spec import check_other
@@ -23,7 +25,29 @@ from graphrt.core.inputs.transfer.writes import (
 
 _Tensor = torch.Tensor
 _WHOLE, _FIRST_MOVE = RingFormat.WHOLE, RingFormat.FIRST_MOVE
-_FILLS = "fills"
+
+
+class Alike:
+    """Says of inputs whether they are like those of an earlier step that were all right: tensors of
+    the host, in the dtypes, shapes and strides that one copy each can move."""
+
+    __slots__ = ("check", "pick")
+
+    def __init__(self, right: Sequence[torch.Tensor], moves: StepMoves) -> None:
+        names = [move.name for move in moves.fields]
+        self.check: Callable[..., bool] = tensor_guards(
+            *right, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+        self.pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
+            itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
+        )
+
+
+def _copy(value: torch.Tensor, base: int, move: FieldMove) -> None:
+    """Copy an input that is large, or in several blocks."""
+    address = value.data_ptr()
+    for to, start, size in move.copies:
+        memmove(base + to, address + start, size)
 
 
 class ByFetch:
@@ -50,11 +74,24 @@ class ByFetch:
         """
         ring = self.ring
         word, base = ring.take()
+        alike = moves.alike
+        if alike is not None:
+            tensors = alike.pick(values)
+            if alike.check(*tensors):
+                for value, (offset, few_bytes, move) in zip(tensors, moves.targets, strict=True):
+                    if few_bytes:
+                        copy_bytes(base + offset, value.data_ptr(), few_bytes)
+                    else:
+                        _copy(value, base, move)
+                self.give_padded(moves, fetch, word, base, in_graph)
+                return True
         elsewhere: dict[int, int] | None = None
+        plain = True
         for name, dtype, shape, offset, few_bytes, may_negate, move in moves.rows:
             value = values[name]
             if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
                 check_other(name, move.field.spec, value, tuple(shape))
+                plain = False
             if not value.is_cpu:
                 if elsewhere is None:
                     elsewhere = {}
@@ -63,12 +100,13 @@ class ByFetch:
                 continue
             if not value.is_contiguous() or (may_negate and has_lazy_bits(value)):
                 value = value.detach().resolve_conj().resolve_neg().contiguous()
+                plain = False
             if few_bytes:
                 copy_bytes(base + offset, value.data_ptr(), few_bytes)
             else:
-                address = value.data_ptr()
-                for to, start, size in move.copies:
-                    memmove(base + to, address + start, size)
+                _copy(value, base, move)
+        if plain and elsewhere is None and alike is None and tensor_guards:
+            moves.alike = Alike([values[move.name] for move in moves.fields], moves)
         if elsewhere is None:
             self.give_padded(moves, fetch, word, base, in_graph)
             return True
@@ -95,9 +133,9 @@ class ByFetch:
         for move in moves.repeated:
             for start, to, size in move.repeats:
                 repeat(base + start, base + to, move.field.row_bytes, size)
-        fills: Fills | None = moves.tables.get(_FILLS)
+        fills: Fills | None = moves.fills
         if fills is None:
-            fills = moves.tables[_FILLS] = Fills(moves.fields, self._pads, self.ring.moves)
+            fills = moves.fills = Fills(moves.fields, self._pads, self.ring.moves)
         if fills.count:
             fills.write(self.ring.words, word + _FIRST_MOVE)
         for move in fills.others:

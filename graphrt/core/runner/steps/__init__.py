@@ -4,6 +4,7 @@ from graphrt.core.runner.steps.checked import CheckedSteps
 from graphrt.core.runner.steps.checks import Checks, TrialRecord
 from graphrt.core.runner.steps.padded import PaddedSteps
 from graphrt.core.runner.steps.padded_step import PaddedStep
+from graphrt.core.runner.steps.replayed import NOT_ALONE
 from graphrt.core.runner.steps.slots import Slots
 from graphrt.core.runner.steps.unpadded import (
     UnpaddedSteps,
@@ -14,6 +15,7 @@ from graphrt.core.runner.steps.unpadded import (
 from graphrt.core.runner.steps.updates import LastUpdates
 
 __all__ = [
+    "NOT_ALONE",
     "CheckedSteps",
     "Checks",
     "LastUpdates",
