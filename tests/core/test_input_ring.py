@@ -263,6 +263,29 @@ def test_a_wrong_input_is_named_before_anything_is_given_to_the_device():
     log.check(1)
 
 
+def test_inputs_that_are_unlike_the_last_right_ones_are_looked_at():
+    log, rng = Log(RingPlatform(), "cpu", 20, mode="FULL"), random.Random(8)
+    batch = Batch(4, 4, 1)
+    for step in range(3):
+        log.runner(batch, **log.values(rng, step, 4, 1))
+    values = log.values(rng, 3, 4, 1)
+    for name, wrong in (
+        ("ids", values["ids"][:2]),
+        ("table", values["table"].int()),
+        ("step", 3),
+        ("flags", torch.empty(4, dtype=torch.uint8, device="meta")),
+        ("starts", values["starts"].to_sparse()),
+    ):
+        with pytest.raises(InvalidInputError, match=name):
+            log.runner(batch, **{**values, name: wrong})
+    strided = {
+        "ids": torch.stack([values["ids"]] * 2, -1)[..., 0],
+        "table": values["table"].t().contiguous().t(),
+    }
+    log.runner(batch, **{**values, **strided})
+    log.check(4)
+
+
 def test_strided_and_lazily_negated_host_inputs_are_fetched_as_their_values():
     runner = GraphRunner(
         lambda x, z: x + z.imag,
