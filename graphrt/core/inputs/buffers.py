@@ -174,7 +174,7 @@ class StaticInputs:
                 for name, spec in self._specs.items()
             }
             return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
-        moves = layout.moves(tokens, reqs, _CACHED_MOVES)
+        moves = layout.known.get((tokens, reqs)) or layout.moves(tokens, reqs, _CACHED_MOVES)
         place: Any
         if self.ring is not None and layout.fetch is not None:
             place, memory = self.ring.take(), self.ring.memory
@@ -184,13 +184,14 @@ class StaticInputs:
             memory = self._slab.buffer if place is None else place.buffer
             at = memory.data_ptr()
 
-        def make() -> dict[str, torch.Tensor]:
+        views = self._slot_views.find(at, moves)
+        if views is None:
             with torch.inference_mode(False):
-                found = views_in(memory, at - memory.data_ptr(), moves)
-                found.update({own.name: own.host_rows(tokens, reqs) for own in self._fixed})
-            return {name: found[name] for name in self._specs}
-
-        return InputSlot(self._slot_views.find(at, moves, make), place, layout, moves, self.turn)
+                made = views_in(memory, at - memory.data_ptr(), moves)
+                made.update({own.name: own.host_rows(tokens, reqs) for own in self._fixed})
+            tensors = {name: made[name] for name in self._specs}
+            views = self._slot_views.add(at, moves, tensors)
+        return InputSlot(views, place, layout, moves, self.turn)
 
     def check_alone(self, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` for values that a step was given beside a slot."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -133,17 +133,17 @@ class SlotViews:
     def __init__(self) -> None:
         self._found: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
 
-    def find(
-        self, at: int, moves: StepMoves, make: Callable[[], dict[str, torch.Tensor]]
+    def find(self, at: int, moves: StepMoves) -> tuple[dict[str, torch.Tensor], Arrays] | None:
+        """The views of the live rows of `moves` in the memory that begins `at`, if there were."""
+        return self._found.get((at, moves))
+
+    def add(
+        self, at: int, moves: StepMoves, tensors: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], Arrays]:
-        """The views of the live rows of `moves` in the memory that begins `at`; `make` makes them,
-        at the first time."""
-        found = self._found.get((at, moves))
-        if found is None:
-            tensors = make()
-            if len(self._found) >= self._CACHED:
-                self._found.clear()
-            found = self._found[at, moves] = tensors, Arrays(tensors)
+        """Remember views."""
+        if len(self._found) >= self._CACHED:
+            self._found.clear()
+        found = self._found[at, moves] = tensors, Arrays(tensors)
         return found
 
 

@@ -41,7 +41,11 @@ class Slots:
         found: Dispatch | None = None
         # A step that captures its graph first cannot have its inputs in place.
         if not self._sealing.may_capture:
-            found = self._dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
+            dispatch = self._dispatcher.dispatch
+            if at_least or at_most_mode is not None:
+                found = dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
+            else:
+                found = dispatch(batch)
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = self._requests(batch)
