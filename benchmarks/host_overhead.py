@@ -69,7 +69,7 @@ def values(requests: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def decode_runner(platform: Any) -> GraphRunner:
+def decode_runner(platform: Any, options: GraphOptions | None = None) -> GraphRunner:
     """A runner with five inputs and one small operator, of the default sizes."""
     return GraphRunner(
         lambda input_ids, **_: input_ids + 1,
@@ -79,6 +79,7 @@ def decode_runner(platform: Any) -> GraphRunner:
         sizes=default_sizes(),
         max_num_reqs=512,
         platform=platform,
+        options=options,
     )
 
 

@@ -39,7 +39,7 @@ from graphrt.core.capture import (
 )
 from graphrt.core.device import Platform, current_platform, get_platform
 from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
-from graphrt.core.inputs import InputSpec
+from graphrt.core.inputs import InputSlot, InputSpec
 from graphrt.core.plan import Budget, GraphCost, Plan
 from graphrt.core.replay import (
     DEFERRED,
@@ -80,6 +80,7 @@ __all__ = [
     "GraphWrapper",
     "Host",
     "HostArg",
+    "InputSlot",
     "InputSpec",
     "KeyedGraph",
     "KeyedGraphs",

@@ -23,6 +23,7 @@ from graphrt.core.device import (
     GraphPointers,
     GraphRead,
     GraphWork,
+    InputRing,
     Limits,
     Memory,
     MemoryBlock,
@@ -32,6 +33,7 @@ from graphrt.core.device import (
     PlatformRegistry,
     PoolHandle,
     PoolMemory,
+    RingFormat,
     SharingFigures,
     StreamRoom,
     TaskUpdate,
@@ -43,6 +45,7 @@ from graphrt.core.device import (
     installed_platforms,
     register,
     resolve_platform,
+    slot_bytes,
     weak_alias,
 )
 
@@ -61,6 +64,7 @@ __all__ = [
     "GraphRead",
     "GraphWork",
     "GraphWrapper",
+    "InputRing",
     "Limits",
     "Memory",
     "MemoryBlock",
@@ -70,6 +74,7 @@ __all__ = [
     "PlatformRegistry",
     "PoolHandle",
     "PoolMemory",
+    "RingFormat",
     "SharingFigures",
     "StreamRoom",
     "TaskUpdate",
@@ -81,6 +86,7 @@ __all__ = [
     "installed_platforms",
     "register",
     "resolve_platform",
+    "slot_bytes",
     "weak_alias",
     "wrapper_class",
 ]

@@ -30,7 +30,7 @@ from graphrt.core.device import (
 from graphrt.cuda._workspaces import mark_as_hosts, unshared_stream
 from graphrt.cuda.blocks import blocks_of, internal_sizes
 from graphrt.cuda.captures import CudaCaptures
-from graphrt.cuda.driver import driver_available, pointers_of
+from graphrt.cuda.driver import FetchRing, driver_available, pointers_of
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory, empty_cache
 from graphrt.cuda.private_torch import current_device, memory_stats, raw_stream_of
@@ -55,7 +55,11 @@ class CudaPlatform(Platform):
             Capability.RANDOM,
             Capability.HOST_POOL,
         }
-        | ({Capability.EXEC_DEDUP, Capability.TASK_UPDATE} if torch.version.hip is None else set())
+        | (
+            {Capability.EXEC_DEDUP, Capability.TASK_UPDATE, Capability.INPUT_RING}
+            if torch.version.hip is None
+            else set()
+        )
     )
 
     def __init__(self) -> None:
@@ -228,6 +232,12 @@ class CudaPlatform(Platform):
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def new_input_ring(
+        self, slab: torch.Tensor, slots: int, nbytes: int, moves: int
+    ) -> FetchRing | None:
+        # Unified addresses, so that kernels read pinned memory where the host does.
+        return FetchRing(slab, slots, nbytes, moves) if driver_available() else None
 
     # Figures, limits, errors -----------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base import InvalidInputError
 from graphrt.core.device import get_platform
 from graphrt.core.inputs import StaticInputs, batch_of, nest
-from graphrt.core.inputs.staging import Staging, Window
+from graphrt.core.inputs.transfer.staging import Staging, Window
 from graphrt.cpu.platform import CpuPlatform
 
 SPECS = {

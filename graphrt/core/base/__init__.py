@@ -4,6 +4,12 @@
 from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt.core.base import torch_import, tree
 from graphrt.core.base._undo import Undo
+from graphrt.core.base._warnings import (
+    GraphQuarantinedWarning,
+    GraphsDroppedWarning,
+    InputRingWarning,
+    PlanChangedWarning,
+)
 from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
@@ -19,10 +25,10 @@ from graphrt.core.base.errors import (
     DriverTooOldError,
     ExecutableSwitchError,
     FrozenMetadataError,
-    GraphQuarantinedWarning,
     GraphRTError,
     GraphsCapturedError,
-    GraphsDroppedWarning,
+    InputRingError,
+    InputSlotError,
     InvalidBatchError,
     InvalidInputError,
     InvalidModeError,
@@ -39,7 +45,6 @@ from graphrt.core.base.errors import (
     NestedCaptureError,
     OutputError,
     OverwrittenOutputError,
-    PlanChangedWarning,
     PlanFileError,
     PlatformConflictError,
     PlatformError,
@@ -123,6 +128,7 @@ from graphrt.core.base.torch_names import (
     storage_at,
     storage_of_weak,
     storage_use_count,
+    tensor_guards,
     tensor_over,
 )
 
@@ -147,6 +153,9 @@ __all__ = [
     "GraphRTError",
     "GraphsCapturedError",
     "GraphsDroppedWarning",
+    "InputRingError",
+    "InputRingWarning",
+    "InputSlotError",
     "InvalidBatchError",
     "InvalidInputError",
     "InvalidModeError",
@@ -235,6 +244,7 @@ __all__ = [
     "storage_at",
     "storage_of_weak",
     "storage_use_count",
+    "tensor_guards",
     "tensor_over",
     "text",
     "thaw_garbage",

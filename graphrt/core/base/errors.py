@@ -58,16 +58,20 @@ class InvalidInputError(GraphRTError, ValueError):
     """An input of the wrong name, dtype, shape or device, or a bad `InputSpec`."""
 
 
+class InputRingError(GraphRTError):
+    """A graph did not find its step's inputs in the ring from which it fetches them."""
+
+
+class InputSlotError(InvalidInputError):
+    """A slot for a step's inputs was used twice, or after it was given up."""
+
+
 class CopyError(GraphRTError, TypeError):
     """What holds graphs was to be copied or pickled: device memory has one owner."""
 
 
 class PlanFileError(GraphRTError, ValueError):
     """A file that holds no plan, or a damaged one, or that cannot be read or written."""
-
-
-class PlanChangedWarning(UserWarning):
-    """A saved plan comes out differently where it is loaded."""
 
 
 class StaleInputError(GraphRTError):
@@ -208,10 +212,6 @@ class PoolExhaustedError(ResourceExhaustedError, MemoryError):
     """The pool may not grow any further: what is captured never moves."""
 
 
-class GraphsDroppedWarning(UserWarning):
-    """Graphs of a plan did not fit on the device; their sizes run eagerly."""
-
-
 class UnjoinedStreamError(CaptureError):
     """A stream that was forked inside a capture was not joined before the capture's end."""
 
@@ -318,10 +318,6 @@ class RowsMixedError(VerificationError):
 
 class PythonStateError(VerificationError):
     """A forward depends on Python state that it moves itself: replays repeat what it was."""
-
-
-class GraphQuarantinedWarning(UserWarning):
-    """Graphs that failed a check; their batches run eagerly from now on."""
 
 
 class CheckpointError(GraphRTError):

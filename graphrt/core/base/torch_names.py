@@ -157,6 +157,13 @@ tensor_over: Callable[[dict[str, Any], torch.UntypedStorage], torch.Tensor] = NA
 can_make_tensor_over = bool(tensor_over)
 can_mark_unreadable = bool(mark_unreadable)  # a torch that was built without CUDA has it not
 
+tensor_guards: Any = NAMES.take(
+    "torch._C._dynamo.guards.TensorGuards",
+    without="what a step's inputs are is looked at one by one, which takes longer",
+)
+"""Made of tensors, `check(*others)` says whether others are of the same types, dtypes, devices,
+dispatch keys, sizes and strides; `dynamic_dims_sizes` and `dynamic_dims_strides` are None."""
+
 # Settings ----------------------------------------------------------------------------------------
 
 state_guard: Any = NAMES.take(

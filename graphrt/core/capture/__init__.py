@@ -1,5 +1,6 @@
 """How a step is captured: segments, eager breaks, state, the wrapper."""
 
+from graphrt.core.capture._hot import Hot, hot_of
 from graphrt.core.capture._keyed import KeyedGraph, KeyedGraphs
 from graphrt.core.capture.breaks import eager_break, is_listed
 from graphrt.core.capture.bridges import Bridges, separate_strides
@@ -26,6 +27,7 @@ __all__ = [
     "GraphOptions",
     "GraphOwner",
     "GraphWrapper",
+    "Hot",
     "KeyedGraph",
     "KeyedGraphs",
     "SavedState",
@@ -35,6 +37,7 @@ __all__ = [
     "State",
     "as_states",
     "eager_break",
+    "hot_of",
     "in_eager_part",
     "inside_capture",
     "is_listed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from graphrt.core.batch import ForwardContext, GraphMode
 from graphrt.core.capture.options import GraphOptions
@@ -50,3 +51,9 @@ class Hot:
         """Capture and replay in this pool."""
         self.pool = pool
         self.read_stream_id = pool.read_stream_id
+
+
+def hot_of(wrapper: Any) -> Hot:
+    """What a wrapper reads at every call, for who replays its graphs without calling it."""
+    hot: Hot = wrapper._hot
+    return hot

@@ -57,7 +57,8 @@ class GraphOptions:
     with `warm_up_each=False` only the largest graph of each kind is warmed up, and another one
     only if its capture fails without. `launch="eager"` runs every step eagerly, padded as its graph
     would be. `max_padding` is the largest ratio of a graph's tokens to the batch's, 1 or more.
-    `state_limit_bytes` is how much state is saved, declared or found.
+    `state_limit_bytes` is how much state is saved, declared or found. `inputs_in_graph` lets graphs
+    fetch a step's inputs themselves, where the platform can; else they are copied before.
 
     Values are checked when the options are made; raises `InvalidOptionError`.
     """
@@ -75,6 +76,7 @@ class GraphOptions:
     launch: Literal["graph", "eager"] = "graph"
     max_padding: float | None = None
     state_limit_bytes: int = 64 * _MIB
+    inputs_in_graph: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)
@@ -140,4 +142,5 @@ _CHECKS: dict[str, Check] = {
     "launch": choice("graph", "eager"),
     "max_padding": optional(padding_ratio),
     "state_limit_bytes": whole(0, 64 * _MIB),
+    "inputs_in_graph": flag,
 }

@@ -3,6 +3,7 @@
 from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device._devices import capture_lock, device_of, no_other_capture
+from graphrt.core.device._input_ring import InputRing, RingFormat, slot_bytes
 from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
 from graphrt.core.device.error_chain import error_chain
@@ -62,6 +63,7 @@ __all__ = [
     "GraphPointers",
     "GraphRead",
     "GraphWork",
+    "InputRing",
     "Limits",
     "Memory",
     "MemoryBlock",
@@ -73,6 +75,7 @@ __all__ = [
     "PluginWarning",
     "PoolHandle",
     "PoolMemory",
+    "RingFormat",
     "SharingFigures",
     "StreamRoom",
     "TaskUpdate",
@@ -91,5 +94,6 @@ __all__ = [
     "pool_handle",
     "register",
     "resolve_platform",
+    "slot_bytes",
     "weak_alias",
 ]

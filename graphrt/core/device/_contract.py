@@ -24,6 +24,7 @@ class Capability(enum.Enum):
     DEFERRED_UPDATE = "deferred_update"
     EXEC_DEDUP = "exec_dedup"
     RANDOM = "random"
+    INPUT_RING = "input_ring"
     HOST_POOL = "host_pool"
 
 

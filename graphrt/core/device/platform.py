@@ -12,6 +12,7 @@ import torch
 
 from graphrt.core.base import CaptureError, MissingCapabilityError
 from graphrt.core.device._contract import Capability
+from graphrt.core.device._input_ring import InputRing
 from graphrt.core.device.figures import (
     GraphWork,
     Limits,
@@ -59,6 +60,9 @@ class Platform(ABC):
     raw_storages: bool = False
     """Whether torch's own storages can be made over memory of this device at any address. What a
     runner hands out is then no copy, but unreadable as soon as the next step overwrites it."""
+    fetched_bytes: int = 64 << 10
+    """The largest inputs of a step, in bytes, that are fetched through an input ring; larger ones
+    are copied by the copy engine, which moves more bytes at once and costs more to start."""
     simulated: bool = False
     """Whether its device is a simulation, so that times on it mean nothing."""
     by_name_only: bool = False
@@ -273,6 +277,14 @@ class Platform(ABC):
         """Host memory, uint8 [nbytes], from which a step's inputs are copied to the device:
         page-locked where the platform has events, so that the host need not wait."""
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def new_input_ring(
+        self, slab: torch.Tensor, slots: int, nbytes: int, moves: int
+    ) -> InputRing | None:
+        """A ring of `slots` slots, for at most `nbytes` of payload and so many moves, that are
+        fetched into `slab` (capability INPUT_RING); the last `RingFormat.TAIL_BYTES` of the slab,
+        zero at first, are the ring's. None where the device at hand has none."""
+        return None
 
     # Figures, limits, errors -----------------------------------------------------------------
 

@@ -2,16 +2,21 @@
 
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import nest
+from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.output_axes import OutputAxes, at_path, check_tensor
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.inputs.transfer import InputSlot, SlotRing
 
 __all__ = [
     "BatchDims",
+    "InputLayout",
+    "InputSlot",
     "InputSpec",
     "OutputAxes",
     "OutputLayout",
+    "SlotRing",
     "StaticInputs",
     "at_path",
     "batch_of",

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import memmove, memset
 from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidInputError, copy_all
-from graphrt.core.device import Platform
+from graphrt.core.base import InvalidInputError
+from graphrt.core.device import Capability, Platform, RingFormat
 from graphrt.core.inputs.declared import check_fits, declared_inputs, flat_of
-from graphrt.core.inputs.layout import FieldMove, InputLayout
+from graphrt.core.inputs.layout import InputLayout, StepMoves
 from graphrt.core.inputs.padding_rows import PaddingRows
 from graphrt.core.inputs.single_address import FixedInput
-from graphrt.core.inputs.spec import InputSpec, check_memory, check_other, check_value
-from graphrt.core.inputs.staging import Staging, Window
+from graphrt.core.inputs.spec import check_memory, check_value
+from graphrt.core.inputs.transfer import (
+    Arrays,
+    ByCopy,
+    ByFetch,
+    InputSlot,
+    PadSource,
+    Slab,
+    SlotViews,
+    ring_for,
+    views_in,
+)
 
-_Tensor = torch.Tensor
 _CACHED_LAYOUTS = 1024
 _CACHED_MOVES = 128
 """Per layout: pairs of live tokens and requests."""
@@ -31,8 +39,16 @@ class StaticInputs:
     """
 
     def __init__(
-        self, specs: Mapping[str, Any], *, platform: Platform, tokens: int, reqs: int, device: Any
+        self,
+        specs: Mapping[str, Any],
+        *,
+        platform: Platform,
+        tokens: int,
+        reqs: int,
+        device: Any,
+        fetched: bool = False,
     ) -> None:
+        """`fetched` says that graphs may fetch their inputs, where the platform can."""
         self._specs = declared_inputs(specs)
         check_fits(self._specs, platform, tokens, reqs)
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
@@ -46,17 +62,23 @@ class StaticInputs:
         ]
         self.padding = PaddingRows(self._specs, self._fixed)
         self._axes = {name: spec.batch_axis() for name, spec in self._specs.items()}
-        self._pads = {name: _PadSource(spec) for name, spec in self._packed.items()}
+        self.has_requests = any(axis and axis.name == "reqs" for axis, _ in self._axes.values())
+        pads = {name: PadSource(spec) for name, spec in self._packed.items()}
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         nbytes = InputLayout(self._packed, tokens, reqs).nbytes
+        fetched = fetched and nbytes > 0 and Capability.INPUT_RING in platform.capabilities
+        tail = -nbytes % 256 + RingFormat.TAIL_BYTES if fetched else 0
         with torch.inference_mode(False):
-            self._slab = Window(torch.zeros(nbytes, dtype=torch.uint8, device=device))
-        self._low = self._slab.buffer.data_ptr()
-        self._high = self._low + nbytes
-        self._slab_start = self._slab.buffer.untyped_storage().data_ptr()
+            buffer = torch.zeros(nbytes + tail, dtype=torch.uint8, device=device)
+        slab = self._slab = Slab(buffer, nbytes)
         self._fixed_starts = {own.buffer.untyped_storage().data_ptr() for own in self._fixed}
-        on_host = self._slab.buffer.device.type == "cpu"
-        self._staging = None if on_host else Staging(platform, nbytes)
+        self.ring = ring_for(platform, buffer, nbytes, len(self._packed)) if fetched else None
+        self._by_fetch = None if self.ring is None else ByFetch(self.ring, slab, pads)
+        in_place = buffer.is_cpu and self.ring is None
+        self._by_copy = ByCopy(slab, pads, None if in_place else platform)
+        self._slot_views = SlotViews()
+        # Counts what writes the buffers, or takes the memory that they are filled from.
+        self.turn = 0
         self.reset()
 
     @property
@@ -67,7 +89,7 @@ class StaticInputs:
     @property
     def staging_waits(self) -> int:
         """How often the host had to wait until its staging memory was free."""
-        return 0 if self._staging is None else self._staging.waits
+        return self._by_copy.waits + (0 if self.ring is None else self.ring.waits)
 
     def layout(self, tokens: int, reqs: int) -> InputLayout:
         """Where the inputs of a batch of this size lie."""
@@ -76,6 +98,8 @@ class StaticInputs:
             found = InputLayout(self._packed, tokens, reqs)
             found.place(self._slab.buffer)
             found.views.update({own.name: own.view(tokens, reqs) for own in self._fixed})
+            if self.ring is not None:
+                found.fetch = self.ring.fetch_of(found.nbytes)
             if len(self._layouts) >= _CACHED_LAYOUTS:
                 self._layouts.clear()
             self._layouts[tokens, reqs] = found
@@ -88,63 +112,120 @@ class StaticInputs:
         tokens: int,
         reqs: int,
         stream: Any = None,
+        in_graph: bool = False,
     ) -> None:
         """Copy a step's live rows into the buffers and pad them up to the size of `layout`.
 
-        `stream` is the current one, on platforms that have streams.
+        `stream` is the current one, on platforms that have streams. With `in_graph` the graph that
+        is launched next fetches them, and who launches it tells the `ring`.
 
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
+        if type(values) is InputSlot:
+            if values.layout is layout and values.moves is layout.moves(
+                tokens, reqs, _CACHED_MOVES
+            ):
+                self._fill_from(values, layout, values.moves, stream, in_graph)
+                return
+            # Its memory may be what is filled next.
+            values.check(self.turn)
+            values = {name: value.clone() for name, value in values.items()}
+        self.turn += 1
         # Free where nothing goes wrong: what a tensor lacks shows when it is used.
         try:
             if self.nested:
                 values = dict(flat_of(values))
             if len(values) != len(self._specs):
                 self.check_names(values)
-            moves = layout.moves(tokens, reqs, _CACHED_MOVES)
-            sources: list[torch.Tensor | None] = []
-            kinds = ""
-            for move in moves.fields:
-                value = values[move.name]
-                if (
-                    type(value) is not _Tensor
-                    or value.dtype is not move.dtype
-                    or value.shape != move.shape
-                ):
-                    check_other(move.name, move.field.spec, value, tuple(move.shape))
-                address = value.data_ptr()
-                if self._low <= address < self._high:
-                    if address == self._low + move.offset and move.lies_in(value):
-                        sources.append(None)
-                        kinds += "k"
-                        continue
-                    # What is written next may lie under it.
-                    value = value.detach().clone()
-                if not value.is_cpu:
-                    sources.append(value)
-                    kinds += "d"
-                    continue
-                if not value.is_contiguous() or (move.may_negate and _has_lazy_bits(value)):
-                    value = value.detach().resolve_conj().resolve_neg().contiguous()
-                sources.append(value)
-                kinds += "h"
+            moves = layout.known.get((tokens, reqs))
+            if moves is None:
+                moves = layout.moves(tokens, reqs, _CACHED_MOVES)
             for own in self._fixed:
-                own.check(values.get(own.name), tokens, reqs)
-            if self._staging is None:
-                self._write(moves.fields, sources, kinds, self._low)
-            else:
-                spans = moves.whole if kinds.count("h") == len(kinds) else moves.spans(kinds)
-                if spans:
-                    slot = self._staging.take()
-                    self._write(moves.fields, sources, kinds, slot.address)
-                    slot.copy_to(self._slab, spans, stream)
-            if "d" in kinds or (self._staging is not None and "k" in kinds):
-                self._write_on_device(moves.fields, sources, kinds)
+                if own.name not in values:
+                    self.check_names(values)
+                own.check(values[own.name], tokens, reqs)
+            by_fetch, fetch = self._by_fetch, layout.fetch
+            if by_fetch is None:
+                self._by_copy.fill(values, moves, stream)
+            elif fetch is None or not by_fetch.fill(values, moves, fetch, in_graph):
+                # Left of a step that failed, it would be fetched over what is copied.
+                by_fetch.ring.pending = None
+                self._by_copy.fill(values, moves, stream)
+                if fetch is not None and in_graph:
+                    by_fetch.ring.give_nothing(fetch)
             for own in self._fixed:
                 own.fill(values[own.name], tokens, reqs, layout.tokens, layout.reqs)
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
             self.check(values, tokens, reqs, error)
             raise
+
+    def settle(self) -> None:
+        """After captures: no step need wait for them."""
+        if self.ring is not None:
+            self.ring.settle()
+
+    def slot(self, layout: InputLayout | None, tokens: int, reqs: int) -> InputSlot:
+        """Where the host writes the live rows of a step that `fill` then fills `layout` from.
+        Without a layout it is memory that has nothing to do with the buffers."""
+        self.turn += 1
+        if layout is None:
+            tensors = {
+                name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype)
+                for name, spec in self._specs.items()
+            }
+            return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
+        moves = layout.known.get((tokens, reqs)) or layout.moves(tokens, reqs, _CACHED_MOVES)
+        place: Any
+        if self.ring is not None and layout.fetch is not None:
+            place, memory = self.ring.take(), self.ring.memory
+            at = place[1]
+        else:
+            place = self._by_copy.take()
+            memory = self._slab.buffer if place is None else place.buffer
+            at = memory.data_ptr()
+
+        views = self._slot_views.find(at, moves)
+        if views is None:
+            with torch.inference_mode(False):
+                made = views_in(memory, at - memory.data_ptr(), moves)
+                made.update({own.name: own.host_rows(tokens, reqs) for own in self._fixed})
+            tensors = {name: made[name] for name in self._specs}
+            views = self._slot_views.add(at, moves, tensors)
+        return InputSlot(views, place, layout, moves, self.turn)
+
+    def check_alone(self, values: Mapping[str, Any]) -> None:
+        """Raise `InvalidInputError` for values that a step was given beside a slot."""
+        if values:
+            raise InvalidInputError(
+                "a step was given inputs beside its slot",
+                got=sorted(values),
+                expected="all inputs written to the slot",
+                advice="slot[name].copy_(value), or slot.numpy[name][:] = array",
+            )
+
+    def _fill_from(
+        self, slot: InputSlot, layout: InputLayout, moves: StepMoves, stream: Any, in_graph: bool
+    ) -> None:
+        """Fill `layout` from a slot that was taken for it."""
+        slot.check(self.turn)
+        self.turn += 1
+        fetch, by_fetch = layout.fetch, self._by_fetch
+        if fetch is not None and by_fetch is not None:
+            place = by_fetch.ring.take()
+            if place != slot.place:
+                # A step failed since, and the device said that it was given.
+                slot.check(-1)
+            by_fetch.give_padded(moves, fetch, *place, in_graph)
+        else:
+            self._by_copy.give(slot.place, moves, stream)
+        for own in self._fixed:
+            tokens, reqs = moves.live
+            own.fill(slot[own.name], tokens, reqs, layout.tokens, layout.reqs)
+
+    def expect_capture(self, layout: InputLayout) -> None:
+        """Before a capture, whose graph is to fetch what is in the buffers of `layout` already."""
+        if self.ring is not None and layout.fetch is not None:
+            self.ring.expect_capture(layout.fetch)
 
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that has
@@ -163,10 +244,13 @@ class StaticInputs:
     def hold(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the buffers, which the next step writes again."""
         start = tensor.untyped_storage().data_ptr()
-        return start == self._slab_start or start in self._fixed_starts
+        return start == self._slab.start or start in self._fixed_starts
 
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row."""
+        self.turn += 1
+        if self.ring is not None:
+            self.ring.pending = None
         (layout or self.layout(self.tokens, self.reqs)).reset()
         for own in self._fixed:
             own.reset()
@@ -240,82 +324,3 @@ class StaticInputs:
         found = dict(flat_of(values))
         self.check_names(found)
         return found
-
-    def _write(
-        self,
-        moves: list[FieldMove],
-        sources: list[torch.Tensor | None],
-        kinds: str,
-        base: int,
-    ) -> None:
-        """Write live rows and padding to the host memory at `base`: the slab, or a slot for it."""
-        in_slab = self._staging is None
-        for move, source, kind in zip(moves, sources, kinds, strict=True):
-            if kind == "h" and source is not None:
-                address = source.data_ptr()
-                for to, start, size in move.copies:
-                    memmove(base + to, address + start, size)
-            if move.pads:
-                self._pads[move.name].write(base, move.pads)
-            elif move.repeats and (kind == "h" or in_slab):
-                for start, to, size in move.repeats:
-                    _repeat(base + start, base + to, move.field.row_bytes, size)
-
-    def _write_on_device(
-        self, moves: list[FieldMove], sources: list[torch.Tensor | None], kinds: str
-    ) -> None:
-        """Copy what lives on a device already, in one fused copy, and pad what needs it there."""
-        # Tensors of one dtype are one kernel; of several, torch would copy each by itself.
-        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for move, source, kind in zip(moves, sources, kinds, strict=True):
-            if kind == "d" and source is not None:
-                places, values = copies.setdefault(move.dtype, ([], []))
-                places.append(move.views[0])
-                values.append(source.detach() if source.requires_grad else source)
-        for places, values in copies.values():
-            if len(places) == 1:
-                places[0].copy_(values[0])
-            else:
-                copy_all(places, values)
-        for move, kind in zip(moves, kinds, strict=True):
-            # Constant padding came with the copy from the host, but for tails in several pieces.
-            padded = move.repeats or (kind == "k" and move.pads and not move.one_block)
-            if kind in "dk" and padded:
-                move.pad_on_device()
-
-
-class _PadSource:
-    """Writes constant padding into host memory."""
-
-    def __init__(self, spec: InputSpec) -> None:
-        self._element = torch.full((1,), spec.pad_value, dtype=spec.dtype)
-        octets = bytes(self._element.view(torch.uint8).tolist())
-        self._octet = octets[0] if len(set(octets)) == 1 else None
-        self._pattern = self._element
-
-    def write(self, base: int, pads: list[tuple[int, int]]) -> None:
-        if self._octet is not None:
-            for to, size in pads:
-                memset(base + to, self._octet, size)
-            return
-        longest = pads[0][1]
-        if self._pattern.nbytes < longest:
-            self._pattern = self._element.expand(longest // self._element.nbytes).contiguous()
-        pattern = self._pattern.data_ptr()
-        for to, size in pads:
-            memmove(base + to, pattern, size)
-
-
-def _repeat(row: int, to: int, row_bytes: int, size: int) -> None:
-    """Fill `size` bytes at address `to` with copies of the row at address `row`."""
-    if size:
-        memmove(to, row, row_bytes)
-    done = row_bytes
-    while done < size:
-        more = min(done, size - done)
-        memmove(to + done, to, more)
-        done += more
-
-
-def _has_lazy_bits(value: torch.Tensor) -> bool:
-    return value.is_neg() or value.is_conj()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from graphrt.core.inputs.spec import InputSpec
 
 _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
+
+FEW_BYTES = 1 << 18
+"""More are copied while others may run."""
 
 Span = tuple[int, int]
 
@@ -58,18 +61,21 @@ class FieldMove:
         "_views",
         "copies",
         "dtype",
+        "few_bytes",
         "field",
         "may_negate",
         "name",
+        "number",
         "offset",
         "pads",
         "repeats",
         "shape",
     )
 
-    def __init__(self, field: Field, tokens: int, reqs: int) -> None:
+    def __init__(self, number: int, field: Field, tokens: int, reqs: int) -> None:
         spec = field.spec
         axis, dim = spec.batch_axis()
+        self.number = number
         self.field = field
         self.name = field.name
         self.dtype = spec.dtype
@@ -83,6 +89,8 @@ class FieldMove:
         if size == block:
             starts, size = [field.offset], field.nbytes
         self.copies = [(start, index * size, size) for index, start in enumerate(starts) if size]
+        # What one short copy brings, else 0.
+        self.few_bytes = size if len(self.copies) == 1 and size <= FEW_BYTES else 0
         rest = block - live_rows * field.row_bytes
         tails = [start + size for start in starts] if rest else []
         self.pads: list[Span] = []
@@ -116,6 +124,11 @@ class FieldMove:
             self._views = found
         return found
 
+    def live_part(self, padded: torch.Tensor) -> torch.Tensor:
+        """The live rows of a tensor of the padded shape."""
+        rows = self._live_rows
+        return padded if rows is None else padded.narrow(self._dim, 0, rows)
+
     def lies_in(self, value: torch.Tensor) -> bool:
         """Whether `value`, which starts where this input starts, is laid out like it."""
         laid_out_alike = value.stride() == self.field.view.stride()
@@ -135,10 +148,36 @@ class FieldMove:
 class StepMoves:
     """What a step of so many live tokens and requests moves into one layout."""
 
-    __slots__ = ("_spans", "fields", "whole")
+    __slots__ = (
+        "_spans",
+        "alike",
+        "fields",
+        "fills",
+        "live",
+        "repeated",
+        "rows",
+        "tables",
+        "targets",
+        "whole",
+    )
 
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
-        self.fields = [FieldMove(field, tokens, reqs) for field in layout.fields]
+        self.live = tokens, reqs
+        self.fields = [
+            FieldMove(number, field, tokens, reqs) for number, field in enumerate(layout.fields)
+        ]
+        # What is looked at of each at every step, in one tuple.
+        self.rows = [
+            (move.name, move.dtype, move.shape, move.offset, move.few_bytes, move.may_negate, move)
+            for move in self.fields
+        ]
+        self.targets = [(move.offset, move.few_bytes, move) for move in self.fields]
+        # What tells that inputs are like others that were right, once there were some.
+        self.alike: Any = None
+        self.repeated = [move for move in self.fields if move.repeats]
+        # What is prepared for inputs of the same kinds of places, by whoever moves them.
+        self.tables: dict[Hashable, Any] = {}
+        self.fills: Any = None
         self.whole: tuple[Span, ...] = ((0, layout.nbytes),) if layout.nbytes else ()
         self._spans: dict[str, tuple[Span, ...]] = {}
 
@@ -174,7 +213,7 @@ class StepMoves:
 class InputLayout:
     """The packed inputs of one size in one slab, and the views that the forward reads."""
 
-    __slots__ = ("_moves", "fields", "nbytes", "reqs", "tokens", "views")
+    __slots__ = ("fetch", "fields", "known", "nbytes", "reqs", "tokens", "views")
 
     def __init__(self, specs: Mapping[str, InputSpec], tokens: int, reqs: int) -> None:
         self.tokens = tokens
@@ -187,7 +226,10 @@ class InputLayout:
             offset += -(-field.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = self.fields[-1].end if self.fields else 0
         self.views: dict[str, torch.Tensor] = {}
-        self._moves: dict[tuple[int, int], StepMoves] = {}
+        # What fetches a slot of a ring into this layout; None where that is not how it is filled.
+        self.fetch: Callable[[], None] | None = None
+        # What `moves` has answered, by live tokens and requests.
+        self.known: dict[tuple[int, int], StepMoves] = {}
 
     def place(self, slab: torch.Tensor) -> None:
         """Make the views in `slab`, a uint8 tensor of at least `nbytes`."""
@@ -203,13 +245,13 @@ class InputLayout:
 
     def moves(self, tokens: int, reqs: int, keep: int) -> StepMoves:
         """What to move for so many live rows; up to `keep` answers are kept."""
-        found = self._moves.get((tokens, reqs))
+        found = self.known.get((tokens, reqs))
         if found is None:
             with inference_guard(False):
                 found = StepMoves(self, tokens, reqs)
-            if len(self._moves) >= keep:
-                self._moves.clear()
-            self._moves[tokens, reqs] = found
+            if len(self.known) >= keep:
+                self.known.clear()
+            self.known[tokens, reqs] = found
         return found
 
     def reset(self) -> None:

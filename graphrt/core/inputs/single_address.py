@@ -25,6 +25,8 @@ class FixedInput:
                 spec.sizes(tokens, reqs), spec.pad_value, dtype=spec.dtype, device=device
             )
         self._on_device = self.buffer.device.type != "cpu"
+        # Where the host writes rows of a slot; the buffer itself where that is on the host.
+        self._on_host: torch.Tensor | None = None if self._on_device else self.buffer
         self._views: dict[int, torch.Tensor] = {}
         self._tails: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -37,6 +39,15 @@ class FixedInput:
         if found is None:
             found = self._views[rows] = self.buffer.narrow(self.dim, 0, rows)
         return found
+
+    def host_rows(self, tokens: int, reqs: int) -> torch.Tensor:
+        """Host memory for the rows of a batch of this size, the same one at every step: a copy of
+        it is over for the host when it is issued."""
+        if self._on_host is None:
+            self._on_host = torch.empty(self.buffer.shape, dtype=self.buffer.dtype)
+        if self.axis is None:
+            return self._on_host
+        return self._on_host.narrow(self.dim, 0, self.axis.size(tokens, reqs))
 
     def check(self, value: object, tokens: int, reqs: int) -> None:
         """Raise `InvalidInputError` unless `value` can fill the live rows."""

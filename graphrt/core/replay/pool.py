@@ -210,7 +210,7 @@ class GraphPool(Uncopied):
         self.generation += 1
         self.expire_outputs()
 
-    def leave_step(self, context: ForwardContext) -> None:
+    def leave_step(self, context: ForwardContext | None) -> None:
         """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
         last = self._step_context
         if last is not None and last is not context and last.token is self.step is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from graphrt.core.base import without_gradients
 from graphrt.core.batch import GraphMode, PieceProvider
 from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
+from graphrt.core.inputs import SlotRing
 from graphrt.core.plan import Plan
 from graphrt.core.replay import GraphPool, SegmentHooks
 from graphrt.core.runner.compiled import CompiledModules
@@ -21,8 +22,10 @@ def wrappers_of(
     pool: GraphPool,
     hooks: SegmentHooks | None,
     compiled: CompiledModules,
+    ring: SlotRing | None = None,
 ) -> dict[GraphMode, GraphWrapper]:
-    """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them."""
+    """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them; graphs
+    fetch their inputs from `ring`, if there is one."""
     mode = plan.mode
     wrap = wrapper_class(pool.platform)
     common: dict[str, Any] = {
@@ -35,7 +38,7 @@ def wrappers_of(
     for_pieces = options.merged({"lazy": False, "outputs": outputs, "breaks": ()})
     compiled.tell_options(for_pieces, hooks)
     wrappers: dict[GraphMode, GraphWrapper] = {}
-    inner = forward
+    inner = forward if ring is None else Fetching(forward, ring)
     if mode.has_piecewise and plan.pieces is PieceProvider.BREAKABLE:
         inner = wrappers[GraphMode.PIECEWISE] = wrap(
             inner, GraphMode.PIECEWISE, breakable=True, **common
@@ -45,6 +48,28 @@ def wrappers_of(
     for wrapper in wrappers.values():
         wrapper.serve_owner()
     return wrappers
+
+
+class Fetching:
+    """The forward behind the fetch of its inputs, where no graph has done that.
+
+    Called in a capture the fetch is the first that is captured. A replay does not come here; a step
+    that a wrapper runs eagerly after all does, and fetches by itself.
+    """
+
+    def __init__(self, forward: Callable[..., Any], ring: SlotRing) -> None:
+        self.forward = forward
+        self._ring = ring
+
+    def __call__(self, **arguments: Any) -> Any:
+        if self._ring.pending is not None:
+            self._ring.fetch_pending()
+        return self.forward(**arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "forward":
+            raise AttributeError(name)
+        return getattr(self.forward, name)
 
 
 def without_graph(forward: Callable[..., Any]) -> Callable[..., Any]:

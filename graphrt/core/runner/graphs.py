@@ -85,8 +85,10 @@ class GraphSet:
             self.checks.on = False
         self.forward = forward
         self.mixes_rows = host.mixes_rows
+        # What graphs fetch is not there yet when `bind` is called, which may read or write it.
+        self._ring = None if self.eager_launch or host.bind is not None else inputs.ring
         self._wrappers = wrappers_of(
-            forward, plan, options, pool, host.around_graph, self._compiled
+            forward, plan, options, pool, host.around_graph, self._compiled, self._ring
         )
         # By slot. What the dispatcher does not serve is left of a release that was interrupted.
         self._kept: dict[int, list[Captured]] = {}
@@ -155,6 +157,7 @@ class GraphSet:
                 settle=lambda: self._settle(saved),
                 progress=progress,
             )
+            self._inputs.settle()
         except BaseException as error:
             self._settle_or_release(saved if isinstance(error, Exception) else None)
             raise
@@ -293,7 +296,7 @@ class GraphSet:
             wrapper = self._wrappers.get(record.mode)
             step = self.steps[self.dispatcher.reserve(record.mode, record.descriptor)]
             if wrapper is not None and step is not None:
-                step.hold(wrapper.entries[record.descriptor].outputs, self._pool)
+                step.hold(wrapper, self._inputs, self._pool, self._host.bind)
 
     def _settle_or_release(self, saved: WatchedState | None) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""
@@ -307,16 +310,13 @@ class GraphSet:
         # Pieces that the forward brings along itself are reached by running it.
         wrapper = None if self.eager_launch else self._wrappers.get(mode)
         call = self.run_forward if wrapper is None else wrapper
-        return PaddedStep(
-            descriptor,
-            self._inputs,
-            call,
-            self._outputs,
-            owned=self._options.outputs == "clone",
-        )
+        owned, ring = self._options.outputs == "clone", None if wrapper is None else self._ring
+        return PaddedStep(descriptor, self._inputs, call, self._outputs, ring, owned=owned)
 
     def _prepare(self, step: PaddedStep, phase: Phase) -> None:
         self._inputs.reset(step.layout)
+        if step.ring is not None and phase == "capture":
+            self._inputs.expect_capture(step.layout)
         if self._host.bind is not None:
             self._host.bind(step.readable, step.descriptor, phase)
 

@@ -69,6 +69,8 @@ class RunnerReport:
     """Of the tasks of the whole pool, where the platform counts them."""
     staging_waits: int = 0
     """Steps whose host had to wait until the memory that stages inputs was free again."""
+    inputs_in_graph: bool = False
+    """Whether the device fetches the inputs of steps, unless they are too large."""
     trust: TrustReport = TrustReport()
 
     @property
@@ -114,6 +116,7 @@ def report_of(
         updates=pool.update_figures(),
         dropped=tuple(graphs.dropped),
         staging_waits=inputs.staging_waits,
+        inputs_in_graph=inputs.ring is not None,
         trust=_trust(graphs, pool, inputs),
     )
 

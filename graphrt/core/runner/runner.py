@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,25 +12,23 @@ from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.inputs import InputSpec, OutputAxes, StaticInputs, batch_of
+from graphrt.core.inputs import InputSlot, InputSpec, OutputAxes, StaticInputs, batch_of
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner._devices import on_own_device
+from graphrt.core.runner._steps import steps_of
 from graphrt.core.runner.compiled import pool_for, with_forward
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.session import Progress
 from graphrt.core.runner.steps import (
-    CheckedSteps,
+    NOT_ALONE,
     LastUpdates,
-    PaddedSteps,
-    UnpaddedSteps,
     no_graph_to_pad_to,
     no_graph_to_verify,
     refuse_inside_capture,
 )
-from graphrt.core.runner.touched import keep_touched
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -95,6 +92,7 @@ class GraphRunner(Uncopied):
             tokens=max(sizes.max_num_tokens, *(key[1].num_tokens for key in keys), 1),
             reqs=max(sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in keys), 1),
             device=place,
+            fetched=self.options.inputs_in_graph,
         )
         host = host or Host()
         self.graphs = GraphSet(
@@ -114,46 +112,18 @@ class GraphRunner(Uncopied):
         self._checks = graphs.checks
         self._eager_launch = graphs.eager_launch
         self._updates = LastUpdates()
-        clones = self.options.outputs == "clone"
-        self._unpadded = UnpaddedSteps(
-            graphs.run_forward,
-            graphs.sealing,
-            self.plan,
-            host.bind,
-            self.inputs,
-            self.pool,
-            clones=clones,
+        steps = steps_of(
+            forward, graphs, self.plan, host, self.options, self.inputs, self.pool, self._updates
         )
-        self._padded = PaddedSteps(
-            graphs.steps,
-            graphs.run_forward,
-            host.bind,
-            self.inputs,
-            self.pool,
-            graphs.dispatcher,
-            clones=clones,
-            eager_launch=self._eager_launch,
-        )
-        self._checked = CheckedSteps(
-            forward,
-            graphs.checks,
-            graphs.steps,
-            graphs.warmed_up,
-            self._padded,
-            self._unpadded,
-            self._updates,
-            limit_bytes=self.options.state_limit_bytes,
-            mixes_rows=host.mixes_rows,
-            at_bound=host.metadata,
-            keep_touched=partial(keep_touched, graphs, self.pool, self.inputs),
-        )
+        self._unpadded, self._padded = steps.unpadded, steps.padded
+        self._checked, self._slots = steps.checked, steps.slots
         self._elsewhere = self.pool.elsewhere
         self._live_tokens = 0
         self._closed = False
 
     def __call__(
         self,
-        batch: Batch | None = None,
+        batch: Batch | InputSlot | None = None,
         /,
         *,
         updates: Any = None,
@@ -163,14 +133,30 @@ class GraphRunner(Uncopied):
         """Run one step on its live rows; returns the live rows of the outputs.
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
-        where their shapes say everything. `updates` are the host arguments of updatable tasks,
-        `metadata` is what eager parts read from the context. Outputs are fresh tensors, readable
-        until the next step of the pool begins: touched later they raise (`OverwrittenOutputError`).
+        where their shapes say everything. A `slot` stands for both. `updates` are the host
+        arguments of updatable tasks, `metadata` is what eager parts read from the context. Outputs
+        are fresh tensors, readable until the next step of the pool begins: touched later they raise
+        (`OverwrittenOutputError`).
 
         Raises `InvalidInputError`, `InvalidBatchError`, `PoolBusyError`, what updates raise, and
         what `strict` says.
         """
-        return self.step(batch, values, updates=updates, metadata=metadata)
+        # An `isinstance` of a mapping's class takes longer.
+        if type(batch) is InputSlot:
+            self.inputs.check_alone(values)
+            return self.step(None, batch, updates=updates, metadata=metadata)
+        return self.step(batch, values, updates=updates, metadata=metadata)  # type: ignore[arg-type]
+
+    def slot(
+        self, batch: Batch, *, at_least: int = 0, at_most_mode: GraphMode | None = None
+    ) -> InputSlot:
+        """Where the inputs of the next step, of `batch`, are written in place: `runner(slot)` then
+        runs it, and nothing is copied or checked again. Counted as dispatched now. Raises
+        `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
+        if self._elsewhere is not None and self._elsewhere():
+            with self.pool.on_device():
+                return self._slots.make(batch, at_least, at_most_mode)
+        return self._slots.make(batch, at_least, at_most_mode)
 
     def step(
         self,
@@ -194,11 +180,18 @@ class GraphRunner(Uncopied):
                     at_least=at_least,
                     at_most_mode=at_most_mode,
                 )
+        found: Dispatch | None = None
         if batch is None:
-            batch = batch_of(self.inputs, values)
+            if type(values) is InputSlot:
+                batch = values.batch
+                at_least, at_most_mode = values.limits
+                found, values = self._slots.open(values)
+            else:
+                batch = batch_of(self.inputs, values)
         if under_way and is_inside_capture():
             return self._unpadded.run_as_part(batch, values, updates, metadata)
-        found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
+        if found is None:
+            found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
         if self.graphs.sealing.may_capture:
             wanted = self.graphs.lazy.wanted(batch, found, at_least, at_most_mode)
             if wanted is not None:
@@ -214,6 +207,13 @@ class GraphRunner(Uncopied):
             self._live_tokens += batch[0] if found.slot >= 0 else 0
             return outputs
         self.last_dispatch = found
+        if updates is None and found.slot >= 0:
+            alone = self._steps[found.slot]
+            if alone is not None and alone.replay is not None:
+                outputs = alone.replay(alone.live, batch, values)
+                if outputs is not NOT_ALONE:
+                    self._live_tokens += batch[0]
+                    return outputs
         slot = -1 if self._eager_launch else found.slot
         given = None
         try:

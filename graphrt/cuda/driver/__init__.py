@@ -12,6 +12,7 @@ from graphrt.cuda.driver.api import (
     node_count,
     restart_capture,
 )
+from graphrt.cuda.driver.fetch import FetchRing
 from graphrt.cuda.driver.forks import ForkWatch
 from graphrt.cuda.driver.nodes import (
     KernelParameters,
@@ -35,6 +36,7 @@ from graphrt.cuda.driver.nodes import (
 from graphrt.cuda.driver.pointers import pointers_of
 
 __all__ = [
+    "FetchRing",
     "ForkWatch",
     "KernelParameters",
     "NodeCalls",

@@ -78,7 +78,8 @@ class PaddedSteps:
         try:
             pool.owner = context
             stream = pool.follow_stream()
-            self.inputs.fill(values, step.layout, tokens, reqs, stream)
+            ring = None if eager else step.ring
+            self.inputs.fill(values, step.layout, tokens, reqs, stream, ring is not None)
             if pool.handed_out:
                 # Not before: they may have been among the inputs.
                 pool.expire_outputs()
@@ -92,6 +93,8 @@ class PaddedSteps:
                 outputs = (
                     call(**arguments) if probe is None else probe.run(partial(call, **arguments))
                 )
+            if ring is not None:
+                ring.launched()
             if self._clones and runs:
                 outputs = tree.map_tensors(torch.Tensor.clone, outputs)
             outputs = step.live(outputs, tokens, reqs, pool)

@@ -10,8 +10,19 @@ import torch
 
 from graphrt.core.base import OutputError, tree
 from graphrt.core.batch import BatchDescriptor
-from graphrt.core.inputs import BatchDims, OutputLayout, StaticInputs, at_path, check_tensor, nest
+from graphrt.core.capture import GraphWrapper
+from graphrt.core.inputs import (
+    BatchDims,
+    OutputLayout,
+    SlotRing,
+    StaticInputs,
+    at_path,
+    check_tensor,
+    nest,
+)
 from graphrt.core.replay import GraphPool, Handout, handout_of
+from graphrt.core.runner.host import Bind
+from graphrt.core.runner.steps.replayed import Read, Replay, replay_of
 
 _CACHED_SHAPES = 256
 """Per graph; beyond so many pairs of live tokens and requests shapes are found anew."""
@@ -34,7 +45,9 @@ class PaddedStep:
         "descriptor",
         "layout",
         "readable",
+        "replay",
         "reqs",
+        "ring",
         "task_names",
         "tokens",
         "views",
@@ -46,16 +59,19 @@ class PaddedStep:
         inputs: StaticInputs,
         call: Callable[..., Any],
         axes: OutputLayout,
+        ring: SlotRing | None = None,
         *,
         owned: bool,
     ) -> None:
-        """`owned` says that what `call` returns is the caller's, memory and all."""
+        """`owned` says that what `call` returns is the caller's, memory and all. From `ring` its
+        graph fetches what it reads, unless inputs of this size are too large."""
         self.descriptor = descriptor
         self.tokens = descriptor.num_tokens
         # Every request has a token, so a graph for any number of requests needs no more rows.
         self.reqs = descriptor.num_reqs or min(descriptor.num_tokens, inputs.reqs)
         self.layout = inputs.layout(self.tokens, self.reqs)
         self.views = self.layout.views
+        self.ring = None if self.layout.fetch is None else ring
         # For the host: what it puts there itself no graph would read.
         self.readable = MappingProxyType(self.views)
         self.call = call
@@ -65,6 +81,8 @@ class PaddedStep:
         self._owned = owned
         # The outputs that the graph returns at every step, and what hands out each tensor of them.
         self._held: Any = None
+        # Runs a step that is nothing but its graph.
+        self.replay: Replay | None = None
         self._handouts: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
         self._shapes: dict[tuple[int, int], list[Shape]] = {}
         # Where what pieces returned last is: often it is there again.
@@ -106,10 +124,15 @@ class PaddedStep:
         )
         return tree.map_tensors(lambda _: next(fresh), outputs)
 
-    def hold(self, outputs: Any, pool: GraphPool) -> None:
-        """Prepare for steps that return exactly these outputs."""
+    def hold(
+        self, wrapper: GraphWrapper, inputs: StaticInputs, pool: GraphPool, bind: Bind | None
+    ) -> None:
+        """Prepare for steps by what `wrapper` has captured, which return exactly its outputs."""
+        outputs = wrapper.entries[self.descriptor].outputs
         if outputs is self._held:
             return
+        read = Read(inputs, self.layout, self.ring, self.readable, bind)
+        self.replay = replay_of(self.descriptor, wrapper, pool, self.reqs, read)
         self._handouts = tuple(self._prepared(outputs, pool))
         self._shapes = {}
         self._held = outputs

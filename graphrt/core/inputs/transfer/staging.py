@@ -42,10 +42,11 @@ class Window:
 class Slot:
     """Host memory for the inputs of one step, and the event that says they are copied."""
 
-    __slots__ = ("_event", "_in_use", "_window", "address")
+    __slots__ = ("_event", "_in_use", "_window", "address", "buffer")
 
     def __init__(self, buffer: torch.Tensor, event: DeviceEvent | None) -> None:
         self.address = buffer.data_ptr()
+        self.buffer = buffer
         self._window = Window(buffer)
         self._event = event
         self._in_use = False

@@ -1,0 +1,188 @@
+"""A step's inputs, written into a slot from which the device fetches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import memmove
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from graphrt.core.base import tensor_guards
+from graphrt.core.device import RingFormat
+from graphrt.core.inputs.layout import FieldMove, StepMoves
+from graphrt.core.inputs.spec import check_other
+from graphrt.core.inputs.transfer.moves import Fills, MoveTable
+from graphrt.core.inputs.transfer.ring import SlotRing
+from graphrt.core.inputs.transfer.writes import (
+    PadSource,
+    Slab,
+    copy_bytes,
+    has_lazy_bits,
+    repeat,
+)
+
+_Tensor = torch.Tensor
+_WHOLE, _FIRST_MOVE = RingFormat.WHOLE, RingFormat.FIRST_MOVE
+
+
+class Alike:
+    """Says of inputs whether they are like those of an earlier step that were all right: tensors of
+    the host, in the dtypes, shapes and strides that one copy each can move."""
+
+    __slots__ = ("check", "pick")
+
+    def __init__(self, right: Sequence[torch.Tensor], moves: StepMoves) -> None:
+        names = [move.name for move in moves.fields]
+        self.check: Callable[..., bool] = tensor_guards(
+            *right, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+        self.pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
+            itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
+        )
+
+
+def _copy(value: torch.Tensor, base: int, move: FieldMove) -> None:
+    """Copy an input that is large, or in several blocks."""
+    address = value.data_ptr()
+    for to, start, size in move.copies:
+        memmove(base + to, address + start, size)
+
+
+class ByFetch:
+    """Writes what comes from the host into a slot, padded, and says there where the rest is: the
+    one operation that fetches the slot moves and pads that too."""
+
+    def __init__(self, ring: SlotRing, slab: Slab, pads: Mapping[str, PadSource]) -> None:
+        self.ring = ring
+        self._slab = slab
+        self._pads = pads
+        # Copies on the device that have yet to be fetched.
+        self._kept: list[torch.Tensor] = []
+
+    def fill(
+        self,
+        values: Mapping[str, Any],
+        moves: StepMoves,
+        fetch: Callable[[], None],
+        in_graph: bool,
+    ) -> bool:
+        """Write the slot of a step, and have it fetched; False if it cannot hold such a step.
+
+        What is wrong with an input raises before anything is given to the device.
+        """
+        ring = self.ring
+        word, base = ring.take()
+        alike = moves.alike
+        if alike is not None:
+            tensors = alike.pick(values)
+            if alike.check(*tensors):
+                for value, (offset, few_bytes, move) in zip(tensors, moves.targets, strict=True):
+                    if few_bytes:
+                        copy_bytes(base + offset, value.data_ptr(), few_bytes)
+                    else:
+                        _copy(value, base, move)
+                self.give_padded(moves, fetch, word, base, in_graph)
+                return True
+        elsewhere: dict[int, int] | None = None
+        plain = True
+        for name, dtype, shape, offset, few_bytes, may_negate, move in moves.rows:
+            value = values[name]
+            if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
+                check_other(name, move.field.spec, value, tuple(shape))
+                plain = False
+            if not value.is_cpu:
+                if elsewhere is None:
+                    elsewhere = {}
+                    self._kept.clear()
+                elsewhere[move.number] = self._address(move, value)
+                continue
+            if not value.is_contiguous() or (may_negate and has_lazy_bits(value)):
+                value = value.detach().resolve_conj().resolve_neg().contiguous()
+                plain = False
+            if few_bytes:
+                copy_bytes(base + offset, value.data_ptr(), few_bytes)
+            else:
+                _copy(value, base, move)
+        if plain and elsewhere is None and alike is None and tensor_guards:
+            moves.alike = Alike([values[move.name] for move in moves.fields], moves)
+        if elsewhere is None:
+            self.give_padded(moves, fetch, word, base, in_graph)
+            return True
+        table = self._table(moves, elsewhere)
+        if table is None:
+            return False
+        for move in moves.fields:
+            if move.number not in elsewhere:
+                self._pad(move, base)
+        if table.count or in_graph:
+            table.write(ring.words, word + _FIRST_MOVE, elsewhere)
+            ring.give(fetch, word, table.count, in_graph)
+        return True
+
+    def give_padded(
+        self,
+        moves: StepMoves,
+        fetch: Callable[[], None],
+        word: int,
+        base: int,
+        in_graph: bool,
+    ) -> None:
+        """Have a slot fetched in which all live rows are; `base` is the address of its payload."""
+        for move in moves.repeated:
+            for start, to, size in move.repeats:
+                repeat(base + start, base + to, move.field.row_bytes, size)
+        fills: Fills | None = moves.fills
+        if fills is None:
+            fills = moves.fills = Fills(moves.fields, self._pads, self.ring.moves)
+        if fills.count:
+            fills.write(self.ring.words, word + _FIRST_MOVE)
+        for move in fills.others:
+            self._pads[move.name].write(base, move.pads)
+        self.ring.give(fetch, word, _WHOLE + fills.count, in_graph)
+
+    def _pad(self, move: FieldMove, base: int) -> None:
+        if move.pads:
+            self._pads[move.name].write(base, move.pads)
+        for start, to, size in move.repeats:
+            repeat(base + start, base + to, move.field.row_bytes, size)
+
+    def _table(self, moves: StepMoves, elsewhere: Mapping[int, int]) -> MoveTable | None:
+        """The moves of a step of which these fields are on the device; None where there are too
+        many, or some that no move can do."""
+        key = "".join(
+            [
+                "h" if (at := elsewhere.get(n)) is None else "d" if at else "k"
+                for n in range(len(moves.fields))
+            ]
+        )
+        if key not in moves.tables:
+            padded = [move for move in moves.fields if move.number in elsewhere and move.pads]
+            found: MoveTable | None = None
+            if all(self._pads[move.name].word is not None for move in padded):
+                found = MoveTable(moves.fields, key, self._slab.low, self._pads)
+            fits = found is not None and found.count <= self.ring.moves
+            moves.tables[key] = found if fits else None
+        table: MoveTable | None = moves.tables[key]
+        return table
+
+    def _address(self, move: FieldMove, given: torch.Tensor) -> int:
+        """Where the rows of an input that is on a device lie, one after the other; 0 if that is
+        where they are to be."""
+        slab, value = self._slab, given
+        if value.device != slab.device:
+            value = value.to(slab.device)
+        if move.may_negate and has_lazy_bits(value):
+            value = value.detach().resolve_conj().resolve_neg()
+        address = value.data_ptr()
+        if slab.low <= address < slab.high:
+            if address == slab.low + move.offset and move.lies_in(value):
+                return 0
+            # What is written next may lie under it.
+            value = value.detach().clone(memory_format=torch.contiguous_format)
+        if not value.is_contiguous():
+            value = value.detach().contiguous()
+        if value is not given:
+            self._kept.append(value)
+        return value.data_ptr()

@@ -1,0 +1,122 @@
+"""The moves of a slot: which bytes of a step come from where, if not all come from the host."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+
+from graphrt.core.device import RingFormat
+from graphrt.core.inputs.layout import FieldMove
+from graphrt.core.inputs.transfer.writes import PadSource
+
+_COPY, _PAYLOAD, _FILL = RingFormat.COPY, RingFormat.PAYLOAD, RingFormat.FILL
+_VECTOR = 16
+
+Move = tuple[int, int, int, int]
+
+
+class MoveTable:
+    """The moves of a step whose inputs come from the same kinds of places as the last such one's.
+
+    `kinds` has a letter for each field: "h" comes from the host, "d" is somewhere on the device,
+    "k" is kept, as it is in place already.
+    """
+
+    __slots__ = ("_places", "_words", "count")
+
+    def __init__(
+        self,
+        moves: Sequence[FieldMove],
+        kinds: str,
+        slab: int,
+        pads: Mapping[str, PadSource],
+    ) -> None:
+        """`slab` is its address; the padding of fields that are not on the host has a pattern."""
+        words = array("Q")
+        # Where in `words` an address goes, of which field, and how far after its start it is.
+        self._places: list[tuple[int, int, int]] = []
+        for number, move, at in _moves(moves, kinds, slab, pads):
+            if number >= 0:
+                self._places.append((len(words) + 1, number, at))
+            words.extend(move)
+        self.count = len(words) // RingFormat.MOVE_WORDS
+        self._words = memoryview(words)
+
+    def write(self, words: memoryview, word: int, addresses: Mapping[int, int]) -> None:
+        """Write the moves to `words` from place `word` on; `addresses` are those of the fields that
+        are somewhere on the device, by number."""
+        own = self._words
+        for place, number, at in self._places:
+            own[place] = addresses[number] + at
+        words[word : word + len(own)] = own
+
+
+class Fills:
+    """The padding of a step whose inputs all come from the host, as moves: `count` of them.
+    `others` are fields that are not among them, for the host to pad."""
+
+    __slots__ = ("_words", "count", "others")
+
+    def __init__(
+        self, moves: Sequence[FieldMove], pads: Mapping[str, PadSource], most: int
+    ) -> None:
+        words = array("Q")
+        self.others: list[FieldMove] = []
+        self.count = 0
+        for move in moves:
+            pattern = pads[move.name].word
+            if pattern is None or self.count + len(move.pads) > most:
+                self.others += [move] if move.pads else []
+                continue
+            for to, size in move.pads:
+                words.extend((to, pattern, size, _FILL))
+                self.count += 1
+        self._words = memoryview(words)
+
+    def write(self, words: memoryview, word: int) -> None:
+        """Write the moves to `words` from place `word` on."""
+        own = self._words
+        words[word : word + len(own)] = own
+
+
+def _moves(
+    moves: Sequence[FieldMove], kinds: str, slab: int, pads: Mapping[str, PadSource]
+) -> Iterator[tuple[int, Move, int]]:
+    """The moves; with a number of a field >= 0 they start so many bytes after its address."""
+    start = end = -1
+    for number, (move, kind) in enumerate(zip(moves, kinds, strict=True)):
+        field = move.field
+        if kind == "h":
+            start = field.offset if start < 0 else start
+            end = field.end
+            continue
+        if start >= 0:
+            yield -1, _payload(start, end), 0
+        start = -1
+        if kind == "d":
+            for to, at, size in move.copies:
+                # Vectors as far as they go.
+                whole = size // _VECTOR * _VECTOR if size % 4 else size
+                for begin, part in ((0, whole), (whole, size - whole)):
+                    if part:
+                        yield number, (to + begin, 0, part, _COPY | part << 8), at + begin
+        if move.pads:
+            pattern = pads[move.name].word
+            assert pattern is not None
+            for to, size in move.pads:
+                yield -1, (to, pattern, size, _FILL), 0
+        # Of each block, if its last row is repeated.
+        for (row, to, size), (first, at, _) in zip(move.repeats, move.copies, strict=False):
+            how = _COPY | field.row_bytes << 8
+            if kind == "d":
+                yield number, (to, 0, size, how), at + row - first
+            else:
+                yield -1, (to, slab + row, size, how), 0
+    if start >= 0:
+        yield -1, _payload(start, end), 0
+
+
+def _payload(start: int, end: int) -> Move:
+    # Up to the next vector nothing is anybody's.
+    size = -(-(end - start) // _VECTOR) * _VECTOR
+    return start, start, size, _PAYLOAD | size << 8

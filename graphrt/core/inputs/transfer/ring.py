@@ -1,0 +1,213 @@
+"""The host's side of the ring from which graphs fetch their inputs."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from graphrt.core.base import GraphRTError, InputRingError, InputRingWarning
+from graphrt.core.device import InputRing, Platform, RingFormat, slot_bytes
+from graphrt.core.inputs.transfer.staging import MAX_BYTES, MAX_SLOTS
+
+_PROGRESS, _FAULT, _FOUND, _GIVEN = (
+    RingFormat.PROGRESS,
+    RingFormat.FAULT,
+    RingFormat.FOUND,
+    RingFormat.GIVEN,
+)
+_WORD_BYTES = RingFormat.WORD_BYTES
+_PATIENCE_S, _NAP_S = 5.0, 20e-6
+_MOVES_OF_A_FIELD = 3
+
+# Memory of rings that are gone, which the device may still be reading: it does not know of owners.
+_retired: list[tuple[torch.Tensor, memoryview]] = []
+
+
+class SlotRing:
+    """Which slot is the next step's, and how far the device is.
+
+    `count` is how many steps the device was given. From before a step is given until that is known
+    to have succeeded the ring is `unsure`; the next step then asks the device, so whatever failed
+    or was interrupted in between, no slot is shifted.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_nbytes",
+        "_ring",
+        "count",
+        "memory",
+        "moves",
+        "pending",
+        "places",
+        "slots",
+        "unsure",
+        "waits",
+        "words",
+    )
+
+    def __init__(self, ring: InputRing, nbytes: int, moves: int) -> None:
+        """`nbytes` of payload and so many moves are what a slot can hold. Raises `InputRingError`
+        if the device does not fetch a first one."""
+        self._ring = ring
+        self._nbytes = nbytes
+        self.moves = moves
+        self.memory = ring.memory
+        self.slots = ring.slots
+        address = self.memory.data_ptr()
+        words = _words_at(address, self.memory.nbytes)
+        self.words = words
+        starts = [RingFormat.CONTROL_BYTES + slot * ring.stride for slot in range(ring.slots)]
+        # Of each slot: its first word, and the address of its payload.
+        self.places = [(start // _WORD_BYTES, address + start + ring.payload) for start in starts]
+        for word, _ in self.places:
+            words[word] = RingFormat.NO_STEP
+        self.count = 0
+        self.waits = 0
+        # What fetches the slot of a step whose graph has not done so yet.
+        self.pending: Callable[[], None] | None = None
+        self.unsure = False
+        weakref.finalize(self, _retire, self.memory, words).atexit = False
+        # The device's driver may put loading a kernel off until its first launch, which a capture
+        # does not allow.
+        self.give(ring.prepare(0, 0), self.take()[0], 0, False)
+        ring.wait()
+        if words[_PROGRESS] != 1:
+            raise InputRingError(
+                "the device did not fetch the first slot of its input ring",
+                got=f"{words[_PROGRESS]} steps fetched",
+                expected=1,
+                advice="GraphOptions(inputs_in_graph=False)",
+            )
+
+    def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
+        """What fetches a slot with so many bytes of payload; None where that is not worth it."""
+        return self._ring.prepare(nbytes, self.moves) if 0 < nbytes <= self._nbytes else None
+
+    def settle(self) -> None:
+        """Ask the device how many steps it was given, if that is not known: a step would wait."""
+        if self.unsure:
+            self.resync()
+
+    def take(self) -> tuple[int, int]:
+        """The first word and the payload's address of the next step's slot, which may be written
+        until it is given.
+
+        Raises `InputRingError` if the device found a slot that was not its step's.
+        """
+        words = self.words
+        if self.unsure:
+            self.resync()
+        if words[_FAULT]:
+            raise self._fault()
+        count = self.count
+        if count - words[_PROGRESS] >= self.slots:
+            self._wait_for(count)
+        return self.places[count % self.slots]
+
+    def give(self, fetch: Callable[[], None], word: int, count: int, in_graph: bool) -> None:
+        """Fetch the slot that was taken, which begins at `word` and has so many moves: now, or by
+        the graph that is launched next, and `launched` then says that it was."""
+        words, step = self.words, self.count
+        words[word] = step
+        words[word + 1] = count
+        words[_GIVEN] = step + 1
+        self.unsure = True
+        if in_graph:
+            self.pending = fetch
+        else:
+            self.pending = None
+            fetch()
+            self.count = step + 1
+            self.unsure = False
+
+    def launched(self) -> None:
+        """The graph that fetches the slot was launched."""
+        self.pending = None
+        self.count += 1
+        self.unsure = False
+
+    def give_nothing(self, fetch: Callable[[], None]) -> None:
+        """Let the graph that is launched next fetch nothing: what is in the slab stays."""
+        word, _ = self.take()
+        self.give(fetch, word, 0, True)
+
+    def expect_capture(self, fetch: Callable[[], None]) -> None:
+        """The same for a graph that is captured next; a fault of steps before is raised later."""
+        self.resync()
+        self.give(fetch, self.places[self.count % self.slots][0], 0, True)
+
+    def fetch_pending(self) -> None:
+        """Put the fetch that no graph has done on the current stream, which may be captured."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
+
+    def resync(self) -> None:
+        """Ask the device how many steps it was given, once it is done with them."""
+        self.pending = None
+        self._ring.wait()
+        self.count = self.words[_PROGRESS]
+        self.words[_GIVEN] = self.count
+        self.unsure = False
+
+    def _wait_for(self, count: int) -> None:
+        """Wait until the oldest slot is free."""
+        self.waits += 1
+        words, until = self.words, time.monotonic() + _PATIENCE_S
+        while count - words[_PROGRESS] >= self.slots:
+            if words[_FAULT]:
+                raise self._fault()
+            if time.monotonic() > until:
+                # Raises what the device has died of, if it has.
+                self._ring.wait()
+                until = time.monotonic() + _PATIENCE_S
+            time.sleep(_NAP_S)
+
+    def _fault(self) -> InputRingError:
+        words = self.words
+        step, found = words[_FAULT] - 1, words[_FOUND]
+        words[_FAULT] = 0
+        self.unsure = True
+        return InputRingError(
+            "a graph ran on the inputs of an earlier step: it found another step's slot in its "
+            "ring, as when a graph of a runner is replayed without its runner",
+            got="a slot that was never written" if found == RingFormat.NO_STEP else f"step {found}",
+            expected=f"step {step}",
+            advice="run steps by the runner; what it returned since its last step may be wrong",
+        )
+
+
+def ring_for(platform: Platform, slab: torch.Tensor, nbytes: int, fields: int) -> SlotRing | None:
+    """A ring for so many inputs of together `nbytes`; None, with an `InputRingWarning`, where the
+    device at hand cannot have one."""
+    largest = min(nbytes, platform.fetched_bytes)
+    moves = min(RingFormat.MAX_MOVES, _MOVES_OF_A_FIELD * fields + 1)
+    stride = slot_bytes(largest, moves)[1]
+    slots = max(2, min(MAX_SLOTS, MAX_BYTES // stride))
+    try:
+        ring = platform.new_input_ring(slab, slots, largest, moves)
+        return None if ring is None else SlotRing(ring, largest, moves)
+    except GraphRTError as error:
+        warnings.warn(
+            f"graphs do not fetch their inputs, which are copied instead: {error}",
+            InputRingWarning,
+            stacklevel=4,
+        )
+        return None
+
+
+def _words_at(address: int, nbytes: int) -> memoryview:
+    octets = (ctypes.c_ubyte * nbytes).from_address(address)
+    return memoryview(octets).cast("B").cast("Q")
+
+
+def _retire(memory: torch.Tensor, words: memoryview) -> None:
+    """Keep the memory of a ring that is gone until the device has fetched what it was given."""
+    _retired.append((memory, words))
+    _retired[:] = [each for each in _retired if each[1][_PROGRESS] < each[1][_GIVEN]]

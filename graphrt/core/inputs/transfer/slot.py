@@ -1,0 +1,157 @@
+"""`InputSlot`: where the inputs of one step are written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from graphrt.core.base import InputSlotError, InvalidInputError
+from graphrt.core.batch import Batch, GraphMode
+from graphrt.core.inputs.layout import StepMoves
+
+
+class Arrays(Mapping[str, Any]):
+    """Tensors as numpy arrays over the same memory, made when they are asked for."""
+
+    __slots__ = ("_made", "_tensors")
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        found = self._made.get(name)
+        if found is None:
+            tensor = self._tensors[name]
+            try:
+                found = self._made[name] = tensor.numpy()
+            except (RuntimeError, TypeError) as error:
+                raise InvalidInputError(
+                    f"there is no numpy array of input {name!r}",
+                    got=f"{tensor.dtype}: {error}",
+                    expected="numpy, and a dtype that it has",
+                    advice=f"slot[{name!r}] is the tensor",
+                ) from error
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class InputSlot(Mapping[str, torch.Tensor]):
+    """Where the host writes the inputs of one step, of `batch`, in place: `slot[name]` is the live
+    rows of an input, by its (dotted) name, as a CPU tensor, `slot.numpy[name]` as an array.
+
+    All of it is to be written, as what is there is an earlier step's; padding is graphrt's. Then
+    `runner(slot)` runs the step, and the slot is used up. It is given up when its runner makes
+    another one, runs another step or captures: used after that it raises `InputSlotError`.
+    """
+
+    __slots__ = (
+        "_tensors",
+        "batch",
+        "layout",
+        "limits",
+        "maker",
+        "moves",
+        "numpy",
+        "place",
+        "planned",
+        "turn",
+        "used",
+    )
+
+    def __init__(
+        self,
+        views: tuple[dict[str, torch.Tensor], Mapping[str, Any]],
+        place: Any,
+        layout: Any,
+        moves: Any,
+        turn: int,
+    ) -> None:
+        """Made by `GraphRunner.slot`, for the `moves` of a `layout`. `place` is what the memory is
+        to who moves it on; without a layout it is memory of its own, for more rows than there are
+        buffers for."""
+        self._tensors, self.numpy = views
+        self.place = place
+        self.layout = layout
+        self.moves = moves
+        self.turn = turn
+        self.used = False
+        self.batch: Batch
+        self.maker: object = None
+        # The dispatch, and what the runner knew of its graph then.
+        self.planned: tuple[Any, object] | None = None
+        self.limits: tuple[int, GraphMode | None] = 0, None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"InputSlot({self.batch}, {sorted(self._tensors)})"
+
+    def use(self, turn: int) -> None:
+        """Use it up; raises `InputSlotError` if it was, or is given up by now."""
+        if self.used:
+            raise InputSlotError(
+                "a slot was used twice",
+                got=repr(self),
+                expected="a slot of its own for every step",
+                advice="runner.slot(batch) before each step",
+            )
+        self.used = True
+        self.check(turn)
+
+    def check(self, turn: int) -> None:
+        """Raise `InputSlotError` if the slot is given up: what was written there may be gone."""
+        if self.turn != turn:
+            raise InputSlotError(
+                "a slot was given up before it was used: its runner has made another one, run "
+                "another step, or captured since",
+                got=repr(self),
+                expected="the runner's last slot",
+                advice="runner.slot(batch), write it, runner(slot), one step after the other",
+            )
+
+
+class SlotViews:
+    """The views of slots, remembered by where they are and how many rows are live."""
+
+    _CACHED = 2048
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
+
+    def find(self, at: int, moves: StepMoves) -> tuple[dict[str, torch.Tensor], Arrays] | None:
+        """The views of the live rows of `moves` in the memory that begins `at`, if there were."""
+        return self._found.get((at, moves))
+
+    def add(
+        self, at: int, moves: StepMoves, tensors: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], Arrays]:
+        """Remember views."""
+        if len(self._found) >= self._CACHED:
+            self._found.clear()
+        found = self._found[at, moves] = tensors, Arrays(tensors)
+        return found
+
+
+def views_in(memory: torch.Tensor, start: int, moves: StepMoves) -> dict[str, torch.Tensor]:
+    """The live rows of a layout that lies in `memory` from byte `start` on."""
+    found: dict[str, torch.Tensor] = {}
+    for move in moves.fields:
+        field = move.field
+        part = memory[start + field.offset : start + field.end].view(field.spec.dtype)
+        found[move.name] = move.live_part(part.view(field.view.shape))
+    return found

@@ -1,0 +1,73 @@
+"""What runs the steps of a runner, of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from graphrt.core.capture import GraphOptions
+from graphrt.core.inputs import StaticInputs
+from graphrt.core.plan import Plan
+from graphrt.core.replay import GraphPool
+from graphrt.core.runner.graphs import GraphSet
+from graphrt.core.runner.host import Host
+from graphrt.core.runner.steps import (
+    CheckedSteps,
+    LastUpdates,
+    PaddedSteps,
+    Slots,
+    UnpaddedSteps,
+)
+from graphrt.core.runner.touched import keep_touched
+
+
+class Steps(NamedTuple):
+    """What runs steps: without a graph, with one, those that are checked, those in place."""
+
+    unpadded: UnpaddedSteps
+    padded: PaddedSteps
+    checked: CheckedSteps
+    slots: Slots
+
+
+def steps_of(
+    forward: Callable[..., Any],
+    graphs: GraphSet,
+    plan: Plan,
+    host: Host,
+    options: GraphOptions,
+    inputs: StaticInputs,
+    pool: GraphPool,
+    updates: LastUpdates,
+) -> Steps:
+    """What runs the steps of `forward`, whose graphs are `graphs`."""
+    clones = options.outputs == "clone"
+    unpadded = UnpaddedSteps(
+        graphs.run_forward, graphs.sealing, plan, host.bind, inputs, pool, clones=clones
+    )
+    padded = PaddedSteps(
+        graphs.steps,
+        graphs.run_forward,
+        host.bind,
+        inputs,
+        pool,
+        graphs.dispatcher,
+        clones=clones,
+        eager_launch=graphs.eager_launch,
+    )
+    checked = CheckedSteps(
+        forward,
+        graphs.checks,
+        graphs.steps,
+        graphs.warmed_up,
+        padded,
+        unpadded,
+        updates,
+        limit_bytes=options.state_limit_bytes,
+        mixes_rows=host.mixes_rows,
+        at_bound=host.metadata,
+        keep_touched=partial(keep_touched, graphs, pool, inputs),
+    )
+    slots = Slots(graphs.dispatcher, graphs.steps, graphs.sealing, inputs, pool)
+    return Steps(unpadded, padded, checked, slots)

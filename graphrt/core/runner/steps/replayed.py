@@ -1,0 +1,99 @@
+"""Steps that are one graph and nothing else: no context is made for them, as nobody reads one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from graphrt.core.batch import Batch, BatchDescriptor
+from graphrt.core.capture import GraphWrapper, hot_of
+from graphrt.core.inputs import InputLayout, SlotRing, StaticInputs, reqs_of, wrong_requests
+from graphrt.core.replay import GraphPool
+from graphrt.core.runner.host import Bind
+
+NOT_ALONE: Final = object()
+"""Returned for a step that has to be run by its wrapper."""
+
+Live = Callable[[Any, int, int, GraphPool], Any]
+Replay = Callable[[Live, Batch, Mapping[str, Any]], Any]
+
+
+class Read(NamedTuple):
+    """What the graph of a step reads: where that lies, from which ring it fetches it, if it does,
+    and as what `bind` gets it."""
+
+    inputs: StaticInputs
+    layout: InputLayout
+    ring: SlotRing | None
+    views: Mapping[str, torch.Tensor]
+    bind: Bind | None
+
+
+def replay_of(
+    descriptor: BatchDescriptor,
+    wrapper: GraphWrapper,
+    pool: GraphPool,
+    reqs: int,
+    read: Read,
+) -> Replay | None:
+    """What runs a step without updates by the entry that `wrapper` has for a descriptor, of `reqs`
+    requests at most, as a call of the wrapper would; None where that is not one graph.
+
+    It is given what makes of the outputs what the caller gets, and does not keep it alive. It
+    returns `NOT_ALONE` once the wrapper has another entry. Raises `InvalidInputError`,
+    `InvalidBatchError` and `PoolBusyError`.
+    """
+    hot, entry = hot_of(wrapper), wrapper.entries[descriptor]
+    graph, outputs = entry.graph, entry.outputs
+    # With several pieces it is the wrapper that counts them as one step.
+    if graph is None or hot.clones or not hot.one_call_a_step:
+        return None
+    inputs, layout, ring, views, bind = read
+    fill, in_graph, follow_stream = inputs.fill, ring is not None, pool.follow_stream
+    # Where the wrapper itself would look for it.
+    slot = hot.by_slot.index(entry)
+
+    def replay(live: Live, batch: Batch, values: Mapping[str, Any]) -> Any:
+        by_slot = hot.by_slot
+        if slot >= len(by_slot) or by_slot[slot] is not entry or entry.unchecked:
+            return NOT_ALONE
+        tokens, live_reqs = batch[0], batch[1]
+        if live_reqs is None:
+            live_reqs = reqs_of(inputs, batch, values)
+        if not 1 <= live_reqs <= reqs:
+            raise wrong_requests(live_reqs, reqs)
+        if pool.closed:
+            pool.check_open()
+        # Of this call alone, so that one of another thread is told from it.
+        owner = ("a step", batch)
+        if pool.owner is not None:
+            raise pool.busy_error(owner)
+        try:
+            # Held from here, so that nothing else fills the buffers between our fill and replay.
+            pool.owner = owner
+            fill(values, layout, tokens, live_reqs, follow_stream(), in_graph)
+            if pool.handed_out:
+                # Not before: they may have been among the inputs.
+                pool.expire_outputs()
+            if bind is not None:
+                bind(views, descriptor, "replay")
+            if pool.step is not None:
+                pool.leave_step(None)
+            pool.generation += 1
+            graph.replay()
+            if pool.owner is not owner:
+                # The check and the store above are two steps: a thread may slip in between.
+                raise pool.busy_error(owner)
+            if ring is not None:
+                ring.launched()
+            handed = live(outputs, tokens, live_reqs, pool)
+            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
+            pool.owner = None
+            return handed
+        except BaseException:
+            pool.owner = None
+            raise
+
+    return replay

@@ -1,0 +1,100 @@
+"""Slots of a runner: the inputs of its next step, which the host writes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphrt.core.base import InputSlotError, InvalidBatchError
+from graphrt.core.batch import Batch, GraphMode
+from graphrt.core.capture import Sealing
+from graphrt.core.dispatch import Dispatch, GraphDispatcher
+from graphrt.core.inputs import InputLayout, InputSlot, StaticInputs, wrong_requests
+from graphrt.core.replay import GraphPool
+from graphrt.core.runner.steps.padded_step import PaddedStep
+from graphrt.core.runner.steps.unpadded import refuse_inside_capture
+
+
+class Slots:
+    """Makes the slots of one runner, and takes them back."""
+
+    def __init__(
+        self,
+        dispatcher: GraphDispatcher,
+        steps: Sequence[PaddedStep | None],
+        sealing: Sealing,
+        inputs: StaticInputs,
+        pool: GraphPool,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._steps = steps
+        self._sealing = sealing
+        self._inputs = inputs
+        self._pool = pool
+
+    def make(self, batch: Batch, at_least: int, at_most_mode: GraphMode | None) -> InputSlot:
+        """A slot for the inputs of `batch`, where the graph is that serves it."""
+        refuse_inside_capture("slot()")
+        inputs, pool = self._inputs, self._pool
+        if pool.owner is not None:
+            pool.check_idle()
+        found: Dispatch | None = None
+        # A step that captures its graph first cannot have its inputs in place.
+        if not self._sealing.may_capture:
+            dispatch = self._dispatcher.dispatch
+            if at_least or at_most_mode is not None:
+                found = dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
+            else:
+                found = dispatch(batch)
+        tokens, reqs = batch[0], batch[1]
+        if reqs is None:
+            reqs = self._requests(batch)
+        layout: InputLayout | None
+        if found is not None and found.slot >= 0:
+            step = self._steps[found.slot]
+            assert step is not None
+            if not 1 <= reqs <= step.reqs:
+                raise wrong_requests(reqs, step.reqs)
+            layout = step.layout
+        else:
+            step = None
+            fits = found is not None and tokens <= inputs.tokens and reqs <= inputs.reqs
+            layout = inputs.layout(tokens, reqs) if fits else None
+        pool.follow_stream()
+        slot = inputs.slot(layout, tokens, reqs)
+        slot.batch, slot.maker = batch, self
+        slot.limits = at_least, at_most_mode
+        if found is not None:
+            slot.planned = found, step
+        return slot
+
+    def open(self, slot: InputSlot) -> tuple[Dispatch | None, Mapping[str, Any]]:
+        """How the step of a slot is dispatched, and its inputs; None where it is to be dispatched
+        now. Raises `InputSlotError`."""
+        if slot.maker is not self:
+            raise InputSlotError(
+                "a slot was given to another runner than made it",
+                got=repr(slot),
+                expected="a slot of this runner",
+                advice="runner.slot(batch) of the runner that is called",
+            )
+        slot.use(self._inputs.turn)
+        if slot.planned is not None:
+            found, step = slot.planned
+            if step is None or step in self._steps[found.slot : found.slot + 1]:
+                return found, slot
+        return None, {name: value.clone() for name, value in slot.items()}
+
+    def _requests(self, batch: Batch) -> int:
+        """The requests of a batch that does not say how many it has."""
+        if batch.query_len:
+            return batch.num_tokens // batch.query_len
+        if self._inputs.has_requests:
+            raise InvalidBatchError(
+                "a slot is made before there are inputs, whose shapes would say how many requests "
+                "the batch has",
+                got=repr(batch),
+                expected="num_reqs, or query_len",
+                advice="Batch(num_tokens, num_reqs)",
+            )
+        return min(batch.num_tokens, self._inputs.reqs)

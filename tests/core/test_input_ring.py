@@ -1,0 +1,442 @@
+"""The host's side of the input ring: whatever fails or lags, each step sees its own inputs."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphrt import Batch, GraphOptions, GraphPool, GraphRunner, Host, InputSpec
+from graphrt.core.device import RingFormat
+from graphrt.core.inputs import StaticInputs
+from graphrt.core.inputs.transfer import SlotRing, ring_for
+from graphrt.errors import InputRingError, InputRingWarning, InvalidInputError
+from tests.core.ring_steps import Log, mixed_steps
+from tests.core.soft_ring import RingPlatform, SoftRing
+
+NBYTES = 32
+
+
+class Lagging:
+    """A ring over a device that does what it was given when it is let, and notes what it saw."""
+
+    def __init__(self, slots: int) -> None:
+        slab = torch.zeros(256 + RingFormat.TAIL_BYTES, dtype=torch.uint8)
+        self.device = SoftRing(slab, slots, NBYTES, 4)
+        self.ring = SlotRing(self.device, NBYTES, 4)
+        self.device.lag = True
+        self.slab = slab
+        self.fetch = self.device.prepare(NBYTES, 4)
+        self.seen: list[int] = []
+        self.given: list[int] = []
+
+    def write(self, value: int) -> int:
+        """The slot of the next step; returns its first word."""
+        word, address = self.ring.take()
+        start = address - self.device.memory.data_ptr()
+        self.device.memory[start : start + 8].view(torch.int64).fill_(value)
+        return word
+
+    def note(self) -> None:
+        self.seen.append(int(self.slab[:8].view(torch.int64)))
+
+    def launch(self) -> None:
+        """What replays a graph: its fetch, and then what reads the inputs."""
+        self.fetch()
+        self.device.enqueue(self.note)
+
+    def step(self, value: int, *, alone: bool, fails: str = "") -> None:
+        word = self.write(value)
+        if fails == "written":
+            raise ArithmeticError
+        if alone:
+            self.ring.give(self.launch, word, RingFormat.WHOLE, False)
+        else:
+            self.ring.give(self.launch, word, RingFormat.WHOLE, True)
+            if fails == "before":
+                raise ArithmeticError
+            self.launch()
+        if fails == "after":
+            # It was launched, and nobody counted it.
+            self.given.append(value)
+            self.ring.unsure = self.ring.unsure or alone
+            raise ArithmeticError
+        if not alone:
+            self.ring.launched()
+        self.given.append(value)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("step"), st.booleans(), st.sampled_from(["", "", "written", "before"])),
+    st.tuples(st.just("step"), st.just(False), st.just("after")),
+    st.tuples(st.just("device"), st.integers(1, 5), st.just("")),
+    st.tuples(st.just("nothing"), st.booleans(), st.just("")),
+    st.tuples(st.just("resync"), st.booleans(), st.just("")),
+)
+
+
+@settings(max_examples=200)
+@given(st.integers(2, 5), st.lists(ACTIONS, max_size=60))
+def test_any_schedule_of_steps_failures_and_a_lagging_device_shifts_no_slot(slots, actions):
+    lagging = Lagging(slots)
+    for number, (action, argument, fails) in enumerate(actions):
+        if action == "step":
+            full = lagging.ring.count - lagging.ring.words[RingFormat.PROGRESS] >= slots
+            if full and not lagging.ring.unsure:
+                lagging.device.run(2)
+            with suppress(ArithmeticError):
+                lagging.step(number + 1, alone=argument, fails=fails)
+        elif action == "device":
+            lagging.device.run(argument)
+        elif action == "nothing":
+            # A capture, whose graph fetches a slot that moves nothing.
+            full = lagging.ring.count - lagging.ring.words[RingFormat.PROGRESS] >= slots
+            if full:
+                lagging.device.run()
+            lagging.ring.give_nothing(lagging.fetch)
+            if argument:
+                lagging.ring.fetch_pending()
+        else:
+            lagging.ring.resync()
+    lagging.ring.resync()
+    lagging.device.run()
+    assert lagging.seen == lagging.given
+    assert lagging.ring.words[RingFormat.FAULT] == 0
+    assert lagging.ring.count == lagging.device.counter.value
+
+
+def test_the_host_waits_only_for_a_slot_that_is_still_read_and_counts_it():
+    lagging = Lagging(3)
+    for value in range(3):
+        lagging.step(value, alone=True)
+    assert lagging.ring.waits == 0
+
+    def later() -> None:
+        time.sleep(0.05)
+        lagging.device.run(2)
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    lagging.step(3, alone=True)
+    thread.join()
+    assert lagging.ring.waits == 1
+    lagging.device.run()
+    assert lagging.seen == [0, 1, 2, 3]
+
+
+def test_a_device_that_dies_while_the_host_waits_is_heard(monkeypatch):
+    lagging = Lagging(2)
+    monkeypatch.setattr("graphrt.core.inputs.transfer.ring._PATIENCE_S", 0.02)
+    for value in range(2):
+        lagging.step(value, alone=True)
+
+    def dies() -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(lagging.device, "wait", dies)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        lagging.step(2, alone=True)
+
+
+def test_a_replay_by_hand_is_named_at_the_next_step_and_shifts_nothing():
+    lagging = Lagging(4)
+    lagging.step(1, alone=True)
+    lagging.launch()
+    lagging.device.run()
+    with pytest.raises(InputRingError, match="never written"):
+        lagging.step(2, alone=True)
+    for value in (2, 3):
+        lagging.step(value, alone=False)
+    lagging.device.run()
+    assert lagging.seen == [1, 1, 2, 3]
+
+
+def test_a_device_that_does_not_fetch_is_told_of_and_its_inputs_are_copied():
+    class Broken(RingPlatform):
+        def new_input_ring(self, *args):
+            ring = super().new_input_ring(*args)
+            ring.fetch = lambda *args: None
+            return ring
+
+    specs = {"x": InputSpec(torch.int64, ("tokens",))}
+    with pytest.warns(InputRingWarning, match="did not fetch the first slot"):
+        inputs = StaticInputs(
+            specs, platform=Broken(), tokens=4, reqs=4, device="cpu", fetched=True
+        )
+    assert inputs.ring is None
+    layout = inputs.layout(4, 4)
+    inputs.fill({"x": torch.arange(3)}, layout, 3, 3)
+    assert layout.views["x"].tolist() == [0, 1, 2, 0]
+
+
+def test_memory_of_a_ring_that_is_gone_is_kept_until_the_device_has_read_it():
+    from graphrt.core.inputs.transfer import ring as module
+
+    lagging = Lagging(4)
+    lagging.step(5, alone=True)
+    device = lagging.device
+    kept = [memory.data_ptr() for memory, _ in module._retired]
+    assert device.memory.data_ptr() not in kept
+    del lagging.ring
+    assert device.memory.data_ptr() in [memory.data_ptr() for memory, _ in module._retired]
+    device.run()
+    Lagging(2)
+    assert device.memory.data_ptr() not in [memory.data_ptr() for memory, _ in module._retired]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_mixed_steps_see_their_own_inputs_through_aborts_and_recaptures(mode):
+    platform = RingPlatform()
+    log = Log(platform, "cpu", 600, mode=mode)
+    assert log.runner.report().inputs_in_graph
+    assert mixed_steps(log, 600, 3, aborts=0.1, recaptures=0.01, slots=0.3) > 20
+    ring = platform.rings[-1]
+    # Steps that a graph serves launch no fetch of their own.
+    assert ring.counter.value > 400 > ring.launches
+
+
+def test_without_the_option_nothing_is_fetched():
+    platform = RingPlatform()
+    log = Log(platform, "cpu", 50, inputs_in_graph=False)
+    mixed_steps(log, 50, 4)
+    assert not log.runner.report().inputs_in_graph
+    assert platform.rings == []
+
+
+def test_inputs_are_there_before_a_bind_that_reads_or_writes_them():
+    seen: list[int] = []
+
+    def bind(buffers, descriptor, phase):
+        if phase in ("replay", "eager"):
+            seen.append(int(buffers["step"]))
+            buffers["flags"].add_(1)
+
+    log, rng = Log(RingPlatform(), "cpu", 100, mode="FULL", bind=bind), random.Random(0)
+    for step in range(100):
+        log.run(rng, step)
+    assert seen == list(range(1, 101))
+    assert log.runner.inputs.ring.pending is None
+    flags, tokens = log.rows[1:, 2], log.rows[1:, 1] // log.width
+    assert bool((flags >= log.expected[:, 2] + tokens).all())
+
+
+def test_two_runners_of_one_pool_have_a_ring_each():
+    platform = RingPlatform()
+    pool, rng = GraphPool(platform), random.Random(1)
+    logs = [Log(platform, "cpu", 200, pool=pool, mode="FULL") for _ in range(2)]
+    for step in range(200):
+        for log in rng.sample(logs, 2):
+            log.run(rng, step)
+    for log in logs:
+        log.check(200)
+    assert len(platform.rings) == 2
+
+
+def test_what_is_larger_than_is_fetched_is_copied_and_its_graph_fetches_nothing():
+    platform = RingPlatform()
+    platform.fetched_bytes = 4096
+    log = Log(platform, "cpu", 300, width=64)
+    mixed_steps(log, 300, 5, aborts=0.1)
+    fetched = log.runner.inputs.layout(4, 4).fetch, log.runner.inputs.layout(16, 16).fetch
+    assert fetched[0] is not None
+    assert fetched[1] is None
+
+
+def test_a_wrong_input_is_named_before_anything_is_given_to_the_device():
+    platform = RingPlatform()
+    log, rng = Log(platform, "cpu", 20, mode="FULL"), random.Random(2)
+    values = log.values(rng, 0, 4, 1)
+    before = platform.rings[-1].counter.value
+    for name, wrong in (("ids", values["ids"][:2]), ("table", values["table"].int())):
+        with pytest.raises(InvalidInputError, match=name):
+            log.runner(Batch(4, 4, 1), **{**values, name: wrong})
+    assert platform.rings[-1].counter.value == before
+    log.runner(Batch(4, 4, 1), **values)
+    log.check(1)
+
+
+def test_inputs_that_are_unlike_the_last_right_ones_are_looked_at():
+    log, rng = Log(RingPlatform(), "cpu", 20, mode="FULL"), random.Random(8)
+    batch = Batch(4, 4, 1)
+    for step in range(3):
+        log.runner(batch, **log.values(rng, step, 4, 1))
+    values = log.values(rng, 3, 4, 1)
+    for name, wrong in (
+        ("ids", values["ids"][:2]),
+        ("table", values["table"].int()),
+        ("step", 3),
+        ("flags", torch.empty(4, dtype=torch.uint8, device="meta")),
+        ("starts", values["starts"].to_sparse()),
+    ):
+        with pytest.raises(InvalidInputError, match=name):
+            log.runner(batch, **{**values, name: wrong})
+    strided = {
+        "ids": torch.stack([values["ids"]] * 2, -1)[..., 0],
+        "table": values["table"].t().contiguous().t(),
+    }
+    log.runner(batch, **{**values, **strided})
+    log.check(4)
+
+
+def test_strided_and_lazily_negated_host_inputs_are_fetched_as_their_values():
+    runner = GraphRunner(
+        lambda x, z: x + z.imag,
+        inputs={
+            "x": InputSpec(torch.float32, ("tokens", 3)),
+            "z": InputSpec(torch.complex64, ("tokens", 3)),
+        },
+        outputs=("tokens", 3),
+        mode="FULL",
+        sizes=[4],
+        platform=RingPlatform(),
+        options=GraphOptions(check="off"),
+    )
+    runner.capture()
+    x, z = torch.rand(3, 3).t(), torch.randn(3, 3, dtype=torch.complex64)
+    assert torch.equal(runner(x=x, z=z.conj()), x - z.imag)
+    x = torch.rand(3, 3, dtype=torch.complex64).conj().imag
+    assert torch.equal(runner(x=x, z=z), x + z.imag)
+
+
+def test_a_step_whose_wrapper_runs_eagerly_after_all_fetches_first():
+    log, rng = Log(RingPlatform(), "cpu", 20, mode="FULL"), random.Random(3)
+    for wrapper in log.runner.graphs.owners():
+        wrapper.clear_graphs()
+        wrapper.seal()
+    for step in range(20):
+        log.run(rng, step)
+    log.check(20)
+
+
+def test_a_failed_capture_leaves_no_fetch_behind():
+    platform, fails = RingPlatform(), [False]
+
+    def forward(x):
+        if fails[0]:
+            raise ValueError("the forward failed")
+        return x + 1
+
+    runner = GraphRunner(
+        forward,
+        inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        outputs=("tokens",),
+        mode="FULL",
+        sizes=[1, 2, 4],
+        platform=platform,
+        options=GraphOptions(check="off", warmups=0),
+    )
+    fails[0] = True
+    with pytest.raises(Exception, match="the forward failed"):
+        runner.capture()
+    assert runner.inputs.ring.pending is None
+    fails[0] = False
+    runner.capture()
+    for rows in (1, 2, 3, 4, 5):
+        x = torch.rand(rows)
+        assert torch.equal(runner(x=x), x + 1)
+
+
+def test_trials_and_verify_run_on_fetched_inputs():
+    state = torch.zeros(4)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        state.add_(1)
+        return x * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner = GraphRunner(
+            forward,
+            inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+            outputs=("tokens", 4),
+            mode="FULL",
+            sizes=[2, 4],
+            platform=RingPlatform(),
+            host=Host(),
+            options=GraphOptions(check="always", strict=True),
+        )
+        runner.capture()
+        for count in range(1, 9):
+            x = torch.rand(1 + count % 4, 4)
+            run: Callable[..., torch.Tensor] = runner.verify if count % 3 == 0 else runner
+            assert torch.equal(run(x=x), x * 2)
+            assert state.tolist() == [count] * 4
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is not the host's, whose memory the software ring can read all the
+    same."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("rows", [8, 5, 1])
+def test_inputs_on_the_device_are_moves_of_the_same_fetch(rows):
+    platform, rng = RingPlatform(), random.Random(rows)
+    log = Log(platform, "cpu", 200, mode="FULL")
+    ring, launches = platform.rings[-1], platform.rings[-1].launches
+    for step in range(200):
+        values = log.values(rng, step, rows, 1)
+        values["table"] = values["table"].t().contiguous().t() if step % 2 else values["table"]
+        for name in rng.sample(sorted(values), rng.randint(0, 5)):
+            values[name] = values[name].as_subclass(OnDevice)
+        log.runner(Batch(rows, rows, 1), **values)
+    log.check(200)
+    # None of them was staged, nor fetched by itself.
+    assert ring.launches == launches
+    assert log.runner.inputs._by_copy._staging is not None
+    assert not log.runner.inputs._by_copy._staging._slots
+
+
+def test_an_input_that_is_in_place_is_not_moved():
+    log = Log(RingPlatform(), "cpu", 4, mode="FULL")
+    rng = random.Random(0)
+    for step, rows in enumerate((8, 5)):
+        values = log.values(rng, step, rows, 1)
+        views = log.runner.inputs.layout(8, 8).views
+        views["ids"][:rows] = values["ids"]
+        in_place = views["ids"][:rows].as_subclass(OnDevice)
+        version = views["ids"]._version
+        log.runner(Batch(rows, rows, 1), **{**values, "ids": in_place})
+        assert views["ids"]._version == version
+        assert torch.equal(views["ids"][:rows], values["ids"])
+    log.check(2)
+
+
+def test_a_step_with_all_inputs_in_place_and_no_graph_launches_nothing():
+    platform = RingPlatform()
+    inputs = StaticInputs(
+        {"x": InputSpec(torch.int64, ("tokens",))},
+        platform=platform,
+        tokens=4,
+        reqs=4,
+        device="cpu",
+        fetched=True,
+    )
+    layout, launches = inputs.layout(4, 4), platform.rings[-1].launches
+    inputs.fill({"x": layout.views["x"].as_subclass(OnDevice)}, layout, 4, 4)
+    assert platform.rings[-1].launches == launches
+    inputs.fill({"x": layout.views["x"][:2].as_subclass(OnDevice)}, layout, 2, 2)
+    assert platform.rings[-1].launches == launches + 1
+
+
+def test_a_ring_has_fewer_slots_for_larger_inputs():
+    platform = RingPlatform()
+    platform.fetched_bytes = 1 << 20
+    slabs = [torch.zeros((4 << 20) + RingFormat.TAIL_BYTES, dtype=torch.uint8) for _ in range(2)]
+    small, large = (
+        ring_for(platform, slab, nbytes, 2)
+        for slab, nbytes in zip(slabs, (4096, 1 << 20), strict=True)
+    )
+    assert small is not None
+    assert large is not None
+    assert small.slots == 64
+    assert 2 <= large.slots < 32

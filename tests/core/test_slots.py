@@ -1,0 +1,285 @@
+"""`runner.slot`: a step's inputs, written in place wherever they wait for the device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import Batch, GraphOptions, GraphRunner, InputSlot, InputSpec, Reason, get_platform
+from graphrt.errors import (
+    InputSlotError,
+    InvalidBatchError,
+    InvalidInputError,
+    NestedCaptureError,
+    PoolBusyError,
+)
+from tests.core.ring_steps import Log, mixed_steps
+from tests.core.soft_ring import RingPlatform
+
+
+def staging() -> RingPlatform:
+    """A platform that fetches nothing but the smallest steps, and stages the others."""
+    platform = RingPlatform()
+    platform.fetched_bytes = 1100
+    return platform
+
+
+PLACES: dict[str, Any] = {
+    "slab": lambda: get_platform("cpu"),
+    "ring": RingPlatform,
+    "staging": staging,
+}
+
+
+@pytest.fixture(params=PLACES)
+def platform(request: pytest.FixtureRequest) -> Any:
+    return PLACES[request.param]()
+
+
+SPECS = {
+    "ids": InputSpec(torch.int64, ("tokens",)),
+    "table": InputSpec(torch.int32, (2, "reqs"), pad=-1),
+    "starts": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
+    "own": InputSpec(torch.float32, ("tokens", 2), fixed=True),
+}
+
+
+def forward(
+    ids: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, own: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    return {
+        "rows": ids + table.sum(0) + starts[1:] + own.sum(1),
+        "seen": torch.cat([ids.double(), table.double().flatten(), starts.double()]),
+    }
+
+
+def rows_alone(**given: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"rows": forward(**given)["rows"]}
+
+
+def runner_of(platform: Any, **settings: Any) -> GraphRunner:
+    settings.setdefault("options", GraphOptions(check="off"))
+    runner = GraphRunner(
+        forward,
+        inputs=SPECS,
+        outputs={"rows": ("tokens",), "seen": (None,)},
+        mode="FULL",
+        sizes=[2, 4, 8],
+        max_num_reqs=8,
+        platform=platform,
+        **settings,
+    )
+    runner.capture()
+    return runner
+
+
+def values(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(0, 99, (rows,), generator=rng),
+        "table": torch.randint(0, 99, (2, rows), generator=rng, dtype=torch.int32),
+        "starts": torch.arange(rows + 1, dtype=torch.int32) + seed,
+        "own": torch.rand(rows, 2, generator=rng),
+    }
+
+
+def written(slot: InputSlot, given: dict[str, torch.Tensor]) -> InputSlot:
+    for name, value in given.items():
+        slot[name].copy_(value)
+    return slot
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7, 8, 9, 20])
+def test_a_step_of_a_slot_is_the_step_of_its_values(platform, rows):
+    by_slot, by_value = runner_of(platform), runner_of(platform)
+    for seed in range(3):
+        given, batch = values(rows, seed), Batch(rows, rows, 1)
+        if rows > 8:
+            # More rows than there are buffers for.
+            found = by_slot(written(by_slot.slot(batch), given))
+            expected = forward(**given)
+        else:
+            found = by_slot(written(by_slot.slot(batch), given))
+            expected = by_value(batch, **given)
+        assert torch.equal(found["rows"], expected["rows"])
+        assert torch.equal(found["seen"], expected["seen"])
+        assert by_slot.last_dispatch.reason is (Reason.HIT if rows <= 8 else Reason.TOO_LARGE)
+
+
+def test_a_slot_is_a_mapping_of_live_rows_and_of_arrays_over_them(platform):
+    numpy = pytest.importorskip("numpy", reason="slot.numpy needs numpy")
+    runner = runner_of(platform)
+    slot = runner.slot(Batch(3, 3, 1))
+    assert list(slot) == list(SPECS)
+    assert len(slot) == 4
+    assert {name: tuple(slot[name].shape) for name in slot} == {
+        "ids": (3,),
+        "table": (2, 3),
+        "starts": (4,),
+        "own": (3, 2),
+    }
+    assert all(slot[name].dtype is spec.dtype and slot[name].is_cpu for name, spec in SPECS.items())
+    given = values(3, 5)
+    for name, array in slot.numpy.items():
+        assert isinstance(array, numpy.ndarray)
+        array[:] = given[name].numpy()
+        assert torch.equal(slot[name], given[name])
+    assert torch.equal(runner(slot)["rows"], forward(**given)["rows"])
+
+
+def test_padding_is_written_at_every_use_of_a_slot(platform):
+    runner = runner_of(platform)
+    for rows in (8, 5, 8, 6, 7, 5) * 15:
+        given = values(rows, rows)
+        seen = runner(written(runner.slot(Batch(rows, rows, 1)), given))["seen"]
+        size = 8
+        ids = torch.cat([given["ids"], torch.zeros(size - rows, dtype=torch.int64)])
+        table = torch.cat([given["table"], torch.full((2, size - rows), -1)], 1)
+        starts = torch.cat([given["starts"], given["starts"][-1:].repeat(size - rows)])
+        expected = torch.cat([ids.double(), table.double().flatten(), starts.double()])
+        assert torch.equal(seen, expected)
+
+
+def test_misuse_is_named(platform):
+    runner, other = runner_of(platform), runner_of(platform)
+    batch = Batch(3, 3, 1)
+    slot = written(runner.slot(batch), values(3))
+    runner(slot)
+    with pytest.raises(InputSlotError, match="used twice"):
+        runner(slot)
+    for meanwhile in (
+        lambda: runner.slot(batch),
+        lambda: runner(batch, **values(3)),
+        lambda: runner.recapture(),
+    ):
+        slot = runner.slot(batch)
+        meanwhile()
+        with pytest.raises(InputSlotError, match="given up"):
+            runner(slot)
+    with pytest.raises(InputSlotError, match="another runner"):
+        other(runner.slot(batch))
+    with pytest.raises(InvalidInputError, match="beside its slot"):
+        runner(runner.slot(batch), ids=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(InvalidBatchError, match="before there are inputs"):
+        runner.slot(Batch(3))
+    assert torch.equal(
+        runner(written(runner.slot(batch), values(3)))["rows"], forward(**values(3))["rows"]
+    )
+
+
+def test_no_slot_is_made_inside_a_step_or_a_capture(platform):
+    runner = runner_of(platform)
+    runner.pool.owner = "a step"
+    with pytest.raises(PoolBusyError):
+        runner.slot(Batch(3, 3, 1))
+    runner.pool.owner = None
+
+    def calls(x: torch.Tensor) -> torch.Tensor:
+        runner.slot(Batch(2, 2, 1))
+        return x
+
+    outer = GraphRunner(
+        calls,
+        inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        outputs=("tokens",),
+        mode="FULL",
+        sizes=[2],
+        platform=platform,
+    )
+    with pytest.raises(NestedCaptureError, match=r"slot\(\) was called inside"):
+        outer.capture()
+
+
+def test_a_slot_outlives_a_release_as_its_values(platform):
+    runner, given = runner_of(platform), values(3)
+    slot = written(runner.slot(Batch(3, 3, 1)), given)
+    runner.release()
+    assert torch.equal(runner(slot)["rows"], forward(**given)["rows"])
+
+
+def test_the_first_steps_of_slots_are_tried(platform):
+    runner = GraphRunner(
+        rows_alone,
+        inputs=SPECS,
+        outputs={"rows": ("tokens",)},
+        mode="FULL",
+        sizes=[2, 4, 8],
+        max_num_reqs=8,
+        platform=platform,
+        options=GraphOptions(strict=True),
+    )
+    runner.capture()
+    for rows in (8, 2, 5, 3, 8):
+        given = values(rows, rows)
+        found = runner(written(runner.slot(Batch(rows, rows, 1)), given))
+        assert torch.equal(found["rows"], forward(**given)["rows"])
+    assert {each.status for each in runner.report().trust.trials} == {"tried", "untried"}
+
+
+def test_lazy_captures_take_the_values_of_their_slot(platform):
+    runner = GraphRunner(
+        rows_alone,
+        inputs=SPECS,
+        outputs={"rows": ("tokens",)},
+        mode="FULL",
+        sizes=[2, 4, 8],
+        max_num_reqs=8,
+        platform=platform,
+        options=GraphOptions(lazy=True),
+    )
+    for rows in (3, 8, 1, 3, 5):
+        given = values(rows, rows)
+        found = runner(written(runner.slot(Batch(rows, rows, 1)), given))
+        assert torch.equal(found["rows"], forward(**given)["rows"])
+    assert runner.report().reasons[Reason.HIT] > 0
+
+
+@pytest.mark.parametrize("how", [{}, {"inputs_in_graph": False}])
+def test_mixed_steps_by_slots_and_by_values_see_their_own_inputs(platform, how):
+    log = Log(platform, "cpu", 300, **how)
+    mixed_steps(log, 300, 9, aborts=0.1, recaptures=0.01, slots=0.7)
+
+
+def test_an_aborted_step_uses_its_slot_up(platform):
+    log, rng = Log(platform, "cpu", 20, mode="FULL"), random.Random(4)
+    for step in range(20):
+        log.abort(rng, step, slot=True)
+        log.run(rng, step, slot=True)
+    log.check(20)
+
+
+def test_a_dtype_that_numpy_lacks_is_named():
+    runner = GraphRunner(
+        lambda x: x + 1,
+        inputs={"x": InputSpec(torch.bfloat16, ("tokens",))},
+        outputs=("tokens",),
+        sizes=[2],
+        mode="FULL",
+        platform="cpu",
+    )
+    runner.capture()
+    slot = runner.slot(Batch(2))
+    with pytest.raises(InvalidInputError, match="no numpy array of input 'x'"):
+        slot.numpy["x"]
+    slot["x"].fill_(3)
+    assert runner(slot).tolist() == [4, 4]
+
+
+def test_dotted_names_of_nested_inputs():
+    runner = GraphRunner(
+        lambda hidden: hidden["a"] + hidden["b"],
+        inputs={"hidden": {name: InputSpec(torch.float32, ("tokens",)) for name in "ab"}},
+        outputs=("tokens",),
+        sizes=[4],
+        mode="FULL",
+        platform=RingPlatform(),
+    )
+    runner.capture()
+    slot = runner.slot(Batch(3))
+    assert list(slot) == ["hidden.a", "hidden.b"]
+    slot["hidden.a"].fill_(2)
+    slot["hidden.b"].fill_(5)
+    assert runner(slot).tolist() == [7, 7, 7]
