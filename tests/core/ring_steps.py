@@ -101,7 +101,7 @@ class Log:
             platform=None if pool is not None else platform,
             pool=pool,
             host=Host(bind=bind, around_graph=self.hooks),
-            options=GraphOptions(check="off", **options),
+            options=GraphOptions(**{"check": "off", "inputs_in_graph": True, **options}),
         )
         self.runner.capture()
         self.expected = torch.zeros(steps, 6, dtype=torch.int64)

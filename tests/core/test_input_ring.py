@@ -297,7 +297,7 @@ def test_strided_and_lazily_negated_host_inputs_are_fetched_as_their_values():
         mode="FULL",
         sizes=[4],
         platform=RingPlatform(),
-        options=GraphOptions(check="off"),
+        options=GraphOptions(inputs_in_graph=True, check="off"),
     )
     runner.capture()
     x, z = torch.rand(3, 3).t(), torch.randn(3, 3, dtype=torch.complex64)
@@ -331,7 +331,7 @@ def test_a_failed_capture_leaves_no_fetch_behind():
         mode="FULL",
         sizes=[1, 2, 4],
         platform=platform,
-        options=GraphOptions(check="off", warmups=0),
+        options=GraphOptions(inputs_in_graph=True, check="off", warmups=0),
     )
     fails[0] = True
     with pytest.raises(Exception, match="the forward failed"):
@@ -361,7 +361,7 @@ def test_trials_and_verify_run_on_fetched_inputs():
             sizes=[2, 4],
             platform=RingPlatform(),
             host=Host(),
-            options=GraphOptions(check="always", strict=True),
+            options=GraphOptions(inputs_in_graph=True, check="always", strict=True),
         )
         runner.capture()
         for count in range(1, 9):

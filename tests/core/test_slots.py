@@ -61,7 +61,7 @@ def rows_alone(**given: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def runner_of(platform: Any, **settings: Any) -> GraphRunner:
-    settings.setdefault("options", GraphOptions(check="off"))
+    settings.setdefault("options", GraphOptions(inputs_in_graph=True, check="off"))
     runner = GraphRunner(
         forward,
         inputs=SPECS,
@@ -209,7 +209,7 @@ def test_the_first_steps_of_slots_are_tried(platform):
         sizes=[2, 4, 8],
         max_num_reqs=8,
         platform=platform,
-        options=GraphOptions(strict=True),
+        options=GraphOptions(inputs_in_graph=True, strict=True),
     )
     runner.capture()
     for rows in (8, 2, 5, 3, 8):
@@ -228,7 +228,7 @@ def test_lazy_captures_take_the_values_of_their_slot(platform):
         sizes=[2, 4, 8],
         max_num_reqs=8,
         platform=platform,
-        options=GraphOptions(lazy=True),
+        options=GraphOptions(inputs_in_graph=True, lazy=True),
     )
     for rows in (3, 8, 1, 3, 5):
         given = values(rows, rows)
@@ -237,7 +237,7 @@ def test_lazy_captures_take_the_values_of_their_slot(platform):
     assert runner.report().reasons[Reason.HIT] > 0
 
 
-@pytest.mark.parametrize("how", [{}, {"inputs_in_graph": False}])
+@pytest.mark.parametrize("how", [{"inputs_in_graph": True}, {"inputs_in_graph": False}])
 def test_mixed_steps_by_slots_and_by_values_see_their_own_inputs(platform, how):
     log = Log(platform, "cpu", 300, **how)
     mixed_steps(log, 300, 9, aborts=0.1, recaptures=0.01, slots=0.7)

@@ -166,7 +166,7 @@ def test_lazy_captures_fetch_their_step():
         mode="FULL",
         sizes=[1, 2, 4],
         platform="cuda",
-        options=GraphOptions(lazy=True),
+        options=GraphOptions(inputs_in_graph=True, lazy=True),
     )
     for rows in (3, 1, 4, 2, 3, 1):
         x = torch.rand(rows, 8)
@@ -202,7 +202,7 @@ def test_state_is_saved_and_trials_pass_with_fetched_inputs():
         sizes=[2, 4],
         platform="cuda",
         host=Host(),
-        options=GraphOptions(check="always", strict=True),
+        options=GraphOptions(inputs_in_graph=True, check="always", strict=True),
     )
     runner.capture()
     for count in range(1, 9):
