@@ -1049,6 +1049,70 @@ def a_weight_that_is_given_as_an_argument() -> Steps:
     yield (model.shift.expand(6, 4),)
 
 
+class Lists(nn.Module):
+    """Tensors in containers, and modules under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = [torch.ones(4), 2.0]
+        self.by_name = {"deep": [torch.ones(4)]}
+        self.inner = nn.Identity()
+        self.again = self.inner
+        self.numbers = [1.0]
+        self.same_numbers = self.numbers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.items[0] * self.items[1] + self.by_name["deep"][0]
+        if self.again is self.inner:
+            x = x * 2
+        if self.same_numbers is self.numbers:
+            x = x + 1
+        return self.inner(x)
+
+
+@change("outside")
+def a_tensor_in_a_list() -> Steps:
+    net = Lists()
+    yield net, (rows(),)
+    net.items[0] = torch.full((4,), 7.0)
+    yield (rows(),)
+
+
+@change("outside")
+def a_tensor_in_a_list_in_a_dict() -> Steps:
+    net = Lists()
+    yield net, (rows(),)
+    net.by_name["deep"].clear()
+    net.by_name["deep"].append(torch.full((4,), 7.0))
+    yield (rows(),)
+
+
+@change("outside")
+def a_module_of_two_names_that_are_two_now() -> Steps:
+    net = Lists()
+    yield net, (rows(),)
+    net.again = nn.Identity()
+    yield (rows(),)
+
+
+@change("outside")
+def a_list_of_two_names_that_are_two_now() -> Steps:
+    net = Lists()
+    yield net, (rows(),)
+    net.same_numbers = [1.0]
+    yield (rows(),)
+
+
+@change("outside")
+def a_hook_of_all_modules() -> Steps:
+    yield Lists(), (rows(),)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: out + 5)
+    try:
+        yield (rows(),)
+    finally:
+        hook.remove()
+
+
 def outcome(each: Change, backend: str, *, sealed: bool = False) -> str:
     """ "right", the name of graphrt's error, "both raise", "silent", or "raw" and the name of an
     error that eager does not raise. With `sealed`, `module_changed()` is asked before the call."""

@@ -11,6 +11,7 @@ from graphrt.compile.private_torch.guards import (
     Guards,
     all_guarded,
     function_modes,
+    hooks_of_all_modules,
     names_read,
 )
 from graphrt.compile.private_torch.inductor import (
@@ -105,6 +106,7 @@ __all__ = [
     "has_compiled_kernels",
     "has_triton",
     "held_by",
+    "hooks_of_all_modules",
     "ignoring_new_sizes",
     "inductor_compile",
     "is_higher_order",

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
@@ -32,7 +33,7 @@ _SHORT_CUTS = {
 """Settings, on in some versions, by which guards are left out or not looked at."""
 
 # Sizes, what the graph reads, and the settings of the process are compared elsewhere.
-_NOT_KEPT = frozenset(("SHAPE_ENV", "DUPLICATE_INPUT", "TENSOR_SUBCLASS_METADATA_MATCH"))
+_NOT_KEPT = frozenset(("SHAPE_ENV", "TENSOR_SUBCLASS_METADATA_MATCH"))
 _ARGUMENT = "L["
 _HELD = (FunctionType, CodeType, type, ModuleType)
 _DEFAULT = re.compile(r"(.+\.__defaults__)\[\d+\]")
@@ -81,6 +82,9 @@ class GuardFilter:
         if entry.guard_type == "TENSOR_MATCH":
             name = _name(entry)
             return not name.startswith(_ARGUMENT) and name not in self.read
+        if entry.guard_type == "DUPLICATE_INPUT":
+            # That two tensors are one is seen where they are; two modules may be one as well.
+            return entry.has_value and not isinstance(entry.value, torch.Tensor)
         return bool(entry.name) and entry.guard_type not in _NOT_KEPT
 
 
@@ -183,6 +187,17 @@ def all_guarded() -> AbstractContextManager[None]:
             there[name] = False
     found: AbstractContextManager[None] = _DYNAMO_PATCH.find()(**there)
     return found
+
+
+_HOOKS = [
+    NAMES.declare(f"torch.nn.modules.module._global_forward_{name}", without=_NO_GUARDS)
+    for name in ("pre_hooks", "hooks")
+]
+
+
+def hooks_of_all_modules() -> list[int]:
+    """The numbers of the hooks that every module calls, which not every version guards."""
+    return [number for hooks in _HOOKS for number in hooks.find()]
 
 
 def function_modes() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphrt.compile.errors import RetraceError
-from graphrt.compile.private_torch import Guards, function_modes
+from graphrt.compile.private_torch import Guards, function_modes, hooks_of_all_modules
 from graphrt.compile.trace._guard_texts import AS_TRACED, explained
 from graphrt.compile.trace._kinds import kind_of, kind_text
 from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
@@ -42,6 +42,7 @@ class Outside:
         self._methods = tuple(methods)
         self._ambient = Ambient(device_type)
         self._modes = function_modes()
+        self._hooks = hooks_of_all_modules()
         self._inputs = inputs
         self._bound = dict(bound)
         self._kinds = {index: kind_of(tensor) for index, tensor in bound.items()}
@@ -69,6 +70,8 @@ class Outside:
                 self._guards.broken(arguments), lambda source: self._text_of(source, arguments)
             )
             raise _changed(broken.name, broken.got, broken.expected)
+        if hooks_of_all_modules() != self._hooks:
+            raise _changed("what is hooked into all modules", "other hooks")
         self._check_methods()
         if other := self._parameters.other_default():
             name, now, before = other

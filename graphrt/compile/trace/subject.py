@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,8 +16,19 @@ from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Parameters
 from graphrt.core.base import tree
 
-Holding = tuple[Mapping[str, Any], str, Any]
-"""A dict, a name in it, and the object of that name."""
+_DEEPEST = 20
+"""Containers in one another in which tensors are looked for; one may hold itself."""
+
+
+class Held(Protocol):
+    """What holds objects by keys."""
+
+    def get(self, key: Any, /) -> Any:
+        """The object, or None."""
+
+
+Holding = tuple[Held, Any, Any]
+"""What holds an object, such as a dict, by which key, and the object."""
 
 
 Method = tuple[type, str, FunctionType, CodeType]
@@ -54,7 +65,9 @@ class Subject:
             own = vars(module)
             for held in held_by(module):
                 found += [(held, name, value) for name, value in held.items()]
-            found += [(own, name, own[name]) for name in own if name[0] != "_"]
+            for name, value in own.items():
+                if name[0] != "_":
+                    found += [(own, name, value), *_inside(value)]
         return found
 
     def methods(self, codes: Iterable[CodeType]) -> list[Method]:
@@ -76,6 +89,39 @@ class Subject:
         for root, module in roots.items():
             if isinstance(module, nn.Module):
                 yield from module.named_modules(prefix=root, remove_duplicate=False)
+
+
+class _Items:
+    """The items of a list, by their places."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def get(self, place: int, /) -> Any:
+        return self._items[place] if place < len(self._items) else None
+
+
+def _inside(value: object, depth: int = 0) -> list[Holding]:
+    """Which containers within an attribute lead to tensors, and to what else that does."""
+    held: Any
+    if isinstance(value, dict):
+        held, items = value, [*value.items()]
+    elif isinstance(value, list):
+        held, items = _Items(value), [*enumerate(value)]
+    elif isinstance(value, tuple):
+        held, items = None, [*enumerate(value)]
+    elif is_dataclass(value) and hasattr(value, "__dict__"):
+        held = vars(value)
+        items = [*held.items()]
+    else:
+        return []
+    found: list[Holding] = []
+    for key, item in items if depth < _DEEPEST else ():
+        inside = [] if isinstance(item, torch.Tensor) else _inside(item, depth + 1)
+        if held is not None and (inside or isinstance(item, torch.Tensor)):
+            found.append((held, key, item))
+        found += inside
+    return found
 
 
 def _tensors_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

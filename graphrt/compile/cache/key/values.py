@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -125,6 +126,8 @@ class Values:
             return self._items(value, both)
         if isinstance(value, (list, tuple)):
             return self._items(value, (self.of(each, names) for each in value))
+        if isinstance(value, ContextVar):
+            return [f"context variable {value.name}", self.of(value.get(None), names)]
         if isinstance(value, (set, frozenset)):
             return self._items(value, iter(sorted(self.of(each, names) for each in value)))
         return self._object(value, names)
