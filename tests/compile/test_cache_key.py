@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from graphrt.compile.cache import CacheKey, code_settings, runtime_versions
 from graphrt.compile.cache.key import versions
 from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
+from graphrt.compile.cache.key.values import Values
 from graphrt.core.base import InvalidOptionError
 
 MODEL = """
@@ -311,3 +313,18 @@ def test_a_setting_that_cannot_be_compared_is_refused(value: object):
 
 def test_nothing_but_json_types_of_the_compiler():
     assert json.loads(json.dumps(compiler_settings())) == compiler_settings()
+
+
+FACTOR: ContextVar[float] = ContextVar("FACTOR")
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTOR.get()
+
+
+def test_a_context_variable_counts_by_what_it_has_now():
+    def described(factor: float) -> str:
+        FACTOR.set(factor)
+        return Values(TracedSources()).of(scaled)
+
+    assert described(2.0) == described(2.0) != described(7.0)
