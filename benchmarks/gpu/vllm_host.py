@@ -1,12 +1,14 @@
 """vLLM's own graphs against graphrt's, in one process each: the same tokens, and what a step costs.
 
     python -m benchmarks.gpu.vllm_host run --site SITE --work DIR [--only REGEX] [--out FILE]
+    python -m benchmarks.gpu.vllm_host memory --site SITE --work DIR --only REGEX [--out FILE]
 
 SITE is a folder with vLLM and what it imports (left out: where Python finds them). Every
 configuration is a process of its own, all at once, on the GPUs in turn; in it one engine has
 graphrt's graphs and another one vLLM's own. Both generate greedily for the same prompts, then are
 timed in turns, one process a GPU at a time. Weights are random normals, so that tokens depend on
-attention.
+attention. `memory` compares the first capture of one engine that has its process, and its GPU, to
+itself, as what one engine has made is there for the next one.
 """
 
 import argparse
@@ -357,6 +359,16 @@ class Engines:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def run_alone(name: str, work: Path, contestant: str) -> dict[str, Any]:
+    """The first capture of an engine, and nothing else."""
+    from graphrt.hosts.vllm import uninstall
+
+    engines = Engines(configurations()[name], work)
+    if contestant == "vllm":
+        uninstall()
+    return engines.start(contestant)
+
+
 def run_one(name: str, work: Path, barrier: float) -> dict[str, Any]:
     options = configurations()[name]
     result: dict[str, Any] = {"name": name, "began": time.time(), "stage": "import"}
@@ -493,7 +505,8 @@ def entry_points(folder: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-def run_all(args: argparse.Namespace) -> int:
+def prepared(args: argparse.Namespace) -> tuple[Path, list[str], str]:
+    """The working directory with a model and adapters, the configurations, and PYTHONPATH."""
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     for old in (*work.glob("*.compared"), *work.glob("*.json")):
@@ -513,33 +526,86 @@ def run_all(args: argparse.Namespace) -> int:
             env=os.environ | {"PYTHONPATH": path},
             check=True,
         )
+    return work, names, path
+
+
+def started(
+    name: str, work: Path, path: str, gpu: int, log: Path, *more: str
+) -> subprocess.Popen[bytes]:
+    """A process for one configuration on one GPU."""
+    options = configurations()[name]
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "CUDA_VISIBLE_DEVICES": str(gpu),
+        "OMP_NUM_THREADS": "1",
+        "GRAPHRT_VLLM": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": {"v1": "0", "v2": "1"}[options["runner"]],
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_DISABLE_COMPILE_CACHE": str(int("backend" in options["compilation"])),
+        "VLLM_CACHE_ROOT": str(work / "cache" / name),
+        **options.get("env", {}),
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu.vllm_host", "one", name, "--work", str(work)]
+    with open(log, "wb") as out:
+        return subprocess.Popen(
+            [*command, *more], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+
+
+def run_memory(args: argparse.Namespace) -> int:
+    """One process at a time on a GPU."""
+    work, names, path = prepared(args)
+    waiting = {
+        gpu: [(name, each) for name in names[gpu :: args.gpus] for each in ("vllm", "graphrt")]
+        for gpu in range(args.gpus)
+    }
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    while running or any(waiting.values()):
+        for gpu, left in waiting.items():
+            if gpu in running and running[gpu].poll() is None:
+                continue
+            running.pop(gpu, None)
+            if left:
+                name, each = left.pop(0)
+                log = work / f"{name}.{each}.log"
+                running[gpu] = started(name, work, path, gpu, log, "--alone", each)
+        time.sleep(0.2)
+    results: dict[str, dict[str, Any]] = {}
+    rows = ["configuration", "first capture s g|v", "device MiB g|v", "reserved MiB g|v"]
+    print("| " + " | ".join(rows) + " |\n|" + "---|" * len(rows))
+    for name in names:
+        found = results[name] = {}
+        for each in ("graphrt", "vllm"):
+            file = work / f"{name}.{each}.result.json"
+            if file.exists():
+                found[each] = json.loads(file.read_text())
+            else:
+                print((work / f"{name}.{each}.log").read_text(errors="replace")[-4000:])
+        if len(found) == 2:
+            cells = [
+                "|".join(str(found[each][key]) for each in ("graphrt", "vllm"))
+                for key in ("seconds", "mib", "reserved_mib")
+            ]
+            print(f"| {name} | {' | '.join(cells)} |")
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1))
+    return 0 if all(len(found) == 2 for found in results.values()) else 1
+
+
+def run_all(args: argparse.Namespace) -> int:
+    work, names, path = prepared(args)
     began = time.time()
     (work / "plan.json").write_text(json.dumps({"names": names, "began": began}))
     running: dict[str, subprocess.Popen[bytes]] = {}
     for index, name in enumerate(names):
-        options = configurations()[name]
-        environment = os.environ | {
-            "PYTHONPATH": path,
-            "CUDA_VISIBLE_DEVICES": str(index % args.gpus),
-            "OMP_NUM_THREADS": "1",
-            "GRAPHRT_VLLM": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_USE_V2_MODEL_RUNNER": {"v1": "0", "v2": "1"}[options["runner"]],
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_DISABLE_COMPILE_CACHE": str(int("backend" in options["compilation"])),
-            "VLLM_CACHE_ROOT": str(work / "cache" / name),
-            **options.get("env", {}),
-        }
-        command = [sys.executable, "-m", "benchmarks.gpu.vllm_host", "one", name]
-        command += ["--work", str(work), "--barrier", str(args.barrier)]
-        with open(work / f"{name}.log", "wb") as log:
-            running[name] = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+        barrier = "--barrier", str(args.barrier)
+        log = work / f"{name}.log"
+        running[name] = started(name, work, path, index % args.gpus, log, *barrier)
     while running and time.time() - began < args.seconds:
         for name, process in list(running.items()):
             if process.poll() is not None:
@@ -635,22 +701,32 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("one")
     one.add_argument("name")
+    one.add_argument("--alone", choices=["graphrt", "vllm"], help="start that engine alone")
     everything = commands.add_parser("run")
-    everything.add_argument("--site", type=Path, help="a folder with vLLM")
-    everything.add_argument("--out", type=Path, help="a JSON file for all results")
-    everything.add_argument("--only", default="", help="regular expression on names")
-    everything.add_argument("--gpus", type=int, default=2)
+    memory = commands.add_parser("memory")
+    for command in (everything, memory):
+        command.add_argument("--site", type=Path, help="a folder with vLLM")
+        command.add_argument("--out", type=Path, help="a JSON file for all results")
+        command.add_argument("--only", default="", help="regular expression on names")
+        command.add_argument("--gpus", type=int, default=2)
     everything.add_argument("--seconds", type=float, default=270, help="stop what runs then")
-    for command in (one, everything):
+    for command in (one, everything, memory):
         command.add_argument("--work", type=Path, required=True)
+    for command in (one, everything):
         command.add_argument(
             "--barrier", type=float, default=190, help="time from then at the latest"
         )
     args = parser.parse_args()
     if args.command == "run":
         return run_all(args)
+    if args.command == "memory":
+        return run_memory(args)
     logging.basicConfig(level=logging.WARNING)
     args.work = args.work.resolve()
+    if args.alone:
+        result = run_alone(args.name, args.work, args.alone)
+        (args.work / f"{args.name}.{args.alone}.result.json").write_text(json.dumps(result))
+        return 0
     result = run_one(args.name, args.work, args.barrier)
     (args.work / f"{args.name}.result.json").write_text(json.dumps(result))
     return 1 if "error" in result else 0
