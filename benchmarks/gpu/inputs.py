@@ -4,7 +4,8 @@
 
 Whole `runner(...)` calls with five inputs of 35 kB, against the bare replay of the same graph of a
 runner that is never stepped, and the five bare `memmove`s; and by size of the inputs, from where on
-the copy engine is faster than a graph's own loads: the measure of `Platform.fetched_bytes`.
+the copy engine is faster than a graph's own loads: the measure of `Platform.fetched_bytes` and of
+`Platform.fetch_limit_s`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def write_slot(runner: GraphRunner, batch: Batch, given: dict[str, Any]) -> Any:
 
 def whole_calls(device: str, measure: Callable[..., list[float]]) -> dict[str, float]:
     """Host microseconds of whole calls, of the replay alone and of the memmoves alone."""
-    options = {"fetched": GraphOptions(inputs_in_graph=True), "staged": GraphOptions()}
+    options = {
+        name: GraphOptions(inputs_in_graph=name == "fetched") for name in ("fetched", "staged")
+    }
     runners = {name: decode_runner(device, options=each) for name, each in options.items()}
     bare = decode_runner(device)
     for runner in (*runners.values(), bare):
@@ -114,6 +117,7 @@ def by_size(device: str) -> list[dict[str, float]]:
         found: dict[str, float] = {"bytes": 1 << shift}
         for name in ("fetched", "staged"):
             before, platform.fetched_bytes = platform.fetched_bytes, 1 << 26
+            limit, platform.fetch_limit_s = platform.fetch_limit_s, None
             try:
                 runner = GraphRunner(
                     lambda x: x[:, :1] + 1,
@@ -126,7 +130,7 @@ def by_size(device: str) -> list[dict[str, float]]:
                     options=GraphOptions(inputs_in_graph=name == "fetched", check="off"),
                 )
             finally:
-                platform.fetched_bytes = before
+                platform.fetched_bytes, platform.fetch_limit_s = before, limit
             runner.capture()
             x = torch.zeros(1, 1 << shift, dtype=torch.uint8)
             found[f"{name}, device us"] = device_us(partial(runner, Batch(1, 1, 1), x=x))

@@ -63,8 +63,8 @@ def by_hand(graph: Any, device: str, given: dict[str, torch.Tensor]) -> Callable
 def runner_calls(device: str, measure: Callable[..., list[float]]) -> dict[str, float]:
     """Whole calls by what they do, and the bare replay of the same graph."""
     # A graph that fetches inputs is replayed by its runner alone.
-    fetching = GraphOptions(inputs_in_graph=True)
-    with decode_runner(device, fetching) as runner, decode_runner(device) as other:
+    staging = GraphOptions(inputs_in_graph=False)
+    with decode_runner(device) as runner, decode_runner(device, staging) as other:
         runner.capture()
         other.capture()
         entries = other.graphs.owners()[0].entries

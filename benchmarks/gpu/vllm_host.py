@@ -262,6 +262,8 @@ class Engines:
         self.llms: dict[str, Any] = {}
         self.capture = Capture()
         self.capture.watch()
+        if options.get("lora"):
+            order_sums()
         if options.get("profile"):
             self.capture.profile_too()
         self.adapter = work / "adapter"
@@ -357,6 +359,20 @@ class Engines:
         )
         outputs = self.llms[name].generate(prompts, sampling, use_tqdm=False, **more)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def order_sums() -> None:
+    """Have vLLM's LoRA kernel sum in one order: split, it adds up atomically, in any order, and
+    vLLM's own graphs do not give the same tokens twice."""
+    from vllm.lora.ops.triton_ops import lora_shrink_op as module
+
+    original = module.get_lora_op_configs
+
+    def configs(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = dict(original(*args, **kwargs))
+        return found | {"split_k": 1} if "split_k" in found else found
+
+    module.get_lora_op_configs = configs
 
 
 def run_alone(name: str, work: Path, contestant: str) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class CudaPlatform(Platform):
     contract_version = CONTRACT_VERSION
     device_type = "cuda"
     raw_storages = True
+    # What a copy takes of host and device; see benchmarks/gpu/inputs.py.
+    fetch_limit_s = 12e-6
     # HIP has graphs and streams like CUDA; its driver is not asked for more.
     capabilities = frozenset(
         {

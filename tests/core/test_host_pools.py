@@ -271,6 +271,26 @@ def test_captures_in_a_session_look_at_no_frozen_heap(frozen_by_host, monkeypatc
     assert gc.get_freeze_count() == 0
 
 
+def test_a_session_that_freezes_nothing_neither_counts_nor_collects(monkeypatch):
+    counted: list[str] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            counted.append(name)
+            return getattr(gc, name)
+
+    monkeypatch.setattr(garbage, "gc", Watched())
+    host, pool = Host(FULL), GraphPool("cpu")
+    with pool.capture_session(freeze=False):
+        assert not gc.isenabled()
+        wrapper = host.wrap(lambda x: x + 1, pool)
+        host.begin(4)
+        wrapper(torch.zeros(4))
+        assert gc.get_freeze_count() == 0
+    assert gc.isenabled()
+    assert not {"freeze", "unfreeze", "collect", "get_freeze_count"} & set(counted)
+
+
 # Counter, hook, clearing ------------------------------------------------------------------------
 
 

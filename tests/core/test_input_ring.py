@@ -440,3 +440,25 @@ def test_a_ring_has_fewer_slots_for_larger_inputs():
     assert large is not None
     assert small.slots == 64
     assert 2 <= large.slots < 32
+
+
+@pytest.mark.parametrize(
+    ("ns_a_byte", "at_least", "at_most"),
+    [(0, 65536, 65536), (100, 20 << 10, 25 << 10), (2000, 4096, 4096)],
+)
+def test_a_device_that_reads_slowly_fetches_less(ns_a_byte, at_least, at_most):
+    class Slow(SoftRing):
+        def fetch(self, nbytes: int, most: int) -> None:
+            until = time.perf_counter() + ns_a_byte * nbytes / 1e9
+            while ns_a_byte and time.perf_counter() < until:
+                pass
+            super().fetch(nbytes, most)
+
+    slab = torch.arange(65536 + RingFormat.TAIL_BYTES).to(torch.uint8)
+    slab[-RingFormat.TAIL_BYTES :] = 0
+    before = slab[:65536].clone()
+    ring = SlotRing(Slow(slab, 2, 65536, 4), 65536, 4)
+    ring.limit(0.0024)
+    assert ring.fetch_of(at_least) is not None
+    assert ring.fetch_of(at_most + 1) is None
+    assert torch.equal(slab[:65536], before)

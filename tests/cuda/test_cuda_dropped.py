@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason
-from graphrt.core.base import errors
+from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason, errors
 
 pytestmark = pytest.mark.cuda
 

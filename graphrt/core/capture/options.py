@@ -76,7 +76,7 @@ class GraphOptions:
     launch: Literal["graph", "eager"] = "graph"
     max_padding: float | None = None
     state_limit_bytes: int = 64 * _MIB
-    inputs_in_graph: bool = False
+    inputs_in_graph: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)

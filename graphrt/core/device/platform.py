@@ -63,6 +63,9 @@ class Platform(ABC):
     fetched_bytes: int = 64 << 10
     """The largest inputs of a step, in bytes, that are fetched through an input ring; larger ones
     are copied by the copy engine, which moves more bytes at once and costs more to start."""
+    fetch_limit_s: float | None = None
+    """Seconds by which a fetch may be longer than one of nothing: what is slower on the machine at
+    hand, where each ring is measured as it is made, is copied instead. None: not measured."""
     simulated: bool = False
     """Whether its device is a simulation, so that times on it mean nothing."""
     by_name_only: bool = False

@@ -39,12 +39,14 @@ def open_session(
     session: CaptureSession,
     begin: Callable[[CaptureSession], object],
     end: Callable[[CaptureSession], object],
+    *,
+    freeze: bool,
 ) -> Iterator[CaptureSession]:
-    """A session from `begin` to `end`, with garbage frozen once for all of its captures."""
+    """A session from `begin` to `end`, with garbage kept, or frozen, once for all its captures."""
     undo = Undo()
     try:
         undo.later(partial(thaw_garbage, session))
-        freeze_garbage(session)
+        freeze_garbage(session, heap=freeze)
         undo.later(partial(end, session))
         begin(session)
         yield session

@@ -138,10 +138,13 @@ class GraphPool(Uncopied):
         with self.capture_lock, self.on_device():
             return self.platform.memory_handle(self.memory)
 
-    def capture_session(self, *, stream: Any = None) -> AbstractContextManager[CaptureSession]:
+    def capture_session(
+        self, *, stream: Any = None, freeze: bool = True
+    ) -> AbstractContextManager[CaptureSession]:
         """A context around many captures, such as those of a host that captures piece by piece.
 
-        Garbage is frozen once, beside a heap that the host has frozen collected once. Wrappers with
+        Garbage is frozen once, beside a heap that the host has frozen collected once; without
+        `freeze`, for hosts that do so themselves, it is only not collected. Wrappers with
         `GraphOptions(lazy=True)` may capture inside, those included that come into the pool
         meanwhile, and are sealed where it ends, however it ends. It holds no lock and owns no pool:
         the host runs and captures in it what it likes. `stream` is where the pool captures from now
@@ -152,7 +155,7 @@ class GraphPool(Uncopied):
             with self.on_device():
                 self.stream = self.platform.adopt_stream(stream)
         session = CaptureSession(lambda: self.captures, self.bytes)
-        return open_session(session, self._begin_session, self._end_session)
+        return open_session(session, self._begin_session, self._end_session, freeze=freeze)
 
     def _begin_session(self, session: CaptureSession) -> None:
         self._sessions.append(session)

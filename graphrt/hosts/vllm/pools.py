@@ -97,7 +97,7 @@ class Pools:
 
     @contextmanager
     def session(self, stream: Any) -> Iterator[None]:
-        """Lets what captures lazily capture, on `stream`, and freezes garbage once."""
+        """Lets what captures lazily capture, on `stream`, and nothing be collected meanwhile."""
         if self._stack is not None:
             yield
             return
@@ -118,7 +118,8 @@ class Pools:
             # Blocks are used again by captures on the stream that they were made on alone, and
             # each manager of vLLM's has another one.
             stream = None if pool.graphs.captures else self._stream
-            session = pool.graphs.capture_session(stream=stream)
+            # vLLM has collected and frozen what there was, or wants neither.
+            session = pool.graphs.capture_session(stream=stream, freeze=False)
             self._sessions.append(self._stack.enter_context(session))
 
     def _end(self) -> None:

@@ -23,6 +23,8 @@ _PROGRESS, _FAULT, _FOUND, _GIVEN = (
 _WORD_BYTES = RingFormat.WORD_BYTES
 _PATIENCE_S, _NAP_S = 5.0, 20e-6
 _MOVES_OF_A_FIELD = 3
+_LEAST_BYTES = 4 << 10
+_TRIES = 7
 
 # Memory of rings that are gone, which the device may still be reading: it does not know of owners.
 _retired: list[tuple[torch.Tensor, memoryview]] = []
@@ -84,6 +86,25 @@ class SlotRing:
                 expected=1,
                 advice="GraphOptions(inputs_in_graph=False)",
             )
+
+    def limit(self, seconds: float) -> None:
+        """Fetch only payloads, of 4 KiB at least, that take the device no longer than nothing and
+        so many seconds: how fast it reads the host's memory differs tenfold between machines."""
+        longer = self._time_of(self._nbytes) - self._time_of(0)
+        if longer > seconds:
+            fitting = int(self._nbytes * seconds / longer) // 1024 * 1024
+            self._nbytes = min(self._nbytes, max(_LEAST_BYTES, fitting))
+
+    def _time_of(self, nbytes: int) -> float:
+        """Seconds until a slot with so much payload, which goes nowhere, is fetched."""
+        fetch, times = self._ring.prepare(nbytes, 0), []
+        for _ in range(_TRIES):
+            word, _ = self.take()
+            began = time.perf_counter()
+            self.give(fetch, word, 0, False)
+            self._ring.wait()
+            times.append(time.perf_counter() - began)
+        return min(times)
 
     def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
         """What fetches a slot with so many bytes of payload; None where that is not worth it."""
@@ -192,7 +213,12 @@ def ring_for(platform: Platform, slab: torch.Tensor, nbytes: int, fields: int) -
     slots = max(2, min(MAX_SLOTS, MAX_BYTES // stride))
     try:
         ring = platform.new_input_ring(slab, slots, largest, moves)
-        return None if ring is None else SlotRing(ring, largest, moves)
+        if ring is None:
+            return None
+        slots_of = SlotRing(ring, largest, moves)
+        if platform.fetch_limit_s is not None:
+            slots_of.limit(platform.fetch_limit_s)
+        return slots_of
     except GraphRTError as error:
         warnings.warn(
             f"graphs do not fetch their inputs, which are copied instead: {error}",
