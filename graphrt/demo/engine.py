@@ -109,7 +109,7 @@ class Engine:
     def step(self) -> None:
         """Schedule, run and sample one batch; there must be a request that is not finished."""
         scheduled = self._schedule()
-        inputs = self._inputs(scheduled)
+        inputs = inputs_of(scheduled, self.limits)
         counts = {count for _, count in scheduled}
         query_len = counts.pop() if len(counts) == 1 else None
         batch = Batch(len(inputs["input_ids"]), len(scheduled), query_len)
@@ -151,19 +151,39 @@ class Engine:
                 scheduled.append((request, count))
         return scheduled
 
-    def _inputs(self, scheduled: list[tuple[Request, int]]) -> dict[str, Any]:
-        size, width = self.limits.page_size, self.limits.pages(self.limits.context)
-        ids, positions, slots, starts = list[int](), list[int](), list[int](), [0]
-        for request, count in scheduled:
-            span = range(request.computed, request.computed + count)
-            ids += request.tokens[span.start : span.stop]
-            positions += span
-            slots += [request.pages[p // size] * size + p % size for p in span]
-            starts.append(len(ids))
-        return {
-            "input_ids": torch.tensor(ids),
-            "positions": torch.tensor(positions),
-            "slot_mapping": torch.tensor(slots),
-            "block_table": torch.tensor([(r.pages + [0] * width)[:width] for r, _ in scheduled]),
-            "query_start_loc": torch.tensor(starts, dtype=torch.int32),
-        }
+
+def inputs_of(scheduled: Sequence[tuple[Request, int]], limits: EngineLimits) -> dict[str, Any]:
+    """The inputs of a step that computes so many tokens of each request."""
+    size, width = limits.page_size, limits.pages(limits.context)
+    ids, positions, slots, starts = list[int](), list[int](), list[int](), [0]
+    for request, count in scheduled:
+        span = range(request.computed, request.computed + count)
+        ids += request.tokens[span.start : span.stop]
+        positions += span
+        slots += [request.pages[p // size] * size + p % size for p in span]
+        starts.append(len(ids))
+    return {
+        "input_ids": torch.tensor(ids),
+        "positions": torch.tensor(positions),
+        "slot_mapping": torch.tensor(slots),
+        "block_table": torch.tensor([(r.pages + [0] * width)[:width] for r, _ in scheduled]),
+        "query_start_loc": torch.tensor(starts, dtype=torch.int32),
+    }
+
+
+def random_step(
+    batch: Batch, limits: EngineLimits, vocab: int, generator: torch.Generator
+) -> list[tuple[Request, int]]:
+    """Requests for a step of `batch`, with random tokens and something in the cache before."""
+    reqs = batch.num_reqs or min(batch.num_tokens, limits.max_num_reqs)
+    scheduled = []
+    for place in range(reqs):
+        count = (batch.num_tokens + place) // reqs
+        before = int(torch.randint(limits.context - count, (), generator=generator))
+        length = before + count
+        tokens = torch.randint(vocab, (length,), generator=generator).tolist()
+        pages = limits.pages(limits.context)
+        first = 1 + place * pages
+        own = list(range(first, first + limits.pages(length)))
+        scheduled.append((Request(tokens, length, limits.context, before, own), count))
+    return scheduled

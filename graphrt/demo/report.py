@@ -12,16 +12,19 @@ from torch import Tensor
 
 from graphrt import (
     AttentionSupport,
+    Batch,
     BatchDescriptor,
+    Example,
     GraphMode,
     GraphOptions,
     GraphRunner,
+    Host,
     InputSpec,
     Plan,
     Platform,
 )
 from graphrt.core.plan import PlanArguments
-from graphrt.demo.engine import Engine, EngineLimits, StepRecord
+from graphrt.demo.engine import Engine, EngineLimits, StepRecord, inputs_of, random_step
 from graphrt.demo.model import Decoder, new_cache
 
 
@@ -89,6 +92,16 @@ def make_runner(setup: Setup, options: GraphOptions) -> GraphRunner:
         ),
         **setup.graphs,
     }
+    fused = setup.decoder.decode_attention
+
+    def example(batch: Batch, generator: torch.Generator) -> Example:
+        # The cache is empty still, so that all of it is scratch memory.
+        scheduled = random_step(batch, limits, config.vocab_size, generator)
+        updates = None
+        if fused is not None and batch.query_len == 1:
+            updates = fused.updates([request.computed + 1 for request, _ in scheduled])
+        return Example(inputs_of(scheduled, limits), updates)
+
     return GraphRunner(
         functools.partial(setup.decoder, cache),
         Plan(**graphs, platform=setup.platform),
@@ -102,6 +115,8 @@ def make_runner(setup: Setup, options: GraphOptions) -> GraphRunner:
             "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
         },
         outputs=("reqs", config.vocab_size),
+        # Graphs are tried as they are captured, and not by the first steps that are served.
+        host=Host(example=example),
     )
 
 

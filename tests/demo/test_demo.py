@@ -10,9 +10,9 @@ from rich.console import Console
 
 from graphrt import BatchDescriptor, Dispatch, GraphMode, Reason
 from graphrt.core.base import CheckpointError, InvalidBatchError, InvalidInputError
-from graphrt.demo import app, run_demo
+from graphrt.demo import app, report, run_demo
 from graphrt.demo.engine import StepRecord
-from graphrt.demo.report import Run, compare, group_steps
+from graphrt.demo.report import Run, compare, group_steps, make_runner
 from tests.demo.tiny_checkpoints import LLAMA, QWEN3, write
 
 
@@ -98,6 +98,29 @@ def test_a_difference_is_told_and_is_exit_code_one(monkeypatch):
     code, text = demo()
     assert code == 1
     assert " 1 differ (torch.equal)" in text and text.rstrip().endswith("NOT EQUAL")
+
+
+def test_graphs_are_tried_as_they_are_captured_and_not_by_the_steps_that_are_served(monkeypatch):
+    made = []
+
+    def kept(setup, options):
+        made.append(make_runner(setup, options))
+        return made[-1]
+
+    monkeypatch.setattr(report, "make_runner", kept)
+    served = []
+    honest = report.Engine.step
+
+    def step_of(engine):
+        trials = [each.steps for each in engine.runner.report().trust.trials]
+        served.append(sum(trials))
+        honest(engine)
+
+    monkeypatch.setattr(report.Engine, "step", step_of)
+    assert demo()[0] == 0
+    assert len(made) == 3
+    first = served[: len(served) // 3]
+    assert first[0] >= 4 and len(set(first)) == 1
 
 
 def step(mode=GraphMode.FULL, size=4, tokens=3, logits=None):
