@@ -1,111 +1,24 @@
-"""What inputs cost a step on the host, in microseconds, by where they are and how they get there.
+"""What inputs cost a step on the device, in microseconds, by their size: fetched or copied.
 
     python3 -m benchmarks.gpu.inputs [--json FILE]
 
-Whole `runner(...)` calls with five inputs of 35 kB, against the bare replay of the same graph of a
-runner that is never stepped, and the five bare `memmove`s; and by size of the inputs, from where on
-the copy engine is faster than a graph's own loads: the measure of `Platform.fetched_bytes` and of
-`Platform.fetch_limit_s`.
+From where on the copy engine is faster than a graph's own loads is the measure of
+`Platform.fetched_bytes` and of `Platform.fetch_limit_s`, and what that made of it on the machine
+at hand is told too. What inputs cost the host is in benchmarks/gpu/overhead.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.common import arguments, environment, finish, median_us, show, synchronizer
-from benchmarks.gpu.overhead import BARE, LIVE, SIZE, by_hand, call_runner
-from benchmarks.host_overhead import decode_runner, values
+from benchmarks.common import arguments, environment, finish, show
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, get_platform
-
-CALLS = 20
-MEMMOVES = "5 memmoves"
-
-
-def graph_of(runner: GraphRunner, size: int) -> Any:
-    entries = runner.graphs.owners()[0].entries
-    return next(entry.parts[0] for found, entry in entries.items() if found.num_tokens == size)
-
-
-def memmoves(given: dict[str, torch.Tensor]) -> Callable[[], None]:
-    """The bytes of a step's inputs, moved one after the other into pinned memory."""
-    into = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    moves, at = [], into.data_ptr()
-    for value in given.values():
-        moves.append((at, value.data_ptr(), value.nbytes))
-        at += -(-value.nbytes // 256) * 256
-    memmove = ctypes.memmove
-
-    def move() -> None:
-        for to, start, size in moves:
-            memmove(to, start, size)
-
-    move.kept = into, given  # type: ignore[attr-defined]
-    return move
-
-
-def write_slot(runner: GraphRunner, batch: Batch, given: dict[str, Any]) -> Any:
-    """A step whose inputs are written where the graph fetches them, by numpy."""
-    slot = runner.slot(batch)
-    for name, place in slot.numpy.items():
-        place[:] = given[name]
-    return runner(slot)
-
-
-def whole_calls(device: str, measure: Callable[..., list[float]]) -> dict[str, float]:
-    """Host microseconds of whole calls, of the replay alone and of the memmoves alone."""
-    options = {
-        name: GraphOptions(inputs_in_graph=name == "fetched") for name in ("fetched", "staged")
-    }
-    runners = {name: decode_runner(device, options=each) for name, each in options.items()}
-    bare = decode_runner(device)
-    for runner in (*runners.values(), bare):
-        runner.capture()
-    graph = graph_of(bare, SIZE)
-    bare_calls = decode_runner(device, options=options["staged"])
-    bare_calls.capture()
-    steps: dict[str, Callable[[], Any]] = {
-        BARE: graph_of(bare_calls, SIZE).replay,
-        f"{BARE}, with a fetch in it": graph.replay,
-    }
-    for rows, kind in ((SIZE, "at a captured size"), (LIVE, "padded")):
-        on_host = values(rows)
-        on_device = {name: value.to(device) for name, value in on_host.items()}
-        batch = Batch(rows, rows, 1)
-        steps[f"{MEMMOVES}, {kind}"] = memmoves(on_host)
-        for name, runner in runners.items():
-            for place, given in (("host", on_host), ("device", on_device)):
-                steps[f"{name}, 5 {place} inputs, {kind}"] = partial(
-                    call_runner, runner, rows, given
-                )
-            in_place = dict(runner.inputs.layout(SIZE, SIZE).views)
-            if rows == SIZE:
-                steps[f"{name}, 5 inputs in place, {kind}"] = partial(
-                    call_runner, runner, rows, in_place
-                )
-        arrays = {name: value.numpy() for name, value in on_host.items()}
-        fetched = runners["fetched"]
-        steps[f"slot, written by numpy, {kind}"] = partial(write_slot, fetched, batch, arrays)
-        steps[f"slot, nothing written, {kind}"] = partial(write_slot_of_nothing, fetched, batch)
-        pinned = {
-            name: value.pin_memory() if device == "cuda" else value
-            for name, value in on_host.items()
-        }
-        steps[f"by hand, 5 host inputs, {kind}"] = by_hand(
-            graph_of(bare_calls, SIZE), device, pinned
-        )
-    nothing, *times = measure(lambda: None, *steps.values())
-    for runner in (*runners.values(), bare, bare_calls):
-        runner.close()
-    return {name: found - nothing for name, found in zip(steps, times, strict=True)}
-
-
-def write_slot_of_nothing(runner: GraphRunner, batch: Batch) -> Any:
-    return runner(runner.slot(batch))
+from graphrt.core.device import RingFormat
+from graphrt.core.inputs.transfer import ring_for
 
 
 def by_size(device: str) -> list[dict[str, float]]:
@@ -159,27 +72,23 @@ def device_us(step: Callable[[], Any], steps: int = 20, rounds: int = 9) -> floa
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=151)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    measure = partial(
-        median_us,
-        rounds=options.rounds,
-        calls=CALLS,
-        warm_ups=1,
-        synchronize=synchronizer(options.device),
-    )
-    calls = whole_calls(options.device, measure)
-    rows: list[list[Any]] = []
-    for name, value in calls.items():
-        moved = calls[f"{MEMMOVES}, {'padded' if 'padded' in name else 'at a captured size'}"]
-        above = value - calls[BARE]
-        rows.append([name, value, above, above - moved if "host" in name else None])
-    show("Whole steps", ["", "us", "above bare replay", "and the memmoves"], rows)
     sizes = by_size(options.device)
     show("By size", list(sizes[0]), [list(each.values()) for each in sizes])
-    results = {"calls": calls, "by_size": sizes}
+    limit = fetched_here(options.device)
+    print(f"fetched on this machine: up to {limit} bytes")
+    results = {"by_size": sizes, "fetched_bytes": limit}
     finish("inputs", options, environment(options.device), results)
+
+
+def fetched_here(device: str) -> int:
+    """The largest inputs, to a KiB, that a runner on this machine has its graphs fetch."""
+    slab = torch.zeros((1 << 20) + RingFormat.TAIL_BYTES, dtype=torch.uint8, device=device)
+    ring = ring_for(get_platform(device), slab, 1 << 20, 5)
+    if ring is None:
+        return 0
+    return next(n << 10 for n in range(1 << 10, -1, -1) if not n or ring.fetch_of(n << 10))
 
 
 if __name__ == "__main__":
