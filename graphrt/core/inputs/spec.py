@@ -6,6 +6,7 @@ import cmath
 import itertools
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -67,15 +68,20 @@ class InputSpec:
         """The batch axis and its dimension; (None, 0) if there is none."""
         for dim, size in enumerate(self.shape):
             if isinstance(size, str):
-                return Axis.parse(size), dim
+                return _axis_of(size), dim
         return None, 0
 
     def sizes(self, tokens: int, reqs: int) -> tuple[int, ...]:
         """The shape for a batch of this size."""
         return tuple(
-            size if isinstance(size, int) else Axis.parse(size).size(tokens, reqs)
+            size if isinstance(size, int) else _axis_of(size).size(tokens, reqs)
             for size in self.shape
         )
+
+
+@lru_cache(maxsize=64)
+def _axis_of(text: str) -> Axis:
+    return Axis.parse(text)
 
 
 def check_value(
