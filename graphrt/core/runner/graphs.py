@@ -29,12 +29,12 @@ from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.session import (
     DroppedGraph,
+    Enough,
     GraphRecord,
     PlannedGraph,
     Progress,
     WarmUps,
     capture_graphs,
-    tell_dropped,
 )
 from graphrt.core.runner.steps import Checks, PaddedStep
 from graphrt.core.trust import AddressBook, Reads, WarmedUp, WatchedState
@@ -73,9 +73,11 @@ class GraphSet:
         self._inputs = inputs
         self._outputs = OutputLayout(outputs)
         self._compiled = CompiledModules(plan.compiled)
+        self._sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
         self._compiled.tell_sizes(self._sizes)
-        named = [module.weights for module in self._compiled.modules]
-        self.weights = AddressBook(host.parameters, forward, named)
+        self.weights = AddressBook(
+            host.parameters, forward, [module.weights for module in self._compiled.modules]
+        )
         self.run_forward = without_graph(forward)
         watches = options.checks("capture") and not self.eager_launch
         self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None
@@ -92,22 +94,22 @@ class GraphSet:
         )
         # By slot. What the dispatcher does not serve is left of a release that was interrupted.
         self._kept: dict[int, list[Captured]] = {}
-        self.lazy = LazyCaptures(self.dispatcher, pool, self.dropped)
+        self._warm_ups = WarmUps(
+            options.warmups,
+            each=options.warm_up_each,
+            # What `bind` does may depend on the descriptor; inputs depend on the size.
+            alike=host.bind is None,
+            breaks=options.breaks,
+        )
+        self.lazy = LazyCaptures(self.dispatcher, pool, self.dropped, self.checks)
 
-    def capture_missing(self, progress: Progress | None = None) -> None:
-        """Capture what is not captured yet, then seal."""
-        self.dropped.clear()
-        captured = {(found.mode, found.descriptor) for found in self.dispatcher.published}
-        before = len(self.records)
-        self.capture([key for key in self._plan.capture_order() if key not in captured], progress)
-        self.seal()
-        new = self.records[before:]
-        logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
-        if self.dropped:
-            tell_dropped(self.dropped, len(self._plan.keys), strict=self._options.strict)
-
-    def capture(self, keys: Iterable[CaptureKey], progress: Progress | None = None) -> None:
-        """Capture and publish the graphs of `keys` in their order."""
+    def capture(
+        self,
+        keys: Iterable[CaptureKey],
+        progress: Progress | None = None,
+        enough: Enough | None = None,
+    ) -> None:
+        """Capture and publish the graphs of `keys` in their order, until there are `enough`."""
         if current_capture() is not None:
             raise inside_capture()
         self._pool.check_idle()
@@ -123,7 +125,8 @@ class GraphSet:
         if self.records:
             # Graphs that are captured already read the old addresses.
             self.weights.check()
-        saved = self._saved_state()
+            self.checks.check_settings()
+        saved, more = self._saved_state(), enough is not None
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._step(*key)) for key in keys
         ]
@@ -132,21 +135,20 @@ class GraphSet:
             self.weights.record()
         if self.eager_launch:
             for graph in planned:
+                if enough is not None and enough(graph):
+                    break
                 self._see(graph.step, saved)
                 self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
-            self._settle(saved)
+            self._settle(saved, more)
             return
+        # State that is found has to be found, and streams to be counted, in every session.
+        counts = self._pool.platform.stream_room() is not None
+        self._warm_ups.begin(keep=self.reads is None and not counts)
         try:
             capture_graphs(
                 planned,
                 pool=self._pool,
-                warm_ups=WarmUps(
-                    self._options.warmups,
-                    each=self._options.warm_up_each,
-                    # What `bind` does may depend on the descriptor; inputs depend on the size.
-                    alike=self._host.bind is None,
-                    breaks=self._options.breaks,
-                ),
+                warm_ups=self._warm_ups,
                 bind=self._prepare,
                 enlist=self._compiled.enlist,
                 state=saved,
@@ -154,12 +156,13 @@ class GraphSet:
                 publish=self._publish,
                 take_back=self._take_back,
                 drop=self._drop,
-                settle=lambda: self._settle(saved),
+                settle=partial(self._settle, saved, more),
                 progress=progress,
+                enough=enough,
             )
             self._inputs.settle()
         except BaseException as error:
-            self._settle_or_release(saved if isinstance(error, Exception) else None)
+            self._settle_or_release(saved if isinstance(error, Exception) else None, more)
             raise
         finally:
             if planned:
@@ -198,6 +201,7 @@ class GraphSet:
         self.dropped.clear()
         self.steps.clear()
         self.lazy.failed.clear()
+        self._warm_ups.begin(keep=False)
         self.sealing.open()
         self._outputs.forget()
         self._compiled.unseal()
@@ -225,10 +229,6 @@ class GraphSet:
             pads=self._inputs.padding.addresses,
             device_type=self._pool.platform.device_type,
         )
-
-    @property
-    def _sizes(self) -> set[int]:
-        return {descriptor.num_tokens for _, descriptor in self._plan.keys}
 
     def _compile(self, step: PaddedStep | None, saved: WatchedState) -> None:
         """Run one eager step if a module of the forward has yet to be compiled.
@@ -267,7 +267,7 @@ class GraphSet:
             saved.restore()
             raise
 
-    def _settle(self, saved: WatchedState | None) -> None:
+    def _settle(self, saved: WatchedState | None, more: bool) -> None:
         """Find the batch axes of the outputs, if need be and `saved` is there with eager steps, and
         prepare what hands them out; then what the forward reads, and what its steps are to check.
         """
@@ -289,7 +289,7 @@ class GraphSet:
             saved.settle()
         if self.reads is not None:
             self.reads.settle()
-        self.checks.captured(self.dispatcher.published)
+        self.checks.captured(self.dispatcher.published, more=more)
         if self.eager_launch or self._options.outputs == "clone":
             return
         for record in self.records:
@@ -298,11 +298,11 @@ class GraphSet:
             if wrapper is not None and step is not None:
                 step.hold(wrapper, self._inputs, self._pool, self._host.bind)
 
-    def _settle_or_release(self, saved: WatchedState | None) -> None:
+    def _settle_or_release(self, saved: WatchedState | None, more: bool) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""
         try:
             with self._host.around_capture():
-                self._settle(saved)
+                self._settle(saved, more)
         except OutputError:
             self.release()
 
