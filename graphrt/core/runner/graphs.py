@@ -74,6 +74,8 @@ class GraphSet:
         self._outputs = OutputLayout(outputs)
         self._compiled = CompiledModules(plan.compiled)
         self._sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
+        lengths = {descriptor.query_len for _, descriptor in plan.keys}
+        self._query_len = lengths.pop() if len(lengths) == 1 else None
         self._compiled.tell_sizes(self._sizes)
         self.weights = AddressBook(
             host.parameters, forward, [module.weights for module in self._compiled.modules]
@@ -83,8 +85,7 @@ class GraphSet:
         self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None
         self.warmed_up: dict[Hashable, WarmedUp] = {}
         self.checks = Checks(options, self.reads, pool.platform.device_type)
-        if self.eager_launch:
-            self.checks.on = False
+        self.checks.on &= not self.eager_launch
         self.forward = forward
         self.mixes_rows = host.mixes_rows
         # What graphs fetch is not there yet when `bind` is called, which may read or write it.
@@ -119,9 +120,7 @@ class GraphSet:
         published = self.dispatcher.published
         self._let_go(self._kept.keys() - {found.slot for found in published})
         standing = {(found.mode, found.descriptor) for found in published}
-        self.records[:] = [
-            each for each in self.records if (each.mode, each.descriptor) in standing
-        ]
+        self.records[:] = [own for own in self.records if (own.mode, own.descriptor) in standing]
         if self.records:
             # Graphs that are captured already read the old addresses.
             self.weights.check()
@@ -277,8 +276,7 @@ class GraphSet:
             rows = BatchDescriptor(tokens, reqs, query_len is not None, query_len=query_len)
             self._see(self._step(GraphMode.NONE, rows), saved)
 
-        lengths = {descriptor.query_len for _, descriptor in self._plan.keys}
-        query_len = lengths.pop() if len(lengths) == 1 else None
+        query_len = self._query_len
         try:
             self._outputs.resolve(None if saved is None else probe, query_len=query_len)
         except BaseException:
@@ -314,6 +312,8 @@ class GraphSet:
         return PaddedStep(descriptor, self._inputs, call, self._outputs, ring, owned=owned)
 
     def _prepare(self, step: PaddedStep, phase: Phase) -> None:
+        # Outputs of the step before may lie in the buffers.
+        self._pool.expire_outputs()
         self._inputs.reset(step.layout)
         if step.ring is not None and phase == "capture":
             self._inputs.expect_capture(step.layout)
