@@ -1,4 +1,4 @@
-"""`capture_next()`: graphs come one after the other between steps, as right as those of `capture()`."""
+"""`capture_next()`: graphs come one by one, between steps, as right as those of `capture()`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def finish(run: GraphRunner) -> None:
         pass
 
 
-# What one call captures ----------------------------------------------------------------------------
+# What one call captures --------------------------------------------------------------------------
 
 
 def test_without_a_budget_a_call_captures_one_graph_and_says_how_many_are_left():
@@ -112,7 +112,7 @@ def test_what_is_no_budget_is_refused(budget):
         several().capture_next(budget)
 
 
-# The order -----------------------------------------------------------------------------------------
+# The order ---------------------------------------------------------------------------------------
 
 
 def test_what_the_host_prefers_comes_after_the_largest():
@@ -172,7 +172,7 @@ def test_of_each_kind_the_largest_comes_first():
     assert [size for mode, size in keys if mode is PIECEWISE][:2] == [8, 1]
 
 
-# Between calls -------------------------------------------------------------------------------------
+# Between calls -----------------------------------------------------------------------------------
 
 
 def test_batches_are_served_by_what_is_there_or_eagerly():
@@ -254,7 +254,7 @@ def test_lazy_steps_capture_meanwhile_what_they_miss():
     assert run.graphs.sealing.closed
 
 
-# The end -------------------------------------------------------------------------------------------
+# The end -----------------------------------------------------------------------------------------
 
 
 def test_after_the_last_graph_the_runner_is_as_sealed_as_by_capture():
@@ -360,7 +360,7 @@ def test_a_closed_runner_captures_nothing():
         run.capture_next()
 
 
-# Failures ------------------------------------------------------------------------------------------
+# Failures ----------------------------------------------------------------------------------------
 
 
 def test_a_graph_that_fails_raises_once_and_the_others_go_on():
@@ -461,7 +461,7 @@ def test_a_lazy_step_under_other_settings_captures_nothing():
     assert sizes_of(run) == [8, 2]
 
 
-# Never in a step -----------------------------------------------------------------------------------
+# Never in a step ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", ["eager", "replay"])
@@ -564,7 +564,7 @@ def test_a_call_in_the_capture_of_something_else_is_refused():
     assert sizes_of(run) == []
 
 
-# State ---------------------------------------------------------------------------------------------
+# State -------------------------------------------------------------------------------------------
 
 
 class Counting(torch.nn.Module):
@@ -652,7 +652,7 @@ def test_state_that_a_small_graph_writes_after_larger_ones_is_put_back():
     assert state.tolist() == [0, 0]
 
 
-# What steps took meanwhile -------------------------------------------------------------------------
+# What steps took meanwhile -----------------------------------------------------------------------
 
 
 def test_the_report_has_the_slowest_steps_meanwhile():

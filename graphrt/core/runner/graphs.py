@@ -95,13 +95,7 @@ class GraphSet:
         )
         # By slot. What the dispatcher does not serve is left of a release that was interrupted.
         self._kept: dict[int, list[Captured]] = {}
-        self._warm_ups = WarmUps(
-            options.warmups,
-            each=options.warm_up_each,
-            # What `bind` does may depend on the descriptor; inputs depend on the size.
-            alike=host.bind is None,
-            breaks=options.breaks,
-        )
+        self._warm_ups = WarmUps.of(options, host)
         self.lazy = LazyCaptures(self.dispatcher, pool, self.dropped, self.checks)
 
     def capture(
@@ -132,18 +126,13 @@ class GraphSet:
         self._compile(planned[0].step if planned else None, saved)
         if not self.records:
             self.weights.record()
-        if self.eager_launch:
-            for graph in planned:
-                if enough is not None and enough(graph):
-                    break
-                self._see(graph.step, saved)
-                self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
-            self._settle(saved, more)
-            return
         # State that is found has to be found, and streams to be counted, in every session.
         counts = self._pool.platform.stream_room() is not None
         self._warm_ups.begin(keep=self.reads is None and not counts)
         try:
+            if self.eager_launch:
+                self._see_all(planned, saved, enough)
+                return
             capture_graphs(
                 planned,
                 pool=self._pool,
@@ -241,6 +230,16 @@ class GraphSet:
             step = self._step(GraphMode.NONE, rows)
         with self._host.around_capture():
             self._see(step, saved)
+
+    def _see_all(
+        self, planned: Iterable[PlannedGraph], saved: WatchedState, enough: Enough | None
+    ) -> None:
+        for graph in planned:
+            if enough is not None and enough(graph):
+                break
+            self._see(graph.step, saved)
+            self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
+        self._settle(saved, enough is not None)
 
     def _see(self, step: PaddedStep, saved: WatchedState) -> None:
         """Run one eager step, as a warm-up, and note what it returns."""

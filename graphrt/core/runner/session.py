@@ -22,7 +22,7 @@ from graphrt.core.base import (
     thaw_garbage,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, SideDoors, side_doors
+from graphrt.core.capture import CaptureTransaction, GraphOptions, SideDoors, side_doors
 from graphrt.core.plan import alike
 from graphrt.core.replay import WORST_CASE, GraphPool, under_way, warming_up
 from graphrt.core.runner._streams import StreamLedger
@@ -194,6 +194,14 @@ class WarmUps:
         self._alike = alike
         self._done: set[Hashable] = set()
         self.breaks = breaks
+
+    @classmethod
+    def of(cls, options: GraphOptions, host: Host) -> WarmUps:
+        """Those that options ask for."""
+        # What `bind` does may depend on the descriptor; inputs depend on the size.
+        alike = host.bind is None
+        each, breaks = options.warm_up_each, options.breaks
+        return cls(options.warmups, each=each, alike=alike, breaks=breaks)
 
     def begin(self, *, keep: bool) -> None:
         """Begin a session; with `keep` what others have warmed up is warm."""
