@@ -46,6 +46,7 @@ from graphrt.core.base import (
     VerificationError,
 )
 from graphrt.core.replay import handout
+from graphrt.core.replay.pool import AwaitsUpdates
 from graphrt.cpu import CpuPlatform
 
 SIZES = [1, 2, 4, 8]
@@ -523,6 +524,23 @@ def test_a_call_from_another_thread_while_a_step_runs_is_refused():
     run.capture_next()
 
 
+class Waiting(AwaitsUpdates):
+    """A launched step, which the next step of its thread would end."""
+
+    def abandon(self) -> GraphRTError:
+        raise AssertionError("it was ended")
+
+
+def test_a_step_that_waits_for_its_updates_goes_on_waiting():
+    run = several()
+    waiting = run.pool.owner = Waiting()
+    with pytest.raises(PoolBusyError, match="updates"):
+        run.capture_next()
+    assert run.pool.owner is waiting
+    run.pool.owner = None
+    assert captured_by(run) == [8]
+
+
 def call_here(function: Any) -> None:
     function()
 
@@ -650,6 +668,32 @@ def test_state_that_a_small_graph_writes_after_larger_ones_is_put_back():
     run = several(forward)
     finish(run)
     assert state.tolist() == [0, 0]
+
+
+def test_rows_that_only_some_sizes_write_are_put_back():
+    state = torch.zeros(4, 4)
+
+    def forward(x):
+        if x.shape[0] in (2, 8):
+            # No padding names this row.
+            state.index_copy_(0, torch.full((1,), 3), x[:1] + 1)
+        return x + state[3]
+
+    run = several(forward)
+    finish(run)
+    assert torch.equal(state, torch.zeros(4, 4))
+
+
+def test_of_each_kind_the_warm_up_of_the_largest_is_remembered():
+    state = torch.zeros(1)
+
+    def forward(x):
+        state.add_(1)
+        return x + state
+
+    run = several(forward)
+    finish(run)
+    assert [warm.tokens for warm in run.graphs.warmed_up.values()] == [8]
 
 
 # What steps took meanwhile -----------------------------------------------------------------------
