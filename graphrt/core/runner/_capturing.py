@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import PoolClosedError, Uncopied
+from graphrt.core.base import PoolClosedError
 from graphrt.core.batch import Batch
 from graphrt.core.dispatch import Dispatch
 from graphrt.core.replay import GraphPool
@@ -18,7 +18,7 @@ from graphrt.core.runner.session import Progress
 from graphrt.core.runner.steps import LastUpdates
 
 
-class Capturing(Uncopied):
+class Capturing:
     """The part of a runner that captures. Its steps do not come by here."""
 
     pool: GraphPool

@@ -23,8 +23,8 @@ class CaptureProgress:
     """What one `capture_next()` came to.
 
     `captured` is what was captured in this call, `left` how many graphs are still to be tried, and
-    `next_s` the seconds that the next of them is expected to take, by those of its mode before it;
-    None where there is none, or nothing is known of its mode.
+    `next_s` the seconds that the next of them is expected to take, by those before it, of its mode
+    if there are some; None where there is none, or nothing is known yet.
     """
 
     captured: tuple[GraphRecord, ...]
@@ -174,9 +174,11 @@ class Rounds:
     # The time -----------------------------------------------------------------------------------
 
     def _expected_s(self, key: CaptureKey) -> float | None:
-        """The seconds that the graph will take; None where there is none of its mode."""
-        taken = [each.capture_s for each in self._graphs.records if each.mode is key[0]]
-        return max(taken[-_RECENT:], default=None)
+        """The seconds that the graph will take, by those of its mode, or of others if there is none
+        of it; None before the first."""
+        records = self._graphs.records
+        alike = [each for each in records if each.mode is key[0]] or records
+        return max((each.capture_s for each in alike[-_RECENT:]), default=None)
 
     def _that_may_fit(self, left: Sequence[CaptureKey], budget_s: float) -> list[CaptureKey]:
         """The first of `left`, as many as could fit if nothing else took time, but one."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import check_kind
+from graphrt.core.base import Uncopied, check_kind
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
-class GraphRunner(Capturing):
+class GraphRunner(Capturing, Uncopied):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
     Before `capture()` every batch runs eagerly; after it, batches that no graph serves do, each
