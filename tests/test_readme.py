@@ -42,6 +42,11 @@ def test_the_plan_prints_what_the_readme_shows(capsys):
     assert f"```\n\n{printed}\n" in text_of("README.md")
 
 
+def test_serving_before_all_is_captured_runs_as_it_stands(capsys):
+    exec(compile(example_with("capture_next("), "README.md", "exec"), {})
+    assert capsys.readouterr().out == "10 True True\n"
+
+
 def test_attention_in_the_graph_runs_as_it_stands(capsys):
     names: dict[str, object] = {}
     for part in ("SdpaAttention", "runner.verify"):

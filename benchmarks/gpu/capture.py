@@ -1,6 +1,6 @@
 """What capturing the default sizes takes, in seconds and MiB: graphrt and loops of one's own.
 
-    python3 -m benchmarks.gpu.capture [--model 1b] [--breakdown] [--json FILE]
+    python3 -m benchmarks.gpu.capture [--model 1b] [--breakdown] [--next MS] [--json FILE]
 
 Every contestant runs in a process of its own, several times, all taking turns; figures are
 medians. Before the clock starts the model has run eagerly at every size, so that no kernel is
@@ -9,6 +9,9 @@ All of them warm each size up once and go from the largest size to the smallest.
 the device is idle. MiB are what the free memory of the device and torch's own memory lost and
 gained, with the allocator's cache emptied before and after. Then the graphs of the largest and of
 the smallest size must give what the eager model gives, bit for bit.
+With `--next` graphrt is measured a second time, by `capture_next()` with a budget of so many
+milliseconds, a decode step after each call: when the first graph serves, how long the host is held,
+and what steps take meanwhile. It runs on the CPU too: `--device cpu --model tiny --sizes 1 8 64`.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from benchmarks.common import (
 from benchmarks.gpu.breakdown import Breakdown
 from benchmarks.gpu.byhand import Buffers, FullGraphs, PieceGraphs
 from benchmarks.llama import CONFIGS, Llama
-from graphrt import Batch, GraphOptions
+from graphrt import Batch, GraphOptions, GraphRunner
 
 ITSELF = (sys.executable, "-m", "benchmarks.gpu.capture")
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -95,13 +98,17 @@ def by_graphrt(
     sizes: list[int],
     breakdown: Breakdown | None,
     first_only: bool,
+    next_ms: float | None,
 ) -> Iterator[Contestant]:
     settings = {} if breakdown is None else breakdown.settings(model.embedding.device.type)
     settings["options"] = GraphOptions(warm_up_each=not first_only)
+    parts: dict[str, Any] = {}
     with model.runner(mode, sizes, **settings) as runner:
 
         def capture() -> None:
-            if breakdown is None:
+            if next_ms is not None:
+                parts.update(capture_by_parts(runner, model, sizes, next_ms))
+            elif breakdown is None:
                 runner.capture()
             else:
                 with breakdown.measuring():
@@ -131,9 +138,45 @@ def by_graphrt(
                 "report_pool_mib": _mib(report.pool_bytes),
                 "served": served,
                 "dropped": getattr(report, "dropped", None),
+                **({"by_parts": parts} if parts else {}),
             }
 
         yield Contestant(capture, steps, figures)
+
+
+def capture_by_parts(
+    runner: GraphRunner, model: Llama, sizes: list[int], budget_ms: float
+) -> dict[str, Any]:
+    """Capture between decode steps of sizes that come one after the other; seconds of the host,
+    until the device is idle."""
+    synchronize = synchronizer(model.embedding.device.type)
+    began, calls, steps, first = time.perf_counter(), [], [], None
+    left = 1
+    while left:
+        started = time.perf_counter()
+        left = runner.capture_next(budget_ms / 1e3).left
+        synchronize()
+        calls.append(time.perf_counter() - started)
+        tokens = sizes[len(calls) * 7 % len(sizes)]
+        values = model.inputs(tokens)
+        started = time.perf_counter()
+        runner(Batch(tokens, tokens, 1), **values)
+        synchronize()
+        steps.append(time.perf_counter() - started)
+        found = runner.last_dispatch
+        if first is None and found is not None and found.slot >= 0:
+            first = time.perf_counter() - began
+    meanwhile = runner.report().meanwhile
+    assert meanwhile is not None
+    return {
+        "first_graph_s": first,
+        "calls": len(calls),
+        "longest_call_s": max(calls),
+        "all_calls_s": sum(calls),
+        "eager_steps": meanwhile.eager,
+        "slowest_step_s": max(steps),
+        "median_step_s": statistics.median(steps),
+    }
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +196,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with (
         by_hand(name, model, sizes)
         if name in BY_HAND
-        else by_graphrt(name, model, sizes, breakdown, options.first_only)
+        else by_graphrt(name, model, sizes, breakdown, options.first_only, options.next)
     ) as contestant:
         gc.collect()
         synchronize()
@@ -201,6 +244,7 @@ def in_process(
     options: argparse.Namespace,
     tree: Path | None = None,
     env: dict[str, str] | None = None,
+    next_ms: float | None = None,
 ) -> dict[str, Any]:
     """`measure` in a fresh process, of the tree with this root and in this environment."""
     command = [*ITSELF, "--contestant", name, "--device", options.device]
@@ -208,6 +252,7 @@ def in_process(
     command += map(str, options.sizes)
     command += [f"--{flag}" for flag in ("breakdown", "cold") if getattr(options, flag)]
     command += ["--first-only"] if options.first_only else []
+    command += [] if next_ms is None else ["--next", str(next_ms)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tree)
     if done.returncode:
         raise SystemExit(f"{TITLES[name]} failed:\n{done.stdout}{done.stderr}")
@@ -260,6 +305,33 @@ def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return results
 
 
+def summarise_parts(
+    runs: dict[str, list[dict[str, Any]]], whole: dict[str, list[dict[str, Any]]], budget_ms: float
+) -> dict[str, Any]:
+    """Medians of what `capture_next()` took, beside those of `capture()`."""
+    results: dict[str, Any] = {}
+    rows = []
+    for name, found in runs.items():
+        parts = [run["by_parts"] for run in found]
+        medians = {kind: statistics.median(each[kind] for each in parts) for kind in parts[0]}
+        at_once = statistics.median(run["seconds"] for run in whole[name])
+        equal = all(all(run["equal_to_eager"].values()) for run in found)
+        results[name] = {
+            **medians,
+            "to_capture": medians["all_calls_s"] / at_once,
+            "first_to_capture": medians["first_graph_s"] / at_once,
+            "equal_to_eager": equal,
+            "runs": found,
+        }
+        kinds = ("first_graph_s", "all_calls_s", "to_capture", "calls", "longest_call_s")
+        row = [results[name][kind] for kind in (*kinds, "slowest_step_s", "median_step_s")]
+        rows.append([TITLES[name], *row, "yes" if equal else "NO"])
+    columns = ["first graph serves s", "all calls s", "to capture()", "calls", "longest call s"]
+    columns += ["slowest step s", "median step s", "equal"]
+    show(f"capture_next(), {budget_ms:g} ms a call", ["", *columns], rows)
+    return results
+
+
 def _mib(size: int | None) -> float | None:
     return None if size is None else size / 2**20
 
@@ -273,6 +345,7 @@ def main() -> None:
     parser.add_argument("--breakdown", action="store_true", help="of graphrt; costs a little time")
     parser.add_argument("--cold", action="store_true", help="kernels are loaded by the capture")
     parser.add_argument("--first-only", action="store_true", help="graphrt with warm_up_each=False")
+    parser.add_argument("--next", type=float, metavar="MS", help="also by capture_next()")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -283,12 +356,18 @@ def main() -> None:
     if left_out(options.device, [BY_HAND[name] for name in names if name in BY_HAND]):
         names = [name for name in names if name in GRAPHRT]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    parts: dict[str, list[dict[str, Any]]] = {}
     for turn in range(options.repeats):
         for name in names:
             runs[name].append(in_process(name, options))
             seconds = runs[name][-1]["seconds"]
             print(f"run {turn + 1}: {TITLES[name]} {seconds:.3f} s", flush=True)
-    finish("capture", options, environment(options.device), summarise(runs))
+            if options.next is not None and name in GRAPHRT:
+                parts.setdefault(name, []).append(in_process(name, options, next_ms=options.next))
+    results = summarise(runs)
+    if parts:
+        results["by_parts"] = summarise_parts(parts, runs, options.next)
+    finish("capture", options, environment(options.device), results)
 
 
 if __name__ == "__main__":

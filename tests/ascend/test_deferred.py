@@ -159,6 +159,18 @@ def test_another_thread_does_not_end_a_step_that_waits(host):
     assert torch.equal(out.cpu(), host.call("NONE", host.todo[0].updates).cpu())
 
 
+def test_nothing_is_captured_while_a_step_waits_which_goes_on_waiting(host):
+    run = runner(Decoder(1), pool=host.pool)
+    host.fill(host.todo[0])
+    out = host.call("FULL", DEFERRED)
+    with pytest.raises(PoolBusyError, match="updates"):
+        run.capture_next()
+    assert run.report().graphs == ()
+    host.wrapper.update(host.todo[0].updates)
+    assert torch.equal(out.cpu(), host.call("NONE", host.todo[0].updates).cpu())
+    run.capture_next()
+
+
 def test_graphs_that_wait_are_not_destroyed(host):
     host.call("FULL", DEFERRED)
     with pytest.raises(MissingUpdateError):

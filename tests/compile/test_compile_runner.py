@@ -72,6 +72,24 @@ def test_a_thousand_batches_compile_and_capture_nothing(model):
         assert [dict(wrapper.entries) for wrapper in runner.graphs.owners()] == entries
 
 
+def test_graphs_of_compiled_pieces_come_one_by_one_and_only_the_first_call_compiles(model):
+    original = copy.deepcopy(model)
+    pool = GraphPool("cpu")
+    compiled = compile_module(model, pool=pool)
+    runner = llama_runner(model, pool)
+    left = runner.capture_next().left
+    before = copy.deepcopy(counters)
+    while left:
+        for size in (1, 3, 8):
+            inputs = step_inputs(size)
+            expected = original(**inputs)
+            assert torch.allclose(runner(Batch(size, size), **inputs), expected, atol=1e-5)
+        left = runner.capture_next().left
+    assert counters == before and compiled.figures.compilations == 3
+    assert all(len(wrapper.entries) == 4 for wrapper in compiled.wrappers)
+    check_both_modes(runner, original, exact=True)
+
+
 @pytest.mark.parametrize("warmups", [0, 1])
 def test_capture_compiles_first_and_seals(model, warmups):
     from graphrt import GraphOptions

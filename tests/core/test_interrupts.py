@@ -137,6 +137,20 @@ def prepare_lazy_capture() -> tuple[Served, Callable[[], Any]]:
     return served, lambda: served.step(3)
 
 
+def prepare_next() -> tuple[Served, Callable[[], Any]]:
+    served = Served()
+    served.run.capture_next()
+    served.step(2)
+    return served, lambda: served.run.capture_next(prefer=[2])
+
+
+def prepare_step_meanwhile() -> tuple[Served, Callable[[], Any]]:
+    served = Served()
+    while served.run.capture_next().left > 1:
+        pass
+    return served, lambda: served.step(3, 5.0, 7.0)
+
+
 def prepare_replay() -> tuple[Served, Callable[[], Any]]:
     served = captured()
     return served, lambda: served.step(3, 5.0, 7.0)
@@ -146,6 +160,8 @@ KINDS = {
     "capture": prepare_capture,
     "recapture": prepare_recapture,
     "lazy": prepare_lazy_capture,
+    "next": prepare_next,
+    "meanwhile": prepare_step_meanwhile,
     "replay": prepare_replay,
 }
 
@@ -153,9 +169,17 @@ KINDS = {
 def check(kind: str, served: Served) -> None:
     """What an interrupt of this kind must leave, and that all can go on."""
     check_nothing_is_left(served.run.pool)
-    if kind in ("capture", "recapture"):
+    if kind in ("capture", "recapture", "next", "meanwhile"):
         steps = served.steps.clone()
-        served.run.capture()
+        if kind in ("next", "meanwhile"):
+            seen = served.run.report().meanwhile.steps
+            served.step(3)
+            assert served.run.report().meanwhile.steps == seen + 1
+            steps = served.steps.clone()
+            while served.run.capture_next().left:
+                pass
+        else:
+            served.run.capture()
         assert torch.equal(served.steps, steps)
     served.check()
     check_nothing_is_left(served.run.pool)

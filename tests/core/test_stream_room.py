@@ -126,6 +126,24 @@ def test_at_any_count_of_streams_what_fits_serves_and_all_come_back(mode, more, 
             assert device.ran_out == 0 and device.lowest >= device.reserve
 
 
+@pytest.mark.parametrize("more", [0, 4])
+def test_one_by_one_too_what_fits_serves_and_nothing_runs_out(more):
+    for free in (0, 2, 5, 9, 17, 31, 44):
+        device = CountingPlatform(free, min(3, free // 4), more=more)
+        with runner(device) as run:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", GraphsDroppedWarning)
+                while run.capture_next().left:
+                    serves_every_batch(run)
+            report = run.report()
+            assert len(report.graphs) + len(report.dropped) == len(run.plan.keys)
+            assert sum(each.streams for each in report.graphs) == free - device.free
+            serves_every_batch(run)
+            run.release()
+            assert device.free == free
+        assert device.ran_out == 0 and device.lowest >= device.reserve
+
+
 def test_the_most_valuable_are_captured_first_where_streams_are_told():
     device = CountingPlatform(100)
     run = runner(device)

@@ -37,6 +37,42 @@ class CaptureFull(World):
         self.run.capture()
 
 
+class CaptureNext(CaptureFull):
+    """The last `capture_next()`, after a step that the first graph has served."""
+
+    options = GraphOptions()
+
+    def prepare(self) -> None:
+        self.run = self.runner(options=self.options)
+        self.run.capture_next()
+        self.step(self.run, Step(3))
+
+    def act(self) -> Any:
+        self.run.capture_next()
+
+
+class CaptureNextUnwatched(CaptureNext):
+    """The same at check="off", where state is declared."""
+
+    options = OFF
+
+    def prepare(self) -> None:
+        host = Host(state=(self.model.steps, self.model.cache))
+        self.run = self.runner(options=self.options, host=host)
+        self.run.capture_next()
+        self.step(self.run, Step(3))
+
+
+class StepMeanwhile(CaptureNext):
+    """A step while a graph is missing."""
+
+    options = OFF
+    halves = ("operator",)
+
+    def act(self) -> Any:
+        return self.step(self.run, Step(2, value=9.0, factor=5.0))
+
+
 class CapturePieces(CaptureFull):
     """`capture()` of PIECEWISE graphs with an eager break."""
 
@@ -249,7 +285,8 @@ class TaskRepeats(TaskStep):
 SCENARIOS: dict[str, type[World]] = {
     each.__name__: each
     for each in (
-        Create, CaptureFull, CapturePieces, CaptureStatic, CaptureSharing,
+        Create, CaptureFull, CaptureNext, CaptureNextUnwatched, StepMeanwhile,
+        CapturePieces, CaptureStatic, CaptureSharing,
         CaptureExample, Lazy, Hit, Padded, Clone, Eager,
         Pieces, Tried, Always, Verify, Recapture, WeightsChanged, Release, Close,
         TaskCapture, TaskStep, TaskPieces, TaskRepeats,

@@ -2,10 +2,11 @@
 
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.order import preferred
-from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.dispatch.reasons import NOT_REPLAYED, Dispatch, Reason
 from graphrt.core.dispatch.uniform import live_query_len, unpadded
 
 __all__ = [
+    "NOT_REPLAYED",
     "Dispatch",
     "GraphDispatcher",
     "Reason",

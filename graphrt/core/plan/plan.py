@@ -156,10 +156,14 @@ class Plan:
         """The graphs that are captured, in capture order, with what each takes."""
         return self._fitted.captured
 
-    def capture_order(self) -> tuple[tuple[GraphMode, BatchDescriptor], ...]:
+    def capture_order(
+        self, *, serving: bool = False
+    ) -> tuple[tuple[GraphMode, BatchDescriptor], ...]:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
-        how many streams are free for graphs, those first that are worth most if it runs out."""
-        if self.platform.stream_room() is None:
+        how many streams are free for graphs, those first that are worth most if it runs out. With
+        `serving` while others are still missing, those that `traffic` needs most."""
+        by_worth = serving and self.arguments["traffic"] is not None
+        if not by_worth and self.platform.stream_room() is None:
             return self.keys
         return tuple(by_priority(self.keys, self.arguments["traffic"], self._landmarks))
 

@@ -1,5 +1,6 @@
 """What one captured step is, and how it is replayed in its pool."""
 
+from graphrt.core.replay._between import check_between_steps
 from graphrt.core.replay._deferred import DEFERRED, Deferred, waiting_step
 from graphrt.core.replay._session import CaptureSession
 from graphrt.core.replay.arguments import arguments_of, check_arguments
@@ -54,6 +55,7 @@ __all__ = [
     "active",
     "arguments_of",
     "check_arguments",
+    "check_between_steps",
     "check_names",
     "counted",
     "current_capture",

@@ -109,7 +109,7 @@ class GraphPool(Uncopied):
         self.step: object = None
         self.read_stream_id: Callable[[], int] | None = None
         self.stream_id: int | None = None
-        self._step_context: ForwardContext | None = None
+        self.step_context: ForwardContext | None = None
         # The last step that a host began, and that another one has followed.
         self._step_over: object = None
         self.last_stream: Any = None
@@ -209,20 +209,20 @@ class GraphPool(Uncopied):
             raise self.busy_error(context)
         self.leave_step(context)
         self.step = context.token
-        self._step_context = context
+        self.step_context = context
         self.generation += 1
         self.expire_outputs()
 
     def leave_step(self, context: ForwardContext | None) -> None:
         """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
-        last = self._step_context
+        last = self.step_context
         if last is not None and last is not context and last.token is self.step is not None:
             if isinstance(self.step, Token):
                 raise self.busy_error(context)
             # Nobody says where a step of a host's own context ends: here, at the latest.
             self._step_over = self.step
         self.step = None
-        self._step_context = None
+        self.step_context = None
 
     def expire_outputs(self) -> None:
         """Make what runners have handed out unreadable: its memory is about to be written."""
@@ -300,7 +300,7 @@ class GraphPool(Uncopied):
             for holder in list(self._holders):
                 holder.clear_graphs()
             self.closed = True
-            self.step = self._step_context = None
+            self.step = self.step_context = None
             with self.capture_lock, self.on_device():
                 self.platform.release_memory(self.memory)
 
@@ -353,7 +353,7 @@ class GraphPool(Uncopied):
             return waiting.abandon()
         return PoolBusyError(
             "two steps use one graph pool at the same time",
-            got=f"{context!r} in thread {get_ident()} while {self.owner or self._step_context!r} "
+            got=f"{context!r} in thread {get_ident()} while {self.owner or self.step_context!r} "
             "is under way",
             expected="one step at a time, from one thread at a time",
             advice="give what runs at the same time a GraphPool of its own",

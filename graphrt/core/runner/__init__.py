@@ -1,5 +1,7 @@
 """`GraphRunner`: all of it for one forward."""
 
+from graphrt.core.runner._meanwhile import SlowStep, StepsMeanwhile
+from graphrt.core.runner._rounds import CaptureProgress
 from graphrt.core.runner.command_line import runner_settings
 from graphrt.core.runner.host import AroundCapture, Bind, Example, Host, MakeExample, Phase
 from graphrt.core.runner.report import RunnerReport, TrustReport
@@ -10,6 +12,7 @@ from graphrt.core.runner.steps import TrialRecord
 __all__ = [
     "AroundCapture",
     "Bind",
+    "CaptureProgress",
     "DroppedGraph",
     "Example",
     "GraphRecord",
@@ -19,6 +22,8 @@ __all__ = [
     "Phase",
     "Progress",
     "RunnerReport",
+    "SlowStep",
+    "StepsMeanwhile",
     "TrialRecord",
     "TrustReport",
     "runner_settings",

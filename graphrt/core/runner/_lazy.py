@@ -13,21 +13,25 @@ from graphrt.core.dispatch import Dispatch, GraphDispatcher, preferred
 from graphrt.core.plan import CaptureKey
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner.session import DroppedGraph
+from graphrt.core.runner.steps import Checks
 
 
 class LazyCaptures:
-    """Captures while serving; `failed` are the slots that no step tries again."""
+    """Captures while serving; `failed` are the slots that no step, and no `capture_next()`, tries
+    again."""
 
     def __init__(
         self,
         dispatcher: GraphDispatcher,
         pool: GraphPool,
         dropped: Sequence[DroppedGraph],
+        checks: Checks,
     ) -> None:
         self.failed: set[int] = set()
         self._dispatcher = dispatcher
         self._pool = pool
         self._dropped = dropped
+        self._checks = checks
 
     def wanted(
         self,
@@ -38,7 +42,7 @@ class LazyCaptures:
     ) -> Dispatch | None:
         """The planned graph that would serve `batch` better than what was found, or None."""
         planned = self._dispatcher.planned_for(batch, at_least=at_least, at_most_mode=at_most_mode)
-        if planned is None or planned.slot in self.failed:
+        if planned is None or planned.slot in self.failed or self._checks.changed_settings():
             return None
         better = found.slot < 0 or preferred(planned, found)
         return planned if better else None

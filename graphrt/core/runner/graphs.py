@@ -29,12 +29,12 @@ from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.session import (
     DroppedGraph,
+    Enough,
     GraphRecord,
     PlannedGraph,
     Progress,
     WarmUps,
     capture_graphs,
-    tell_dropped,
 )
 from graphrt.core.runner.steps import Checks, PaddedStep
 from graphrt.core.trust import AddressBook, Reads, WarmedUp, WatchedState
@@ -73,16 +73,19 @@ class GraphSet:
         self._inputs = inputs
         self._outputs = OutputLayout(outputs)
         self._compiled = CompiledModules(plan.compiled)
+        self._sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
+        lengths = {descriptor.query_len for _, descriptor in plan.keys}
+        self._query_len = lengths.pop() if len(lengths) == 1 else None
         self._compiled.tell_sizes(self._sizes)
-        named = [module.weights for module in self._compiled.modules]
-        self.weights = AddressBook(host.parameters, forward, named)
+        self.weights = AddressBook(
+            host.parameters, forward, [module.weights for module in self._compiled.modules]
+        )
         self.run_forward = without_graph(forward)
         watches = options.checks("capture") and not self.eager_launch
         self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None
         self.warmed_up: dict[Hashable, WarmedUp] = {}
         self.checks = Checks(options, self.reads, pool.platform.device_type)
-        if self.eager_launch:
-            self.checks.on = False
+        self.checks.on &= not self.eager_launch
         self.forward = forward
         self.mixes_rows = host.mixes_rows
         # What graphs fetch is not there yet when `bind` is called, which may read or write it.
@@ -92,22 +95,16 @@ class GraphSet:
         )
         # By slot. What the dispatcher does not serve is left of a release that was interrupted.
         self._kept: dict[int, list[Captured]] = {}
-        self.lazy = LazyCaptures(self.dispatcher, pool, self.dropped)
+        self._warm_ups = WarmUps.of(options, host)
+        self.lazy = LazyCaptures(self.dispatcher, pool, self.dropped, self.checks)
 
-    def capture_missing(self, progress: Progress | None = None) -> None:
-        """Capture what is not captured yet, then seal."""
-        self.dropped.clear()
-        captured = {(found.mode, found.descriptor) for found in self.dispatcher.published}
-        before = len(self.records)
-        self.capture([key for key in self._plan.capture_order() if key not in captured], progress)
-        self.seal()
-        new = self.records[before:]
-        logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
-        if self.dropped:
-            tell_dropped(self.dropped, len(self._plan.keys), strict=self._options.strict)
-
-    def capture(self, keys: Iterable[CaptureKey], progress: Progress | None = None) -> None:
-        """Capture and publish the graphs of `keys` in their order."""
+    def capture(
+        self,
+        keys: Iterable[CaptureKey],
+        progress: Progress | None = None,
+        enough: Enough | None = None,
+    ) -> None:
+        """Capture and publish the graphs of `keys` in their order, until there are `enough`."""
         if current_capture() is not None:
             raise inside_capture()
         self._pool.check_idle()
@@ -117,36 +114,29 @@ class GraphSet:
         published = self.dispatcher.published
         self._let_go(self._kept.keys() - {found.slot for found in published})
         standing = {(found.mode, found.descriptor) for found in published}
-        self.records[:] = [
-            each for each in self.records if (each.mode, each.descriptor) in standing
-        ]
+        self.records[:] = [own for own in self.records if (own.mode, own.descriptor) in standing]
         if self.records:
             # Graphs that are captured already read the old addresses.
             self.weights.check()
-        saved = self._saved_state()
+            self.checks.check_settings()
+        saved, more = self._saved_state(), enough is not None
         planned = [
             PlannedGraph(*key, self.dispatcher.reserve(*key), self._step(*key)) for key in keys
         ]
         self._compile(planned[0].step if planned else None, saved)
         if not self.records:
             self.weights.record()
-        if self.eager_launch:
-            for graph in planned:
-                self._see(graph.step, saved)
-                self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
-            self._settle(saved)
-            return
+        # State that is found has to be found, and streams to be counted, in every session.
+        counts = self._pool.platform.stream_room() is not None
+        self._warm_ups.begin(keep=self.reads is None and not counts)
         try:
+            if self.eager_launch:
+                self._see_all(planned, saved, enough)
+                return
             capture_graphs(
                 planned,
                 pool=self._pool,
-                warm_ups=WarmUps(
-                    self._options.warmups,
-                    each=self._options.warm_up_each,
-                    # What `bind` does may depend on the descriptor; inputs depend on the size.
-                    alike=self._host.bind is None,
-                    breaks=self._options.breaks,
-                ),
+                warm_ups=self._warm_ups,
                 bind=self._prepare,
                 enlist=self._compiled.enlist,
                 state=saved,
@@ -154,12 +144,13 @@ class GraphSet:
                 publish=self._publish,
                 take_back=self._take_back,
                 drop=self._drop,
-                settle=lambda: self._settle(saved),
+                settle=partial(self._settle, saved, more),
                 progress=progress,
+                enough=enough,
             )
             self._inputs.settle()
         except BaseException as error:
-            self._settle_or_release(saved if isinstance(error, Exception) else None)
+            self._settle_or_release(saved if isinstance(error, Exception) else None, more)
             raise
         finally:
             if planned:
@@ -198,6 +189,7 @@ class GraphSet:
         self.dropped.clear()
         self.steps.clear()
         self.lazy.failed.clear()
+        self._warm_ups.begin(keep=False)
         self.sealing.open()
         self._outputs.forget()
         self._compiled.unseal()
@@ -226,10 +218,6 @@ class GraphSet:
             device_type=self._pool.platform.device_type,
         )
 
-    @property
-    def _sizes(self) -> set[int]:
-        return {descriptor.num_tokens for _, descriptor in self._plan.keys}
-
     def _compile(self, step: PaddedStep | None, saved: WatchedState) -> None:
         """Run one eager step if a module of the forward has yet to be compiled.
 
@@ -242,6 +230,16 @@ class GraphSet:
             step = self._step(GraphMode.NONE, rows)
         with self._host.around_capture():
             self._see(step, saved)
+
+    def _see_all(
+        self, planned: Iterable[PlannedGraph], saved: WatchedState, enough: Enough | None
+    ) -> None:
+        for graph in planned:
+            if enough is not None and enough(graph):
+                break
+            self._see(graph.step, saved)
+            self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
+        self._settle(saved, enough is not None)
 
     def _see(self, step: PaddedStep, saved: WatchedState) -> None:
         """Run one eager step, as a warm-up, and note what it returns."""
@@ -267,7 +265,7 @@ class GraphSet:
             saved.restore()
             raise
 
-    def _settle(self, saved: WatchedState | None) -> None:
+    def _settle(self, saved: WatchedState | None, more: bool) -> None:
         """Find the batch axes of the outputs, if need be and `saved` is there with eager steps, and
         prepare what hands them out; then what the forward reads, and what its steps are to check.
         """
@@ -277,8 +275,7 @@ class GraphSet:
             rows = BatchDescriptor(tokens, reqs, query_len is not None, query_len=query_len)
             self._see(self._step(GraphMode.NONE, rows), saved)
 
-        lengths = {descriptor.query_len for _, descriptor in self._plan.keys}
-        query_len = lengths.pop() if len(lengths) == 1 else None
+        query_len = self._query_len
         try:
             self._outputs.resolve(None if saved is None else probe, query_len=query_len)
         except BaseException:
@@ -289,7 +286,7 @@ class GraphSet:
             saved.settle()
         if self.reads is not None:
             self.reads.settle()
-        self.checks.captured(self.dispatcher.published)
+        self.checks.captured(self.dispatcher.published, more=more)
         if self.eager_launch or self._options.outputs == "clone":
             return
         for record in self.records:
@@ -298,11 +295,11 @@ class GraphSet:
             if wrapper is not None and step is not None:
                 step.hold(wrapper, self._inputs, self._pool, self._host.bind)
 
-    def _settle_or_release(self, saved: WatchedState | None) -> None:
+    def _settle_or_release(self, saved: WatchedState | None, more: bool) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""
         try:
             with self._host.around_capture():
-                self._settle(saved)
+                self._settle(saved, more)
         except OutputError:
             self.release()
 
@@ -314,6 +311,8 @@ class GraphSet:
         return PaddedStep(descriptor, self._inputs, call, self._outputs, ring, owned=owned)
 
     def _prepare(self, step: PaddedStep, phase: Phase) -> None:
+        # Outputs of the step before may lie in the buffers.
+        self._pool.expire_outputs()
         self._inputs.reset(step.layout)
         if step.ring is not None and phase == "capture":
             self._inputs.expect_capture(step.layout)

@@ -12,6 +12,7 @@ from graphrt.core.dispatch import Reason
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.plan import ModeResolution
 from graphrt.core.replay import GraphPool
+from graphrt.core.runner._meanwhile import StepsMeanwhile
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import DroppedGraph, GraphRecord
 from graphrt.core.runner.steps import TrialRecord
@@ -72,6 +73,8 @@ class RunnerReport:
     inputs_in_graph: bool = False
     """Whether the device fetches the inputs of steps, unless they are too large."""
     trust: TrustReport = TrustReport()
+    meanwhile: StepsMeanwhile | None = None
+    """The steps while graphs were missing; None where `capture_next()` has captured none."""
 
     @property
     def saved_bytes(self) -> int | None:
@@ -94,6 +97,7 @@ def report_of(
     pool: GraphPool,
     inputs: StaticInputs,
     live_tokens: int,
+    meanwhile: StepsMeanwhile | None = None,
 ) -> RunnerReport:
     """The figures of a runner's graphs, and of its steps with so many live tokens."""
     steps, records = graphs.dispatcher.hits(), tuple(graphs.records)
@@ -118,6 +122,7 @@ def report_of(
         staging_waits=inputs.staging_waits,
         inputs_in_graph=inputs.ring is not None,
         trust=_trust(graphs, pool, inputs),
+        meanwhile=meanwhile,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import PoolClosedError, Uncopied, check_kind
+from graphrt.core.base import Uncopied, check_kind
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
@@ -15,13 +16,15 @@ from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import InputSlot, InputSpec, OutputAxes, StaticInputs, batch_of
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
+from graphrt.core.runner._capturing import Capturing
 from graphrt.core.runner._devices import on_own_device
+from graphrt.core.runner._meanwhile import Meanwhile
+from graphrt.core.runner._rounds import Rounds
 from graphrt.core.runner._steps import steps_of
 from graphrt.core.runner.compiled import pool_for, with_forward
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
-from graphrt.core.runner.session import Progress
 from graphrt.core.runner.steps import (
     NOT_ALONE,
     LastUpdates,
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
-class GraphRunner(Uncopied):
+class GraphRunner(Capturing, Uncopied):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
     Before `capture()` every batch runs eagerly; after it, batches that no graph serves do, each
@@ -107,7 +110,6 @@ class GraphRunner(Uncopied):
         self.dispatcher = self.graphs.dispatcher
         self.last_dispatch: Dispatch | None = None
         graphs = self.graphs
-        self._example = host.example
         self._steps = graphs.steps
         self._checks = graphs.checks
         self._eager_launch = graphs.eager_launch
@@ -117,7 +119,19 @@ class GraphRunner(Uncopied):
         )
         self._unpadded, self._padded = steps.unpadded, steps.padded
         self._checked, self._slots = steps.checked, steps.slots
-        self._elsewhere = self.pool.elsewhere
+        self._meanwhile = Meanwhile(self.dispatcher, self.pool, self.inputs)
+        try_examples: Callable[[], None] | None = None
+        if host.example is not None:
+            try_examples = partial(self._checked.try_examples, host.example, graphs.release)
+        self._rounds = Rounds(
+            graphs,
+            self.plan,
+            self.pool,
+            self._meanwhile,
+            try_examples,
+            strict=self.options.strict,
+        )
+        self._time_steps()
         self._live_tokens = 0
         self._closed = False
 
@@ -171,15 +185,8 @@ class GraphRunner(Uncopied):
         """Run one step like a call, with its inputs as a mapping; `at_least` tokens and
         `at_most_mode` are what ranks have agreed on."""
         if self._elsewhere is not None and self._elsewhere():
-            with self.pool.on_device():
-                return self.step(
-                    batch,
-                    values,
-                    updates=updates,
-                    metadata=metadata,
-                    at_least=at_least,
-                    at_most_mode=at_most_mode,
-                )
+            limits = {"at_least": at_least, "at_most_mode": at_most_mode}
+            return self._enter(batch, values, limits, {"updates": updates, "metadata": metadata})
         found: Dispatch | None = None
         if batch is None:
             if type(values) is InputSlot:
@@ -288,58 +295,6 @@ class GraphRunner(Uncopied):
             raise verdict.failure
         return verdict.outputs
 
-    @on_own_device
-    def capture(self, progress: Progress | None = None) -> None:
-        """Capture every planned graph that is not captured yet, then seal.
-
-        `progress(done, total, descriptor)` is called before each graph and at the end. With
-        `Host(example=)` graphs are tried then; one that fails its trial raises `VerificationError`,
-        and nothing is captured. A failed capture raises; the graphs before it serve, and a further
-        call tries the rest again. Graphs that the device has no room for are dropped
-        (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
-        `ResourceExhaustedError` when the rest is done.
-        """
-        self._check_open()
-        self.graphs.capture_missing(progress)
-        if self._example is not None:
-            self._checked.try_examples(self._example, self.graphs.release)
-
-    def seal(self) -> None:
-        """Capture nothing any more, in no wrapper of this runner."""
-        self.graphs.seal()
-
-    def release(self) -> None:
-        """Destroy all graphs, keeping the plan; batches run eagerly until `recapture()`."""
-        self.graphs.release()
-        self._updates.forget_graphs()
-
-    def recapture(self, progress: Progress | None = None) -> None:
-        """Destroy all graphs and capture them again, for weights that have moved."""
-        self.release()
-        self.capture(progress)
-
-    def weights_changed(self) -> None:
-        """Declare that weights were written; raises `StaleInputError` if they moved, and
-        `UntrackedWeightsError` if graphs read what nobody owns. Then as `module_changed`."""
-        self.graphs.check_weights()
-        self.module_changed()
-
-    def module_changed(self) -> None:
-        """Declare that modules have other attributes, hooks or submodules, or were `train()`ed;
-        raises `RetraceError` if compiled code has baked in what is different now."""
-        self.graphs.check_modules()
-
-    def close(self) -> None:
-        """Destroy the graphs, and the pool if it is this runner's own.
-
-        Must come before the host tears down the communicators that graphs hold.
-        """
-        if not self._closed:
-            self.graphs.release()
-            self._closed = True
-            if self._owns_pool:
-                self.pool.close()
-
     def __enter__(self) -> GraphRunner:
         return self
 
@@ -349,9 +304,10 @@ class GraphRunner(Uncopied):
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
         return report_of(
-            self.plan.resolution, self.graphs, self.pool, self.inputs, self._live_tokens
+            self.plan.resolution,
+            self.graphs,
+            self.pool,
+            self.inputs,
+            self._live_tokens,
+            self._meanwhile.seen(),
         )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")

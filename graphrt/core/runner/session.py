@@ -22,7 +22,7 @@ from graphrt.core.base import (
     thaw_garbage,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, SideDoors, side_doors
+from graphrt.core.capture import CaptureTransaction, GraphOptions, SideDoors, side_doors
 from graphrt.core.plan import alike
 from graphrt.core.replay import WORST_CASE, GraphPool, under_way, warming_up
 from graphrt.core.runner._streams import StreamLedger
@@ -31,6 +31,9 @@ from graphrt.core.runner.steps import PaddedStep
 from graphrt.core.trust import WatchedState
 
 Progress = Callable[[int, int, BatchDescriptor], None]
+
+Enough = Callable[["PlannedGraph"], bool]
+"""Asked before each graph: whether to leave it, and those after it, for another session."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,10 @@ def capture_graphs(
     drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
     settle: Callable[[], None],
     progress: Progress | None = None,
+    enough: Enough | None = None,
 ) -> None:
-    """Capture `planned` in its order and publish each graph once all its wrappers have it.
+    """Capture `planned` in its order and publish each graph once all its wrappers have it, until
+    there are `enough`.
 
     A graph that fails is rolled back and the error raised; those before it stay published. One
     that the device has no room for is not begun, or rolled back, and dropped: smaller ones after it
@@ -110,6 +115,8 @@ def capture_graphs(
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             pool.follow_stream()
             for done, graph in enumerate(graphs):
+                if enough is not None and enough(graph):
+                    break
                 if progress is not None:
                     progress(done, len(graphs), graph.descriptor)
                 transaction = CaptureTransaction(
@@ -172,7 +179,7 @@ def dropped_lines(dropped: Iterable[DroppedGraph]) -> list[str]:
 
 
 class WarmUps:
-    """Which graphs are warmed up before their capture, and how often.
+    """Which graphs of one runner are warmed up before their capture, and how often.
 
     With `each` all are, but those of one size and kind together if they are `alike`: if the mode
     alone makes no difference to the forward. Without, only the first of each kind is. `breaks` are
@@ -187,6 +194,19 @@ class WarmUps:
         self._alike = alike
         self._done: set[Hashable] = set()
         self.breaks = breaks
+
+    @classmethod
+    def of(cls, options: GraphOptions, host: Host) -> WarmUps:
+        """Those that options ask for."""
+        # What `bind` does may depend on the descriptor; inputs depend on the size.
+        alike = host.bind is None
+        each, breaks = options.warm_up_each, options.breaks
+        return cls(options.warmups, each=each, alike=alike, breaks=breaks)
+
+    def begin(self, *, keep: bool) -> None:
+        """Begin a session; with `keep` what others have warmed up is warm."""
+        if not keep:
+            self._done.clear()
 
     def needed(self, graph: PlannedGraph) -> bool:
         return self.count > 0 and self.kind(graph) not in self._done

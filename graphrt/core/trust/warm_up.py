@@ -95,7 +95,12 @@ class WatchedState:
         reads.note(watch)
         writes = any(use.is_written for use in watch.uses.values())
         if kind is not None:
-            self._warmed_up[kind] = WarmedUp(tokens, watch.trace, writes)
+            found = WarmedUp(tokens, watch.trace, writes)
+            if known is not None:
+                # Sessions come in any order, and each watches what writes.
+                largest = found if known.tokens <= tokens else known
+                found = largest._replace(writes=writes or known.writes)
+            self._warmed_up[kind] = found
         return result
 
     def _made_and_reachable(self, watch: Watch) -> dict[int, tuple[str, Kept]]:

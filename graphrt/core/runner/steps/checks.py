@@ -71,8 +71,9 @@ class Checks:
         self._settings_hold: Callable[[], bool] = _hold
         self._glances: Iterator[bool] = itertools.repeat(True)
 
-    def captured(self, graphs: Iterable[Dispatch]) -> None:
-        """Graphs were captured; called with all that there are."""
+    def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
+        """Graphs were captured; called with all that there are. With `more` to come it is not known
+        yet which of a kind are its smallest and its largest."""
         if not self.on:
             return
         if self._ambient is None:
@@ -89,7 +90,8 @@ class Checks:
             kinds.setdefault(kind, []).append((descriptor.num_tokens, slot))
         for kind, of_kind in kinds.items():
             self._share_quarantine([slot for _, slot in of_kind])
-            slots = [slot for _, slot in (of_kind if self._each else (min(of_kind), max(of_kind)))]
+            ends = () if more else (min(of_kind), max(of_kind))
+            slots = [slot for _, slot in (of_kind if self._each else ends)]
             self._to_try |= {slot for slot in slots if self.records[slot].status == "untried"}
             if all(self.records[slot].status == "untried" for _, slot in of_kind):
                 self._untried.add(kind)
@@ -121,26 +123,44 @@ class Checks:
             and next(self._glances)
         )
 
+    def check_settings(self) -> None:
+        """Raise `VerificationError` where a graph would be captured under other settings than the
+        graphs that there are."""
+        changed = self.changed_settings()
+        if changed:
+            raise VerificationError(
+                "a setting is not what it was when the other graphs were captured",
+                got="; ".join(changed),
+                expected="the settings of the first capture, for all graphs of a runner",
+                advice="capture under the settings of the steps, or recapture()",
+            )
+
+    def changed_settings(self) -> list[str]:
+        """The settings that are not what they were at the first capture; none before it."""
+        ambient = self._ambient
+        if ambient is None or ambient.holds():
+            return []
+        changed = ambient.differences()
+        self._settings_hold = ambient.holds
+        return changed
+
     def why_eager(self, found: Dispatch) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may.
 
         Strictly, raises what is wrong.
         """
-        ambient = self._ambient
-        if ambient is not None and not ambient.holds():
-            changed = ambient.differences()
-            self._settings_hold = ambient.holds
-            if changed:
-                self._say(
-                    VerificationError(
-                        "a setting is not what it was when the graphs were captured; steps run "
-                        "eagerly as long as it is not",
-                        got="; ".join(changed),
-                        expected="the settings of the capture",
-                        advice="call capture() under the settings of the steps, or recapture()",
-                    )
+        changed = self.changed_settings()
+        if changed:
+            self._say(
+                VerificationError(
+                    "a setting is not what it was when the graphs were captured; steps run "
+                    "eagerly as long as it is not",
+                    got="; ".join(changed),
+                    expected="the settings of the capture",
+                    advice="call capture() under the settings of the steps, or recapture()",
                 )
-                return Reason.SETTINGS_CHANGED
+            )
+            return Reason.SETTINGS_CHANGED
         reads = self._reads
         # A walk takes milliseconds, and a graph in quarantine is replayed no more.
         looks = reads is not None and found.slot not in self._quarantined

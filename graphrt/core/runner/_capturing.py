@@ -1,0 +1,132 @@
+"""What a runner's graphs go through: captured, all or a few at a time, sealed, released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from graphrt.core.base import PoolClosedError
+from graphrt.core.batch import Batch
+from graphrt.core.dispatch import Dispatch
+from graphrt.core.replay import GraphPool
+from graphrt.core.runner._devices import on_own_device
+from graphrt.core.runner._meanwhile import Meanwhile
+from graphrt.core.runner._rounds import CaptureProgress, Rounds
+from graphrt.core.runner.graphs import GraphSet
+from graphrt.core.runner.session import Progress
+from graphrt.core.runner.steps import LastUpdates
+
+
+class Capturing:
+    """The part of a runner that captures. Its steps do not come by here."""
+
+    pool: GraphPool
+    graphs: GraphSet
+    step: Callable[..., Any]
+    last_dispatch: Dispatch | None
+    _rounds: Rounds
+    _meanwhile: Meanwhile
+    _updates: LastUpdates
+    _elsewhere: Callable[[], bool] | None
+    _owns_pool: bool
+    _closed: bool
+
+    @on_own_device
+    def capture(self, progress: Progress | None = None) -> None:
+        """Capture every planned graph that is not captured yet, then seal.
+
+        `progress(done, total, descriptor)` is called before each graph and at the end. With
+        `Host(example=)` graphs are tried then; one that fails its trial raises `VerificationError`,
+        and nothing is captured. A failed capture raises; the graphs before it serve, and a further
+        call tries the rest again. Graphs that the device has no room for are dropped
+        (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
+        `ResourceExhaustedError` when the rest is done.
+        """
+        self._check_open()
+        try:
+            self._rounds.all(progress)
+        finally:
+            self._time_steps()
+
+    @on_own_device
+    def capture_next(self, budget_s: float = 0.0, *, prefer: Iterable[int] = ()) -> CaptureProgress:
+        """Capture some of the graphs that are missing, between two steps; seal after the last.
+
+        As many as by those before them fit into `budget_s` seconds of the host, and at least one:
+        `while runner.capture_next(0.05).left: ...`. First come the sizes (in tokens) of `prefer`,
+        then what steps meanwhile have missed most, then what the plan's `traffic` needs most; but
+        of each kind the largest graph is the first. Batches are served by what there is, else
+        eagerly; `report().meanwhile` has the slowest steps. The first call compiles what is not
+        compiled, the last one also tries `Host(example=)`. Ranks that capture together have to
+        capture the same: they pass no budget, and equal batches or an agreed `prefer`.
+
+        Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates,
+        `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to
+        a `capture()`, and the next call goes on with the others.
+        """
+        self._check_open()
+        try:
+            return self._rounds.next(budget_s, prefer)
+        finally:
+            self._time_steps()
+
+    def seal(self) -> None:
+        """Capture nothing any more, in no wrapper of this runner."""
+        self.graphs.seal()
+        self._meanwhile.end()
+        self._time_steps()
+
+    def release(self) -> None:
+        """Destroy all graphs, keeping the plan; batches run eagerly until `recapture()`."""
+        self.graphs.release()
+        self._updates.forget_graphs()
+        self._meanwhile.end()
+        self._time_steps()
+
+    def recapture(self, progress: Progress | None = None) -> None:
+        """Destroy all graphs and capture them again, for weights that have moved."""
+        self.release()
+        self.capture(progress)
+
+    def weights_changed(self) -> None:
+        """Declare that weights were written; raises `StaleInputError` if they moved, and
+        `UntrackedWeightsError` if graphs read what nobody owns. Then as `module_changed`."""
+        self.graphs.check_weights()
+        self.module_changed()
+
+    def module_changed(self) -> None:
+        """Declare that modules have other attributes, hooks or submodules, or were `train()`ed;
+        raises `RetraceError` if compiled code has baked in what is different now."""
+        self.graphs.check_modules()
+
+    def close(self) -> None:
+        """Destroy the graphs, and the pool if it is this runner's own.
+
+        Must come before the host tears down the communicators that graphs hold.
+        """
+        if not self._closed:
+            self.graphs.release()
+            self._closed = True
+            if self._owns_pool:
+                self.pool.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
+
+    def _time_steps(self) -> None:
+        """Have steps entered by `_enter` while graphs are missing; nothing else looks for that."""
+        self._elsewhere = self._meanwhile.outside if self._meanwhile.on else self.pool.elsewhere
+
+    def _enter(
+        self,
+        batch: Batch | None,
+        values: Mapping[str, Any],
+        limits: Mapping[str, Any],
+        given: Mapping[str, Any],
+    ) -> Any:
+        """Run a step on the device of the pool, timed while graphs are missing."""
+        with self.pool.on_device():
+            step = partial(self.step, batch, values, **limits, **given)
+            return self._meanwhile.timed(step, lambda: self.last_dispatch, batch, values, limits)

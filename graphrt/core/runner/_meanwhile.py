@@ -1,0 +1,135 @@
+"""What steps take while graphs are still missing, and which of the missing they would have used."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, NamedTuple
+
+from graphrt.core.base import Undo
+from graphrt.core.batch import Batch, GraphMode
+from graphrt.core.dispatch import NOT_REPLAYED, Dispatch, GraphDispatcher, Reason, preferred
+from graphrt.core.inputs import InputSlot, StaticInputs, batch_of
+from graphrt.core.replay import GraphPool, is_inside_capture
+
+_KEPT = 8
+"""Slowest steps."""
+
+
+class SlowStep(NamedTuple):
+    """A step, the mode that it ran in and why, and the seconds of its call on the host."""
+
+    batch: Batch
+    mode: GraphMode
+    reason: Reason
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepsMeanwhile:
+    """The steps between the first `capture_next()` and the last: how many there were, how many of
+    them ran without a graph, the seconds of all of them on the host, and the slowest, slowest
+    first."""
+
+    steps: int = 0
+    eager: int = 0
+    seconds: float = 0.0
+    slowest: tuple[SlowStep, ...] = ()
+
+
+class Meanwhile:
+    """Times the steps of a runner from `begin` to `end`. `wanted` counts, by slot, the missing
+    graphs that would have served them better."""
+
+    def __init__(self, dispatcher: GraphDispatcher, pool: GraphPool, inputs: StaticInputs) -> None:
+        self.on = False
+        self.wanted: Counter[int] = Counter()
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._inputs = inputs
+        # The thread whose step is timed: what is called in it is a part of that step.
+        self._thread: int | None = None
+        self._seen: StepsMeanwhile | None = None
+        self._slowest: list[tuple[float, int, SlowStep]] = []
+
+    def begin(self) -> None:
+        """Time steps from now on; those of another time are forgotten."""
+        if not self.on:
+            self.wanted.clear()
+            self._slowest = []
+            self._seen = StepsMeanwhile()
+            self.on = True
+
+    def end(self) -> None:
+        """Time none any more."""
+        self.on = False
+
+    def outside(self) -> bool:
+        """Whether a step has to be entered by `timed`, or on the device of its pool, first."""
+        elsewhere = self._pool.elsewhere
+        return (self.on and self._thread != get_ident()) or (elsewhere is not None and elsewhere())
+
+    def timed(
+        self,
+        step: Callable[..., Any],
+        last_dispatch: Callable[[], Dispatch | None],
+        batch: Batch | None,
+        values: Mapping[str, Any],
+        limits: Mapping[str, Any],
+    ) -> Any:
+        """Run a step; it is timed if nothing around it is, and noted if it did not raise."""
+        me = get_ident()
+        if not self.on or self._thread == me or is_inside_capture():
+            # Neither is its time its own, nor could it be told from `outside` which step it is of.
+            return self._within(me, step)
+        started = time.perf_counter()
+        outputs = self._within(me, step)
+        seconds = time.perf_counter() - started
+        found = last_dispatch()
+        if found is not None:
+            if batch is None:
+                own = type(values) is InputSlot
+                batch = values.batch if own else batch_of(self._inputs, values)  # type: ignore[attr-defined]
+            self._note(batch, found, seconds, limits)
+        return outputs
+
+    def seen(self) -> StepsMeanwhile | None:
+        """The steps so far; None where `begin` was never called."""
+        return self._seen
+
+    def _within(self, me: int, step: Callable[..., Any]) -> Any:
+        undo, outer = Undo(), self._thread
+        try:
+            undo.later(lambda: setattr(self, "_thread", outer))
+            self._thread = me
+            outputs = step()
+            undo.now()
+            return outputs
+        except BaseException:
+            undo.now()
+            raise
+
+    def _note(
+        self, batch: Batch, found: Dispatch, seconds: float, limits: Mapping[str, Any]
+    ) -> None:
+        seen = self._seen or StepsMeanwhile()
+        step = SlowStep(batch, found.mode, found.reason, seconds)
+        if len(self._slowest) < _KEPT:
+            heapq.heappush(self._slowest, (seconds, seen.steps, step))
+        else:
+            heapq.heappushpop(self._slowest, (seconds, seen.steps, step))
+        self._seen = StepsMeanwhile(
+            seen.steps + 1,
+            seen.eager + (found.mode is GraphMode.NONE),
+            seen.seconds + seconds,
+            tuple(each for _, _, each in sorted(self._slowest, reverse=True)),
+        )
+        if found.reason in NOT_REPLAYED:
+            return
+        planned = self._dispatcher.planned_for(batch, **limits)
+        if planned is not None and (found.slot < 0 or preferred(planned, found)):
+            self.wanted[planned.slot] += 1

@@ -1,0 +1,843 @@
+"""`capture_next()`: graphs come one by one, between steps, as right as those of `capture()`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from test_runner import INPUTS, rows, runner
+
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    Example,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    Host,
+    InputSpec,
+    Reason,
+    current_context,
+    eager_break,
+    forward_context,
+    wrapper_class,
+)
+from graphrt.core.base import (
+    CaptureError,
+    CaptureSealedError,
+    GraphRTError,
+    GraphsDroppedWarning,
+    InputSlotError,
+    InvalidOptionError,
+    NestedCaptureError,
+    PoolBusyError,
+    PoolClosedError,
+    ResourceExhaustedError,
+    StaleInputError,
+    VerificationError,
+)
+from graphrt.core.replay import handout
+from graphrt.core.replay.pool import AwaitsUpdates
+from graphrt.cpu import CpuPlatform
+
+SIZES = [1, 2, 4, 8]
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+
+
+def several(forward: Any = lambda x: x + 1, **options: Any) -> GraphRunner:
+    return runner(forward, **{"sizes": SIZES, **options})
+
+
+def sizes_of(run: GraphRunner) -> list[int]:
+    """The sizes of all graphs, in the order of their capture."""
+    return [record.descriptor.num_tokens for record in run.report().graphs]
+
+
+def captured_by(run: GraphRunner, budget_s: float = 0.0, **options: Any) -> list[int]:
+    progress = run.capture_next(budget_s, **options)
+    return [record.descriptor.num_tokens for record in progress.captured]
+
+
+def finish(run: GraphRunner) -> None:
+    while run.capture_next().left:
+        pass
+
+
+# What one call captures --------------------------------------------------------------------------
+
+
+def test_without_a_budget_a_call_captures_one_graph_and_says_how_many_are_left():
+    run = several()
+    for left, size in ((3, 8), (2, 4), (1, 2), (0, 1)):
+        progress = run.capture_next()
+        assert [record.descriptor.num_tokens for record in progress.captured] == [size]
+        assert progress.left == left
+        assert (progress.next_s is None) is (left == 0)
+    assert run.capture_next().captured == ()
+
+
+def test_a_large_budget_captures_all():
+    run = several()
+    progress = run.capture_next(math.inf)
+    assert [record.descriptor.num_tokens for record in progress.captured] == [8, 4, 2, 1]
+    assert progress.left == 0
+
+
+def test_a_graph_that_is_expected_to_end_after_the_budget_is_not_begun():
+    run = several()
+    run.capture_next()
+    # What is known of the time that a graph takes.
+    run.graphs.records[0] = dataclasses.replace(run.graphs.records[0], capture_s=3600.0)
+    assert run.capture_next(0.0).next_s == 3600.0
+    assert captured_by(run, 1000.0) == [2]
+    assert captured_by(run, 1e9) == [1]
+
+
+def test_of_a_mode_without_graphs_nothing_is_begun_that_takes_as_long_as_others():
+    run = several(mode="FULL_AND_PIECEWISE", sizes=[4])
+    run.capture_next()
+    run.graphs.records[0] = dataclasses.replace(run.graphs.records[0], capture_s=3600.0)
+    assert run.graphs.records[0].mode is PIECEWISE
+    progress = run.capture_next(60.0)
+    assert [record.mode for record in progress.captured] == [FULL]
+
+
+def test_the_slowest_of_the_last_three_of_a_mode_is_what_the_next_is_expected_to_take():
+    run = several(sizes=[1, 2, 4, 8, 16])
+    for _ in range(4):
+        run.capture_next()
+    for place, seconds in enumerate((9.0, 1.0, 5.0, 2.0)):
+        run.graphs.records[place] = dataclasses.replace(
+            run.graphs.records[place], capture_s=seconds
+        )
+    assert run._rounds._expected_s(run.plan.keys[-1]) == 5.0
+
+
+def test_the_first_call_begins_no_second_graph_that_would_take_too_long():
+    run = several(lambda x: x + 1)
+    assert len(captured_by(run, 1e-9)) == 1
+
+
+@pytest.mark.parametrize("budget", [-1, "much", None, math.nan, True])
+def test_what_is_no_budget_is_refused(budget):
+    with pytest.raises(InvalidOptionError, match="budget"):
+        several().capture_next(budget)
+
+
+# The order ---------------------------------------------------------------------------------------
+
+
+def test_what_the_host_prefers_comes_after_the_largest():
+    run = several()
+    assert captured_by(run, prefer=[2]) == [8]
+    assert captured_by(run, prefer=[2]) == [2]
+    assert captured_by(run, prefer=iter([1])) == [1]
+
+
+@pytest.mark.parametrize("prefer", [[3], [0], ["2"], 2, [[2]]])
+def test_sizes_that_no_graph_has_are_refused(prefer):
+    run = several()
+    with pytest.raises(InvalidOptionError, match="prefer"):
+        run.capture_next(prefer=prefer)
+    assert sizes_of(run) == []
+
+
+def test_what_steps_have_missed_most_comes_first():
+    run = several()
+    run.capture_next()
+    for tokens in (1, 2, 2, 3, 4, 8, 8, 8):
+        run(x=rows(tokens))
+    run.capture_next(math.inf)
+    # Batches of 2 had the larger graph twice, as those of 4 and 3; of equals the larger first.
+    assert sizes_of(run) == [8, 4, 2, 1]
+    run.recapture()
+    run.release()
+    run.capture_next()
+    for tokens in (1, 1, 2):
+        run(x=rows(tokens))
+    run.capture_next(math.inf)
+    assert sizes_of(run) == [8, 1, 2, 4]
+
+
+def test_steps_that_their_graph_serves_are_no_reason_for_another_one():
+    run = several()
+    run.capture_next()
+    run.capture_next(prefer=[1])
+    for _ in range(5):
+        run(x=rows(1))
+    run(x=rows(2))
+    assert captured_by(run) == [2]
+
+
+def test_the_traffic_of_the_plan_is_an_order():
+    run = several(traffic={2: 0.9, 4: 0.1}, sizes=[1, 2, 4, 8, 16])
+    run.capture_next(math.inf)
+    assert sizes_of(run)[0] == 16
+    assert sizes_of(run).index(2) < sizes_of(run).index(4)
+
+
+def test_of_each_kind_the_largest_comes_first():
+    run = several(mode="FULL_AND_PIECEWISE")
+    run.capture_next(math.inf, prefer=[1])
+    keys = [(record.mode, record.descriptor.num_tokens) for record in run.report().graphs]
+    assert [size for mode, size in keys if mode is FULL][:2] == [8, 1]
+    assert [size for mode, size in keys if mode is PIECEWISE][:2] == [8, 1]
+
+
+# Between calls -----------------------------------------------------------------------------------
+
+
+def test_batches_are_served_by_what_is_there_or_eagerly():
+    run = several(mode="FULL_AND_PIECEWISE")
+    seen = []
+    while True:
+        progress = run.capture_next()
+        for batch in (Batch(1, 1, 1), Batch(3, 3, 1), Batch(3, 2)):
+            assert torch.equal(run(batch, x=rows(batch.num_tokens)), rows(batch.num_tokens, 2.0))
+            found = run.last_dispatch
+            published = {(each.mode, each.descriptor) for each in run.dispatcher.published}
+            assert found.slot < 0 or (found.mode, found.descriptor) in published
+            seen.append(found.reason)
+        if not progress.left:
+            break
+    assert set(seen) <= {Reason.HIT, Reason.NOT_CAPTURED}
+    assert seen[-3:] == [Reason.HIT] * 3
+
+
+def test_a_batch_whose_padding_would_be_too_much_runs_eagerly_until_its_graph_is_there():
+    run = several(options=GraphOptions(max_padding=1.5))
+    run.capture_next()
+    run(x=rows(2))
+    assert run.last_dispatch.mode is GraphMode.NONE
+    run.capture_next(prefer=[2])
+    run(x=rows(2))
+    assert run.last_dispatch.reason is Reason.HIT
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_outputs_of_the_step_before_cannot_be_read_after_a_capture(monkeypatch, fails):
+    # Not every torch can make them unreadable.
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: None)
+
+    def forward(x):
+        if x.shape[0] == 4 and fails:
+            raise ZeroDivisionError
+        return x + 1
+
+    run = several(forward)
+    run.capture_next()
+    run.pool.handed_out.append((torch.ones(3).untyped_storage(), None))
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        run.capture_next()
+    assert run.pool.handed_out == []
+
+
+def test_a_slot_that_was_made_before_a_capture_is_refused():
+    run = several()
+    run.capture_next()
+    slot = run.slot(Batch(3, 3, 1))
+    slot["x"].fill_(1)
+    run.capture_next()
+    with pytest.raises(InputSlotError):
+        run(slot)
+    slot = run.slot(Batch(3, 3, 1))
+    slot["x"].fill_(1)
+    assert torch.equal(run(slot), rows(3, 2.0))
+
+
+def test_capture_captures_the_rest():
+    run = several()
+    run.capture_next()
+    told = []
+    run.capture(lambda done, total, descriptor: told.append((done, total)))
+    assert told[-1] == (3, 3)
+    assert sizes_of(run) == [8, 4, 2, 1]
+    assert run.capture_next() == dataclasses.replace(run.capture_next(), captured=(), left=0)
+    assert run.graphs.sealing.closed
+
+
+def test_lazy_steps_capture_meanwhile_what_they_miss():
+    run = several(options=GraphOptions(lazy=True))
+    run.capture_next()
+    run(x=rows(1))
+    assert sizes_of(run) == [8, 1]
+    finish(run)
+    assert sizes_of(run) == [8, 1, 4, 2]
+    assert run.graphs.sealing.closed
+
+
+# The end -----------------------------------------------------------------------------------------
+
+
+def test_after_the_last_graph_the_runner_is_as_sealed_as_by_capture():
+    run = several(options=GraphOptions(strict=True))
+    finish(run)
+    with pytest.raises(CaptureSealedError):
+        run(x=rows(9))
+    assert all(wrapper._sealing.closed for wrapper in run.graphs.owners())
+
+
+@pytest.mark.parametrize("check", ["capture", "first"])
+def test_at_the_end_the_same_graphs_are_to_be_tried_as_after_capture(check):
+    apart, at_once = (several(options=GraphOptions(check=check)) for _ in range(2))
+    finish(apart)
+    at_once.capture()
+    assert apart.graphs.checks._pending == at_once.graphs.checks._pending or check == "first"
+    tried = [{found.descriptor for found in run.graphs.checks.to_try()} for run in (apart, at_once)]
+    assert tried[0] == tried[1]
+
+
+def test_a_graph_that_is_the_smallest_only_for_now_is_not_tried_for_that():
+    run = several()
+    for _ in range(3):
+        run.capture_next()
+        run(x=rows(3))
+        run(x=rows(8))
+    # The first step of the kind was a padded one, and both are of one kind.
+    assert sum(record.steps for record in run.report().trust.trials) == 1
+
+
+def example(batch: Batch, generator: torch.Generator) -> Example:
+    return Example({"x": torch.rand(batch.num_tokens, 4, generator=generator)})
+
+
+def test_examples_are_tried_after_the_last_graph():
+    run = several(host=Host(example=example))
+    for _ in range(3):
+        run.capture_next()
+    assert {record.status for record in run.report().trust.trials} == {"untried"}
+    run.capture_next()
+    tried = {r.descriptor.num_tokens for r in run.report().trust.trials if r.status == "tried"}
+    assert tried == {1, 8}
+
+
+def test_a_trial_that_fails_releases_all_graphs_and_is_not_repeated_for_ever():
+    def mixes(x):
+        return x + x.mean()
+
+    run = several(mixes, host=Host(example=example))
+    for _ in range(3):
+        run.capture_next()
+    with pytest.raises(VerificationError):
+        run.capture_next()
+    assert sizes_of(run) == []
+    progress = run.capture_next()
+    assert (progress.captured, progress.left) == ((), 0)
+    assert torch.equal(run(x=rows(2)), mixes(rows(2)))
+    run.release()
+    assert captured_by(run) == [8]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_graphs_that_do_not_fit_are_told_after_the_last(strict):
+    def forward(x):
+        return (x.repeat(1, 1 << (4 + 14 * (x.shape[0] == 2))) + 1)[:, :4]
+
+    limited = CpuPlatform(max_pool_bytes=1 << 20)
+    run = several(forward, platform=limited, options=GraphOptions(strict=strict))
+    told = (
+        pytest.raises(ResourceExhaustedError, match="1 of 4 graphs")
+        if strict
+        else pytest.warns(GraphsDroppedWarning, match="1 of 4 graphs")
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [run.capture_next().left for _ in range(3)] == [3, 2, 1]
+        assert [dropped.descriptor.num_tokens for dropped in run.report().dropped] == [2]
+    with told:
+        run.capture_next()
+    assert sizes_of(run) == [8, 4, 1]
+    assert run.capture_next().left == 0
+    assert torch.equal(run(x=rows(2)), rows(2, 2.0))
+
+
+def test_a_plan_without_graphs_is_sealed_at_once():
+    run = several(mode="NONE")
+    assert run.capture_next().left == 0
+    assert run.graphs.sealing.closed
+    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+
+
+def test_with_eager_launch_all_is_there_one_after_the_other():
+    run = several(options=GraphOptions(launch="eager"))
+    assert [run.capture_next().left for _ in range(4)] == [3, 2, 1, 0]
+    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+    assert run.last_dispatch.descriptor.num_tokens == 4
+
+
+def test_a_closed_runner_captures_nothing():
+    run = several()
+    run.close()
+    with pytest.raises(PoolClosedError):
+        run.capture_next()
+
+
+# Failures ----------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_fails_raises_once_and_the_others_go_on():
+    broken = [True]
+
+    def forward(x):
+        if broken[0] and x.shape[0] == 4:
+            raise ZeroDivisionError
+        return x + 1
+
+    run = several(forward)
+    run.capture_next()
+    with pytest.raises(ZeroDivisionError) as raised:
+        run.capture_next()
+    assert any("[4 tokens" in note for note in getattr(raised.value, "__notes__", ["[4 tokens"]))
+    assert [run.capture_next().left for _ in range(2)] == [1, 0]
+    assert sizes_of(run) == [8, 2, 1]
+    run(x=rows(3))
+    assert run.last_dispatch.descriptor.num_tokens == 8
+    broken[0] = False
+    assert run.capture_next().captured == ()
+    run.capture()
+    assert sizes_of(run) == [8, 2, 1, 4]
+
+
+def test_after_a_last_graph_that_failed_the_next_call_seals():
+    def forward(x):
+        if x.shape[0] == 1:
+            raise ZeroDivisionError
+        return x + 1
+
+    run = several(forward)
+    for _ in range(3):
+        run.capture_next()
+    with pytest.raises(ZeroDivisionError):
+        run.capture_next()
+    assert not run.graphs.sealing.closed
+    assert run.capture_next().left == 0
+    assert run.graphs.sealing.closed
+    assert run.report().meanwhile is not None
+    assert not run._meanwhile.on
+
+
+def test_what_is_captured_before_a_failure_in_the_same_call_serves():
+    def forward(x):
+        if x.shape[0] == 2:
+            raise ZeroDivisionError
+        return x + 1
+
+    run = several(forward)
+    with pytest.raises(ZeroDivisionError):
+        run.capture_next(math.inf)
+    assert sizes_of(run) == [8, 4]
+    assert captured_by(run, math.inf) == [1]
+
+
+def test_outputs_that_nobody_can_hand_out_fail_like_a_graph_and_not_for_ever():
+    def forward(x):
+        return {"y": x + 1, "n": object()}
+
+    run = several(forward, outputs=None)
+    for _ in SIZES:
+        with pytest.raises(GraphRTError):
+            run.capture_next()
+    assert run.capture_next().left == 0
+
+
+def test_weights_that_moved_between_two_calls_are_refused_and_nothing_changes():
+    linear = torch.nn.Linear(4, 4)
+    run = several(lambda x: linear(x), host=Host(parameters=linear))
+    run.capture_next()
+    linear.weight = torch.nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(StaleInputError):
+        run.capture_next()
+    assert sizes_of(run) == [8]
+    with torch.no_grad():
+        run.recapture()
+    assert sizes_of(run) == [8, 4, 2, 1]
+
+
+def test_graphs_of_one_runner_are_captured_under_the_same_settings():
+    run = several(lambda x: torch.mm(x, x.new_ones(4, 4)))
+    run.capture_next()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(VerificationError):
+        run.capture_next()
+    assert sizes_of(run) == [8]
+    assert captured_by(run) == [4]
+
+
+def test_a_lazy_step_under_other_settings_captures_nothing():
+    run = several(lambda x: torch.mm(x, x.new_ones(4, 4)), options=GraphOptions(lazy=True))
+    run(x=rows(8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = run(x=rows(2))
+    assert out.dtype is torch.bfloat16
+    assert sizes_of(run) == [8]
+    assert run(x=rows(2)).dtype is torch.float32
+    assert sizes_of(run) == [8, 2]
+
+
+# Never in a step ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["eager", "replay"])
+def test_a_call_inside_of_a_step_is_refused_and_changes_nothing(phase):
+    errors: list[Exception] = []
+
+    def bind(buffers, descriptor, now):
+        if now == phase:
+            with pytest.raises(PoolBusyError, match="under way") as raised:
+                run.capture_next()
+            errors.append(raised.value)
+
+    run = several(host=Host(bind=bind))
+    if phase == "replay":
+        run.capture_next()
+    before = sizes_of(run)
+    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+    assert len(errors) == 1
+    assert sizes_of(run) == before
+    run.capture_next()
+
+
+def test_a_call_in_an_eager_part_of_a_step_is_refused():
+    raised = []
+
+    @eager_break
+    def between(x):
+        if current_context().live is not None and not raised:
+            raised.append(False)
+            with pytest.raises(PoolBusyError):
+                run.capture_next()
+            raised.append(True)
+        return x * 2
+
+    run = several(lambda x: between(x + 1) + 1, mode="PIECEWISE", options=GraphOptions(check="off"))
+    run.capture_next()
+    assert torch.equal(run(x=rows(3)), rows(3, 5.0))
+    assert raised == [False, True]
+    finish(run)
+
+
+def test_a_call_from_another_thread_while_a_step_runs_is_refused():
+    entered, leave = threading.Event(), threading.Event()
+
+    def bind(buffers, descriptor, phase):
+        if phase == "eager":
+            entered.set()
+            assert leave.wait(60)
+
+    run = several(host=Host(bind=bind))
+    thread = threading.Thread(target=lambda: run(x=rows(3)))
+    thread.start()
+    assert entered.wait(60)
+    with pytest.raises(PoolBusyError):
+        run.capture_next()
+    leave.set()
+    thread.join()
+    assert sizes_of(run) == []
+    run.capture_next()
+
+
+class Waiting(AwaitsUpdates):
+    """A launched step, which the next step of its thread would end."""
+
+    def abandon(self) -> GraphRTError:
+        raise AssertionError("it was ended")
+
+
+def test_a_step_that_waits_for_its_updates_goes_on_waiting():
+    run = several()
+    waiting = run.pool.owner = Waiting()
+    with pytest.raises(PoolBusyError, match="updates"):
+        run.capture_next()
+    assert run.pool.owner is waiting
+    run.pool.owner = None
+    assert captured_by(run) == [8]
+
+
+def call_here(function: Any) -> None:
+    function()
+
+
+def call_elsewhere(function: Any) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(function).result()
+
+
+def test_between_the_pieces_of_a_step_in_the_pool_nothing_is_captured():
+    pool = GraphPool("cpu")
+    pieces = [
+        wrapper_class(pool.platform)(
+            lambda x: x + 1, "PIECEWISE", pool=pool, options=GraphOptions(lazy=True)
+        )
+        for _ in range(2)
+    ]
+    run = several(pool=pool, platform=None)
+    x = rows(2)
+    for threads in ([call_here], [call_here, call_elsewhere]):  # captured, then replayed
+        with forward_context("PIECEWISE", BatchDescriptor(2)):
+            pieces[0](x)
+            for thread in threads:
+                with pytest.raises(PoolBusyError):
+                    thread(run.capture_next)
+            pieces[1](x)
+    assert captured_by(run) == [8]
+
+
+def test_a_call_in_the_capture_of_something_else_is_refused():
+    run = several()
+
+    def forward(x):
+        run.capture_next()
+        return x + 1
+
+    with pytest.raises((NestedCaptureError, PoolBusyError)):
+        several(forward).capture()
+    assert sizes_of(run) == []
+
+
+# State -------------------------------------------------------------------------------------------
+
+
+class Counting(torch.nn.Module):
+    """What a forward may keep: found state, declared state, a Python number, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("found", torch.zeros(4))
+        self.register_buffer("rows", torch.zeros(32, 4))
+        self.declared = [torch.zeros(1)]
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.found += 1
+        self.declared[0].add_(2)
+        self.rows.index_copy_(0, place, x)
+        return x + self.found + self.declared[0] + torch.rand(())
+
+    def state(self) -> list[torch.Tensor]:
+        return [self.found.clone(), self.rows[1:].clone(), self.declared[0].clone()]
+
+
+@pytest.mark.parametrize("check", ["off", "capture"])
+@pytest.mark.parametrize("each", [True, False])
+def test_state_numbers_and_random_numbers_are_as_without_captures(check, each):
+    models = Counting(), Counting()
+    own = models[0].declared[0], *([models[0].found, models[0].rows] if check == "off" else [])
+    run = GraphRunner(
+        models[0],
+        inputs={
+            "x": INPUTS["x"],
+            "place": InputSpec(torch.int64, ("tokens",), pad=0),
+        },
+        outputs=("tokens", 4),
+        mode="FULL",
+        sizes=SIZES,
+        platform="cpu",
+        host=Host(state=own),
+        options=GraphOptions(check=check, warm_up_each=each),
+    )
+    torch.manual_seed(7)
+    for tokens in (3, 8, 2, 1, 5, 4):
+        calls = models[0].calls
+        run.capture_next()
+        # A step that is tried runs several times; numbers are put back where a check is on.
+        assert check == "off" or models[0].calls == calls
+        x, place = rows(tokens, float(tokens)), torch.arange(tokens) + 1
+        seed = torch.get_rng_state()
+        out = run(x=x, place=place).clone()
+        torch.set_rng_state(seed)
+        expected = models[1](x, place)
+        if run.last_dispatch.reason is not Reason.HIT or check == "off":
+            assert torch.equal(out, expected)
+        assert all(map(torch.equal, models[0].state(), models[1].state()))
+
+
+def test_garbage_is_collected_again_and_communicators_are_entered_in_each_call():
+    entered = []
+
+    @contextlib.contextmanager
+    def around():
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    run = several(host=Host(around_capture=around))
+    for calls in range(1, 5):
+        run.capture_next()
+        assert entered == ["in", "out"] * calls
+        assert gc.isenabled() and gc.get_freeze_count() < 5000
+    assert run.pool.owner is None
+
+
+@pytest.mark.parametrize(("around", "collections"), [(False, 4), (True, 1)])
+def test_beside_a_frozen_heap_a_session_around_all_calls_collects_once(around, collections):
+    run, seen = several(), []
+
+    def note(phase, info):
+        if phase == "start" and info["generation"] == 2:
+            seen.append(phase)
+
+    gc.collect()
+    gc.freeze()
+    gc.callbacks.append(note)
+    try:
+        with run.pool.capture_session() if around else contextlib.nullcontext():
+            left = 1
+            while left:
+                left = run.capture_next().left
+                assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+    finally:
+        gc.callbacks.remove(note)
+        gc.unfreeze()
+    assert len(seen) == collections
+    assert gc.isenabled()
+
+
+def test_state_that_a_small_graph_writes_after_larger_ones_is_put_back():
+    state = torch.zeros(2)
+
+    def forward(x):
+        if x.shape[0] == 2:
+            state.add_(1)
+        return x + state[0]
+
+    run = several(forward)
+    finish(run)
+    assert state.tolist() == [0, 0]
+
+
+def test_rows_that_only_some_sizes_write_are_put_back():
+    state = torch.zeros(4, 4)
+
+    def forward(x):
+        if x.shape[0] in (2, 8):
+            # No padding names this row.
+            state.index_copy_(0, torch.full((1,), 3), x[:1] + 1)
+        return x + state[3]
+
+    run = several(forward)
+    finish(run)
+    assert torch.equal(state, torch.zeros(4, 4))
+
+
+def test_of_each_kind_the_warm_up_of_the_largest_is_remembered():
+    state = torch.zeros(1)
+
+    def forward(x):
+        state.add_(1)
+        return x + state
+
+    run = several(forward)
+    finish(run)
+    assert [warm.tokens for warm in run.graphs.warmed_up.values()] == [8]
+
+
+# What steps took meanwhile -----------------------------------------------------------------------
+
+
+def test_the_report_has_the_slowest_steps_meanwhile():
+    run = several()
+    assert run.report().meanwhile is None
+    run(x=rows(3))
+    run.capture_next()
+    assert run.report().meanwhile.steps == 0
+    for tokens in (3, 8, 9):
+        run(x=rows(tokens))
+    slot = run.slot(Batch(2, 2, 1))
+    slot["x"].fill_(1)
+    run(slot)
+    seen = run.report().meanwhile
+    assert (seen.steps, seen.eager) == (4, 1)
+    assert [each.seconds for each in seen.slowest] == sorted(
+        (each.seconds for each in seen.slowest), reverse=True
+    )
+    assert seen.seconds == pytest.approx(sum(each.seconds for each in seen.slowest))
+    by_tokens = {each.batch.num_tokens: each for each in seen.slowest}
+    assert by_tokens[9].reason is Reason.TOO_LARGE and by_tokens[9].mode is GraphMode.NONE
+    assert by_tokens[3].reason is by_tokens[8].reason is by_tokens[2].reason is Reason.HIT
+    finish(run)
+    run(x=rows(3))
+    assert run.report().meanwhile == seen
+
+
+def test_only_a_few_steps_are_kept():
+    run = several()
+    run.capture_next()
+    for _ in range(50):
+        run(x=rows(3))
+    seen = run.report().meanwhile
+    assert seen.steps == 50
+    assert len(seen.slowest) == 8
+
+
+def test_a_step_that_raises_is_no_step_of_the_report():
+    run = several()
+    run.capture_next()
+    with pytest.raises(GraphRTError):
+        run(x=torch.ones(3, 5))
+    run(x=rows(3))
+    assert run.report().meanwhile.steps == 1
+
+
+def test_when_all_is_there_a_step_takes_the_way_that_it_takes_after_capture():
+    at_once, apart = several(), several()
+    at_once.capture()
+    finish(apart)
+    assert apart._elsewhere is at_once._elsewhere is None
+    apart.release()
+    apart.capture_next()
+    assert apart._elsewhere is not None
+    apart.capture()
+    assert apart._elsewhere is None
+
+
+@pytest.mark.parametrize("end", ["release", "seal", "recapture"])
+def test_nothing_is_timed_after(end):
+    run = several()
+    run.capture_next()
+    getattr(run, end)()
+    run(x=rows(3))
+    assert run.report().meanwhile.steps == 0
+    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+    finish(run)
+    assert sorted(sizes_of(run)) == SIZES
+
+
+def test_the_runner_of_a_draft_is_timed_by_itself():
+    pool = GraphPool("cpu")
+    target, draft = (several(pool=pool, platform=None) for _ in range(2))
+    target.capture_next()
+    draft.capture()
+    target(x=rows(2))
+    draft(x=rows(2))
+    assert target.report().meanwhile.steps == 1
+    assert draft.report().meanwhile is None
+
+
+def test_a_runner_inside_the_capture_of_another_one_is_no_step():
+    inner = several()
+    inner.capture_next()
+    outer = several(lambda x: inner(x=x))
+    outer.capture()
+    assert inner.report().meanwhile.steps == 0
+    assert torch.equal(outer(x=rows(3)), rows(3, 2.0))
+
+
+def test_an_error_of_a_capture_is_named_as_by_capture():
+    def forward(x):
+        return x * float(x.sum().item())
+
+    raised = []
+    for call in ("capture", "capture_next"):
+        with pytest.raises(CaptureError) as error:
+            getattr(several(forward), call)()
+        raised.append(type(error.value))
+    assert raised[0] is raised[1]
