@@ -74,6 +74,8 @@ class StaticInputs:
         self._fixed_starts = {own.buffer.untyped_storage().data_ptr() for own in self._fixed}
         self.ring = ring_for(platform, buffer, nbytes, len(self._packed)) if fetched else None
         self._by_fetch = None if self.ring is None else ByFetch(self.ring, slab, pads)
+        # Whether what is packed is all there is, under the names that a step gives it.
+        self.all_packed = not self._fixed and not self.nested
         in_place = buffer.is_cpu and self.ring is None
         self._by_copy = ByCopy(slab, pads, None if in_place else platform)
         self._slot_views = SlotViews()
@@ -122,9 +124,7 @@ class StaticInputs:
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
         if type(values) is InputSlot:
-            if values.layout is layout and values.moves is layout.moves(
-                tokens, reqs, _CACHED_MOVES
-            ):
+            if values.layout is layout and values.moves.live == (tokens, reqs):
                 self._fill_from(values, layout, values.moves, stream, in_graph)
                 return
             # Its memory may be what is filled next.

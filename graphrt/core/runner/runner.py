@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import PoolClosedError, Uncopied, check_kind
+from graphrt.core.base import Uncopied, check_kind
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.inputs import InputSlot, InputSpec, OutputAxes, StaticInputs, batch_of
+from graphrt.core.inputs import (
+    NO_LIMITS,
+    InputSlot,
+    InputSpec,
+    OutputAxes,
+    StaticInputs,
+    batch_of,
+)
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import GraphPool, is_inside_capture, under_way
+from graphrt.core.replay import GraphPool
 from graphrt.core.runner._devices import on_own_device
+from graphrt.core.runner._path import StepPath
 from graphrt.core.runner._steps import steps_of
 from graphrt.core.runner.compiled import pool_for, with_forward
 from graphrt.core.runner.graphs import GraphSet
@@ -23,7 +31,6 @@ from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.session import Progress
 from graphrt.core.runner.steps import (
-    NOT_ALONE,
     LastUpdates,
     no_graph_to_pad_to,
     no_graph_to_verify,
@@ -105,21 +112,19 @@ class GraphRunner(Uncopied):
             outputs=outputs,
         )
         self.dispatcher = self.graphs.dispatcher
-        self.last_dispatch: Dispatch | None = None
         graphs = self.graphs
         self._example = host.example
         self._steps = graphs.steps
-        self._checks = graphs.checks
         self._eager_launch = graphs.eager_launch
         self._updates = LastUpdates()
         steps = steps_of(
             forward, graphs, self.plan, host, self.options, self.inputs, self.pool, self._updates
         )
-        self._unpadded, self._padded = steps.unpadded, steps.padded
+        self._padded = steps.padded
         self._checked, self._slots = steps.checked, steps.slots
         self._elsewhere = self.pool.elsewhere
-        self._live_tokens = 0
-        self._closed = False
+        self._path = StepPath(graphs, self.inputs, self.pool, steps, self._updates)
+        self._run = self._path.run
 
     def __call__(
         self,
@@ -143,9 +148,15 @@ class GraphRunner(Uncopied):
         """
         # An `isinstance` of a mapping's class takes longer.
         if type(batch) is InputSlot:
-            self.inputs.check_alone(values)
-            return self.step(None, batch, updates=updates, metadata=metadata)
-        return self.step(batch, values, updates=updates, metadata=metadata)  # type: ignore[arg-type]
+            if values:
+                self.inputs.check_alone(values)
+            return self._run(None, batch, updates, metadata, NO_LIMITS)
+        return self._run(batch, values, updates, metadata, NO_LIMITS)  # type: ignore[arg-type]
+
+    @property
+    def last_dispatch(self) -> Dispatch | None:
+        """What the last step was told, and how it ran."""
+        return self._path.last_dispatch
 
     def slot(
         self, batch: Batch, *, at_least: int = 0, at_most_mode: GraphMode | None = None
@@ -153,10 +164,11 @@ class GraphRunner(Uncopied):
         """Where the inputs of the next step, of `batch`, are written in place: `runner(slot)` then
         runs it, and nothing is copied or checked again. Counted as dispatched now. Raises
         `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
+        limits = NO_LIMITS if at_least == 0 and at_most_mode is None else (at_least, at_most_mode)
         if self._elsewhere is not None and self._elsewhere():
             with self.pool.on_device():
-                return self._slots.make(batch, at_least, at_most_mode)
-        return self._slots.make(batch, at_least, at_most_mode)
+                return self._slots.make(batch, limits)
+        return self._slots.make(batch, limits)
 
     def step(
         self,
@@ -170,68 +182,7 @@ class GraphRunner(Uncopied):
     ) -> Any:
         """Run one step like a call, with its inputs as a mapping; `at_least` tokens and
         `at_most_mode` are what ranks have agreed on."""
-        if self._elsewhere is not None and self._elsewhere():
-            with self.pool.on_device():
-                return self.step(
-                    batch,
-                    values,
-                    updates=updates,
-                    metadata=metadata,
-                    at_least=at_least,
-                    at_most_mode=at_most_mode,
-                )
-        found: Dispatch | None = None
-        if batch is None:
-            if type(values) is InputSlot:
-                batch = values.batch
-                at_least, at_most_mode = values.limits
-                found, values = self._slots.open(values)
-            else:
-                batch = batch_of(self.inputs, values)
-        if under_way and is_inside_capture():
-            return self._unpadded.run_as_part(batch, values, updates, metadata)
-        if found is None:
-            found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
-        if self.graphs.sealing.may_capture:
-            wanted = self.graphs.lazy.wanted(batch, found, at_least, at_most_mode)
-            if wanted is not None:
-                values = self.graphs.lazy.capture(self.graphs.capture, wanted, values)
-                found = self.dispatcher.dispatch(
-                    batch, at_least=at_least, at_most_mode=at_most_mode
-                )
-        checks = self._checks
-        if checks.on and found.slot >= 0 and not checks.clear(found.slot, batch[0]):
-            agreed = at_least > 0 or at_most_mode is not None
-            found, outputs = self._checked.run(batch, found, values, updates, metadata, agreed)
-            self.last_dispatch = found
-            self._live_tokens += batch[0] if found.slot >= 0 else 0
-            return outputs
-        self.last_dispatch = found
-        if updates is None and found.slot >= 0:
-            alone = self._steps[found.slot]
-            if alone is not None and alone.replay is not None:
-                outputs = alone.replay(alone.live, batch, values)
-                if outputs is not NOT_ALONE:
-                    self._live_tokens += batch[0]
-                    return outputs
-        slot = -1 if self._eager_launch else found.slot
-        given = None
-        try:
-            if updates is not None:
-                step = None if slot < 0 else self._steps[slot]
-                given = self._updates.resolve(updates, step, slot, self._steps, batch)
-            if found.slot < 0:
-                self._check_open()
-                return self._unpadded.run(batch, found, values, given, metadata)
-            mode = GraphMode.NONE if self._eager_launch else found.mode
-            named, slot = found.descriptor, found.slot
-            context = ForwardContext(mode, named, slot, given, metadata, live=batch)
-            outputs = self._padded.run(batch, found, values, context, eager=False)
-        except BaseException:
-            self._updates.step_failed(updates)
-            raise
-        self._live_tokens += batch[0]
-        return outputs
+        return self._run(batch, values, updates, metadata, (at_least, at_most_mode))
 
     @on_own_device
     def run_padded_eagerly(
@@ -278,12 +229,12 @@ class GraphRunner(Uncopied):
         found = self.dispatcher.dispatch(batch)
         if self._eager_launch or found.slot < 0:
             if not self._eager_launch and found.reason is not Reason.NOT_CAPTURED:
-                self.last_dispatch = found
+                self._path.last_dispatch = found
                 return self._checked.eagerly(batch, found, values, updates, metadata)
             raise no_graph_to_verify(batch, found.reason)
         verdict = self._checked.verify(batch, found, values, updates, metadata)
-        self.last_dispatch = found
-        self._live_tokens += batch[0]
+        self._path.last_dispatch = found
+        self._path.live_tokens += batch[0]
         if verdict.failure is not None:
             raise verdict.failure
         return verdict.outputs
@@ -299,7 +250,7 @@ class GraphRunner(Uncopied):
         (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
         `ResourceExhaustedError` when the rest is done.
         """
-        self._check_open()
+        self._path.check_open()
         self.graphs.capture_missing(progress)
         if self._example is not None:
             self._checked.try_examples(self._example, self.graphs.release)
@@ -334,9 +285,9 @@ class GraphRunner(Uncopied):
 
         Must come before the host tears down the communicators that graphs hold.
         """
-        if not self._closed:
+        if not self._path.closed:
             self.graphs.release()
-            self._closed = True
+            self._path.closed = True
             if self._owns_pool:
                 self.pool.close()
 
@@ -349,9 +300,5 @@ class GraphRunner(Uncopied):
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
         return report_of(
-            self.plan.resolution, self.graphs, self.pool, self.inputs, self._live_tokens
+            self.plan.resolution, self.graphs, self.pool, self.inputs, self._path.live_tokens
         )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")

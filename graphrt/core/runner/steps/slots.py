@@ -6,11 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphrt.core.base import InputSlotError, InvalidBatchError
-from graphrt.core.batch import Batch, GraphMode
+from graphrt.core.batch import Batch
 from graphrt.core.capture import Sealing
 from graphrt.core.dispatch import Dispatch, GraphDispatcher
-from graphrt.core.inputs import InputLayout, InputSlot, StaticInputs, wrong_requests
-from graphrt.core.replay import GraphPool
+from graphrt.core.inputs import (
+    NO_LIMITS,
+    InputLayout,
+    InputSlot,
+    Limits,
+    StaticInputs,
+    wrong_requests,
+)
+from graphrt.core.replay import GraphPool, under_way
 from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.unpadded import refuse_inside_capture
 
@@ -32,20 +39,21 @@ class Slots:
         self._inputs = inputs
         self._pool = pool
 
-    def make(self, batch: Batch, at_least: int, at_most_mode: GraphMode | None) -> InputSlot:
+    def make(self, batch: Batch, limits: Limits) -> InputSlot:
         """A slot for the inputs of `batch`, where the graph is that serves it."""
-        refuse_inside_capture("slot()")
+        if under_way:
+            refuse_inside_capture("slot()")
         inputs, pool = self._inputs, self._pool
         if pool.owner is not None:
             pool.check_idle()
         found: Dispatch | None = None
         # A step that captures its graph first cannot have its inputs in place.
         if not self._sealing.may_capture:
-            dispatch = self._dispatcher.dispatch
-            if at_least or at_most_mode is not None:
-                found = dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
+            if limits is NO_LIMITS:
+                found = self._dispatcher.dispatch(batch)
             else:
-                found = dispatch(batch)
+                at_least, mode = limits
+                found = self._dispatcher.dispatch(batch, at_least=at_least, at_most_mode=mode)
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = self._requests(batch)
@@ -63,7 +71,7 @@ class Slots:
         pool.follow_stream()
         slot = inputs.slot(layout, tokens, reqs)
         slot.batch, slot.maker = batch, self
-        slot.limits = at_least, at_most_mode
+        slot.limits = limits
         if found is not None:
             slot.planned = found, step
         return slot
@@ -81,7 +89,8 @@ class Slots:
         slot.use(self._inputs.turn)
         if slot.planned is not None:
             found, step = slot.planned
-            if step is None or step in self._steps[found.slot : found.slot + 1]:
+            steps, at = self._steps, found.slot
+            if step is None or (at < len(steps) and steps[at] is step):
                 return found, slot
         return None, {name: value.clone() for name, value in slot.items()}
 
