@@ -26,13 +26,6 @@ _Tensor = torch.Tensor
 _WHOLE, _FIRST_MOVE = RingFormat.WHOLE, RingFormat.FIRST_MOVE
 
 
-def _copy(value: torch.Tensor, base: int, move: FieldMove) -> None:
-    """Copy an input that is large, or in several blocks."""
-    address = value.data_ptr()
-    for to, start, size in move.copies:
-        memmove(base + to, address + start, size)
-
-
 class ByFetch:
     """Writes what comes from the host into a slot, padded, and says there where the rest is: the
     one operation that fetches the slot moves and pads that too."""
@@ -76,10 +69,15 @@ class ByFetch:
             if not value.is_contiguous() or (may_negate and has_lazy_bits(value)):
                 value = value.detach().resolve_conj().resolve_neg().contiguous()
                 plain = False
-            if few_bytes:
-                copy_bytes(base + offset, value.data_ptr(), few_bytes)
+            address = value.data_ptr()
+            if not address:
+                # To read there would end the process.
+                check_other(name, move.field.spec, value, tuple(shape))
+            elif few_bytes:
+                copy_bytes(base + offset, address, few_bytes)
             else:
-                _copy(value, base, move)
+                for to, start, size in move.copies:
+                    memmove(base + to, address + start, size)
         if plain and elsewhere is None and moves.kinds < MOST_KINDS:
             moves.kinds += 1
             moves.alike = writer_of(values, moves, ring, self._fills(moves), self._pad)
@@ -155,6 +153,8 @@ class ByFetch:
         if move.may_negate and has_lazy_bits(value):
             value = value.detach().resolve_conj().resolve_neg()
         address = value.data_ptr()
+        if not address:
+            check_other(move.name, move.field.spec, given, tuple(move.shape))
         if slab.low <= address < slab.high:
             if address == slab.low + move.offset and move.lies_in(value):
                 return 0
