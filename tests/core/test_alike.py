@@ -360,3 +360,42 @@ def test_steps_of_two_threads_never_see_the_other_ones_rows():
     assert wrong == []
     assert min(done) > 0
     check(runner, values(3))
+
+
+def slot_of(runner: GraphRunner, given: dict[str, torch.Tensor]) -> Any:
+    rows = len(given["ids"])
+    slot = runner.slot(Batch(rows, rows, 1))
+    for name, value in given.items():
+        slot[name].copy_(value)
+    return slot
+
+
+def test_slots_of_equal_batches_are_counted_and_dispatched_anew_when_graphs_change(warm):
+    runner, given = warm
+    found = runner.dispatcher.dispatch(BATCH)
+    counts = runner.dispatcher.counts()[Reason.HIT]
+    for step in range(1, 4):
+        assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+        assert runner.dispatcher.counts()[Reason.HIT] == counts + step
+    runner.dispatcher.withdraw(found.mode, found.descriptor)
+    assert torch.equal(runner(slot_of(runner, given)), padded(given, 8))
+    runner.dispatcher.publish(found.mode, found.descriptor)
+    assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+    runner.recapture()
+    assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+    # Made for the graph of before, and served as its values.
+    slot = slot_of(runner, given)
+    runner.release()
+    assert torch.equal(runner(slot), padded(given, 3))
+    with pytest.raises(InvalidBatchError):
+        runner.slot(BATCH._replace(num_tokens=3.0))
+
+
+def test_slots_and_calls_take_turns_with_the_same_batch(warm):
+    runner, _ = warm
+    for seed in range(20):
+        given = values(3 + seed % 2, seed)
+        if seed % 3:
+            assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+        else:
+            check(runner, given)

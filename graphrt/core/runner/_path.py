@@ -7,12 +7,12 @@ from typing import Any
 
 from graphrt.core.base import PoolClosedError
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
-from graphrt.core.dispatch import NOT_FOUND, Dispatch
+from graphrt.core.dispatch import Dispatch
 from graphrt.core.inputs import NO_LIMITS, InputSlot, Limits, StaticInputs, batch_of
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner._steps import Steps
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.steps import NOT_ALONE, LastUpdates
+from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, is_plain, same
 
 
 class StepPath:
@@ -76,14 +76,14 @@ class StepPath:
                 last, version, graph = self._last
                 dispatcher = self._dispatcher
                 # Another one, whatever was published or withdrawn.
-                if version is dispatcher.version and _same(batch, last):
+                if version is dispatcher.version and same(batch, last):
                     graph.batches += 1
                     # What is known of its rows goes by the object.
                     batch, found = last, graph.found
                 else:
                     version = dispatcher.version
                     found = dispatcher.dispatch(batch)
-                    if found.slot >= 0 and _is_plain(batch):
+                    if found.slot >= 0 and is_plain(batch):
                         self._last = batch, version, dispatcher.served_by(found.slot)
             else:
                 found = self._dispatcher.dispatch(batch, at_least=limits[0], at_most_mode=limits[1])
@@ -138,27 +138,3 @@ class StepPath:
             raise
         self.live_tokens += batch[0]
         return outputs
-
-
-_PLAIN = Batch(1)
-
-
-def _is_plain(batch: Batch) -> bool:
-    """Whether a batch is nothing but its counts, as ints, which nobody can change in place."""
-    tokens, reqs, query_len, bounds, loras, variant, exclude = batch
-    return (
-        bounds is _PLAIN.bounds
-        and variant is None
-        and exclude is _PLAIN.exclude
-        and tokens.__class__ is reqs.__class__ is loras.__class__ is int
-        and (query_len is None or query_len.__class__ is int)
-    )
-
-
-def _same(batch: Batch, last: Batch | None) -> bool:
-    """Whether a batch is told what the last one was, a plain one. What cannot be compared, or only
-    compares like ints, is left to `dispatch`, which names it."""
-    try:
-        return batch == last and batch.__class__ is Batch and (batch is last or _is_plain(batch))
-    except NOT_FOUND:
-        return False

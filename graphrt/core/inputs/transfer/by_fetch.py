@@ -104,7 +104,7 @@ class ByFetch:
         in_graph: bool,
     ) -> None:
         """Have a slot fetched in which all live rows are; `base` is the address of its payload."""
-        ring, fills = self.ring, self._fills(moves)
+        ring, fills = self.ring, moves.fills or self._fills(moves)
         if fills.count:
             fills.write(ring.words, word + _FIRST_MOVE, base - ring.address)
         for move in fills.others:

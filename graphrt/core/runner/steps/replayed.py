@@ -61,6 +61,7 @@ def replay_of(
     if graph is None or hot.clones or not hot.one_call_a_step:
         return None
     inputs, layout, ring, views, bind = read
+    fill_from = inputs.fill_from
     fill, in_graph, follow_stream = inputs.fill, ring is not None, pool.follow_stream
     known, fetch, all_packed = layout.known, layout.fetch, inputs.all_packed
     hand_out, shapes = (None, {}) if alone is None else alone
@@ -97,7 +98,9 @@ def replay_of(
             pool.owner = owner
             stream = follow_stream()
             alike = None if moves is None else moves.alike
-            if alike is None or type(values) is InputSlot or len(values) != count:
+            if type(values) is InputSlot and values.moves is moves is not None:
+                fill_from(values, layout, moves, stream, in_graph)
+            elif alike is None or type(values) is InputSlot or len(values) != count:
                 fill(values, layout, tokens, live_reqs, stream, in_graph)
             else:
                 # First: slots that were handed out are given up, whatever comes of the step.

@@ -18,6 +18,7 @@ from graphrt.core.inputs import (
     wrong_requests,
 )
 from graphrt.core.replay import GraphPool, under_way
+from graphrt.core.runner.steps.again import is_plain, same
 from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.unpadded import refuse_inside_capture
 
@@ -38,6 +39,9 @@ class Slots:
         self._sealing = sealing
         self._inputs = inputs
         self._pool = pool
+        # The last batch that a graph served, by which version, the graph, and what is known of its
+        # step. One store, for slots of two threads.
+        self._last: tuple[Any, ...] = None, None, None, None, None
 
     def make(self, batch: Batch, limits: Limits) -> InputSlot:
         """A slot for the inputs of `batch`, where the graph is that serves it."""
@@ -46,6 +50,16 @@ class Slots:
         inputs, pool = self._inputs, self._pool
         if pool.owner is not None:
             pool.check_idle()
+        if limits is NO_LIMITS and not self._sealing.may_capture:
+            last, version, graph, step, known = self._last
+            if version is self._dispatcher.version and same(batch, last):
+                graph.batches += 1
+                pool.follow_stream()
+                slot = inputs.slot_of(*known)
+                # What is known of its rows goes by the object.
+                slot.batch, slot.maker, slot.planned = last, self, (graph.found, step)
+                return slot
+        version = self._dispatcher.version
         found: Dispatch | None = None
         # A step that captures its graph first cannot have its inputs in place.
         if not self._sealing.may_capture:
@@ -70,10 +84,12 @@ class Slots:
             layout = inputs.layout(tokens, reqs) if fits else None
         pool.follow_stream()
         slot = inputs.slot(layout, tokens, reqs)
-        slot.batch, slot.maker = batch, self
-        slot.limits = limits
+        slot.batch, slot.maker, slot.limits = batch, self, limits
         if found is not None:
             slot.planned = found, step
+            if step is not None and limits is NO_LIMITS and is_plain(batch):
+                graph = self._dispatcher.served_by(found.slot)
+                self._last = batch, version, graph, step, (layout, slot.moves)
         return slot
 
     def open(self, slot: InputSlot) -> tuple[Dispatch | None, Mapping[str, Any]]:
@@ -86,7 +102,10 @@ class Slots:
                 expected="a slot of this runner",
                 advice="runner.slot(batch) of the runner that is called",
             )
-        slot.use(self._inputs.turn)
+        # As `use` does, which names what is wrong.
+        if slot.used or slot.turn != self._inputs.turn:
+            slot.use(self._inputs.turn)
+        slot.used = True
         if slot.planned is not None:
             found, step = slot.planned
             steps, at = self._steps, found.slot
