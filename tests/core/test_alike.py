@@ -11,7 +11,7 @@ import torch
 from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.inputs.transfer.alike import MOST_KINDS
-from graphrt.errors import InvalidBatchError, InvalidInputError, PoolBusyError
+from graphrt.errors import InputSlotError, InvalidBatchError, InvalidInputError, PoolBusyError
 from tests.core.soft_ring import RingPlatform
 
 SPECS = {
@@ -159,10 +159,13 @@ def test_what_was_refused_at_the_first_step_is_refused_at_a_later_one(warm, chan
 
 def test_a_slot_is_given_up_by_a_step_like_the_one_before(warm):
     runner, given = warm
-    slot = runner.slot(BATCH)
-    runner(BATCH, **given)
-    with pytest.raises(Exception, match="given up"):
-        runner(slot)
+    for steps in (1, runner.inputs.ring.slots):
+        slot = runner.slot(BATCH)
+        for _ in range(steps):
+            runner(BATCH, **given)
+        # After as many steps as there are slots its memory is the next step's again.
+        with pytest.raises(InputSlotError, match="given up"):
+            runner(slot)
 
 
 def test_fixed_inputs_are_filled_beside_what_is_like_before():
@@ -399,3 +402,24 @@ def test_slots_and_calls_take_turns_with_the_same_batch(warm):
             assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
         else:
             check(runner, given)
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_bounds_that_are_changed_in_place_are_looked_at(by_slot):
+    runner, given = runner_of(bounds=[(4,), (100,)]), values()
+    needed: Any = [3]
+    batch = Batch(3, 3, 1, bounds=needed)
+    for bound, reason in ((3, Reason.HIT), (50, Reason.HIT), (500, Reason.NO_GRAPH)):
+        needed[0] = bound
+        for _ in range(3):
+            if by_slot:
+                slot = runner.slot(batch)
+                for name, value in given.items():
+                    slot[name].copy_(value)
+                runner(slot)
+            else:
+                runner(batch, **given)
+            found = runner.last_dispatch
+            assert found is not None
+            assert found.reason is reason
+            assert reason is not Reason.HIT or found.descriptor.bounds[0] >= bound

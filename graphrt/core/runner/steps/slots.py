@@ -50,7 +50,7 @@ class Slots:
         inputs, pool = self._inputs, self._pool
         if pool.owner is not None:
             pool.check_idle()
-        if limits is NO_LIMITS and not self._sealing.may_capture:
+        if limits is NO_LIMITS:
             last, version, graph, step, known = self._last
             if version is self._dispatcher.version and same(batch, last):
                 graph.batches += 1
