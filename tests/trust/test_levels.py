@@ -238,12 +238,12 @@ def test_after_everything_was_tried_a_step_is_replayed_and_nothing_else(level):
 @pytest.mark.parametrize("level", ["sample", "always"])
 def test_at_higher_levels_every_step_is_looked_at(level):
     runner = captured(Model(), level)
-    assert not runner._checks.clear(0, 8)
+    assert not runner.graphs.checks.clear(0, 8)
     for count in range(1, 9):
         step(runner, count)
     slots = range(len(SIZES))
     pairs = [(slot, runner._steps[slot].tokens) for slot in slots]
-    assert not any(runner._checks.clear(*pair) for pair in pairs)
+    assert not any(runner.graphs.checks.clear(*pair) for pair in pairs)
 
 
 def test_graphs_captured_by_steps_are_tried_by_the_same_steps():
@@ -563,7 +563,7 @@ def test_a_holder_that_was_replaced_and_leads_to_the_same_tensors_is_no_failure(
             step(runner, 4)
             assert runner.last_dispatch.reason is Reason.HIT
         # The first of them has noted where everything is now: the others are simply replayed.
-        assert all(runner._checks.clear(runner.last_dispatch.slot, 4) for _ in range(8))
+        assert all(runner.graphs.checks.clear(runner.last_dispatch.slot, 4) for _ in range(8))
     holder.inner.weight = torch.ones(WIDTH)
     with pytest.warns(GraphQuarantinedWarning, match="weight"):
         go_on(runner)

@@ -32,7 +32,7 @@ from graphrt.core.dispatch.uniform import (
 from graphrt.core.dispatch.view import View
 
 # What a look into an index raises for batches that are not what they should be.
-_NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
+NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
 _new_tuple = tuple.__new__
 _NONE = GraphMode.NONE
 
@@ -224,7 +224,7 @@ class GraphDispatcher:
                 index.answers_left -= 1
                 answers[key] = count, found
                 return found
-        except _NOT_FOUND:
+        except NOT_FOUND:
             # No error is lost: everything is looked at again, and what is wrong is named.
             pass
         return self._dispatch_checked(batch, exclude, at_least, at_most_mode, max_padding)
@@ -275,6 +275,10 @@ class GraphDispatcher:
         with self._lock:
             self._not_replayed[found.slot, reason] += 1
         return Dispatch(GraphMode.NONE, unpadded(checked_batch(batch)), reason)
+
+    def served_by(self, slot: int) -> Any:
+        """The graph in a slot: what its batches are told (`found`), and how many (`batches`)."""
+        return self._graphs[slot]
 
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""
@@ -337,6 +341,9 @@ class GraphDispatcher:
     def _reindex(self) -> None:
         """Have the index built anew at the next dispatch: capture publishes graphs one by one."""
         self._index: GraphIndex = NOT_BUILT
+        # Another one whenever a batch may be told something else than before. After the index: who
+        # knows it dispatches by the new one.
+        self.version = object()
 
     def _built(self) -> GraphIndex:
         index = self._index

@@ -74,6 +74,8 @@ class StaticInputs:
         self._fixed_starts = {own.buffer.untyped_storage().data_ptr() for own in self._fixed}
         self.ring = ring_for(platform, buffer, nbytes, len(self._packed)) if fetched else None
         self._by_fetch = None if self.ring is None else ByFetch(self.ring, slab, pads)
+        # Whether what is packed is all there is, under the names that a step gives it.
+        self.all_packed = not self._fixed and not self.nested
         in_place = buffer.is_cpu and self.ring is None
         self._by_copy = ByCopy(slab, pads, None if in_place else platform)
         self._slot_views = SlotViews()
@@ -122,10 +124,8 @@ class StaticInputs:
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
         if type(values) is InputSlot:
-            if values.layout is layout and values.moves is layout.moves(
-                tokens, reqs, _CACHED_MOVES
-            ):
-                self._fill_from(values, layout, values.moves, stream, in_graph)
+            if values.layout is layout and values.moves.live == (tokens, reqs):
+                self.fill_from(values, layout, values.moves, stream, in_graph)
                 return
             # Its memory may be what is filled next.
             values.check(self.turn)
@@ -167,14 +167,18 @@ class StaticInputs:
     def slot(self, layout: InputLayout | None, tokens: int, reqs: int) -> InputSlot:
         """Where the host writes the live rows of a step that `fill` then fills `layout` from.
         Without a layout it is memory that has nothing to do with the buffers."""
-        self.turn += 1
         if layout is None:
+            self.turn += 1
             tensors = {
                 name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype)
                 for name, spec in self._specs.items()
             }
             return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
-        moves = layout.known.get((tokens, reqs)) or layout.moves(tokens, reqs, _CACHED_MOVES)
+        return self.slot_of(layout, layout.moves(tokens, reqs, _CACHED_MOVES))
+
+    def slot_of(self, layout: InputLayout, moves: StepMoves) -> InputSlot:
+        """The same, of which the moves into that layout are known."""
+        self.turn += 1
         place: Any
         if self.ring is not None and layout.fetch is not None:
             place, memory = self.ring.take(), self.ring.memory
@@ -188,7 +192,7 @@ class StaticInputs:
         if views is None:
             with torch.inference_mode(False):
                 made = views_in(memory, at - memory.data_ptr(), moves)
-                made.update({own.name: own.host_rows(tokens, reqs) for own in self._fixed})
+                made.update({own.name: own.host_rows(*moves.live) for own in self._fixed})
             tensors = {name: made[name] for name in self._specs}
             views = self._slot_views.add(at, moves, tensors)
         return InputSlot(views, place, layout, moves, self.turn)
@@ -203,11 +207,12 @@ class StaticInputs:
                 advice="slot[name].copy_(value), or slot.numpy[name][:] = array",
             )
 
-    def _fill_from(
+    def fill_from(
         self, slot: InputSlot, layout: InputLayout, moves: StepMoves, stream: Any, in_graph: bool
     ) -> None:
-        """Fill `layout` from a slot that was taken for it."""
-        slot.check(self.turn)
+        """Fill `layout` from a slot that was taken for it, and for these moves."""
+        if slot.turn != self.turn:
+            slot.check(self.turn)
         self.turn += 1
         fetch, by_fetch = layout.fetch, self._by_fetch
         if fetch is not None and by_fetch is not None:

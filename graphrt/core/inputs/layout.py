@@ -153,11 +153,11 @@ class StepMoves:
         "alike",
         "fields",
         "fills",
+        "kinds",
         "live",
-        "repeated",
+        "places",
         "rows",
         "tables",
-        "targets",
         "whole",
     )
 
@@ -171,10 +171,12 @@ class StepMoves:
             (move.name, move.dtype, move.shape, move.offset, move.few_bytes, move.may_negate, move)
             for move in self.fields
         ]
-        self.targets = [(move.offset, move.few_bytes, move) for move in self.fields]
-        # What tells that inputs are like others that were right, once there were some.
+        # What writes inputs that are like others that were right, once there were some, and how
+        # often it was made.
         self.alike: Any = None
-        self.repeated = [move for move in self.fields if move.repeats]
+        self.kinds = 0
+        # By address, where the fields lie in the memory of a slot.
+        self.places = layout.places
         # What is prepared for inputs of the same kinds of places, by whoever moves them.
         self.tables: dict[Hashable, Any] = {}
         self.fills: Any = None
@@ -213,7 +215,7 @@ class StepMoves:
 class InputLayout:
     """The packed inputs of one size in one slab, and the views that the forward reads."""
 
-    __slots__ = ("fetch", "fields", "known", "nbytes", "reqs", "tokens", "views")
+    __slots__ = ("fetch", "fields", "known", "nbytes", "places", "reqs", "tokens", "views")
 
     def __init__(self, specs: Mapping[str, InputSpec], tokens: int, reqs: int) -> None:
         self.tokens = tokens
@@ -230,6 +232,8 @@ class InputLayout:
         self.fetch: Callable[[], None] | None = None
         # What `moves` has answered, by live tokens and requests.
         self.known: dict[tuple[int, int], StepMoves] = {}
+        # By address, where the fields lie in the memory of a slot, for a call that copies them.
+        self.places: dict[int, tuple[Any, ...]] = {}
 
     def place(self, slab: torch.Tensor) -> None:
         """Make the views in `slab`, a uint8 tensor of at least `nbytes`."""

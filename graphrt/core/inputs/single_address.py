@@ -56,6 +56,8 @@ class FixedInput:
             type(value) is not torch.Tensor
             or value.dtype is not self.spec.dtype
             or value.shape != live
+            # To read there would end the process.
+            or not value.data_ptr()
         ):
             check_other(self.name, self.spec, value, tuple(live))
 

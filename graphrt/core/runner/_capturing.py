@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import PoolClosedError
 from graphrt.core.batch import Batch
-from graphrt.core.dispatch import Dispatch
+from graphrt.core.inputs import Limits
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner._devices import on_own_device
 from graphrt.core.runner._meanwhile import Meanwhile
+from graphrt.core.runner._path import StepPath
 from graphrt.core.runner._rounds import CaptureProgress, Rounds
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import Progress
@@ -23,14 +23,12 @@ class Capturing:
 
     pool: GraphPool
     graphs: GraphSet
-    step: Callable[..., Any]
-    last_dispatch: Dispatch | None
+    _path: StepPath
+    _run: Callable[..., Any]
     _rounds: Rounds
     _meanwhile: Meanwhile
     _updates: LastUpdates
-    _elsewhere: Callable[[], bool] | None
     _owns_pool: bool
-    _closed: bool
 
     @on_own_device
     def capture(self, progress: Progress | None = None) -> None:
@@ -43,7 +41,7 @@ class Capturing:
         (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
         `ResourceExhaustedError` when the rest is done.
         """
-        self._check_open()
+        self._path.check_open()
         try:
             self._rounds.all(progress)
         finally:
@@ -65,7 +63,7 @@ class Capturing:
         `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to
         a `capture()`, and the next call goes on with the others.
         """
-        self._check_open()
+        self._path.check_open()
         try:
             return self._rounds.next(budget_s, prefer)
         finally:
@@ -105,28 +103,24 @@ class Capturing:
 
         Must come before the host tears down the communicators that graphs hold.
         """
-        if not self._closed:
+        if not self._path.closed:
             self.graphs.release()
-            self._closed = True
+            self._path.closed = True
             if self._owns_pool:
                 self.pool.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
-
     def _time_steps(self) -> None:
-        """Have steps entered by `_enter` while graphs are missing; nothing else looks for that."""
-        self._elsewhere = self._meanwhile.outside if self._meanwhile.on else self.pool.elsewhere
+        """Have steps timed while graphs are missing; no step looks for that itself."""
+        self._run = self._run_timed if self._meanwhile.on else self._path.run
 
-    def _enter(
+    def _run_timed(
         self,
         batch: Batch | None,
         values: Mapping[str, Any],
-        limits: Mapping[str, Any],
-        given: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+        limits: Limits,
     ) -> Any:
-        """Run a step on the device of the pool, timed while graphs are missing."""
-        with self.pool.on_device():
-            step = partial(self.step, batch, values, **limits, **given)
-            return self._meanwhile.timed(step, lambda: self.last_dispatch, batch, values, limits)
+        path = self._path
+        step = partial(path.run, batch, values, updates, metadata, limits)
+        return self._meanwhile.timed(step, lambda: path.last_dispatch, batch, values, limits)

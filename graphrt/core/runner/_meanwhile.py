@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from graphrt.core.base import Undo
 from graphrt.core.batch import Batch, GraphMode
 from graphrt.core.dispatch import NOT_REPLAYED, Dispatch, GraphDispatcher, Reason, preferred
-from graphrt.core.inputs import InputSlot, StaticInputs, batch_of
-from graphrt.core.replay import GraphPool, is_inside_capture
+from graphrt.core.inputs import InputSlot, Limits, StaticInputs, batch_of
+from graphrt.core.replay import is_inside_capture
 
 _KEPT = 8
 """Slowest steps."""
@@ -45,11 +45,10 @@ class Meanwhile:
     """Times the steps of a runner from `begin` to `end`. `wanted` counts, by slot, the missing
     graphs that would have served them better."""
 
-    def __init__(self, dispatcher: GraphDispatcher, pool: GraphPool, inputs: StaticInputs) -> None:
+    def __init__(self, dispatcher: GraphDispatcher, inputs: StaticInputs) -> None:
         self.on = False
         self.wanted: Counter[int] = Counter()
         self._dispatcher = dispatcher
-        self._pool = pool
         self._inputs = inputs
         # The thread whose step is timed: what is called in it is a part of that step.
         self._thread: int | None = None
@@ -68,23 +67,18 @@ class Meanwhile:
         """Time none any more."""
         self.on = False
 
-    def outside(self) -> bool:
-        """Whether a step has to be entered by `timed`, or on the device of its pool, first."""
-        elsewhere = self._pool.elsewhere
-        return (self.on and self._thread != get_ident()) or (elsewhere is not None and elsewhere())
-
     def timed(
         self,
         step: Callable[..., Any],
         last_dispatch: Callable[[], Dispatch | None],
         batch: Batch | None,
         values: Mapping[str, Any],
-        limits: Mapping[str, Any],
+        limits: Limits,
     ) -> Any:
         """Run a step; it is timed if nothing around it is, and noted if it did not raise."""
         me = get_ident()
         if not self.on or self._thread == me or is_inside_capture():
-            # Neither is its time its own, nor could it be told from `outside` which step it is of.
+            # Its time is not its own.
             return self._within(me, step)
         started = time.perf_counter()
         outputs = self._within(me, step)
@@ -113,9 +107,7 @@ class Meanwhile:
             undo.now()
             raise
 
-    def _note(
-        self, batch: Batch, found: Dispatch, seconds: float, limits: Mapping[str, Any]
-    ) -> None:
+    def _note(self, batch: Batch, found: Dispatch, seconds: float, limits: Limits) -> None:
         seen = self._seen or StepsMeanwhile()
         step = SlowStep(batch, found.mode, found.reason, seconds)
         if len(self._slowest) < _KEPT:
@@ -130,6 +122,6 @@ class Meanwhile:
         )
         if found.reason in NOT_REPLAYED:
             return
-        planned = self._dispatcher.planned_for(batch, **limits)
+        planned = self._dispatcher.planned_for(batch, at_least=limits[0], at_most_mode=limits[1])
         if planned is not None and (found.slot < 0 or preferred(planned, found)):
             self.wanted[planned.slot] += 1

@@ -13,12 +13,20 @@ from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.inputs import InputSlot, InputSpec, OutputAxes, StaticInputs, batch_of
+from graphrt.core.inputs import (
+    NO_LIMITS,
+    InputSlot,
+    InputSpec,
+    OutputAxes,
+    StaticInputs,
+    batch_of,
+)
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import GraphPool, is_inside_capture, under_way
+from graphrt.core.replay import GraphPool
 from graphrt.core.runner._capturing import Capturing
 from graphrt.core.runner._devices import on_own_device
 from graphrt.core.runner._meanwhile import Meanwhile
+from graphrt.core.runner._path import StepPath
 from graphrt.core.runner._rounds import Rounds
 from graphrt.core.runner._steps import steps_of
 from graphrt.core.runner.compiled import pool_for, with_forward
@@ -26,7 +34,6 @@ from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.steps import (
-    NOT_ALONE,
     LastUpdates,
     no_graph_to_pad_to,
     no_graph_to_verify,
@@ -108,18 +115,16 @@ class GraphRunner(Capturing, Uncopied):
             outputs=outputs,
         )
         self.dispatcher = self.graphs.dispatcher
-        self.last_dispatch: Dispatch | None = None
         graphs = self.graphs
         self._steps = graphs.steps
-        self._checks = graphs.checks
         self._eager_launch = graphs.eager_launch
         self._updates = LastUpdates()
         steps = steps_of(
             forward, graphs, self.plan, host, self.options, self.inputs, self.pool, self._updates
         )
-        self._unpadded, self._padded = steps.unpadded, steps.padded
+        self._padded = steps.padded
         self._checked, self._slots = steps.checked, steps.slots
-        self._meanwhile = Meanwhile(self.dispatcher, self.pool, self.inputs)
+        self._meanwhile = Meanwhile(self.dispatcher, self.inputs)
         try_examples: Callable[[], None] | None = None
         if host.example is not None:
             try_examples = partial(self._checked.try_examples, host.example, graphs.release)
@@ -131,9 +136,9 @@ class GraphRunner(Capturing, Uncopied):
             try_examples,
             strict=self.options.strict,
         )
+        self._elsewhere = self.pool.elsewhere
+        self._path = StepPath(graphs, self.inputs, self.pool, steps, self._updates)
         self._time_steps()
-        self._live_tokens = 0
-        self._closed = False
 
     def __call__(
         self,
@@ -157,9 +162,15 @@ class GraphRunner(Capturing, Uncopied):
         """
         # An `isinstance` of a mapping's class takes longer.
         if type(batch) is InputSlot:
-            self.inputs.check_alone(values)
-            return self.step(None, batch, updates=updates, metadata=metadata)
-        return self.step(batch, values, updates=updates, metadata=metadata)  # type: ignore[arg-type]
+            if values:
+                self.inputs.check_alone(values)
+            return self._run(None, batch, updates, metadata, NO_LIMITS)
+        return self._run(batch, values, updates, metadata, NO_LIMITS)
+
+    @property
+    def last_dispatch(self) -> Dispatch | None:
+        """What the last step was told, and how it ran."""
+        return self._path.last_dispatch
 
     def slot(
         self, batch: Batch, *, at_least: int = 0, at_most_mode: GraphMode | None = None
@@ -167,10 +178,11 @@ class GraphRunner(Capturing, Uncopied):
         """Where the inputs of the next step, of `batch`, are written in place: `runner(slot)` then
         runs it, and nothing is copied or checked again. Counted as dispatched now. Raises
         `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
+        limits = NO_LIMITS if at_least == 0 and at_most_mode is None else (at_least, at_most_mode)
         if self._elsewhere is not None and self._elsewhere():
             with self.pool.on_device():
-                return self._slots.make(batch, at_least, at_most_mode)
-        return self._slots.make(batch, at_least, at_most_mode)
+                return self._slots.make(batch, limits)
+        return self._slots.make(batch, limits)
 
     def step(
         self,
@@ -184,61 +196,7 @@ class GraphRunner(Capturing, Uncopied):
     ) -> Any:
         """Run one step like a call, with its inputs as a mapping; `at_least` tokens and
         `at_most_mode` are what ranks have agreed on."""
-        if self._elsewhere is not None and self._elsewhere():
-            limits = {"at_least": at_least, "at_most_mode": at_most_mode}
-            return self._enter(batch, values, limits, {"updates": updates, "metadata": metadata})
-        found: Dispatch | None = None
-        if batch is None:
-            if type(values) is InputSlot:
-                batch = values.batch
-                at_least, at_most_mode = values.limits
-                found, values = self._slots.open(values)
-            else:
-                batch = batch_of(self.inputs, values)
-        if under_way and is_inside_capture():
-            return self._unpadded.run_as_part(batch, values, updates, metadata)
-        if found is None:
-            found = self.dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
-        if self.graphs.sealing.may_capture:
-            wanted = self.graphs.lazy.wanted(batch, found, at_least, at_most_mode)
-            if wanted is not None:
-                values = self.graphs.lazy.capture(self.graphs.capture, wanted, values)
-                found = self.dispatcher.dispatch(
-                    batch, at_least=at_least, at_most_mode=at_most_mode
-                )
-        checks = self._checks
-        if checks.on and found.slot >= 0 and not checks.clear(found.slot, batch[0]):
-            agreed = at_least > 0 or at_most_mode is not None
-            found, outputs = self._checked.run(batch, found, values, updates, metadata, agreed)
-            self.last_dispatch = found
-            self._live_tokens += batch[0] if found.slot >= 0 else 0
-            return outputs
-        self.last_dispatch = found
-        if updates is None and found.slot >= 0:
-            alone = self._steps[found.slot]
-            if alone is not None and alone.replay is not None:
-                outputs = alone.replay(alone.live, batch, values)
-                if outputs is not NOT_ALONE:
-                    self._live_tokens += batch[0]
-                    return outputs
-        slot = -1 if self._eager_launch else found.slot
-        given = None
-        try:
-            if updates is not None:
-                step = None if slot < 0 else self._steps[slot]
-                given = self._updates.resolve(updates, step, slot, self._steps, batch)
-            if found.slot < 0:
-                self._check_open()
-                return self._unpadded.run(batch, found, values, given, metadata)
-            mode = GraphMode.NONE if self._eager_launch else found.mode
-            named, slot = found.descriptor, found.slot
-            context = ForwardContext(mode, named, slot, given, metadata, live=batch)
-            outputs = self._padded.run(batch, found, values, context, eager=False)
-        except BaseException:
-            self._updates.step_failed(updates)
-            raise
-        self._live_tokens += batch[0]
-        return outputs
+        return self._run(batch, values, updates, metadata, (at_least, at_most_mode))
 
     @on_own_device
     def run_padded_eagerly(
@@ -285,12 +243,12 @@ class GraphRunner(Capturing, Uncopied):
         found = self.dispatcher.dispatch(batch)
         if self._eager_launch or found.slot < 0:
             if not self._eager_launch and found.reason is not Reason.NOT_CAPTURED:
-                self.last_dispatch = found
+                self._path.last_dispatch = found
                 return self._checked.eagerly(batch, found, values, updates, metadata)
             raise no_graph_to_verify(batch, found.reason)
         verdict = self._checked.verify(batch, found, values, updates, metadata)
-        self.last_dispatch = found
-        self._live_tokens += batch[0]
+        self._path.last_dispatch = found
+        self._path.live_tokens += batch[0]
         if verdict.failure is not None:
             raise verdict.failure
         return verdict.outputs
@@ -308,6 +266,6 @@ class GraphRunner(Capturing, Uncopied):
             self.graphs,
             self.pool,
             self.inputs,
-            self._live_tokens,
+            self._path.live_tokens,
             self._meanwhile.seen(),
         )

@@ -46,6 +46,9 @@ class ByCopy:
             ):
                 check_other(move.name, move.field.spec, value, tuple(move.shape))
             address = value.data_ptr()
+            if not address:
+                # To read there would end the process.
+                check_other(move.name, move.field.spec, value, tuple(move.shape))
             if slab.low <= address < slab.high:
                 if address == slab.low + move.offset and move.lies_in(value):
                     sources.append(None)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from ctypes import memmove
-from operator import itemgetter
 from typing import Any
 
 import torch
 
-from graphrt.core.base import tensor_guards
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove, StepMoves
 from graphrt.core.inputs.spec import check_other
+from graphrt.core.inputs.transfer.alike import MOST_KINDS, writer_of
 from graphrt.core.inputs.transfer.moves import Fills, MoveTable
 from graphrt.core.inputs.transfer.ring import SlotRing
 from graphrt.core.inputs.transfer.writes import (
@@ -25,29 +24,6 @@ from graphrt.core.inputs.transfer.writes import (
 
 _Tensor = torch.Tensor
 _WHOLE, _FIRST_MOVE = RingFormat.WHOLE, RingFormat.FIRST_MOVE
-
-
-class Alike:
-    """Says of inputs whether they are like those of an earlier step that were all right: tensors of
-    the host, in the dtypes, shapes and strides that one copy each can move."""
-
-    __slots__ = ("check", "pick")
-
-    def __init__(self, right: Sequence[torch.Tensor], moves: StepMoves) -> None:
-        names = [move.name for move in moves.fields]
-        self.check: Callable[..., bool] = tensor_guards(
-            *right, dynamic_dims_sizes=None, dynamic_dims_strides=None
-        ).check
-        self.pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
-            itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
-        )
-
-
-def _copy(value: torch.Tensor, base: int, move: FieldMove) -> None:
-    """Copy an input that is large, or in several blocks."""
-    address = value.data_ptr()
-    for to, start, size in move.copies:
-        memmove(base + to, address + start, size)
 
 
 class ByFetch:
@@ -72,19 +48,11 @@ class ByFetch:
 
         What is wrong with an input raises before anything is given to the device.
         """
+        alike = moves.alike
+        if alike is not None and alike(values, fetch, in_graph):
+            return True
         ring = self.ring
         word, base = ring.take()
-        alike = moves.alike
-        if alike is not None:
-            tensors = alike.pick(values)
-            if alike.check(*tensors):
-                for value, (offset, few_bytes, move) in zip(tensors, moves.targets, strict=True):
-                    if few_bytes:
-                        copy_bytes(base + offset, value.data_ptr(), few_bytes)
-                    else:
-                        _copy(value, base, move)
-                self.give_padded(moves, fetch, word, base, in_graph)
-                return True
         elsewhere: dict[int, int] | None = None
         plain = True
         for name, dtype, shape, offset, few_bytes, may_negate, move in moves.rows:
@@ -101,12 +69,18 @@ class ByFetch:
             if not value.is_contiguous() or (may_negate and has_lazy_bits(value)):
                 value = value.detach().resolve_conj().resolve_neg().contiguous()
                 plain = False
-            if few_bytes:
-                copy_bytes(base + offset, value.data_ptr(), few_bytes)
+            address = value.data_ptr()
+            if not address:
+                # To read there would end the process.
+                check_other(name, move.field.spec, value, tuple(shape))
+            elif few_bytes:
+                copy_bytes(base + offset, address, few_bytes)
             else:
-                _copy(value, base, move)
-        if plain and elsewhere is None and alike is None and tensor_guards:
-            moves.alike = Alike([values[move.name] for move in moves.fields], moves)
+                for to, start, size in move.copies:
+                    memmove(base + to, address + start, size)
+        if plain and elsewhere is None and moves.kinds < MOST_KINDS:
+            moves.kinds += 1
+            moves.alike = writer_of(values, moves, ring, self._fills(moves), self._pad)
         if elsewhere is None:
             self.give_padded(moves, fetch, word, base, in_graph)
             return True
@@ -130,17 +104,20 @@ class ByFetch:
         in_graph: bool,
     ) -> None:
         """Have a slot fetched in which all live rows are; `base` is the address of its payload."""
-        for move in moves.repeated:
-            for start, to, size in move.repeats:
-                repeat(base + start, base + to, move.field.row_bytes, size)
+        ring, fills = self.ring, moves.fills or self._fills(moves)
+        if fills.count:
+            fills.write(ring.words, word + _FIRST_MOVE, base - ring.address)
+        for move in fills.others:
+            self._pad(move, base)
+        ring.give(fetch, word, _WHOLE + fills.count, in_graph)
+
+    def _fills(self, moves: StepMoves) -> Fills:
+        """The padding of these moves, as the ring has it done."""
         fills: Fills | None = moves.fills
         if fills is None:
-            fills = moves.fills = Fills(moves.fields, self._pads, self.ring.moves)
-        if fills.count:
-            fills.write(self.ring.words, word + _FIRST_MOVE)
-        for move in fills.others:
-            self._pads[move.name].write(base, move.pads)
-        self.ring.give(fetch, word, _WHOLE + fills.count, in_graph)
+            ring = self.ring
+            fills = moves.fills = Fills(moves.fields, self._pads, ring.rows, ring.moves)
+        return fills
 
     def _pad(self, move: FieldMove, base: int) -> None:
         if move.pads:
@@ -176,6 +153,8 @@ class ByFetch:
         if move.may_negate and has_lazy_bits(value):
             value = value.detach().resolve_conj().resolve_neg()
         address = value.data_ptr()
+        if not address:
+            check_other(move.name, move.field.spec, given, tuple(move.shape))
         if slab.low <= address < slab.high:
             if address == slab.low + move.offset and move.lies_in(value):
                 return 0

@@ -11,6 +11,8 @@ from graphrt.core.inputs.transfer.writes import PadSource
 
 _COPY, _PAYLOAD, _FILL = RingFormat.COPY, RingFormat.PAYLOAD, RingFormat.FILL
 _VECTOR = 16
+_ONE_OF_EACH = {1: 0x0101010101010101, 2: 0x0001000100010001, 4: 0x0000000100000001, 8: 1}
+"""What makes a word of a number of so many bytes, by which it is multiplied."""
 
 Move = tuple[int, int, int, int]
 
@@ -53,29 +55,52 @@ class MoveTable:
 
 class Fills:
     """The padding of a step whose inputs all come from the host, as moves: `count` of them.
-    `others` are fields that are not among them, for the host to pad."""
+    `others` are fields that are not among them, for the host to pad.
 
-    __slots__ = ("_words", "count", "others")
+    A row that is repeated is a pattern too, if a word is one or more of it: it is read where the
+    inputs wait to be fetched.
+    """
+
+    __slots__ = ("_rows", "_words", "count", "others")
 
     def __init__(
-        self, moves: Sequence[FieldMove], pads: Mapping[str, PadSource], most: int
+        self,
+        moves: Sequence[FieldMove],
+        pads: Mapping[str, PadSource],
+        memory: Mapping[int, memoryview],
+        most: int,
     ) -> None:
+        """`memory` is where inputs wait, as numbers, by the bytes of one."""
         words = array("Q")
+        # Where in `words` a row goes, of which numbers it is one, where, its bytes, and what makes
+        # a word of it.
+        self._rows: list[tuple[int, memoryview, int, int, int]] = []
         self.others: list[FieldMove] = []
         self.count = 0
         for move in moves:
+            size_of_row = move.field.row_bytes
             pattern = pads[move.name].word
-            if pattern is None or self.count + len(move.pads) > most:
-                self.others += [move] if move.pads else []
+            if move.repeats:
+                pattern = 0 if size_of_row in memory else None
+            spans = move.pads or [(to, size) for _, to, size in move.repeats]
+            if pattern is None or self.count + len(spans) > most:
+                self.others += [move] if spans else []
                 continue
-            for to, size in move.pads:
+            for place, (row, _, _) in enumerate(move.repeats):
+                numbers = memory[size_of_row]
+                at = len(words) + place * RingFormat.MOVE_WORDS + 1
+                self._rows.append((at, numbers, row, size_of_row, _ONE_OF_EACH[size_of_row]))
+            for to, size in spans:
                 words.extend((to, pattern, size, _FILL))
                 self.count += 1
         self._words = memoryview(words)
 
-    def write(self, words: memoryview, word: int) -> None:
-        """Write the moves to `words` from place `word` on."""
+    def write(self, words: memoryview, word: int, payload: int) -> None:
+        """Write the moves to `words` from place `word` on; `payload` is where the inputs are, in
+        bytes from the start of the memory."""
         own = self._words
+        for at, numbers, row, size, one_of_each in self._rows:
+            own[at] = numbers[(payload + row) // size] * one_of_each
         words[word : word + len(own)] = own
 
 

@@ -42,11 +42,13 @@ class SlotRing:
         "__weakref__",
         "_nbytes",
         "_ring",
+        "address",
         "count",
         "memory",
         "moves",
         "pending",
         "places",
+        "rows",
         "slots",
         "unsure",
         "waits",
@@ -61,9 +63,11 @@ class SlotRing:
         self.moves = moves
         self.memory = ring.memory
         self.slots = ring.slots
-        address = self.memory.data_ptr()
-        words = _words_at(address, self.memory.nbytes)
-        self.words = words
+        address = self.address = self.memory.data_ptr()
+        octets = _octets_at(address, self.memory.nbytes)
+        # All of the memory as numbers, by their bytes.
+        self.rows = {1: octets, 2: octets.cast("H"), 4: octets.cast("I"), 8: octets.cast("Q")}
+        words = self.words = self.rows[_WORD_BYTES]
         starts = [RingFormat.CONTROL_BYTES + slot * ring.stride for slot in range(ring.slots)]
         # Of each slot: its first word, and the address of its payload.
         self.places = [(start // _WORD_BYTES, address + start + ring.payload) for start in starts]
@@ -228,9 +232,8 @@ def ring_for(platform: Platform, slab: torch.Tensor, nbytes: int, fields: int) -
         return None
 
 
-def _words_at(address: int, nbytes: int) -> memoryview:
-    octets = (ctypes.c_ubyte * nbytes).from_address(address)
-    return memoryview(octets).cast("B").cast("Q")
+def _octets_at(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def _retire(memory: torch.Tensor, words: memoryview) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from graphrt.core.base import InputSlotError, InvalidInputError
 from graphrt.core.batch import Batch, GraphMode
 from graphrt.core.inputs.layout import StepMoves
+
+Limits = tuple[int, GraphMode | None]
+"""What ranks have agreed on: at least so many tokens, at most this mode."""
+NO_LIMITS: Final[Limits] = 0, None
 
 
 class Arrays(Mapping[str, Any]):
@@ -87,7 +91,7 @@ class InputSlot(Mapping[str, torch.Tensor]):
         self.maker: object = None
         # The dispatch, and what the runner knew of its graph then.
         self.planned: tuple[Any, object] | None = None
-        self.limits: tuple[int, GraphMode | None] = 0, None
+        self.limits = NO_LIMITS
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]

@@ -22,12 +22,10 @@ from graphrt.core.inputs import (
 )
 from graphrt.core.replay import GraphPool, Handout, handout_of
 from graphrt.core.runner.host import Bind
-from graphrt.core.runner.steps.replayed import Read, Replay, replay_of
+from graphrt.core.runner.steps.replayed import Read, Replay, Shape, replay_of
 
 _CACHED_SHAPES = 256
 """Per graph; beyond so many pairs of live tokens and requests shapes are found anew."""
-
-Shape = tuple[int, ...]
 
 
 class PaddedStep:
@@ -131,10 +129,12 @@ class PaddedStep:
         outputs = wrapper.entries[self.descriptor].outputs
         if outputs is self._held:
             return
-        read = Read(inputs, self.layout, self.ring, self.readable, bind)
-        self.replay = replay_of(self.descriptor, wrapper, pool, self.reqs, read)
         self._handouts = tuple(self._prepared(outputs, pool))
         self._shapes = {}
+        read = Read(inputs, self.layout, self.ring, self.readable, bind)
+        single = type(outputs) is torch.Tensor
+        alone = (self._handouts[0][0], self._shapes) if single else None
+        self.replay = replay_of(self.descriptor, wrapper, pool, self.reqs, read, alone)
         self._held = outputs
 
     def _live_anew(self, outputs: Any, tokens: int, reqs: int, pool: GraphPool) -> Any:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from graphrt.core.batch import Batch, BatchDescriptor
 from graphrt.core.capture import GraphWrapper, hot_of
-from graphrt.core.inputs import InputLayout, SlotRing, StaticInputs, reqs_of, wrong_requests
-from graphrt.core.replay import GraphPool
+from graphrt.core.inputs import (
+    InputLayout,
+    InputSlot,
+    SlotRing,
+    StaticInputs,
+    reqs_of,
+    wrong_requests,
+)
+from graphrt.core.replay import GraphPool, Handout
 from graphrt.core.runner.host import Bind
 
 NOT_ALONE: Final = object()
 """Returned for a step that has to be run by its wrapper."""
 
+Shape = tuple[int, ...]
 Live = Callable[[Any, int, int, GraphPool], Any]
 Replay = Callable[[Live, Batch, Mapping[str, Any]], Any]
 
@@ -37,13 +45,15 @@ def replay_of(
     pool: GraphPool,
     reqs: int,
     read: Read,
+    alone: tuple[Handout, Mapping[tuple[int, int], Sequence[Shape]]] | None,
 ) -> Replay | None:
     """What runs a step without updates by the entry that `wrapper` has for a descriptor, of `reqs`
     requests at most, as a call of the wrapper would; None where that is not one graph.
 
-    It is given what makes of the outputs what the caller gets, and does not keep it alive. It
-    returns `NOT_ALONE` once the wrapper has another entry. Raises `InvalidInputError`,
-    `InvalidBatchError` and `PoolBusyError`.
+    It is given what makes of the outputs what the caller gets, and does not keep it alive; of
+    outputs that are one tensor `alone` hands that out, in shapes that are known. It returns
+    `NOT_ALONE` once the wrapper has another entry. Raises `InvalidInputError`, `InvalidBatchError`
+    and `PoolBusyError`.
     """
     hot, entry = hot_of(wrapper), wrapper.entries[descriptor]
     graph, outputs = entry.graph, entry.outputs
@@ -51,19 +61,32 @@ def replay_of(
     if graph is None or hot.clones or not hot.one_call_a_step:
         return None
     inputs, layout, ring, views, bind = read
+    fill_from = inputs.fill_from
     fill, in_graph, follow_stream = inputs.fill, ring is not None, pool.follow_stream
+    known, fetch, all_packed = layout.known, layout.fetch, inputs.all_packed
+    hand_out, shapes = (None, {}) if alone is None else alone
+    handed_out, count = pool.handed_out, len(layout.fields)
     # Where the wrapper itself would look for it.
     slot = hot.by_slot.index(entry)
+    # What is known of the last batch's rows. One store, for steps of two threads.
+    seen: tuple[Any, ...] = None, 0, 0, None, None
 
     def replay(live: Live, batch: Batch, values: Mapping[str, Any]) -> Any:
         by_slot = hot.by_slot
         if slot >= len(by_slot) or by_slot[slot] is not entry or entry.unchecked:
             return NOT_ALONE
-        tokens, live_reqs = batch[0], batch[1]
-        if live_reqs is None:
-            live_reqs = reqs_of(inputs, batch, values)
-        if not 1 <= live_reqs <= reqs:
-            raise wrong_requests(live_reqs, reqs)
+        nonlocal seen
+        last, tokens, live_reqs, moves, live_shapes = seen
+        if batch is not last:
+            tokens, live_reqs = batch[0], batch[1]
+            if live_reqs is None:
+                live_reqs = reqs_of(inputs, batch, values)
+            if not 1 <= live_reqs <= reqs:
+                raise wrong_requests(live_reqs, reqs)
+            moves = known.get((tokens, live_reqs)) if all_packed else None
+            live_shapes = shapes.get((tokens, live_reqs))
+            if moves is not None and live_shapes is not None and batch[1] is not None:
+                seen = batch, tokens, live_reqs, moves, live_shapes
         if pool.closed:
             pool.check_open()
         # Of this call alone, so that one of another thread is told from it.
@@ -73,8 +96,18 @@ def replay_of(
         try:
             # Held from here, so that nothing else fills the buffers between our fill and replay.
             pool.owner = owner
-            fill(values, layout, tokens, live_reqs, follow_stream(), in_graph)
-            if pool.handed_out:
+            stream = follow_stream()
+            alike = None if moves is None else moves.alike
+            if type(values) is InputSlot and values.moves is moves is not None:
+                fill_from(values, layout, moves, stream, in_graph)
+            elif alike is None or type(values) is InputSlot or len(values) != count:
+                fill(values, layout, tokens, live_reqs, stream, in_graph)
+            else:
+                # First: slots that were handed out are given up, whatever comes of the step.
+                inputs.turn += 1
+                if not alike(values, fetch, in_graph):
+                    fill(values, layout, tokens, live_reqs, stream, in_graph)
+            if handed_out:
                 # Not before: they may have been among the inputs.
                 pool.expire_outputs()
             if bind is not None:
@@ -88,7 +121,10 @@ def replay_of(
                 raise pool.busy_error(owner)
             if ring is not None:
                 ring.launched()
-            handed = live(outputs, tokens, live_reqs, pool)
+            if hand_out is None or live_shapes is None:
+                handed = live(outputs, tokens, live_reqs, pool)
+            else:
+                handed = hand_out(live_shapes[0], handed_out)
             # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
             pool.owner = None
             return handed

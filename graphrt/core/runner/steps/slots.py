@@ -6,11 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphrt.core.base import InputSlotError, InvalidBatchError
-from graphrt.core.batch import Batch, GraphMode
+from graphrt.core.batch import Batch
 from graphrt.core.capture import Sealing
 from graphrt.core.dispatch import Dispatch, GraphDispatcher
-from graphrt.core.inputs import InputLayout, InputSlot, StaticInputs, wrong_requests
-from graphrt.core.replay import GraphPool
+from graphrt.core.inputs import (
+    NO_LIMITS,
+    InputLayout,
+    InputSlot,
+    Limits,
+    StaticInputs,
+    wrong_requests,
+)
+from graphrt.core.replay import GraphPool, under_way
+from graphrt.core.runner.steps.again import is_plain, same
 from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.unpadded import refuse_inside_capture
 
@@ -31,21 +39,35 @@ class Slots:
         self._sealing = sealing
         self._inputs = inputs
         self._pool = pool
+        # The last batch that a graph served, by which version, the graph, and what is known of its
+        # step. One store, for slots of two threads.
+        self._last: tuple[Any, ...] = None, None, None, None, None
 
-    def make(self, batch: Batch, at_least: int, at_most_mode: GraphMode | None) -> InputSlot:
+    def make(self, batch: Batch, limits: Limits) -> InputSlot:
         """A slot for the inputs of `batch`, where the graph is that serves it."""
-        refuse_inside_capture("slot()")
+        if under_way:
+            refuse_inside_capture("slot()")
         inputs, pool = self._inputs, self._pool
         if pool.owner is not None:
             pool.check_idle()
+        if limits is NO_LIMITS:
+            last, version, graph, step, known = self._last
+            if version is self._dispatcher.version and same(batch, last):
+                graph.batches += 1
+                pool.follow_stream()
+                slot = inputs.slot_of(*known)
+                # What is known of its rows goes by the object.
+                slot.batch, slot.maker, slot.planned = last, self, (graph.found, step)
+                return slot
+        version = self._dispatcher.version
         found: Dispatch | None = None
         # A step that captures its graph first cannot have its inputs in place.
         if not self._sealing.may_capture:
-            dispatch = self._dispatcher.dispatch
-            if at_least or at_most_mode is not None:
-                found = dispatch(batch, at_least=at_least, at_most_mode=at_most_mode)
+            if limits is NO_LIMITS:
+                found = self._dispatcher.dispatch(batch)
             else:
-                found = dispatch(batch)
+                at_least, mode = limits
+                found = self._dispatcher.dispatch(batch, at_least=at_least, at_most_mode=mode)
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = self._requests(batch)
@@ -62,10 +84,12 @@ class Slots:
             layout = inputs.layout(tokens, reqs) if fits else None
         pool.follow_stream()
         slot = inputs.slot(layout, tokens, reqs)
-        slot.batch, slot.maker = batch, self
-        slot.limits = at_least, at_most_mode
+        slot.batch, slot.maker, slot.limits = batch, self, limits
         if found is not None:
             slot.planned = found, step
+            if step is not None and limits is NO_LIMITS and is_plain(batch):
+                graph = self._dispatcher.served_by(found.slot)
+                self._last = batch, version, graph, step, (layout, slot.moves)
         return slot
 
     def open(self, slot: InputSlot) -> tuple[Dispatch | None, Mapping[str, Any]]:
@@ -78,10 +102,14 @@ class Slots:
                 expected="a slot of this runner",
                 advice="runner.slot(batch) of the runner that is called",
             )
-        slot.use(self._inputs.turn)
+        # As `use` does, which names what is wrong.
+        if slot.used or slot.turn != self._inputs.turn:
+            slot.use(self._inputs.turn)
+        slot.used = True
         if slot.planned is not None:
             found, step = slot.planned
-            if step is None or step in self._steps[found.slot : found.slot + 1]:
+            steps, at = self._steps, found.slot
+            if step is None or (at < len(steps) and steps[at] is step):
                 return found, slot
         return None, {name: value.clone() for name, value in slot.items()}
 

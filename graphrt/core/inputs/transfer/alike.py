@@ -1,0 +1,111 @@
+"""Inputs that are like those of an earlier step: what was found right is not looked at again."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from ctypes import c_size_t, c_void_p, memmove
+from importlib import import_module
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from graphrt.core.base import tensor_guards
+from graphrt.core.device import RingFormat
+from graphrt.core.inputs.layout import FieldMove, StepMoves
+from graphrt.core.inputs.transfer.moves import Fills
+from graphrt.core.inputs.transfer.ring import SlotRing
+from graphrt.core.inputs.transfer.writes import copy_bytes
+
+MOST_KINDS = 4
+"""So often the kind that is remembered is replaced; more would cost hosts that mix them."""
+
+Write = Callable[[Mapping[str, Any], Callable[[], None], bool], bool]
+
+_WHOLE, _FIRST_MOVE = RingFormat.WHOLE, RingFormat.FIRST_MOVE
+_address_of = torch.Tensor.data_ptr
+MOST_GATHERED = 256
+
+
+def native_gather() -> Callable[..., bool] | None:
+    """The compiled copy of a step's inputs, of at most `MOST_GATHERED`; None where graphrt was
+    installed without it, as it is unless one asks for it."""
+    try:
+        return import_module(f"{__package__}._gather").gather  # type: ignore[no-any-return]
+    except ModuleNotFoundError:
+        return None
+
+
+_gather = native_gather()
+_UNLIKE = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError)
+"""What looking at inputs raises that are none."""
+
+
+def writer_of(
+    right: Mapping[str, torch.Tensor],
+    moves: StepMoves,
+    ring: SlotRing,
+    fills: Fills,
+    pad: Callable[[FieldMove, int], None],
+) -> Write | None:
+    """What writes the slot of a step whose inputs are like `right`, all of which are the host's, in
+    rows without gaps, and has it fetched by `fetch`; None where torch cannot compare them at once.
+    `pad` is how the host pads an input in the memory that begins at an address.
+
+    It returns False, with nothing done, for inputs of other types, dtypes, devices, shapes or
+    strides, or without memory: they are looked at one by one, and what is wrong is named.
+    """
+    fields = moves.fields
+    if not tensor_guards:
+        return None
+    names = [move.name for move in fields]
+    check = tensor_guards(
+        *(right[name] for name in names), dynamic_dims_sizes=None, dynamic_dims_strides=None
+    ).check
+    pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
+        itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
+    )
+    padding, others = fills.count, fills.others
+    take, give, words, memory = ring.take, ring.give, ring.words, ring.address
+    whole = _WHOLE + padding
+    places, offsets = moves.places, [move.offset for move in fields]
+    parts = array("q", [n for move in fields for n in (move.offset, move.few_bytes)]).tobytes()
+    # What is a C type already a call takes in less time than a number.
+    sizes = tuple(c_size_t(move.few_bytes) for move in fields)
+    # Inputs that are large, or in several blocks.
+    by_parts = [(number, move) for number, move in enumerate(fields) if not move.few_bytes]
+    gather = None if by_parts or len(fields) > MOST_GATHERED else _gather
+
+    def write(values: Mapping[str, Any], fetch: Callable[[], None], in_graph: bool) -> bool:
+        word, base = take()
+        try:
+            tensors = pick(values)
+            if gather is not None:
+                if not gather(check, _address_of, tensors, parts, base):
+                    return False
+            else:
+                if not check(*tensors):
+                    return False
+                starts = [*map(_address_of, tensors)]
+                # A storage that was resized to nothing: to read there would end the process.
+                if 0 in starts:
+                    return False
+                into = places.get(base)
+                if into is None:
+                    into = places[base] = tuple(c_void_p(base + offset) for offset in offsets)
+                # Each returns None, so that `any` has all of them done, without a loop in Python.
+                any(map(copy_bytes, into, starts, sizes))
+                for number, move in by_parts:
+                    for to, start, size in move.copies:
+                        memmove(base + to, starts[number] + start, size)
+        except _UNLIKE:
+            return False
+        if padding:
+            fills.write(words, word + _FIRST_MOVE, base - memory)
+        for move in others:
+            pad(move, base)
+        give(fetch, word, whole, in_graph)
+        return True
+
+    return write

@@ -1,0 +1,140 @@
+"""The way of one step through a runner: from its batch and its inputs to its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphrt.core.base import PoolClosedError
+from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.dispatch import Dispatch
+from graphrt.core.inputs import NO_LIMITS, InputSlot, Limits, StaticInputs, batch_of
+from graphrt.core.replay import GraphPool, is_inside_capture, under_way
+from graphrt.core.runner._steps import Steps
+from graphrt.core.runner.graphs import GraphSet
+from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, is_plain, same
+
+
+class StepPath:
+    """Dispatches the steps of one runner, has them checked, and runs them."""
+
+    def __init__(
+        self,
+        graphs: GraphSet,
+        inputs: StaticInputs,
+        pool: GraphPool,
+        steps: Steps,
+        updates: LastUpdates,
+    ) -> None:
+        self.closed = False
+        self.last_dispatch: Dispatch | None = None
+        self.live_tokens = 0
+        self._graphs = graphs
+        self._dispatcher = graphs.dispatcher
+        self._sealing = graphs.sealing
+        self._checks = graphs.checks
+        self._eager_launch = graphs.eager_launch
+        self._by_slot = graphs.steps
+        self._inputs = inputs
+        self._pool = pool
+        self._elsewhere = pool.elsewhere
+        self._steps = steps
+        self._slots = steps.slots
+        self._updates = updates
+        # The last batch that a graph served, by which version, and the graph. One store: what
+        # steps of two threads leave there belongs together.
+        self._last: tuple[Any, object, Any] = None, None, None
+
+    def check_open(self) -> None:
+        """Raise `PoolClosedError` after `close()`."""
+        if self.closed:
+            raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
+
+    def run(
+        self,
+        batch: Batch | None,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+        limits: Limits,
+    ) -> Any:
+        """Run one step; see `GraphRunner.step`."""
+        if self._elsewhere is not None and self._elsewhere():
+            with self._pool.on_device():
+                return self.run(batch, values, updates, metadata, limits)
+        found: Dispatch | None = None
+        if batch is None:
+            if type(values) is InputSlot:
+                batch, limits = values.batch, values.limits
+                found, values = self._slots.open(values)
+            else:
+                batch = batch_of(self._inputs, values)
+        if under_way and is_inside_capture():
+            return self._steps.unpadded.run_as_part(batch, values, updates, metadata)
+        if found is None:
+            if limits is NO_LIMITS:
+                last, version, graph = self._last
+                dispatcher = self._dispatcher
+                # Another one, whatever was published or withdrawn.
+                if version is dispatcher.version and same(batch, last):
+                    graph.batches += 1
+                    # What is known of its rows goes by the object.
+                    batch, found = last, graph.found
+                else:
+                    version = dispatcher.version
+                    found = dispatcher.dispatch(batch)
+                    if found.slot >= 0 and is_plain(batch):
+                        self._last = batch, version, dispatcher.served_by(found.slot)
+            else:
+                found = self._dispatcher.dispatch(batch, at_least=limits[0], at_most_mode=limits[1])
+        if self._sealing.may_capture:
+            wanted = self._graphs.lazy.wanted(batch, found, *limits)
+            if wanted is not None:
+                values = self._graphs.lazy.capture(self._graphs.capture, wanted, values)
+                found = self._dispatcher.dispatch(batch, at_least=limits[0], at_most_mode=limits[1])
+        checks = self._checks
+        if checks.on and found.slot >= 0 and not checks.clear(found.slot, batch[0]):
+            agreed = limits[0] > 0 or limits[1] is not None
+            found, outputs = self._steps.checked.run(
+                batch, found, values, updates, metadata, agreed
+            )
+            self.last_dispatch = found
+            self.live_tokens += batch[0] if found.slot >= 0 else 0
+            return outputs
+        self.last_dispatch = found
+        if updates is None and found.slot >= 0:
+            alone = self._by_slot[found.slot]
+            if alone is not None and alone.replay is not None:
+                outputs = alone.replay(alone.live, batch, values)
+                if outputs is not NOT_ALONE:
+                    self.live_tokens += batch[0]
+                    return outputs
+        return self._run_by_context(batch, found, values, updates, metadata)
+
+    def _run_by_context(
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+    ) -> Any:
+        """A step without a graph, or of one that is more than one graph, or has tasks."""
+        slot = -1 if self._eager_launch else found.slot
+        given = None
+        try:
+            if updates is not None:
+                step = None if slot < 0 else self._by_slot[slot]
+                given = self._updates.resolve(updates, step, slot, self._by_slot, batch)
+            if found.slot < 0:
+                self.check_open()
+                return self._steps.unpadded.run(batch, found, values, given, metadata)
+            mode = GraphMode.NONE if self._eager_launch else found.mode
+            named, slot = found.descriptor, found.slot
+            context = ForwardContext(mode, named, slot, given, metadata, live=batch)
+            outputs = self._steps.padded.run(batch, found, values, context, eager=False)
+        except BaseException:
+            self._updates.step_failed(updates)
+            raise
+        self.live_tokens += batch[0]
+        return outputs

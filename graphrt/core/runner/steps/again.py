@@ -1,0 +1,29 @@
+"""Whether a batch is the last one again: most steps of a decode are, and need no dispatch."""
+
+from __future__ import annotations
+
+from graphrt.core.batch import Batch
+from graphrt.core.dispatch import NOT_FOUND
+
+_PLAIN = Batch(1)
+
+
+def is_plain(batch: Batch) -> bool:
+    """Whether a batch is nothing but its counts, as ints, which nobody can change in place."""
+    tokens, reqs, query_len, bounds, loras, variant, exclude = batch
+    return (
+        bounds is _PLAIN.bounds
+        and variant is None
+        and exclude is _PLAIN.exclude
+        and tokens.__class__ is reqs.__class__ is loras.__class__ is int
+        and (query_len is None or query_len.__class__ is int)
+    )
+
+
+def same(batch: Batch, last: Batch | None) -> bool:
+    """Whether a batch is told what the last one was, a plain one. What cannot be compared, or only
+    compares like ints, is left to `dispatch`, which names it."""
+    try:
+        return batch == last and batch.__class__ is Batch and (batch is last or is_plain(batch))
+    except NOT_FOUND:
+        return False

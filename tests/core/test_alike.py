@@ -1,0 +1,425 @@
+"""Steps that are like the one before are looked at once: what would be wrong if they were not."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason
+from graphrt.core.inputs import StaticInputs
+from graphrt.core.inputs.transfer.alike import MOST_KINDS
+from graphrt.errors import InputSlotError, InvalidBatchError, InvalidInputError, PoolBusyError
+from tests.core.soft_ring import RingPlatform
+
+SPECS = {
+    "ids": InputSpec(torch.int64, ("tokens",), pad=-7),
+    "table": InputSpec(torch.int32, ("reqs", 3), pad=-1),
+    "starts": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
+}
+BATCH = Batch(3, 3, 1)
+
+
+def runner_of(specs: dict[str, InputSpec] = SPECS, **settings: Any) -> GraphRunner:
+    """A runner whose output is all that its forward reads, padding and all."""
+    runner = GraphRunner(
+        lambda **given: torch.cat([value.double().flatten() for value in given.values()]),
+        inputs=specs,
+        outputs=(None,),
+        mode="FULL",
+        sizes=[2, 4, 8],
+        max_num_reqs=8,
+        platform=RingPlatform(),
+        options=GraphOptions(inputs_in_graph=True, check="off"),
+        **settings,
+    )
+    runner.capture()
+    return runner
+
+
+def values(rows: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(0, 99, (rows,), generator=rng),
+        "table": torch.randint(0, 99, (rows, 3), generator=rng, dtype=torch.int32),
+        "starts": torch.arange(rows + 1, dtype=torch.int32) + seed,
+    }
+
+
+def padded(given: dict[str, torch.Tensor], size: int) -> torch.Tensor:
+    """What the forward of `runner_of` sees of these rows."""
+    ids, table, starts = given["ids"], given["table"], given["starts"]
+    rest = size - len(ids)
+    parts = [ids, torch.full((rest,), -7), table, torch.full((rest, 3), -1)]
+    parts += [starts, starts[-1:].repeat(rest)]
+    return torch.cat([part.double().flatten() for part in parts])
+
+
+def check(runner: GraphRunner, given: dict[str, torch.Tensor], size: int = 4) -> None:
+    rows = len(given["ids"])
+    assert torch.equal(runner(Batch(rows, rows, 1), **given), padded(given, size))
+
+
+@pytest.fixture
+def warm() -> tuple[GraphRunner, dict[str, torch.Tensor]]:
+    """A runner that has seen these very tensors in several steps."""
+    runner, given = runner_of(), values()
+    for _ in range(4):
+        check(runner, given)
+    return runner, given
+
+
+def test_new_values_in_the_same_tensors_are_seen(warm):
+    runner, given = warm
+    for seed in range(1, 5):
+        for name, value in values(3, seed).items():
+            given[name].copy_(value)
+        check(runner, given)
+
+
+def test_a_tensor_resized_in_place_is_refused_and_served_as_another_batch(warm):
+    runner, given = warm
+    given["ids"].resize_(4)
+    with pytest.raises(InvalidInputError, match=r"'ids' has the wrong shape"):
+        runner(BATCH, **given)
+    for name, value in values(4, 3).items():
+        given[name].resize_(value.shape).copy_(value)
+    check(runner, given)
+
+
+def test_a_tensor_given_another_dtype_is_refused(warm):
+    runner, given = warm
+    given["ids"].data = given["ids"].to(torch.int32)
+    with pytest.raises(InvalidInputError, match=r"'ids' has the wrong dtype"):
+        runner(BATCH, **given)
+
+
+@pytest.mark.parametrize("how", ["data", "set_"])
+def test_a_tensor_given_another_storage_is_read_there(warm, how):
+    runner, given = warm
+    other = values(3, 9)["ids"] + 1000
+    if how == "data":
+        given["ids"].data = other
+    else:
+        given["ids"].set_(other.untyped_storage(), 0, (3,), (1,))
+    check(runner, given)
+    assert int(runner(BATCH, **given)[0]) >= 1000
+
+
+def test_another_tensor_at_the_same_place_in_python_is_read_itself(warm):
+    runner, given = warm
+    for seed in range(20):
+        # The object before is freed first, so its `id` is given again.
+        del given["ids"]
+        given["ids"] = torch.full((3,), seed)
+        check(runner, given)
+
+
+def test_views_with_gaps_are_read_as_their_values(warm):
+    runner, given = warm
+    check(runner, {**given, "ids": torch.arange(100, 106)[::2]})
+    check(runner, {**given, "table": torch.arange(9, dtype=torch.int32).view(3, 3).t()})
+    check(runner, {**given, "ids": torch.tensor(5).expand(3)})
+    check(runner, given)
+
+
+def test_a_tensor_whose_memory_was_given_back_is_named(warm):
+    runner, given = warm
+    given["table"].untyped_storage().resize_(0)
+    with pytest.raises(InvalidInputError, match="no rows in memory"):
+        runner(BATCH, **given)
+    check(runner, values())
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda given: given.pop("ids"), "not the declared ones"),
+        (lambda given: given.update(other=torch.zeros(3)), "not the declared ones"),
+        (lambda given: given.update(other=given.pop("ids")), "not the declared ones"),
+        (lambda given: given.update(ids=[1, 2, 3]), "'ids' is no tensor"),
+        (lambda given: given.update(ids=given["ids"].to("meta")), "no rows in memory"),
+        (lambda given: given.update(ids=given["ids"].to_sparse()), "no rows in memory"),
+        (lambda given: given.update(ids=given["ids"][:2]), "wrong shape"),
+    ],
+)
+def test_what_was_refused_at_the_first_step_is_refused_at_a_later_one(warm, change, word):
+    runner, given = warm
+    wrong = dict(given)
+    change(wrong)
+    ring = runner.inputs.ring
+    before = ring.count
+    with pytest.raises(InvalidInputError, match=word):
+        runner(BATCH, **wrong)
+    assert ring.count == before
+    check(runner, given)
+
+
+def test_a_slot_is_given_up_by_a_step_like_the_one_before(warm):
+    runner, given = warm
+    for steps in (1, runner.inputs.ring.slots):
+        slot = runner.slot(BATCH)
+        for _ in range(steps):
+            runner(BATCH, **given)
+        # After as many steps as there are slots its memory is the next step's again.
+        with pytest.raises(InputSlotError, match="given up"):
+            runner(slot)
+
+
+def test_fixed_inputs_are_filled_beside_what_is_like_before():
+    runner = runner_of({**SPECS, "own": InputSpec(torch.float32, ("tokens",), fixed=True, pad=2)})
+    for seed in range(5):
+        given = {**values(3, seed), "own": torch.rand(3)}
+        seen = runner(BATCH, **given)
+        assert torch.equal(seen[:-4], padded(given, 4))
+        assert torch.equal(seen[-4:].float(), torch.cat([given["own"], torch.tensor([2.0])]))
+
+
+def test_nested_inputs_are_told_by_their_names():
+    runner = GraphRunner(
+        lambda outer: outer["ids"] + 1,
+        inputs={"outer": SPECS},
+        outputs=("tokens",),
+        mode="FULL",
+        sizes=[4],
+        platform=RingPlatform(),
+        options=GraphOptions(inputs_in_graph=True, check="off"),
+    )
+    runner.capture()
+    for seed in range(5):
+        given = values(3, seed)
+        assert torch.equal(runner(BATCH, outer=given), given["ids"] + 1)
+
+
+def moves_of(runner: GraphRunner) -> Any:
+    return runner.inputs.layout(4, 4).known[3, 3]
+
+
+def test_a_host_that_enters_inference_mode_is_known_again(warm):
+    runner, given = warm
+    before = moves_of(runner).kinds
+    with torch.inference_mode():
+        for _ in range(3):
+            check(runner, given)
+        assert moves_of(runner).kinds == before + 1
+        assert moves_of(runner).alike(given, runner.inputs.layout(4, 4).fetch, False)
+
+
+def test_a_host_that_mixes_kinds_has_few_of_them_made(warm):
+    runner, given = warm
+    inside: dict[str, torch.Tensor]
+    with torch.inference_mode():
+        inside = values()
+    for _ in range(10):
+        check(runner, given)
+        with torch.inference_mode():
+            check(runner, inside)
+    assert moves_of(runner).kinds == MOST_KINDS
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inner"),
+    [
+        (torch.bool, ()),
+        (torch.int8, ()),
+        (torch.int16, ()),
+        (torch.float32, ()),
+        (torch.int64, ()),
+        (torch.int32, (2,)),
+        (torch.int8, (3,)),
+        (torch.int64, (5,)),
+    ],
+)
+@pytest.mark.parametrize("outer", [(), (2,)])
+def test_the_last_row_is_repeated_whatever_its_bytes(dtype, inner, outer):
+    spec = InputSpec(dtype, (*outer, "tokens", *inner), pad="repeat")
+    platform = RingPlatform()
+    inputs = StaticInputs(
+        {"x": spec}, platform=platform, tokens=8, reqs=8, device="cpu", fetched=True
+    )
+    layout, dim = inputs.layout(8, 8), len(outer)
+    for live in (1, 3, 8, 5, 7):
+        for seed in range(3):
+            rng = torch.Generator().manual_seed(seed)
+            x = torch.randint(0, 100, spec.sizes(live, live), generator=rng).to(dtype)
+            inputs.fill({"x": x}, layout, live, live)
+            assert torch.equal(layout.views["x"].narrow(dim, 0, live), x)
+            last = x.narrow(dim, live - 1, 1)
+            rest = layout.views["x"].narrow(dim, live, 8 - live)
+            assert torch.equal(rest, last.expand_as(rest))
+
+
+def test_more_padding_than_a_slot_has_moves_for_is_written_by_the_host():
+    spec = InputSpec(torch.int32, (70, "tokens"), pad="repeat")
+    inputs = StaticInputs(
+        {"x": spec}, platform=RingPlatform(), tokens=4, reqs=4, device="cpu", fetched=True
+    )
+    layout = inputs.layout(4, 4)
+    for seed in range(3):
+        x = torch.arange(140, dtype=torch.int32).view(70, 2) + seed
+        inputs.fill({"x": x}, layout, 2, 2)
+        assert torch.equal(layout.views["x"], x[:, [0, 1, 1, 1]])
+
+
+def test_an_equal_batch_is_counted_as_one_of_its_graph(warm):
+    runner, given = warm
+    counts = runner.dispatcher.counts()[Reason.HIT]
+    for step in range(1, 6):
+        runner(Batch(3, 3, 1), **given)
+        assert runner.dispatcher.counts()[Reason.HIT] == counts + step
+        assert runner.last_dispatch is not None
+        assert runner.last_dispatch.descriptor.num_tokens == 4
+    assert runner.report().reasons[Reason.HIT] == counts + 5
+
+
+def test_a_graph_that_is_withdrawn_serves_no_equal_batch(warm):
+    runner, given = warm
+    found = runner.dispatcher.dispatch(BATCH)
+    runner.dispatcher.withdraw(found.mode, found.descriptor)
+    check(runner, given, size=8)
+    runner.dispatcher.publish(found.mode, found.descriptor)
+    check(runner, given, size=4)
+    runner.release()
+    assert torch.equal(runner(BATCH, **given), padded(given, 3))
+    runner.capture()
+    check(runner, given, size=4)
+
+
+def test_between_equal_batches_every_other_one_is_dispatched(warm):
+    runner, _ = warm
+    for rows in (3, 2, 3, 3, 8, 5, 3, 4, 4, 1, 3):
+        check(runner, values(rows, rows), size=next(size for size in (2, 4, 8) if size >= rows))
+
+
+def test_what_only_compares_like_the_last_batch_is_looked_at(warm):
+    runner, given = warm
+    for wrong in (
+        tuple(BATCH),
+        BATCH._replace(num_tokens=3.0),
+        BATCH._replace(query_len="1"),
+        BATCH._replace(variant=[1]),
+    ):
+        with pytest.raises(InvalidBatchError):
+            runner(wrong, **given)
+        check(runner, given)
+    left_out = BATCH._replace(exclude=frozenset({GraphMode.FULL}))
+    assert torch.equal(runner(left_out, **given), padded(given, 3))
+
+
+class Odd:
+    """A variant that is equal to nothing, and says so loudly."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("not comparable")
+
+    def __hash__(self) -> int:
+        return 3
+
+
+def test_a_variant_that_cannot_be_compared_is_no_equal_batch(warm):
+    runner, given = warm
+    odd = BATCH._replace(variant=Odd())
+    assert torch.equal(runner(odd, **given), padded(given, 3))
+    check(runner, given)
+
+
+def test_what_ranks_agree_on_is_dispatched_at_every_step(warm):
+    runner, given = warm
+    for _ in range(3):
+        assert torch.equal(runner.step(BATCH, given), padded(given, 4))
+        assert torch.equal(runner.step(BATCH, given, at_least=7), padded(given, 8))
+        eager = runner.step(BATCH, given, at_most_mode=GraphMode.PIECEWISE)
+        assert torch.equal(eager, padded(given, 3))
+
+
+def test_steps_of_two_threads_never_see_the_other_ones_rows():
+    runner = runner_of()
+    wrong: list[object] = []
+    done = [0, 0]
+
+    def steps(number: int, rows: int) -> None:
+        for seed in range(400):
+            given = values(rows, seed + 1000 * number)
+            try:
+                seen = runner(Batch(rows, rows, 1), **given).clone()
+            except PoolBusyError:
+                continue
+            except BaseException as error:
+                wrong.append(error)
+                return
+            done[number] += 1
+            # The other thread's step may have written the memory since, with all of its rows.
+            size = {2: 2, 3: 4}[rows]
+            if seen.numel() != padded(given, size).numel():
+                wrong.append((rows, seen))
+
+    threads = [threading.Thread(target=steps, args=(n, rows)) for n, rows in enumerate((2, 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert min(done) > 0
+    check(runner, values(3))
+
+
+def slot_of(runner: GraphRunner, given: dict[str, torch.Tensor]) -> Any:
+    rows = len(given["ids"])
+    slot = runner.slot(Batch(rows, rows, 1))
+    for name, value in given.items():
+        slot[name].copy_(value)
+    return slot
+
+
+def test_slots_of_equal_batches_are_counted_and_dispatched_anew_when_graphs_change(warm):
+    runner, given = warm
+    found = runner.dispatcher.dispatch(BATCH)
+    counts = runner.dispatcher.counts()[Reason.HIT]
+    for step in range(1, 4):
+        assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+        assert runner.dispatcher.counts()[Reason.HIT] == counts + step
+    runner.dispatcher.withdraw(found.mode, found.descriptor)
+    assert torch.equal(runner(slot_of(runner, given)), padded(given, 8))
+    runner.dispatcher.publish(found.mode, found.descriptor)
+    assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+    runner.recapture()
+    assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+    # Made for the graph of before, and served as its values.
+    slot = slot_of(runner, given)
+    runner.release()
+    assert torch.equal(runner(slot), padded(given, 3))
+    with pytest.raises(InvalidBatchError):
+        runner.slot(BATCH._replace(num_tokens=3.0))
+
+
+def test_slots_and_calls_take_turns_with_the_same_batch(warm):
+    runner, _ = warm
+    for seed in range(20):
+        given = values(3 + seed % 2, seed)
+        if seed % 3:
+            assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+        else:
+            check(runner, given)
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_bounds_that_are_changed_in_place_are_looked_at(by_slot):
+    runner, given = runner_of(bounds=[(4,), (100,)]), values()
+    needed: Any = [3]
+    batch = Batch(3, 3, 1, bounds=needed)
+    for bound, reason in ((3, Reason.HIT), (50, Reason.HIT), (500, Reason.NO_GRAPH)):
+        needed[0] = bound
+        for _ in range(3):
+            if by_slot:
+                slot = runner.slot(batch)
+                for name, value in given.items():
+                    slot[name].copy_(value)
+                runner(slot)
+            else:
+                runner(batch, **given)
+            found = runner.last_dispatch
+            assert found is not None
+            assert found.reason is reason
+            assert reason is not Reason.HIT or found.descriptor.bounds[0] >= bound
