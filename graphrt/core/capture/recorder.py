@@ -81,7 +81,7 @@ class Capture:
         self.parts: list[Part] = []
         self.graph: DeviceGraph | None = None
         self.tasks: list[CapturedTask] = []
-        self._context = context
+        self.context = context
         self._depth = 0
         self._platform = pool.platform
         self._hooks = hooks
@@ -150,11 +150,11 @@ class Capture:
         """
         pool = self.pool
         pool.check_open()
-        undo.later(partial(pool.give_back, pool.check_free(self._context)))
-        pool.owner = self._context
+        undo.later(partial(pool.give_back, pool.check_free(self.context)))
+        pool.owner = self.context
+        pool.enter_capture(self.context)
         pool.follow_stream()
-        allowed = self._context.capture
-        work = None if allowed is None else allowed.work
+        work = None if self.context.capture is None else self.context.capture.work
         undo.enter(self._platform.on_stream(self._platform.capture_stream(pool.stream, work)))
         pool.expire_outputs()
 
@@ -302,14 +302,14 @@ class Capture:
             platform.abort_capture(graph)
             self.graph = None
             raise
-        withhold(self._context)
+        withhold(self.context)
         if self._watch is not None:
             self._watch.resume()
 
     def _end(self) -> None:
         graph = self.graph
         assert graph is not None
-        hand_back(self._context)
+        hand_back(self.context)
         if self._watch is not None:
             self._watch.suspend()
         if self._hooks is not None:
@@ -336,7 +336,7 @@ class Capture:
 
     def discard(self) -> None:
         """Take back what is captured, and what is open; once more changes nothing."""
-        hand_back(self._context)
+        hand_back(self.context)
         if self._watch is not None:
             self._watch.remove()
         graph, captured = self.graph, graphs_of(self.parts)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from graphrt.core.base import (
-    CaptureError,
     InvalidModeError,
+    StaleInputError,
     Uncopied,
     check_callable,
     check_kind,
@@ -25,6 +25,7 @@ from graphrt.core.batch import (
     current_context,
     graphs_off,
 )
+from graphrt.core.capture._captured import capture_entry, captured_already
 from graphrt.core.capture._hot import Hot
 from graphrt.core.capture._kept import Kept
 from graphrt.core.capture._leaves import strided
@@ -39,7 +40,6 @@ from graphrt.core.replay import (
     GraphPool,
     SegmentHooks,
     Updates,
-    arguments_of,
     check_arguments,
     is_inside_capture,
     under_way,
@@ -126,9 +126,8 @@ class GraphWrapper(Uncopied):
             entry = self._entry_or_none(context)
             if entry is None:
                 return self._first_call(context, args, kwargs)
-        if entry.unchecked:
-            check_arguments(entry, args, kwargs, self.pool)
-            entry.unchecked = hot.always_checks
+        if entry.unchecked and self._is_behind_a_miss(entry, context, args, kwargs):
+            return self.runnable(*args, **kwargs)
         pool = hot.pool
         owner = pool.owner
         if owner is not None and owner is not context:
@@ -260,6 +259,27 @@ class GraphWrapper(Uncopied):
         self.pool.reset_graphs(self._kept.take(descriptor))
         self._kept.clear_buffers()
 
+    def look_again(self, descriptor: BatchDescriptor) -> None:
+        """See `GraphPool.missed`."""
+        entry = self._kept.entries.get(descriptor)
+        if entry is not None and not (self._owner_served or self._hot.one_call_a_step):
+            entry.unchecked = True
+
+    def _is_behind_a_miss(
+        self, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
+    ) -> bool:
+        """Whether arguments lie elsewhere because a piece before had no graph: then this one has
+        none either, and counts so. Raises `StaleInputError` if they do for another reason."""
+        try:
+            check_arguments(entry, args, kwargs, self.pool)
+        except StaleInputError:
+            if not self.pool.is_behind_a_miss(context):
+                raise
+            self.calls_without_graph += 1
+            return True
+        entry.unchecked = self._hot.always_checks
+        return False
+
     def _entry_or_none(self, context: ForwardContext) -> Entry | None:
         descriptor = context.descriptor
         entry = None if descriptor is None else self._kept.entries.get(descriptor)
@@ -268,16 +288,7 @@ class GraphWrapper(Uncopied):
         under_way = context.capture or context.token
         again = under_way is not None and entry.captured_in is under_way
         if again or context.capture is not None:
-            raise CaptureError(
-                "a wrapper was called twice in the step that captures it"
-                if again
-                else "a descriptor was captured a second time",
-                got=descriptor,
-                expected="one call for each descriptor",
-                advice="give every call site its own wrapper"
-                if again
-                else "call clear_graphs() or drop(descriptor) before capturing again",
-            )
+            raise captured_already(descriptor, in_this_step=again)
         self._kept.find_at(context.slot, entry)
         return entry
 
@@ -292,6 +303,7 @@ class GraphWrapper(Uncopied):
             reason = self._sealing.miss(context, self._kept.entries)
             self.eager_calls_after_seal += reason is Reason.SEALED
             self.calls_without_graph += reason is Reason.MISSING_GRAPH
+            self.pool.missed(context)
             return self.runnable(*args, **kwargs)
         return self._capture(context, descriptor, args, kwargs)
 
@@ -315,22 +327,10 @@ class GraphWrapper(Uncopied):
             share_executables=self.options.share_executables,
         )
         capture.give(tree.tensors((args, kwargs)) if self._owner_served else ())
+        body = functools.partial(self._run, args, kwargs, capture)
+        entry, result = capture_entry(self, self._kept, capture, body, descriptor, (args, kwargs))
+        entry.unchecked = self._hot.checks
         transaction = context.capture
-        inputs, step = arguments_of(args, kwargs), transaction or context.token
-        try:
-            result = capture.record(functools.partial(self._run, args, kwargs, capture))
-            outputs = tree.map_tensors(capture.captured_ref, result)
-            entry = Entry(descriptor, tuple(capture.parts), outputs, inputs, step)
-            entry.unchecked = self._hot.checks
-            if transaction is not None:
-                transaction.add(self, functools.partial(self.drop, descriptor))
-            # The one store from which on it is captured.
-            self._kept.entries[descriptor] = entry
-        except BaseException:
-            if descriptor not in self._kept.entries:
-                capture.discard()
-            self._kept.clear_buffers()
-            raise
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
         if transaction is not None:
             self._kept.find_at(transaction.slot, entry)

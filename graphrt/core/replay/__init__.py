@@ -3,7 +3,7 @@
 from graphrt.core.replay._between import check_between_steps
 from graphrt.core.replay._deferred import DEFERRED, Deferred, waiting_step
 from graphrt.core.replay._session import CaptureSession
-from graphrt.core.replay.arguments import arguments_of, check_arguments
+from graphrt.core.replay.arguments import arguments_of, check_arguments, pooled_paths
 from graphrt.core.replay.eager_part import (
     EagerPart,
     deliver,
@@ -66,6 +66,7 @@ __all__ = [
     "name_of",
     "on_own_containers",
     "on_own_tensors",
+    "pooled_paths",
     "settle",
     "under_way",
     "waiting_step",

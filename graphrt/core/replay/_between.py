@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import Token
-
 from graphrt.core.base import PoolBusyError
 from graphrt.core.batch import current_context
 from graphrt.core.replay.pool import GraphPool
@@ -13,9 +11,7 @@ def check_between_steps(pool: GraphPool, what: str) -> None:
     """Raise `PoolBusyError` while a step or a capture is under way in the pool, or a context is
     entered in this thread, whatever has been called in it. A step that waits for its updates, or
     of which some pieces are to come, is under way; it is not ended."""
-    last = pool.step_context
-    pieces = last is not None and last.token is pool.step and isinstance(pool.step, Token)
-    under_way = pool.owner or current_context() or (last if pieces else None)
+    under_way = pool.owner or current_context() or pool.entered
     if under_way is not None:
         raise PoolBusyError(
             f"{what} was called while a step, or a capture, is under way",

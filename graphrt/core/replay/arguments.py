@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import StaleInputError, tree
-from graphrt.core.device import GraphRead
+from graphrt.core.device import GraphRead, Platform
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.pool import GraphPool
 
@@ -27,6 +27,19 @@ def arguments_of(
     return tuple(found)
 
 
+def pooled_paths(args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool) -> frozenset[str]:
+    """The paths of arguments that lie in the pool, where the platform can tell what graphs read
+    outside of it; else none, as none are needed to say that an argument is read."""
+    platform = pool.platform
+    if type(platform).reads is Platform.reads:
+        return frozenset()
+    return frozenset(
+        path
+        for path, leaf in tree.leaves((args, kwargs))
+        if isinstance(leaf, torch.Tensor) and platform.owns(pool.memory, leaf)
+    )
+
+
 def check_arguments(
     entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool
 ) -> None:
@@ -38,7 +51,9 @@ def check_arguments(
     before = dict(entry.inputs)
     reads, _ = entry.reads(pool)
     for path, bound in now:
-        if before.get(path) != bound and not _is_unread(before.get(path), reads):
+        if before.get(path) == bound:
+            continue
+        if path in entry.pooled or not _is_unread(before.get(path), reads):
             raise StaleInputError(
                 f"argument {path} is not where the graph of [{entry.descriptor}] reads it",
                 got=bound,

@@ -38,6 +38,7 @@ class Entry:
         "inputs",
         "outputs",
         "parts",
+        "pooled",
         "tasks",
         "unchecked",
         "update_failed",
@@ -50,11 +51,14 @@ class Entry:
         outputs: Any,
         inputs: tuple[tuple[str, tuple[object, ...]], ...],
         captured_in: object,
+        pooled: frozenset[str] = frozenset(),
     ) -> None:
         self.descriptor = descriptor
         self.parts = parts
         self.outputs = outputs
         self.inputs = inputs
+        # Paths of arguments in the pool, which the platform says nothing of.
+        self.pooled = pooled
         # What was under way: called again in the same, the wrapper would replay itself.
         self.captured_in = captured_in
         # The caller may change what it gets, so a container is made anew for every step.

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import Token
-from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import (
-    GraphRTError,
-    InvalidOptionError,
-    PoolBusyError,
-    PoolClosedError,
-    Uncopied,
-)
-from graphrt.core.batch import BatchDescriptor, ForwardContext
+from graphrt.core.base import InvalidOptionError, PoolClosedError, Uncopied
+from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.device import (
     Capability,
     DeviceGraph,
@@ -31,21 +22,11 @@ from graphrt.core.device import (
     resolve_platform,
 )
 from graphrt.core.replay._session import CaptureSession, open_session
-from graphrt.core.replay.handout import HandedOut, expire
+from graphrt.core.replay._steps import PoolSteps
+from graphrt.core.replay.handout import expire
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
 """What is called after a capture, with the wrapper and the descriptor."""
-
-
-class AwaitsUpdates(ABC):
-    """A launched step that owns the pool until its updates came."""
-
-    def __init__(self) -> None:
-        self.thread = get_ident()
-
-    @abstractmethod
-    def abandon(self) -> GraphRTError:
-        """Bring the step to its end with the arguments it has; returns the error that says so."""
 
 
 class HoldsGraphs(Protocol):
@@ -54,11 +35,17 @@ class HoldsGraphs(Protocol):
     def clear_graphs(self) -> None:
         """Destroy them all."""
 
+    def drop(self, descriptor: BatchDescriptor) -> None:
+        """Destroy those of one descriptor."""
+
+    def look_again(self, descriptor: BatchDescriptor) -> None:
+        """The graph of a descriptor must not be replayed before its arguments were compared."""
+
     def in_session(self, begun: bool) -> None:
         """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
 
 
-class GraphPool(Uncopied):
+class GraphPool(PoolSteps, Uncopied):
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
 
     A replay may overwrite the outputs of any other graph in the pool, so outputs are valid until
@@ -95,23 +82,15 @@ class GraphPool(Uncopied):
         if self.platform.device_count() > 1:
             own, current = self.device.index, self.platform.current_device
             self.elsewhere = lambda: current() != own
-        self.generation = 0
+        super().__init__()
         self.captures = 0
         self.on_capture: OnCapture | None = None
         self.closed = False
-        # What steps of runners have handed out and no step has overwritten yet.
-        self.handed_out: HandedOut = []
         # It would outlive the memory.
         weakref.finalize(self, expire, self.handed_out).atexit = False
-        # The wrapper's replay path reads and writes the following directly. The owner is the
-        # context of the step, or the capture, that is under way.
-        self.owner: object | None = None
-        self.step: object = None
+        # The wrapper's replay path reads and writes the following directly.
         self.read_stream_id: Callable[[], int] | None = None
         self.stream_id: int | None = None
-        self.step_context: ForwardContext | None = None
-        # The last step that a host began, and that another one has followed.
-        self._step_over: object = None
         self.last_stream: Any = None
         self._holders: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
         self._sessions: list[CaptureSession] = []
@@ -182,52 +161,28 @@ class GraphPool(Uncopied):
         for holder in list(self._holders):
             holder.clear_graphs()
 
+    def drop(self, descriptor: BatchDescriptor) -> None:
+        """Destroy the graphs of one descriptor of every wrapper in the pool, so that the pieces of
+        its step can be captured again. Raises `PoolBusyError` while a step is under way."""
+        self.check_idle()
+        for holder in list(self._holders):
+            holder.drop(descriptor)
+
+    def missed(self, context: ForwardContext) -> None:
+        """Note that a piece of a step runs eagerly: what it leaves lies elsewhere than what its
+        graph left, so the other pieces look where their arguments are before they replay."""
+        descriptor = context.descriptor
+        if descriptor is None or context.mode is not GraphMode.PIECEWISE:
+            return
+        if self.misses(context):
+            for holder in list(self._holders):
+                holder.look_again(descriptor)
+
     def on_device(self) -> AbstractContextManager[object]:
         """Makes its device the current one of this thread, if there are several."""
         if self.elsewhere is None:
             return nullcontext()
         return self.platform.on_device(self.device.index)
-
-    def check_free(self, owner: object) -> object | None:
-        """What owns the pool now: nothing, or `owner` itself, else raises `PoolBusyError`.
-
-        Who takes the pool stores itself as `owner`, and afterwards what this returned, even if the
-        step fails: stores that an interrupt can neither split nor lose.
-        """
-        outer = self.owner
-        if outer is not None and outer is not owner:
-            raise self.busy_error(owner)
-        return outer
-
-    def give_back(self, outer: object | None) -> None:
-        """Let `outer`, which `check_free` returned, own the pool again."""
-        self.owner = outer
-
-    def enter_step(self, context: ForwardContext) -> None:
-        """Count a new step of several pieces; raises `PoolBusyError` inside another one."""
-        if context.token is not None and context.token is self._step_over:
-            raise self.busy_error(context)
-        self.leave_step(context)
-        self.step = context.token
-        self.step_context = context
-        self.generation += 1
-        self.expire_outputs()
-
-    def leave_step(self, context: ForwardContext | None) -> None:
-        """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
-        last = self.step_context
-        if last is not None and last is not context and last.token is self.step is not None:
-            if isinstance(self.step, Token):
-                raise self.busy_error(context)
-            # Nobody says where a step of a host's own context ends: here, at the latest.
-            self._step_over = self.step
-        self.step = None
-        self.step_context = None
-
-    def expire_outputs(self) -> None:
-        """Make what runners have handed out unreadable: its memory is about to be written."""
-        if self.handed_out:
-            expire(self.handed_out)
 
     def add_holder(self, holder: HoldsGraphs) -> None:
         """Note what has graphs that `close` must destroy; it is not kept alive."""
@@ -300,7 +255,7 @@ class GraphPool(Uncopied):
             for holder in list(self._holders):
                 holder.clear_graphs()
             self.closed = True
-            self.step = self.step_context = None
+            self.leave_step(None)
             with self.capture_lock, self.on_device():
                 self.platform.release_memory(self.memory)
 
@@ -338,23 +293,3 @@ class GraphPool(Uncopied):
                 expected=f"one on {device}",
                 advice="make it with device=",
             )
-
-    def check_idle(self) -> None:
-        """Raise `PoolBusyError` while a step or a capture is under way."""
-        if self.owner is not None:
-            raise self.busy_error(None)
-
-    def busy_error(self, context: object) -> GraphRTError:
-        """Why `context` cannot use the pool. A step of this thread that waits for its updates is
-        ended, so that the next one can."""
-        waiting = self.owner
-        if isinstance(waiting, AwaitsUpdates) and waiting.thread == get_ident():
-            self.owner = None
-            return waiting.abandon()
-        return PoolBusyError(
-            "two steps use one graph pool at the same time",
-            got=f"{context!r} in thread {get_ident()} while {self.owner or self.step_context!r} "
-            "is under way",
-            expected="one step at a time, from one thread at a time",
-            advice="give what runs at the same time a GraphPool of its own",
-        )
