@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -50,16 +51,20 @@ def graph_of(runner: GraphRunner, size: int) -> Any:
 
 
 def memmoves(given: dict[str, torch.Tensor]) -> Callable[[], None]:
-    """The bytes of a step's inputs, moved one after the other into pinned memory."""
+    """The bytes of a step's inputs, moved one after the other into pinned memory: into another
+    place at each of eight steps, as whoever does not wait for the device must."""
     into = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    moves, at = [], into.data_ptr()
-    for value in given.values():
-        moves.append((at, value.data_ptr(), value.nbytes))
-        at += -(-value.nbytes // 256) * 256
-    memmove = ctypes.memmove
+    steps, at = [], into.data_ptr()
+    for _ in range(8):
+        moves = []
+        for value in given.values():
+            moves.append((at, value.data_ptr(), value.nbytes))
+            at += -(-value.nbytes // 256) * 256
+        steps.append(moves)
+    memmove, turns = ctypes.memmove, itertools.cycle(steps)
 
     def move() -> None:
-        for to, start, size in moves:
+        for to, start, size in next(turns):
             memmove(to, start, size)
 
     move.kept = into, given  # type: ignore[attr-defined]

@@ -179,7 +179,7 @@ def random_step(
     scheduled = []
     for place in range(reqs):
         count = (batch.num_tokens + place) // reqs
-        before = int(torch.randint(limits.context - count, (), generator=generator))
+        before = int(torch.randint(max(limits.context - count, 1), (), generator=generator))
         length = before + count
         tokens = torch.randint(vocab, (length,), generator=generator).tolist()
         pages = limits.pages(limits.context)

@@ -130,7 +130,7 @@ class CheckedSteps:
 
     def _try_each(self, make: MakeExample, generator: torch.Generator) -> None:
         for found in self._checks.to_try():
-            batch = _example_of(found.descriptor)
+            batch = _example_of(found.descriptor, self._steps[found.slot])
             example = make(batch, generator)
             if not isinstance(example, Example):
                 raise InvalidOptionError(
@@ -252,15 +252,17 @@ class CheckedSteps:
         return self._updates.resolve(updates, step, slot, steps, batch)
 
 
-def _example_of(descriptor: BatchDescriptor) -> Batch:
-    """A batch that the graph of a descriptor serves, with padding rows if there may be some."""
+def _example_of(descriptor: BatchDescriptor, step: PaddedStep | None) -> Batch:
+    """A batch that the graph of a descriptor serves, with padding rows if there may be some; where
+    it serves any number of requests, of half as many as it has room for."""
     reqs, query_len = descriptor.num_reqs, descriptor.query_len
     if descriptor.uniform and query_len is not None:
         reqs = max(descriptor.num_tokens // query_len - 1, 1)
         tokens = reqs * query_len
     else:
         tokens = max(descriptor.num_tokens - 1, 1)
-        reqs = min(reqs or 1, tokens)
+        room = 1 if step is None else max(step.reqs // 2, 1)
+        reqs = min(reqs or room, tokens)
         query_len = None
     return Batch(
         tokens,
