@@ -18,6 +18,7 @@ from graphrt import Batch, GraphOptions, GraphPool, GraphRunner, Host, InputSpec
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.inputs.transfer import SlotRing, ring_for
+from graphrt.core.inputs.transfer.alike import mover_of
 from graphrt.errors import InputRingError, InputRingWarning, InvalidInputError
 from tests.core.ring_steps import Log, mixed_steps
 from tests.core.soft_ring import RingPlatform, SoftRing
@@ -462,3 +463,43 @@ def test_a_device_that_reads_slowly_fetches_less(ns_a_byte, at_least, at_most):
     assert ring.fetch_of(at_least) is not None
     assert ring.fetch_of(at_most + 1) is None
     assert torch.equal(slab[:65536], before)
+
+
+@pytest.mark.parametrize("rows", [8, 5, 1])
+def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_before(rows):
+    """Memory of the host stands for the device's, as the moves of a slot go by addresses."""
+    log, rng = Log(RingPlatform(), "cpu", 60, mode="FULL"), random.Random(rows)
+    inputs = log.runner.inputs
+    layout = inputs.layout(8 if rows > 4 else rows, 8 if rows > 4 else rows)
+    views = layout.views
+    by_fetch, moves = inputs._by_fetch, layout.moves(rows, rows, 256)
+    right = log.values(rng, 0, rows, 1)
+    fast = mover_of(right, moves, inputs.ring, by_fetch._slab, by_fetch._table)
+    assert fast is not None
+    taken: dict[int, bool] = {}
+
+    def alike(*args):
+        taken[step] = fast(*args)
+        return taken[step]
+
+    for step in range(60):
+        values = log.values(rng, step, rows, 1)
+        if step % 3 == 2:
+            for name, value in values.items():
+                views[name][: value.shape[0]] = value
+            values = {name: views[name][: value.shape[0]] for name, value in values.items()}
+        elif step % 10 == 7:
+            # One of them lies under what is written next: it has to be looked at.
+            views["ids"][: len(values["ids"])] = values["ids"]
+            values["ids"] = views["ids"][: len(values["ids"])]
+        elif step % 10 == 9:
+            values["table"] = values["table"].t().contiguous().t()
+        moves.alike = alike
+        log.runner(Batch(rows, rows, 1), **values)
+    log.check(60)
+    # Of one row, nothing tells a row from a column.
+    unlike = (7,) if rows == 1 else (7, 9)
+    looked_at = {step for step in taken if step % 3 != 2 and step % 10 in unlike}
+    assert len(taken) > 50
+    assert {step for step in taken if not taken[step]} == looked_at
+    log.runner.close()

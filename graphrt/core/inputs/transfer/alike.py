@@ -14,9 +14,9 @@ import torch
 from graphrt.core.base import tensor_guards
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove, StepMoves
-from graphrt.core.inputs.transfer.moves import Fills
+from graphrt.core.inputs.transfer.moves import Fills, MoveTable
 from graphrt.core.inputs.transfer.ring import SlotRing
-from graphrt.core.inputs.transfer.writes import copy_bytes
+from graphrt.core.inputs.transfer.writes import Slab, copy_bytes
 
 MOST_KINDS = 4
 """So often the kind that is remembered is replaced; more would cost hosts that mix them."""
@@ -106,6 +106,55 @@ def writer_of(
         for move in others:
             pad(move, base)
         give(fetch, word, whole, in_graph)
+        return True
+
+    return write
+
+
+def mover_of(
+    right: Mapping[str, torch.Tensor],
+    moves: StepMoves,
+    ring: SlotRing,
+    slab: Slab,
+    table_of: Callable[[StepMoves, Mapping[int, int]], MoveTable | None],
+) -> Write | None:
+    """`writer_of`, for inputs that are all on the device of the buffers, in rows without gaps: all
+    elsewhere there, or all in place. None where torch cannot compare them at once."""
+    fields = moves.fields
+    tensors = [right[move.name] for move in fields]
+    if not tensor_guards or any(each.device != slab.device for each in tensors):
+        return None
+    numbers = range(len(fields))
+    homes = [slab.low + move.offset for move in fields]
+    apart = table_of(moves, dict.fromkeys(numbers, 1))
+    home = table_of(moves, dict.fromkeys(numbers, 0))
+    laid_out_alike = all(move.lies_in(right[move.name]) for move in fields)
+    if apart is None or home is None or not laid_out_alike:
+        return None
+    check = tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    pick = itemgetter(*(move.name for move in fields))
+    alone = len(fields) == 1
+    low, high = slab.low, slab.high
+    take, give, words = ring.take, ring.give, ring.words
+
+    def write(values: Mapping[str, Any], fetch: Callable[[], None], in_graph: bool) -> bool:
+        try:
+            given = (pick(values),) if alone else pick(values)
+            if not check(*given):
+                return False
+            starts = [*map(_address_of, given)]
+        except _UNLIKE:
+            return False
+        if starts == homes:
+            table = home
+        elif [start for start in starts if low <= start < high or not start]:
+            return False
+        else:
+            table = apart
+        if table.count or in_graph:
+            word, _ = take()
+            table.write(words, word + _FIRST_MOVE, starts)
+            give(fetch, word, table.count, in_graph)
         return True
 
     return write

@@ -11,7 +11,7 @@ import torch
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove, StepMoves
 from graphrt.core.inputs.spec import check_other
-from graphrt.core.inputs.transfer.alike import MOST_KINDS, writer_of
+from graphrt.core.inputs.transfer.alike import MOST_KINDS, mover_of, writer_of
 from graphrt.core.inputs.transfer.moves import Fills, MoveTable
 from graphrt.core.inputs.transfer.ring import SlotRing
 from graphrt.core.inputs.transfer.writes import (
@@ -87,6 +87,10 @@ class ByFetch:
         table = self._table(moves, elsewhere)
         if table is None:
             return False
+        alone = plain and len(elsewhere) == len(moves.fields) and not self._kept
+        if alone and moves.kinds < MOST_KINDS:
+            moves.kinds += 1
+            moves.alike = mover_of(values, moves, ring, self._slab, self._table)
         for move in moves.fields:
             if move.number not in elsewhere:
                 self._pad(move, base)

@@ -44,7 +44,9 @@ class MoveTable:
         self.count = len(words) // RingFormat.MOVE_WORDS
         self._words = memoryview(words)
 
-    def write(self, words: memoryview, word: int, addresses: Mapping[int, int]) -> None:
+    def write(
+        self, words: memoryview, word: int, addresses: Mapping[int, int] | Sequence[int]
+    ) -> None:
         """Write the moves to `words` from place `word` on; `addresses` are those of the fields that
         are somewhere on the device, by number."""
         own = self._words
