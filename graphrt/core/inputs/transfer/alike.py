@@ -128,9 +128,10 @@ def mover_of(
     homes = [slab.low + move.offset for move in fields]
     apart = table_of(moves, dict.fromkeys(numbers, 1))
     home = table_of(moves, dict.fromkeys(numbers, 0))
-    laid_out_alike = all(move.lies_in(right[move.name]) for move in fields)
-    if apart is None or home is None or not laid_out_alike:
+    if apart is None:
         return None
+    if not all(move.lies_in(right[move.name]) for move in fields):
+        home = None
     check = tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     pick = itemgetter(*(move.name for move in fields))
     alone = len(fields) == 1
@@ -145,7 +146,7 @@ def mover_of(
             starts = [*map(_address_of, given)]
         except _UNLIKE:
             return False
-        if starts == homes:
+        if home is not None and starts == homes:
             table = home
         elif [start for start in starts if low <= start < high or not start]:
             return False
