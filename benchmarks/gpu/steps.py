@@ -52,10 +52,10 @@ def graph_of(runner: GraphRunner, size: int) -> Any:
 
 def memmoves(given: dict[str, torch.Tensor]) -> Callable[[], None]:
     """The bytes of a step's inputs, moved one after the other into pinned memory: into another
-    place at each of eight steps, as whoever does not wait for the device must."""
-    into = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    place at each of 64 steps, as whoever does not wait for the device must."""
+    into = torch.empty(4 << 20, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     steps, at = [], into.data_ptr()
-    for _ in range(8):
+    for _ in range(64):
         moves = []
         for value in given.values():
             moves.append((at, value.data_ptr(), value.nbytes))

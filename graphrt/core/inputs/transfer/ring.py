@@ -24,8 +24,6 @@ _WORD_BYTES = RingFormat.WORD_BYTES
 _PATIENCE_S, _NAP_S = 5.0, 20e-6
 _MOVES_OF_A_FIELD = 3
 _LEAST_BYTES = 4 << 10
-_LEAST_SLOTS, _CACHED_BYTES = 8, 512 << 10
-"""Slots that stay in a core's cache are written twice as fast as those that do not."""
 _TRIES = 7
 
 # Memory of rings that are gone, which the device may still be reading: it does not know of owners.
@@ -216,8 +214,7 @@ def ring_for(platform: Platform, slab: torch.Tensor, nbytes: int, fields: int) -
     largest = min(nbytes, platform.fetched_bytes)
     moves = min(RingFormat.MAX_MOVES, _MOVES_OF_A_FIELD * fields + 1)
     stride = slot_bytes(largest, moves)[1]
-    fitting = max(_LEAST_SLOTS, _CACHED_BYTES // stride)
-    slots = max(2, min(MAX_SLOTS, fitting, MAX_BYTES // stride))
+    slots = max(2, min(MAX_SLOTS, MAX_BYTES // stride))
     try:
         ring = platform.new_input_ring(slab, slots, largest, moves)
         if ring is None:
