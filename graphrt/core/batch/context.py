@@ -21,8 +21,9 @@ class AllowedCapture(Protocol):
 
     `slot` is where their entries will be found, `fixed` are the addresses of the storages in which
     every step of the graph finds its inputs, `task_names` collects the tasks of the step, and their
-    groups. `metadata_is_declared` says that the context's metadata is right for every step. `work`
-    is the `GraphWork` that a warm-up of the same kind issued, or None.
+    groups. `metadata_is_declared` says that the context's metadata is right for every step.
+    `tells_pool` says that a wrapper tells its pool what it captured, else who allowed it does.
+    `work` is the `GraphWork` that a warm-up of the same kind issued, or None.
     """
 
     work: Any
@@ -38,6 +39,9 @@ class AllowedCapture(Protocol):
 
     @property
     def metadata_is_declared(self) -> bool: ...
+
+    @property
+    def tells_pool(self) -> bool: ...
 
     def add(self, owner: Any, undo: Callable[[], None]) -> None:
         """Note that `owner` captured something, which `undo` takes back."""

@@ -332,9 +332,9 @@ class GraphWrapper(Uncopied):
             self._kept.clear_buffers()
             raise
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
-        if transaction is not None:
-            self._kept.find_at(transaction.slot, entry)
-        self.pool.captured(self, descriptor)
+        self._kept.find_at(-1 if transaction is None else transaction.slot, entry)
+        if transaction is None or transaction.tells_pool:
+            self.pool.captured(self, descriptor)
         return tree.map_tensors(torch.Tensor.clone, result) if self._hot.clones else result
 
     def _repeat_eagerly(
