@@ -15,6 +15,8 @@ from graphrt.core.batch.modes import GraphMode
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_NONE, _PIECEWISE, _FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
+
 
 class AllowedCapture(Protocol):
     """The capture that a context allows: all wrappers of its step capture, or none has.
@@ -94,7 +96,7 @@ class ForwardContext:
 
     def __init__(
         self,
-        mode: GraphMode,
+        mode: GraphMode | str,
         descriptor: BatchDescriptor | None = None,
         slot: int = -1,
         updates: Any = None,
@@ -106,12 +108,16 @@ class ForwardContext:
         compared: bool = False,
         live: Batch | None = None,
     ) -> None:
+        """`mode` is NONE, PIECEWISE or FULL, or its name; others raise `InvalidModeError`."""
+        # One is made for every step: these are all that a right mode costs.
+        if mode is not _FULL and mode is not _PIECEWISE and mode is not _NONE:
+            mode = GraphMode.parse_runtime(mode, "a step runs in one runtime mode")
         self.compared = compared
         self.live = live
         self.dispatcher = dispatcher
         self.num_reqs = num_reqs
         self.query_len = query_len
-        self.mode = mode
+        self.mode: GraphMode = mode
         self.descriptor = descriptor
         self.slot = slot
         self.numbered = False
@@ -207,7 +213,6 @@ def forward_context(
     is served: updates of tasks that leave out some of its requests are refused then.
     Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL.
     """
-    mode = GraphMode.parse_runtime(mode, "a step runs in one runtime mode")
     return ForwardContext(
         mode,
         descriptor,
