@@ -30,7 +30,7 @@ from graphrt.core.device import (
     device_of,
     resolve_platform,
 )
-from graphrt.core.replay._session import CaptureSession, open_session
+from graphrt.core.replay._session import CaptureSession, OpenSession, tell
 from graphrt.core.replay.handout import HandedOut, expire
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
@@ -155,7 +155,7 @@ class GraphPool(Uncopied):
             with self.on_device():
                 self.stream = self.platform.adopt_stream(stream)
         session = CaptureSession(lambda: self.captures, self.bytes)
-        return open_session(session, self._begin_session, self._end_session, freeze=freeze)
+        return OpenSession(session, self._begin_session, self._end_session, freeze=freeze)
 
     def _begin_session(self, session: CaptureSession) -> None:
         self._sessions.append(session)
@@ -169,8 +169,7 @@ class GraphPool(Uncopied):
     def captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
         """Count a capture, and tell who wants to know."""
         self.captures += 1
-        if self.on_capture is not None:
-            self.on_capture(wrapper, descriptor)
+        tell(self.on_capture, wrapper, descriptor)
 
     def clear_graphs(self) -> None:
         """Destroy the graphs of every wrapper in the pool, which can capture again.
@@ -236,8 +235,10 @@ class GraphPool(Uncopied):
             holder.in_session(True)
 
     def remove_holder(self, holder: HoldsGraphs) -> None:
-        """Forget what has no graphs here any more."""
+        """Forget what has no graphs here any more, and that a session here has not ended for."""
         self._holders.discard(holder)
+        if self._sessions:
+            holder.in_session(False)
 
     def _tell_holders(self) -> None:
         for holder in list(self._holders):
@@ -296,9 +297,7 @@ class GraphPool(Uncopied):
         Raises `PoolBusyError` while a step is under way.
         """
         if not self.closed:
-            self.check_idle()
-            for holder in list(self._holders):
-                holder.clear_graphs()
+            self.clear_graphs()
             self.closed = True
             self.step = self.step_context = None
             with self.capture_lock, self.on_device():
