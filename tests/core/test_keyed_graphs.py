@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -17,16 +18,22 @@ from graphrt import (
     GraphMode,
     GraphOptions,
     GraphPool,
+    GraphRunner,
     GraphWrapper,
     HostArg,
+    InputSpec,
     KeyedGraphs,
+    Reason,
     UpdatableTask,
 )
+from graphrt.core.batch import current_context
+from graphrt.core.replay import under_way
 from graphrt.errors import (
     CaptureError,
     InvalidBatchError,
     MissingGraphError,
     NestedCaptureError,
+    PoolBusyError,
     PoolClosedError,
 )
 from tests.core.interrupts import Places
@@ -199,10 +206,9 @@ def test_an_interrupt_anywhere_in_a_capture_leaves_a_key_that_can_be_captured():
     at = 0
     while True:
         graphs, interrupt = KeyedGraphs(GraphPool("cpu")), Places(at, lines=True)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             interrupt(lambda graphs=graphs: graphs.capture("key", made(1)))
-        except KeyboardInterrupt:
-            pass
+        assert current_context() is None and not under_way, interrupt.where
         if interrupt.seen <= at:
             break
         if "key" not in graphs:
@@ -284,6 +290,39 @@ def test_a_hook_may_wait_for_a_thread_that_captures_a_key():
     graphs.pool.on_capture = hook
     graphs.capture("first", made(1))
     assert list(graphs) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [("raise", ZeroDivisionError), ("replay", PoolBusyError), ("clear", PoolBusyError)],
+)
+def test_a_hook_in_a_runners_capture_has_no_pool_to_use_and_takes_the_size_back(what, error):
+    pool = GraphPool("cpu")
+    graphs = KeyedGraphs(pool)
+    graphs.capture("key", made(3))
+    runner = GraphRunner(
+        lambda x: x * 2,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        mode="FULL",
+        sizes=[2],
+        pool=pool,
+    )
+
+    def hook(wrapper: Any, descriptor: Any) -> None:
+        if what == "raise":
+            raise ZeroDivisionError
+        (pool.clear_graphs if what == "clear" else graphs["key"].replay)()
+
+    pool.on_capture = hook
+    with pytest.raises(error):
+        runner.capture()
+    pool.on_capture = None
+    assert pool.owner is None and graphs.replay("key").tolist() == [3] * 4
+    assert runner(x=torch.ones(2, 4)).sum() == 16
+    runner.capture()
+    assert runner(x=torch.ones(2, 4)).sum() == 16
+    assert runner.report().reasons[Reason.HIT] == 1
 
 
 # Graphs off -------------------------------------------------------------------------------------

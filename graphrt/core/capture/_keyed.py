@@ -104,6 +104,7 @@ class KeyedGraphs(Uncopied):
             graph = self._graphs[key] = KeyedGraph(key, self._wrapper, descriptor, slot, kept)
             transaction.commit()
         except BaseException:
+            context.leave()
             transaction.rollback()
             raise
         return graph, captured
