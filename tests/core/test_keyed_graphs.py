@@ -220,6 +220,15 @@ def test_an_interrupt_anywhere_in_a_capture_leaves_a_key_that_can_be_captured():
     assert at > 100
 
 
+def test_a_graph_keeps_no_forward_alive():
+    graphs, forward = KeyedGraphs(GraphPool("cpu")), SlowForward()
+    forward.go_on.set()
+    graphs.capture("key", forward)
+    held = weakref.ref(forward)
+    del forward
+    assert held() is None and graphs.replay("key").tolist() == [1] * 4
+
+
 # Hooks ------------------------------------------------------------------------------------------
 
 

@@ -162,7 +162,7 @@ class KeyedGraphs(Uncopied):
         context = current_context()
         assert context is not None
         if isinstance(context.capture, _KeyedCapture):
-            return context.capture.forward()
+            return context.capture.take_forward()()
         eager = None if context.descriptor is None else self._eager.graphs.get(context.descriptor)
         if eager is not None:
             return eager.call(context)
@@ -181,7 +181,11 @@ class _KeyedCapture(CaptureTransaction):
 
     def __init__(self, slot: int, forward: Callable[[], Any]) -> None:
         super().__init__(slot, metadata_is_declared=True)
-        self.forward = forward
+        self._forward = [forward]
+
+    def take_forward(self) -> Callable[[], Any]:
+        """The forward, once: the graph's entry knows the transaction, and shall not keep it."""
+        return self._forward.pop()
 
 
 class _EagerGraph:
