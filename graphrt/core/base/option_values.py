@@ -111,9 +111,9 @@ def wrong_type(key: str, value: object, expected: str, example: str) -> InvalidO
     )
 
 
-def check_kind(name: str, value: object, kind: type) -> None:
-    """Raise `InvalidOptionError` for an argument of another type than `kind` or None."""
-    if value is not None and not isinstance(value, kind):
+def check_kind(name: str, value: object, kind: type, *, optional: bool = True) -> None:
+    """Raise `InvalidOptionError` for an argument of another type than `kind`; None may be one."""
+    if not isinstance(value, kind) and not (optional and value is None):
         raise InvalidOptionError(
             f"the argument {name!r} has a wrong type",
             got=shown(value),

@@ -15,14 +15,17 @@ from graphrt.core.batch.modes import GraphMode
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_NONE, _PIECEWISE, _FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
+
 
 class AllowedCapture(Protocol):
     """The capture that a context allows: all wrappers of its step capture, or none has.
 
     `slot` is where their entries will be found, `fixed` are the addresses of the storages in which
     every step of the graph finds its inputs, `task_names` collects the tasks of the step, and their
-    groups. `metadata_is_declared` says that the context's metadata is right for every step. `work`
-    is the `GraphWork` that a warm-up of the same kind issued, or None.
+    groups. `metadata_is_declared` says that the context's metadata is right for every step.
+    `tells_pool` says that a wrapper tells its pool what it captured, else who allowed it does.
+    `work` is the `GraphWork` that a warm-up of the same kind issued, or None.
     """
 
     work: Any
@@ -38,6 +41,9 @@ class AllowedCapture(Protocol):
 
     @property
     def metadata_is_declared(self) -> bool: ...
+
+    @property
+    def tells_pool(self) -> bool: ...
 
     def add(self, owner: Any, undo: Callable[[], None]) -> None:
         """Note that `owner` captured something, which `undo` takes back."""
@@ -90,7 +96,7 @@ class ForwardContext:
 
     def __init__(
         self,
-        mode: GraphMode,
+        mode: GraphMode | str,
         descriptor: BatchDescriptor | None = None,
         slot: int = -1,
         updates: Any = None,
@@ -102,12 +108,16 @@ class ForwardContext:
         compared: bool = False,
         live: Batch | None = None,
     ) -> None:
+        """`mode` is NONE, PIECEWISE or FULL, or its name; others raise `InvalidModeError`."""
+        # One is made for every step: these are all that a right mode costs.
+        if mode is not _FULL and mode is not _PIECEWISE and mode is not _NONE:
+            mode = GraphMode.parse_runtime(mode, "a step runs in one runtime mode")
         self.compared = compared
         self.live = live
         self.dispatcher = dispatcher
         self.num_reqs = num_reqs
         self.query_len = query_len
-        self.mode = mode
+        self.mode: GraphMode = mode
         self.descriptor = descriptor
         self.slot = slot
         self.numbered = False
@@ -203,7 +213,6 @@ def forward_context(
     is served: updates of tasks that leave out some of its requests are refused then.
     Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL.
     """
-    mode = GraphMode.parse_runtime(mode, "a step runs in one runtime mode")
     return ForwardContext(
         mode,
         descriptor,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphrt.core.base import GraphsCapturedError
+from graphrt.core.base import GraphsCapturedError, check_kind
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture._hot import Hot
 from graphrt.core.capture.bridges import Bridges
 from graphrt.core.device import DeviceGraph
-from graphrt.core.replay import Entry, graphs_of
+from graphrt.core.replay import Entry, GraphPool, graphs_of
 
 
 class Kept:
@@ -30,8 +30,12 @@ class Kept:
             by_slot.extend([None] * (slot + 2 - len(by_slot)))
             by_slot[slot] = entry
 
-    def check_none(self) -> None:
-        """Raise `GraphsCapturedError` if there are graphs, which lie in the pool they have."""
+    def check_move(self, old: GraphPool, new: GraphPool) -> None:
+        """Raise what `GraphWrapper.move_to` does where it cannot be moved."""
+        check_kind("pool", new, GraphPool, optional=False)
+        new.check_open()
+        new.check_like(old)
+        old.check_idle()
         if self.entries:
             raise GraphsCapturedError(
                 "a wrapper cannot be moved to another pool: its graphs lie in this one",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from graphrt.core.base import (
@@ -13,7 +14,7 @@ from graphrt.core.base import (
     check_callable,
     check_kind,
 )
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode, current_context
 from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import inside_capture
@@ -45,7 +46,7 @@ class KeyedGraphs(Uncopied):
         """In `pool`, by default one of its own; `options` and `hooks` are `GraphWrapper`'s."""
         check_kind("pool", pool, GraphPool)
         self.pool = GraphPool() if pool is None else pool
-        self._forward: Callable[[], Any] | None = None
+        self._eager = _EagerGraphs(self.pool)
         self._wrapper = wrapper_class(self.pool.platform)(
             self._run, GraphMode.FULL, pool=self.pool, options=options, hooks=hooks
         )
@@ -55,13 +56,29 @@ class KeyedGraphs(Uncopied):
         """Capture `forward`, which takes no arguments: it reads and writes memory that stays.
 
         The call has the effect of one eager call of it; one before, as a warm-up, is the host's
-        matter. Raises `CaptureError` for a key that has a graph, and what captures raise;
-        `NestedCaptureError` inside of another capture.
+        matter. From several threads, captures wait for one another. If `pool.on_capture` raises,
+        the graph is there all the same. Raises `CaptureError` for a key that has a graph,
+        `InvalidBatchError` for one that cannot be hashed, `PoolClosedError`, and what captures
+        raise; `NestedCaptureError` inside of another capture.
         """
         check_callable("forward", forward)
+        descriptor = BatchDescriptor(1, variant=key)
         if is_inside_capture():
             raise inside_capture()
-        self._forget_cleared()
+        # The device's, and no lock besides it: who holds that one may come to drop a graph.
+        with self.pool.capture_lock:
+            graph, captured = self._capture(key, descriptor, forward)
+        # Outside of it: what is told may wait for another thread that captures.
+        if captured:
+            self.pool.captured(self._wrapper, descriptor)
+        return graph
+
+    def _capture(
+        self, key: Hashable, descriptor: BatchDescriptor, forward: Callable[[], Any]
+    ) -> tuple[KeyedGraph, bool]:
+        """The new graph, and whether it is one: with graphs off its replays are calls."""
+        self.pool.check_open()
+        self._forget_destroyed()
         if key in self._graphs:
             raise CaptureError(
                 "a key was captured a second time",
@@ -69,67 +86,86 @@ class KeyedGraphs(Uncopied):
                 expected="one graph for each key",
                 advice="drop(key) before",
             )
-        taken = {graph.slot for graph in self._graphs.values()}
+        taken = {graph.slot for graph in list(self._graphs.values())}
         slot = next(free for free in range(len(taken) + 1) if free not in taken)
-        descriptor = BatchDescriptor(1, variant=key)
-        transaction = CaptureTransaction(slot, metadata_is_declared=True)
+        transaction = _KeyedCapture(slot, forward)
         context = ForwardContext(
             GraphMode.FULL, descriptor, updates=WORST_CASE, capture=transaction
         )
-        self._forward = forward
+        kept: Mapping[BatchDescriptor, Any] = self._wrapper.entries
         try:
             with context:
-                self._wrapper()
+                outputs = self._wrapper()
+            captured = bool(transaction.captured)
+            if not captured:
+                kept = self._eager.graphs
+                transaction.add(self._wrapper, partial(self._eager.remove, descriptor))
+                self._eager.graphs[descriptor] = _EagerGraph(forward, outputs)
+            graph = self._graphs[key] = KeyedGraph(key, self._wrapper, descriptor, slot, kept)
+            transaction.commit()
         except BaseException:
+            context.leave()
             transaction.rollback()
             raise
-        finally:
-            self._forward = None
-        # Without a capture (GRAPHRT_MODE=NONE) its replays are calls.
-        eagerly = None if transaction.commit() else forward
-        graph = self._graphs[key] = KeyedGraph(key, self._wrapper, descriptor, slot, eagerly)
-        return graph
+        return graph, captured
 
     def replay(self, key: Hashable, updates: Updates | None = None) -> Any:
         """`self[key].replay(updates)`; raises `KeyError` for a key without a graph."""
         return self[key].replay(updates)
 
     def drop(self, key: Hashable) -> None:
-        """Destroy the graph of a key, if there is one."""
-        graph = self._graphs.get(key)
-        if graph is not None:
-            self._wrapper.drop(graph.descriptor)
-            self._graphs.pop(key, None)
+        """Destroy the graph of a key, if there is one; waits for captures of other threads."""
+        with self.pool.capture_lock:
+            graph = self._graphs.get(key)
+            if graph is not None:
+                self._destroy(graph)
 
     def clear_graphs(self) -> None:
         """Destroy every graph; raises `PoolBusyError` while a step is under way in the pool."""
-        self._wrapper.clear_graphs()
-        self._graphs.clear()
+        self.pool.check_idle()
+        with self.pool.capture_lock:
+            self._wrapper.clear_graphs()
+            self._eager.clear_graphs()
+            self._forget_destroyed()
 
     def __getitem__(self, key: Hashable) -> KeyedGraph:
-        self._forget_cleared()
-        return self._graphs[key]
+        graph = self._graphs[key]
+        if not graph.alive:
+            raise KeyError(key)
+        return graph
 
     def __contains__(self, key: object) -> bool:
-        self._forget_cleared()
-        return key in self._graphs
+        graph = self._graphs.get(key)
+        return graph is not None and graph.alive
 
     def __iter__(self) -> Iterator[Hashable]:
-        self._forget_cleared()
-        return iter(list(self._graphs))
+        return iter([key for key, graph in list(self._graphs.items()) if graph.alive])
 
     def __len__(self) -> int:
-        self._forget_cleared()
-        return len(self._graphs)
+        return sum(graph.alive for graph in list(self._graphs.values()))
 
-    def _forget_cleared(self) -> None:
+    def _forget_destroyed(self) -> None:
         """Graphs that the pool has destroyed."""
-        for graph in [graph for graph in self._graphs.values() if not graph.alive]:
-            self._graphs.pop(graph.key, None)
+        for graph in list(self._graphs.values()):
+            if not graph.alive:
+                self._destroy(graph)
+
+    def _destroy(self, graph: KeyedGraph) -> None:
+        """Destroy a graph, or what is left of it; its key is free afterwards."""
+        self._wrapper.drop(graph.descriptor)
+        self._eager.drop(graph.descriptor)
+        # Another graph may come to have its key, its descriptor and its slot.
+        graph._context.descriptor = None
+        self._graphs.pop(graph.key, None)
 
     def _run(self) -> Any:
-        if self._forward is not None:
-            return self._forward()
+        context = current_context()
+        assert context is not None
+        if isinstance(context.capture, _KeyedCapture):
+            return context.capture.take_forward()()
+        eager = None if context.descriptor is None else self._eager.graphs.get(context.descriptor)
+        if eager is not None:
+            return eager.call(context)
         raise MissingGraphError(
             "a graph was replayed that has been destroyed",
             expected=", ".join(map(repr, self)) or "a key: there are no graphs at all",
@@ -137,10 +173,64 @@ class KeyedGraphs(Uncopied):
         )
 
 
+class _KeyedCapture(CaptureTransaction):
+    """The capture of one key, with the forward that its thread captures."""
+
+    # Told once the graph is there under its key.
+    tells_pool = False
+
+    def __init__(self, slot: int, forward: Callable[[], Any]) -> None:
+        super().__init__(slot, metadata_is_declared=True)
+        self._forward = [forward]
+
+    def take_forward(self) -> Callable[[], Any]:
+        """The forward, once: the graph's entry knows the transaction, and shall not keep it."""
+        return self._forward.pop()
+
+
+class _EagerGraph:
+    """What a graph is that must not be captured: its forward, and what that returned last."""
+
+    __slots__ = ("forward", "outputs", "updates")
+
+    def __init__(self, forward: Callable[[], Any], outputs: Any) -> None:
+        self.forward = forward
+        self.outputs = outputs
+        self.updates: Any = WORST_CASE
+
+    def call(self, context: ForwardContext) -> Any:
+        """One step of it; without updates the host arguments are those of the step before."""
+        if context.updates is None:
+            context.updates = self.updates
+        self.outputs = outputs = self.forward()
+        self.updates = context.updates
+        return outputs
+
+
+class _EagerGraphs:
+    """Of `KeyedGraphs`, where graphs are off: cleared with the pool, like graphs in it."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self.graphs: dict[BatchDescriptor, _EagerGraph] = {}
+        pool.add_holder(self)
+
+    def drop(self, descriptor: BatchDescriptor) -> None:
+        self.graphs.pop(descriptor, None)
+
+    def look_again(self, descriptor: BatchDescriptor) -> None:
+        pass
+
+    def clear_graphs(self) -> None:
+        self.graphs.clear()
+
+    def in_session(self, begun: bool) -> None:
+        pass
+
+
 class KeyedGraph:
     """A graph of `KeyedGraphs`, under its `key`."""
 
-    __slots__ = ("_context", "_eagerly", "_wrapper", "descriptor", "key", "slot")
+    __slots__ = ("_context", "_kept", "_wrapper", "descriptor", "key", "slot")
 
     def __init__(
         self,
@@ -148,14 +238,14 @@ class KeyedGraph:
         wrapper: Any,
         descriptor: BatchDescriptor,
         slot: int,
-        eagerly: Callable[[], Any] | None,
+        kept: Mapping[BatchDescriptor, Any],
     ) -> None:
         self.key = key
         self.descriptor = descriptor
         self.slot = slot
         self._wrapper = wrapper
         self._context = ForwardContext(GraphMode.FULL, descriptor, slot)
-        self._eagerly = eagerly
+        self._kept = kept
 
     def __repr__(self) -> str:
         return f"KeyedGraph({self.key!r})"
@@ -163,14 +253,18 @@ class KeyedGraph:
     @property
     def alive(self) -> bool:
         """Whether it may be replayed still."""
-        return self._eagerly is not None or self.descriptor in self._wrapper.entries
+        descriptor = self._context.descriptor
+        return descriptor is not None and descriptor in self._kept
 
     @property
     def outputs(self) -> Any:
         """What its forward returned when it was captured, in memory of the pool: what the last
-        replay left there, until the next step of the pool. Raises `KeyError` once it is destroyed.
+        replay left there, until the next step of the pool; with graphs off what it returned last.
+        Raises `KeyError` once it is destroyed.
         """
-        return None if self._eagerly is not None else self._wrapper.entries[self.descriptor].outputs
+        if not self.alive:
+            raise KeyError(self.key)
+        return self._kept[self.descriptor].outputs
 
     def replay(self, updates: Updates | None = None) -> Any:
         """Replay it, as one step of the pool; returns what its forward returned.
@@ -178,8 +272,6 @@ class KeyedGraph:
         `updates` are the host arguments of its tasks. Raises `PoolBusyError`, `MissingGraphError`
         once it is destroyed, `NestedCaptureError` inside of a capture, and what updates raise.
         """
-        if self._eagerly is not None:
-            return self._eagerly()
         if under_way and is_inside_capture():
             raise NestedCaptureError(
                 "a graph was replayed inside of a capture: it would leave no trace there",

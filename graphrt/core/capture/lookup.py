@@ -6,14 +6,16 @@ import importlib
 
 from graphrt.core.base import PlatformError
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device import Platform
+from graphrt.core.device import Platform, check_platform
 
 
 def wrapper_class(platform: Platform) -> type[GraphWrapper]:
     """The class behind `get_static_graph_wrapper_cls()`.
 
-    Raises `PlatformError` where that path cannot be imported.
+    Raises `PlatformError` where that path cannot be imported, `ContractVersionError` for a platform
+    of another version of the device contract.
     """
+    check_platform(platform)
     path = platform.get_static_graph_wrapper_cls()
     module, _, name = path.rpartition(".")
     try:

@@ -34,6 +34,9 @@ class CaptureTransaction:
     See `AllowedCapture` for the attributes.
     """
 
+    tells_pool = True
+    """Whether a wrapper tells its pool of what it captured for it, or who allowed it does."""
+
     def __init__(
         self, slot: int = -1, fixed: Collection[int] = (), *, metadata_is_declared: bool = False
     ) -> None:

@@ -77,6 +77,7 @@ class GraphWrapper(Uncopied):
         and `InvalidOptionError`.
         """
         check_callable("runnable", runnable)
+        check_callable("read_context", read_context)
         check_kind("pool", pool, GraphPool)
         check_kind("options", options, GraphOptions)
         self.runnable = runnable
@@ -224,20 +225,18 @@ class GraphWrapper(Uncopied):
         self._sealing.in_session(begun)
 
     def move_to(self, pool: GraphPool) -> None:
-        """Capture in another pool of the same device from now on; the old one forgets the wrapper.
+        """Capture in another pool of the same device from now on; the old one forgets the wrapper,
+        and a session in it has ended for it.
 
         Raises `GraphsCapturedError` while it has graphs, `PoolBusyError` while a step is under way
         in its pool, and `InvalidOptionError` for a pool of another platform or device.
         """
-        check_kind("pool", pool, GraphPool)
-        pool.check_open()
-        pool.check_like(self.pool)
-        self.pool.check_idle()
-        self._kept.check_none()
-        self.pool.remove_holder(self)
-        self.pool = pool
-        self._hot.use(pool)
-        pool.add_holder(self)
+        if pool is not self.pool:
+            self._kept.check_move(self.pool, pool)
+            self.pool.remove_holder(self)
+            self._hot.use(pool)
+            self.pool = pool
+            pool.add_holder(self)
 
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again.
@@ -310,6 +309,7 @@ class GraphWrapper(Uncopied):
     def _capture(
         self, context: ForwardContext, descriptor: BatchDescriptor, args: Any, kwargs: Any
     ) -> Any:
+        check_kind("descriptor", descriptor, BatchDescriptor)
         capture = Capture(
             self.pool,
             self._kept.bridges,
@@ -332,9 +332,9 @@ class GraphWrapper(Uncopied):
         entry.unchecked = self._hot.checks
         transaction = context.capture
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
-        if transaction is not None:
-            self._kept.find_at(transaction.slot, entry)
-        self.pool.captured(self, descriptor)
+        self._kept.find_at(-1 if transaction is None else transaction.slot, entry)
+        if transaction is None or transaction.tells_pool:
+            self.pool.captured(self, descriptor)
         return tree.map_tensors(torch.Tensor.clone, result) if self._hot.clones else result
 
     def _repeat_eagerly(

@@ -24,7 +24,7 @@ from graphrt.core.device.graph import (
     MemoryBlock,
     TaskUpdate,
 )
-from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.lookup import check_platform, given_platform, resolve_platform
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import (
     Allocator,
@@ -82,10 +82,12 @@ __all__ = [
     "UpdateFigures",
     "capture_lock",
     "captured_pool",
+    "check_platform",
     "current_platform",
     "device_of",
     "error_chain",
     "get_platform",
+    "given_platform",
     "hookimpl",
     "installed_platforms",
     "nested_capture",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from graphrt.core.base import ContractVersionError
 
@@ -28,15 +29,27 @@ class Capability(enum.Enum):
     HOST_POOL = "host_pool"
 
 
-def check_contract(name: object, version: object) -> None:
-    """Raise `ContractVersionError` for a platform of that name that was written for another version
-    of the contract."""
-    if not isinstance(version, int) or not OLDEST_CONTRACT <= version <= CONTRACT_VERSION:
-        newer = isinstance(version, int) and version > CONTRACT_VERSION
-        others = "" if OLDEST_CONTRACT == CONTRACT_VERSION else f"{OLDEST_CONTRACT} to "
-        raise ContractVersionError(
-            f"platform {name!r} was written for another version of the device contract",
-            got=f"contract_version = {version!r}",
-            expected=f"{others}{CONTRACT_VERSION}, which this graphrt has",
-            advice="install a newer graphrt" if newer else "install a newer version of the plugin",
-        )
+def check_contract(platform: Any) -> None:
+    """Raise `ContractVersionError` for a platform that was written for another version of the
+    contract, or does not say for which."""
+    name: object = type(platform).__name__
+    try:
+        name = platform.name
+        version = platform.contract_version
+    except Exception as error:
+        raise _other_version(
+            name, f"a name or contract_version that raised {type(error).__name__}: {error}"
+        ) from error
+    if type(version) is not int or not OLDEST_CONTRACT <= version <= CONTRACT_VERSION:
+        newer = type(version) is int and version > CONTRACT_VERSION
+        raise _other_version(name, f"contract_version = {version!r}", newer=newer)
+
+
+def _other_version(name: object, got: str, *, newer: bool = False) -> ContractVersionError:
+    others = "" if OLDEST_CONTRACT == CONTRACT_VERSION else f"{OLDEST_CONTRACT} to "
+    return ContractVersionError(
+        f"platform {name!r} was written for another version of the device contract",
+        got=got,
+        expected=f"{others}{CONTRACT_VERSION}, which this graphrt has",
+        advice="install a newer graphrt" if newer else "install a newer version of the plugin",
+    )

@@ -50,7 +50,7 @@ def device_of(platform: Platform, device: torch.device | str | int | None) -> to
     Raises `InvalidOptionError` for one of another kind, and for an index that there is not.
     """
     kind = platform.device_type
-    asked = torch.device(kind, device) if isinstance(device, int) else torch.device(device or kind)
+    asked = _asked(kind, device)
     if asked.type != kind:
         raise InvalidOptionError(
             "the device is of another kind than the platform's",
@@ -59,14 +59,35 @@ def device_of(platform: Platform, device: torch.device | str | int | None) -> to
             advice="leave device= out, or name the platform of that device",
         )
     current = platform.current_device()
-    if current is None:
-        return torch.device(kind)
     count = platform.device_count()
-    index = current if asked.index is None else asked.index
+    index = current or 0 if asked.index is None else asked.index
     if not 0 <= index < count:
         raise InvalidOptionError(
             "there is no device of that index",
             got=str(asked),
             expected=f"an index below {count}",
         )
-    return torch.device(kind, index)
+    return torch.device(kind) if current is None else torch.device(kind, index)
+
+
+def _asked(kind: str, device: object) -> torch.device:
+    if device is None:
+        return torch.device(kind)
+    try:
+        if isinstance(device, int) and not isinstance(device, bool):
+            return torch.device(kind, device)
+        if isinstance(device, torch.device | str):
+            return torch.device(device)
+    # An index that is none, a name that is none.
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise _no_device(kind, device) from error
+    raise _no_device(kind, device)
+
+
+def _no_device(kind: str, device: object) -> InvalidOptionError:
+    return InvalidOptionError(
+        "the argument 'device' names no device",
+        got=repr(device)[:200],
+        expected=f"a torch.device, its name or an index of a device of type {kind!r}",
+        advice="leave device= out for the current one",
+    )

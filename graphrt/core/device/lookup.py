@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import PlatformUnavailableError
+from graphrt.core.base import PlatformUnavailableError, check_kind
 from graphrt.core.device._contract import check_contract
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import current_platform, get_platform
@@ -14,7 +14,7 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
         return current_platform()
     if isinstance(platform, str):
         return get_platform(platform)
-    check_contract(platform.name, platform.contract_version)
+    check_platform(platform)
     found = platform.availability()
     if not found.available:
         raise PlatformUnavailableError(
@@ -24,3 +24,18 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
         )
     platform.start()
     return platform
+
+
+def given_platform(platform: Platform | str | None) -> Platform:
+    """`resolve_platform`, but one that is given itself need not be available: to plan for it."""
+    if not isinstance(platform, Platform):
+        return resolve_platform(platform)
+    check_contract(platform)
+    return platform
+
+
+def check_platform(platform: object) -> None:
+    """Raise for what is given as a platform and is none, `InvalidOptionError`, or one of another
+    version of the contract, `ContractVersionError`; whether it is available is not asked."""
+    check_kind("platform", platform, Platform, optional=False)
+    check_contract(platform)

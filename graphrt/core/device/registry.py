@@ -312,7 +312,7 @@ def _as_platforms(result: object) -> list[Platform]:
                 expected="an instance of a Platform subclass, or several",
                 advice="return MyPlatform(), not MyPlatform",
             )
-        check_contract(each.name, each.contract_version)
+        check_contract(each)
     return platforms
 
 

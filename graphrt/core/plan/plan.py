@@ -14,7 +14,7 @@ from graphrt.core.batch import (
     PieceProvider,
     graphs_off,
 )
-from graphrt.core.device import Platform, resolve_platform
+from graphrt.core.device import Platform, given_platform
 from graphrt.core.plan import saved, text
 from graphrt.core.plan.arguments import (
     PlanArguments,
@@ -111,8 +111,7 @@ class Plan:
             }
         )
         own = self.arguments
-        # A platform that is not available here can be planned for if it is given itself.
-        self.platform = platform if isinstance(platform, Platform) else resolve_platform(platform)
+        self.platform = given_platform(platform)
         self.compiled = own["compiled"]
         provider, whole_graph = provider_of(self.compiled, pieces)
         resolution = resolve_mode(
@@ -285,7 +284,7 @@ class Plan:
         `PlanFileError` for a file that is damaged or no plan.
         """
         found = saved.read(path)
-        where = platform if isinstance(platform, Platform) else resolve_platform(platform)
+        where = given_platform(platform)
         with saved.of_a_plan(path):
             plan = cls(**saved.given_arguments(found["arguments"]), platform=where)
             changed, before = saved.differences(found, plan._results()), found["platform"]

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
-from graphrt.core.base import Undo, freeze_garbage, thaw_garbage
+from graphrt.core.base import (
+    InvalidOptionError,
+    Undo,
+    check_callable,
+    freeze_garbage,
+    thaw_garbage,
+)
 
 
 class CaptureSession:
@@ -34,15 +41,44 @@ class CaptureSession:
         return None if now is None or self._bytes is None else now - self._bytes
 
 
+class OpenSession(AbstractContextManager[CaptureSession]):
+    """A session from `begin` to `end`, with garbage kept, or frozen, once for all its captures."""
+
+    def __init__(
+        self,
+        session: CaptureSession,
+        begin: Callable[[CaptureSession], object],
+        end: Callable[[CaptureSession], object],
+        *,
+        freeze: bool,
+    ) -> None:
+        # A generator: where an interrupt has `with` lose its end, it ends as it is collected.
+        self._opened = _opened(session, begin, end, freeze=freeze)
+        self._entered = False
+
+    def __enter__(self) -> CaptureSession:
+        if self._entered:
+            raise InvalidOptionError(
+                "a capture session was entered twice",
+                got="`with` of one that is under way, or over",
+                expected="one `with` for each session",
+                advice="call pool.capture_session() for another one",
+            )
+        self._entered = True
+        return self._opened.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._opened.__exit__(*error)
+
+
 @contextmanager
-def open_session(
+def _opened(
     session: CaptureSession,
     begin: Callable[[CaptureSession], object],
     end: Callable[[CaptureSession], object],
     *,
     freeze: bool,
 ) -> Iterator[CaptureSession]:
-    """A session from `begin` to `end`, with garbage kept, or frozen, once for all its captures."""
     undo = Undo()
     try:
         undo.later(partial(thaw_garbage, session))
@@ -52,3 +88,10 @@ def open_session(
         yield session
     finally:
         undo.now()
+
+
+def tell(on_capture: Any, *captured: object) -> None:
+    """Call the hook of a pool, if there is one; raises `InvalidOptionError` for what is none."""
+    if on_capture is not None:
+        check_callable("on_capture", on_capture)
+        on_capture(*captured)

@@ -21,7 +21,7 @@ from graphrt.core.device import (
     device_of,
     resolve_platform,
 )
-from graphrt.core.replay._session import CaptureSession, open_session
+from graphrt.core.replay._session import CaptureSession, OpenSession, tell
 from graphrt.core.replay._steps import PoolSteps
 from graphrt.core.replay.handout import expire
 
@@ -134,7 +134,7 @@ class GraphPool(PoolSteps, Uncopied):
             with self.on_device():
                 self.stream = self.platform.adopt_stream(stream)
         session = CaptureSession(lambda: self.captures, self.bytes)
-        return open_session(session, self._begin_session, self._end_session, freeze=freeze)
+        return OpenSession(session, self._begin_session, self._end_session, freeze=freeze)
 
     def _begin_session(self, session: CaptureSession) -> None:
         self._sessions.append(session)
@@ -148,8 +148,7 @@ class GraphPool(PoolSteps, Uncopied):
     def captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
         """Count a capture, and tell who wants to know."""
         self.captures += 1
-        if self.on_capture is not None:
-            self.on_capture(wrapper, descriptor)
+        tell(self.on_capture, wrapper, descriptor)
 
     def clear_graphs(self) -> None:
         """Destroy the graphs of every wrapper in the pool, which can capture again.
@@ -191,8 +190,10 @@ class GraphPool(PoolSteps, Uncopied):
             holder.in_session(True)
 
     def remove_holder(self, holder: HoldsGraphs) -> None:
-        """Forget what has no graphs here any more."""
+        """Forget what has no graphs here any more, and that a session here has not ended for."""
         self._holders.discard(holder)
+        if self._sessions:
+            holder.in_session(False)
 
     def _tell_holders(self) -> None:
         for holder in list(self._holders):
@@ -251,9 +252,7 @@ class GraphPool(PoolSteps, Uncopied):
         Raises `PoolBusyError` while a step is under way.
         """
         if not self.closed:
-            self.check_idle()
-            for holder in list(self._holders):
-                holder.clear_graphs()
+            self.clear_graphs()
             self.closed = True
             self.leave_step(None)
             with self.capture_lock, self.on_device():

@@ -1,0 +1,205 @@
+"""What hosts get wrong: modes, descriptors, pools, devices, hooks and contracts that are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import (
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphWrapper,
+    Plan,
+    wrapper_class,
+)
+from graphrt.core.base import ContractVersionError
+from graphrt.cpu import CpuPlatform
+from graphrt.errors import (
+    GraphsCapturedError,
+    InvalidModeError,
+    InvalidOptionError,
+    PoolClosedError,
+)
+
+FULL, D, LAZY = GraphMode.FULL, BatchDescriptor(4), GraphOptions(lazy=True)
+
+
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def wrapper_in(pool: GraphPool, options: GraphOptions = LAZY) -> GraphWrapper:
+    return GraphWrapper(plus_one, FULL, pool=pool, options=options)
+
+
+# Contexts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["FULL", " full "])
+def test_a_mode_of_a_step_may_be_its_name(mode):
+    wrapper, x = wrapper_in(GraphPool("cpu")), torch.zeros(4)
+    context = ForwardContext(mode, D)
+    assert context.mode is FULL and repr(context) == "ForwardContext(FULL, 4 tokens)"
+    with context:
+        wrapper(x)
+    assert list(wrapper.entries) == [D]
+
+
+@pytest.mark.parametrize(
+    "mode", ["FULLY", "FULL_AND_PIECEWISE", GraphMode.FULL_DECODE_ONLY, 3, None]
+)
+def test_a_mode_that_no_step_can_run_in_is_refused(mode):
+    with pytest.raises(InvalidModeError):
+        ForwardContext(mode, D)
+
+
+def test_a_descriptor_that_is_none_is_refused_where_it_is_captured():
+    pool = GraphPool("cpu")
+    wrapper, x = wrapper_in(pool), torch.zeros(4)
+    with ForwardContext(FULL, 4) as context, pytest.raises(InvalidOptionError, match="descriptor"):
+        wrapper(x)
+    assert not wrapper.entries and pool.captures == 0 and pool.owner is None
+    context.descriptor = D
+    with context:
+        assert wrapper(x).tolist() == [1] * 4
+
+
+def test_what_reads_a_context_has_to_be_callable():
+    with pytest.raises(InvalidOptionError, match="read_context"):
+        GraphWrapper(plus_one, FULL, pool=GraphPool("cpu"), read_context=5)
+
+
+# Moving -----------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_that_leaves_a_pool_in_its_session_is_sealed_by_its_end():
+    one, other = GraphPool("cpu"), GraphPool("cpu")
+    wrapper = wrapper_in(one)
+    with one.capture_session():
+        wrapper.move_to(other)
+        assert wrapper.sealed
+    assert wrapper.sealed
+    with other.capture_session(), one.capture_session():
+        wrapper.move_to(one)
+        assert not wrapper.sealed
+        wrapper.move_to(other)
+        assert not wrapper.sealed
+    assert wrapper.sealed
+
+
+def test_moving_without_sessions_seals_nothing():
+    wrapper = wrapper_in(GraphPool("cpu"))
+    wrapper.move_to(GraphPool("cpu"))
+    assert not wrapper.sealed
+
+
+def test_a_wrapper_with_graphs_may_be_moved_to_where_it_is():
+    pool = GraphPool("cpu")
+    wrapper = wrapper_in(pool)
+    with pool.capture_session():
+        with ForwardContext(FULL, D):
+            wrapper(torch.zeros(4))
+        wrapper.move_to(pool)
+        assert not wrapper.sealed
+    assert list(wrapper.entries) == [D] and wrapper.sealed
+    with pytest.raises(GraphsCapturedError):
+        wrapper.move_to(GraphPool("cpu"))
+
+
+@pytest.mark.parametrize("pool", [None, 3, "cpu"])
+def test_a_wrapper_is_moved_to_pools_alone(pool):
+    wrapper = wrapper_in(GraphPool("cpu"))
+    with pytest.raises(InvalidOptionError, match="'pool'"):
+        wrapper.move_to(pool)
+
+
+def test_a_wrapper_is_not_moved_to_a_closed_pool():
+    own, closed = GraphPool("cpu"), GraphPool("cpu")
+    closed.close()
+    wrapper = wrapper_in(own)
+    with own.capture_session():
+        with pytest.raises(PoolClosedError):
+            wrapper.move_to(closed)
+        assert wrapper.pool is own and not wrapper.sealed
+
+
+# Pools ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["nope", "", -1, 1, 3, "cpu:1", True, object(), 1.5, 10**30])
+def test_a_device_that_there_is_not_is_named(device):
+    with pytest.raises(InvalidOptionError, match="device"):
+        GraphPool("cpu", device=device)
+
+
+@pytest.mark.parametrize("device", [None, 0, "cpu", "cpu:0", torch.device("cpu", 0)])
+def test_one_device_may_be_meant_by_its_kind_or_the_first_index(device):
+    assert GraphPool("cpu", device=device).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("platform", [3, True, object(), CpuPlatform])
+def test_a_pool_is_on_a_platform(platform):
+    with pytest.raises(InvalidOptionError, match="'platform'"):
+        GraphPool(platform)
+    with pytest.raises(InvalidOptionError, match="'platform'"):
+        wrapper_class(platform)
+
+
+def test_a_hook_that_is_none_is_named_at_the_first_capture():
+    pool = GraphPool("cpu")
+    pool.on_capture = 3
+    with pytest.raises(InvalidOptionError, match="on_capture"), ForwardContext(FULL, D):
+        wrapper_in(pool)(torch.zeros(4))
+
+
+def test_a_session_is_entered_once():
+    pool = GraphPool("cpu")
+    session = pool.capture_session()
+    with session:
+        with pytest.raises(InvalidOptionError, match="twice"), session:
+            pass
+        wrapper = wrapper_in(pool)
+        assert pool._sessions
+    assert wrapper.sealed and not pool._sessions
+    with pytest.raises(InvalidOptionError, match="twice"), session:
+        pass
+    assert not pool._sessions
+
+
+# The contract -----------------------------------------------------------------------------------
+
+
+class Broken:
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        raise ZeroDivisionError("no version today")
+
+
+TAKERS = {
+    "GraphPool": GraphPool,
+    "Plan": lambda platform: Plan(mode="FULL", sizes=[1], platform=platform),
+    "wrapper_class": wrapper_class,
+}
+
+
+@pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
+@pytest.mark.parametrize("version", [99, True, 1.0, None, Broken()])
+def test_a_platform_of_another_contract_is_refused_wherever_it_is_given(version, take):
+    class Other(CpuPlatform):
+        contract_version = version
+
+    with pytest.raises(ContractVersionError, match="contract_version"):
+        take(Other())
+
+
+def test_a_saved_plan_is_loaded_for_no_platform_of_another_contract(tmp_path):
+    class Other(CpuPlatform):
+        contract_version = 99
+
+    Plan(mode="FULL", sizes=[1], platform="cpu").save(tmp_path / "plan.json")
+    with pytest.raises(ContractVersionError):
+        Plan.load(tmp_path / "plan.json", platform=Other())

@@ -1,0 +1,416 @@
+"""Keyed graphs of several threads, with hooks that raise, and with graphs off."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import (
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    GraphWrapper,
+    HostArg,
+    InputSpec,
+    KeyedGraphs,
+    Reason,
+    UpdatableTask,
+)
+from graphrt.core.batch import current_context
+from graphrt.core.replay import under_way
+from graphrt.errors import (
+    CaptureError,
+    InvalidBatchError,
+    MissingGraphError,
+    NestedCaptureError,
+    PoolBusyError,
+    PoolClosedError,
+)
+from tests.core.interrupts import Places
+
+D, LAZY = BatchDescriptor(4), GraphOptions(lazy=True)
+
+
+def in_threads(*functions: Callable[[], object]) -> list[BaseException]:
+    """Run them at the same time; returns what they raised."""
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return errors
+
+
+class SlowForward:
+    """A forward that is left only when it is told to."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self) -> torch.Tensor:
+        self.entered.set()
+        assert self.go_on.wait(30)
+        return torch.ones(4)
+
+
+@functools.cache
+def memory(value: float) -> torch.Tensor:
+    """What graphs read, which is the host's to keep."""
+    return torch.full((4,), value)
+
+
+def made(value: float) -> Callable[[], torch.Tensor]:
+    x, thread = memory(float(value)), threading.get_ident()
+
+    def forward() -> torch.Tensor:
+        assert threading.get_ident() == thread
+        return x + 0
+
+    return forward
+
+
+# Threads ----------------------------------------------------------------------------------------
+
+
+def test_a_capture_that_waits_for_another_one_gets_its_own_forward():
+    graphs, slow = KeyedGraphs(GraphPool("cpu")), SlowForward()
+
+    def others() -> None:
+        slow.entered.wait(30)
+        threading.Timer(0.2, slow.go_on.set).start()
+        for value, key in enumerate(("two", "three", "four"), 2):
+            graphs.capture(key, made(value))
+
+    assert not in_threads(lambda: graphs.capture("one", slow), others)
+    found = {key: graphs.replay(key).tolist()[0] for key in graphs}
+    assert found == {"one": 1, "two": 2, "three": 3, "four": 4}
+    assert sorted(graphs[key].slot for key in graphs) == [0, 1, 2, 3]
+
+
+def test_three_threads_that_capture_and_drop_leave_each_key_its_own_graph():
+    graphs, start = KeyedGraphs(GraphPool("cpu")), threading.Barrier(3)
+    rounds, own = 40, 5
+
+    def serve(first: int) -> None:
+        start.wait(30)
+        for step in range(rounds):
+            for key in range(first, first + own):
+                if key in graphs:
+                    graphs.drop(key)
+                graphs.capture(key, made(key * 1000 + step))
+                assert graphs[key].alive
+            assert len(list(graphs)) <= 3 * own and len(graphs) <= 3 * own
+
+    assert not in_threads(*(lambda first=first: serve(first) for first in (0, 10, 20)))
+    keys = [*range(5), *range(10, 15), *range(20, 25)]
+    assert sorted(graphs) == keys
+    assert [graphs.replay(key).tolist()[0] for key in keys] == [
+        key * 1000 + rounds - 1 for key in keys
+    ]
+    assert len({graphs[key].slot for key in keys}) == len(keys)
+    assert graphs.pool.captures == len(keys) * rounds
+
+
+def test_one_key_from_three_threads_is_one_graph():
+    for _ in range(10):
+        graphs, start = KeyedGraphs(GraphPool("cpu")), threading.Barrier(3)
+
+        def capture(graphs: KeyedGraphs = graphs, start: threading.Barrier = start) -> None:
+            start.wait(30)
+            graphs.capture("key", made(1))
+
+        errors = in_threads(capture, capture, capture)
+        assert [type(error) for error in errors] == [CaptureError] * 2
+        assert "second time" in str(errors[0])
+        assert len(graphs) == graphs.pool.captures == 1
+
+
+def test_a_destroyed_graph_that_is_replayed_while_another_thread_captures_runs_no_other_forward():
+    graphs, slow = KeyedGraphs(GraphPool("cpu")), SlowForward()
+    other = KeyedGraphs(GraphPool("cpu"))
+    graph = other.capture("old", made(7))
+    other.drop("old")
+
+    def replay() -> None:
+        slow.entered.wait(30)
+        try:
+            with pytest.raises(MissingGraphError):
+                graph.replay()
+        finally:
+            slow.go_on.set()
+
+    assert not in_threads(lambda: other.capture("new", slow), replay)
+    assert len(graphs) == 0
+
+
+def test_a_graph_that_dies_in_another_capture_of_the_device_is_dropped():
+    # Its finalizer asks for what the capture of another KeyedGraphs has, in the other order.
+    one, other = KeyedGraphs(GraphPool("cpu")), KeyedGraphs(GraphPool("cpu"))
+
+    class Handle:
+        pass
+
+    for step in range(20):
+        handle = Handle()
+        one.capture(step, made(1))
+        weakref.finalize(handle, one.drop, step)
+        box = [handle]
+        del handle
+
+        def let_go(box: list[Any] = box) -> torch.Tensor:
+            box.clear()
+            return torch.ones(4)
+
+        errors = in_threads(
+            lambda step=step, let_go=let_go: other.capture(step, let_go),
+            lambda step=step: one.capture(("also", step), made(2)),
+        )
+        assert not errors and step not in one
+    gc.collect()
+    assert len(one) == len(other) == 20
+
+
+def test_a_capture_inside_of_a_capture_is_refused_and_waits_for_nobody():
+    graphs = KeyedGraphs(GraphPool("cpu"))
+    errors = in_threads(
+        lambda: graphs.capture("outer", lambda: graphs.capture("inner", made(1))),
+    )
+    assert [type(error) for error in errors] == [NestedCaptureError]
+    assert not in_threads(lambda: graphs.capture("outer", made(1)))
+
+
+def test_a_handle_of_a_dropped_graph_replays_no_other_one_of_its_key():
+    graphs = KeyedGraphs(GraphPool("cpu"))
+    for end in (lambda: graphs.drop("key"), graphs.clear_graphs, graphs.pool.clear_graphs):
+        old = graphs.capture("key", made(1))
+        end()
+        assert not old.alive
+        graphs.capture("key", made(2))
+        assert not old.alive
+        with pytest.raises(MissingGraphError):
+            old.replay()
+        with pytest.raises(KeyError):
+            _ = old.outputs
+        graphs.drop("key")
+
+
+def test_an_interrupt_anywhere_in_a_capture_leaves_a_key_that_can_be_captured():
+    at = 0
+    while True:
+        graphs, interrupt = KeyedGraphs(GraphPool("cpu")), Places(at, lines=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupt(lambda graphs=graphs: graphs.capture("key", made(1)))
+        assert current_context() is None and not under_way, interrupt.where
+        if interrupt.seen <= at:
+            break
+        if "key" not in graphs:
+            graphs.capture("key", made(2))
+        assert graphs.replay("key").tolist()[0] == graphs["key"].outputs.tolist()[0]
+        assert len(graphs) == len(graphs._wrapper.entries) == 1, interrupt.where
+        assert not in_threads(lambda graphs=graphs: graphs.capture("other", made(3)))
+        at += 3
+    assert at > 100
+
+
+def test_a_graph_keeps_no_forward_alive():
+    graphs, forward = KeyedGraphs(GraphPool("cpu")), SlowForward()
+    forward.go_on.set()
+    graphs.capture("key", forward)
+    held = weakref.ref(forward)
+    del forward
+    assert held() is None and graphs.replay("key").tolist() == [1] * 4
+
+
+# Hooks ------------------------------------------------------------------------------------------
+
+
+def test_a_hook_that_raises_keeps_the_graph_of_a_key_as_it_keeps_a_wrappers():
+    pool = GraphPool("cpu")
+    graphs = KeyedGraphs(pool)
+    wrapper, x = GraphWrapper(lambda x: x + 1, "FULL", pool=pool, options=LAZY), torch.zeros(4)
+
+    def refuse(wrapper: Any, descriptor: Any) -> None:
+        raise ZeroDivisionError
+
+    pool.on_capture = refuse
+    with pytest.raises(ZeroDivisionError):
+        graphs.capture("key", made(3))
+    with pytest.raises(ZeroDivisionError), ForwardContext(GraphMode.FULL, D):
+        wrapper(x)
+    pool.on_capture = None
+    assert (len(graphs), len(wrapper.entries), pool.captures) == (1, 1, 2)
+    assert graphs.replay("key").tolist() == [3] * 4
+    with ForwardContext(GraphMode.FULL, D):
+        assert wrapper(x).tolist() == [1] * 4
+    assert pool.captures == 2 and pool.owner is None
+
+
+def test_a_hook_may_replay_capture_and_clear():
+    pool = GraphPool("cpu")
+    graphs = KeyedGraphs(pool)
+    wrapper, x = GraphWrapper(lambda x: x + 1, "FULL", pool=pool, options=LAZY), torch.zeros(4)
+    told: list[Any] = []
+
+    def serve(size: int) -> torch.Tensor:
+        with ForwardContext(GraphMode.FULL, D._replace(num_tokens=size)):
+            return wrapper(x)
+
+    def hook(who: Any, descriptor: Any) -> None:
+        told.append(descriptor.variant or descriptor.num_tokens)
+        if descriptor.variant == "replay":
+            told.append(graphs.replay("replay").tolist()[0])
+        elif descriptor.variant == "capture":
+            graphs.capture("captured inside", made(2))
+        elif descriptor.variant == "clear" or descriptor.num_tokens == 16:
+            pool.clear_graphs()
+        elif descriptor.num_tokens == 4:
+            told.append(serve(4).tolist()[0])
+            serve(8)
+
+    pool.on_capture = hook
+    graphs.capture("replay", made(5))
+    graphs.capture("capture", made(6))
+    assert told == ["replay", 5, "capture", "captured inside"]
+    assert [graphs.replay(key).tolist()[0] for key in graphs] == [5, 6, 2]
+    assert not graphs.capture("clear", made(7)).alive and len(graphs) == 0
+    told.clear()
+    assert serve(4).tolist() == [1] * 4
+    assert told == [4, 1, 8] and len(wrapper.entries) == 2
+    assert serve(16).tolist() == [1] * 4
+    assert not wrapper.entries and pool.owner is None
+    assert serve(4).tolist() == [1] * 4
+
+
+def test_a_hook_may_wait_for_a_thread_that_captures_a_key():
+    graphs = KeyedGraphs(GraphPool("cpu"))
+
+    def hook(wrapper: Any, descriptor: Any) -> None:
+        if descriptor.variant == "first":
+            assert not in_threads(lambda: graphs.capture("second", made(2)))
+
+    graphs.pool.on_capture = hook
+    graphs.capture("first", made(1))
+    assert list(graphs) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [("raise", ZeroDivisionError), ("replay", PoolBusyError), ("clear", PoolBusyError)],
+)
+def test_a_hook_in_a_runners_capture_has_no_pool_to_use_and_takes_the_size_back(what, error):
+    pool = GraphPool("cpu")
+    graphs = KeyedGraphs(pool)
+    graphs.capture("key", made(3))
+    runner = GraphRunner(
+        lambda x: x * 2,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        mode="FULL",
+        sizes=[2],
+        pool=pool,
+    )
+
+    def hook(wrapper: Any, descriptor: Any) -> None:
+        if what == "raise":
+            raise ZeroDivisionError
+        (pool.clear_graphs if what == "clear" else graphs["key"].replay)()
+
+    pool.on_capture = hook
+    with pytest.raises(error):
+        runner.capture()
+    pool.on_capture = None
+    assert pool.owner is None and graphs.replay("key").tolist() == [3] * 4
+    assert runner(x=torch.ones(2, 4)).sum() == 16
+    runner.capture()
+    assert runner(x=torch.ones(2, 4)).sum() == 16
+    assert runner.report().reasons[Reason.HIT] == 1
+
+
+# Graphs off -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def off(monkeypatch: pytest.MonkeyPatch) -> KeyedGraphs:
+    monkeypatch.setenv("GRAPHRT_MODE", "NONE")
+    return KeyedGraphs(GraphPool("cpu"))
+
+
+def test_outputs_of_a_graph_that_is_off_are_what_its_forward_returned_last(off):
+    x = torch.zeros(4)
+    graph = off.capture("key", lambda: x + 1)
+    assert graph.outputs.tolist() == [1] * 4
+    x.fill_(5)
+    assert graph.replay() is graph.outputs
+    assert graph.outputs.tolist() == [6] * 4
+    with pytest.raises(CaptureError, match="second time"):
+        off.capture("key", lambda: x)
+
+
+@pytest.mark.parametrize("end", ["pool.clear_graphs", "pool.close", "clear_graphs", "drop"])
+def test_graphs_that_are_off_end_as_others_do(off, end):
+    graph = off.capture("key", made(1))
+    held = weakref.ref(graph.outputs)
+    {
+        "pool.clear_graphs": off.pool.clear_graphs,
+        "pool.close": off.pool.close,
+        "clear_graphs": off.clear_graphs,
+        "drop": lambda: off.drop("key"),
+    }[end]()
+    assert not graph.alive and "key" not in off and len(off) == 0 and held() is None
+    with pytest.raises(MissingGraphError):
+        graph.replay()
+    with pytest.raises(KeyError):
+        _ = graph.outputs
+    with pytest.raises(KeyError):
+        off["key"]
+    if end == "pool.close":
+        with pytest.raises(PoolClosedError):
+            off.capture("key", made(2))
+    else:
+        assert off.capture("key", made(2)).replay().tolist() == [2] * 4
+
+
+def test_a_capture_that_is_off_and_fails_leaves_nothing(off):
+    with pytest.raises(ZeroDivisionError):
+        off.capture("key", lambda: 1 / 0)
+    assert len(off) == 0
+    assert off.capture("key", made(2)).replay().tolist() == [2] * 4
+
+
+def test_tasks_of_graphs_that_are_off_get_the_updates_of_their_replays(off):
+    got: list[int] = []
+    task = UpdatableTask(
+        "add",
+        lambda *, n: got.append(n),
+        {"n": HostArg(None)},
+        at_capture=lambda descriptor: {"n": 9},
+    )
+    graph = off.capture("key", task)
+    graph.replay({"add": {"n": 3}})
+    graph.replay()
+    assert got == [9, 3, 3]
+
+
+def test_a_key_that_cannot_be_hashed_is_named():
+    with pytest.raises(InvalidBatchError, match="hashable"):
+        KeyedGraphs(GraphPool("cpu")).capture([1], made(1))
