@@ -99,7 +99,7 @@ class KeyedGraphs(Uncopied):
             captured = bool(transaction.captured)
             if not captured:
                 kept = self._eager.graphs
-                transaction.add(self._wrapper, partial(self._eager.remove, descriptor))
+                transaction.add(self._wrapper, partial(self._eager.drop, descriptor))
                 self._eager.graphs[descriptor] = _EagerGraph(forward, outputs)
             graph = self._graphs[key] = KeyedGraph(key, self._wrapper, descriptor, slot, kept)
             transaction.commit()
