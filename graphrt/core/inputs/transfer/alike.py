@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping
 from ctypes import c_size_t, c_void_p, memmove
-from importlib import import_module
 from operator import itemgetter
 from typing import Any
 
@@ -25,19 +23,6 @@ Write = Callable[[Mapping[str, Any], Callable[[], None], bool], bool]
 
 _WHOLE, _FIRST_MOVE = RingFormat.WHOLE, RingFormat.FIRST_MOVE
 _address_of = torch.Tensor.data_ptr
-MOST_GATHERED = 256
-
-
-def native_gather() -> Callable[..., bool] | None:
-    """The compiled copy of a step's inputs, of at most `MOST_GATHERED`; None where graphrt was
-    installed without it, as it is unless one asks for it."""
-    try:
-        return import_module(f"{__package__}._gather").gather  # type: ignore[no-any-return]
-    except ModuleNotFoundError:
-        return None
-
-
-_gather = native_gather()
 _UNLIKE = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError)
 """What looking at inputs raises that are none."""
 
@@ -70,35 +55,29 @@ def writer_of(
     take, give, words, memory = ring.take, ring.give, ring.words, ring.address
     whole = _WHOLE + padding
     places, offsets = moves.places, [move.offset for move in fields]
-    parts = array("q", [n for move in fields for n in (move.offset, move.few_bytes)]).tobytes()
     # What is a C type already a call takes in less time than a number.
     sizes = tuple(c_size_t(move.few_bytes) for move in fields)
     # Inputs that are large, or in several blocks.
     by_parts = [(number, move) for number, move in enumerate(fields) if not move.few_bytes]
-    gather = None if by_parts or len(fields) > MOST_GATHERED else _gather
 
     def write(values: Mapping[str, Any], fetch: Callable[[], None], in_graph: bool) -> bool:
         word, base = take()
         try:
             tensors = pick(values)
-            if gather is not None:
-                if not gather(check, _address_of, tensors, parts, base):
-                    return False
-            else:
-                if not check(*tensors):
-                    return False
-                starts = [*map(_address_of, tensors)]
-                # A storage that was resized to nothing: to read there would end the process.
-                if 0 in starts:
-                    return False
-                into = places.get(base)
-                if into is None:
-                    into = places[base] = tuple(c_void_p(base + offset) for offset in offsets)
-                # Each returns None, so that `any` has all of them done, without a loop in Python.
-                any(map(copy_bytes, into, starts, sizes))
-                for number, move in by_parts:
-                    for to, start, size in move.copies:
-                        memmove(base + to, starts[number] + start, size)
+            if not check(*tensors):
+                return False
+            starts = [*map(_address_of, tensors)]
+            # A storage that was resized to nothing: to read there would end the process.
+            if 0 in starts:
+                return False
+            into = places.get(base)
+            if into is None:
+                into = places[base] = tuple(c_void_p(base + offset) for offset in offsets)
+            # Each returns None, so that `any` has all of them done, without a loop in Python.
+            any(map(copy_bytes, into, starts, sizes))
+            for number, move in by_parts:
+                for to, start, size in move.copies:
+                    memmove(base + to, starts[number] + start, size)
         except _UNLIKE:
             return False
         if padding:
