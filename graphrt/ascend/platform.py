@@ -219,14 +219,16 @@ class AscendPlatform(Platform):
         elif stream == self._npu.default_stream():
             got = "the default stream, on which CANN captures nothing"
         elif is_update_stream(stream):
-            got = "the stream on which tasks are updated"
+            got = (
+                "the stream on which tasks are updated: torch has a few, and hands them out in turn"
+            )
         else:
             return stream
         raise InvalidOptionError(
             "nothing can be captured on this stream",
             got=got,
             expected=f"a torch.npu.Stream of {device} that is not the default one",
-            advice="give the stream that the host captures on",
+            advice="give the stream that the host captures on, or make another one",
         )
 
     @contextmanager
