@@ -133,6 +133,62 @@ def test_a_tensor_whose_memory_was_given_back_is_named(warm):
     check(runner, values())
 
 
+@pytest.mark.parametrize("fetched", [True, False])
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda: torch.ones(2, 6)[:, 3:],
+        lambda: torch.ones(4, 3)[2:],
+        lambda: torch.ones(3).expand(2, 3),
+        lambda: torch.ones(1 << 16, 3)[-2:],
+    ],
+    ids=["gap", "rows", "expanded", "far behind"],
+)
+def test_memory_that_was_given_back_is_named_wherever_rows_begin(behind, fetched):
+    runner = GraphRunner(
+        lambda x: x + 1,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 3))},
+        outputs=("tokens", 3),
+        mode="FULL",
+        sizes=[2],
+        platform=RingPlatform(),
+        options=GraphOptions(inputs_in_graph=fetched),
+    )
+    runner.capture()
+    x = behind()
+    for _ in range(3):
+        assert torch.equal(runner(Batch(2), x=x), x + 1)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(InvalidInputError, match="no rows in memory"):
+        runner(Batch(2), x=x)
+    assert torch.equal(runner(Batch(2), x=behind()), behind() + 1)
+
+
+def test_a_batch_of_a_class_that_equals_everything_is_not_taken_for_the_last_one():
+    class Any3(Batch):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = Batch.__hash__
+
+    runner = GraphRunner(
+        lambda x: x + 1,
+        inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        outputs=("tokens",),
+        mode="FULL",
+        sizes=[2, 4],
+        platform="cpu",
+        options=GraphOptions(check="off"),
+    )
+    runner.capture()
+    runner(Any3(3, 3, 1), x=torch.zeros(3))
+    assert runner(Batch(2, 2, 1), x=torch.ones(2)).tolist() == [2.0, 2.0]
+    runner(Batch(2, 2, 1), x=torch.ones(2))
+    assert runner(Any3(3, 3, 1), x=torch.zeros(3)).tolist() == [1.0] * 3
+    with pytest.raises(InvalidInputError):
+        runner(Batch(2, 2, 1), x=torch.ones(3))
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [

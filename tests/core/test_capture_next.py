@@ -842,3 +842,16 @@ def test_an_error_of_a_capture_is_named_as_by_capture():
             getattr(several(forward), call)()
         raised.append(type(error.value))
     assert raised[0] is raised[1]
+
+
+def test_after_its_pool_was_cleared_the_rest_is_captured_and_recapture_brings_all_back():
+    run = several()
+    run.capture_next()
+    run.pool.clear_graphs()
+    finish(run)
+    for tokens in (1, 2, 3, 5):
+        assert torch.equal(run(x=rows(tokens)), rows(tokens, 2.0))
+    run.recapture()
+    assert sorted(sizes_of(run)) == SIZES
+    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+    assert run.last_dispatch.slot >= 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.inputs.spec import InputSpec, check_other
+from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec, check_other
 
 _CACHED_TAILS = 4096
 """Views of padding rows that an input keeps; beyond so many they are made anew."""
@@ -57,7 +57,7 @@ class FixedInput:
             or value.dtype is not self.spec.dtype
             or value.shape != live
             # To read there would end the process.
-            or not value.data_ptr()
+            or value.data_ptr() < LOWEST_ADDRESS
         ):
             check_other(self.name, self.spec, value, tuple(live))
 

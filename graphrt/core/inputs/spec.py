@@ -79,6 +79,11 @@ class InputSpec:
         )
 
 
+LOWEST_ADDRESS = 1 << 24
+"""Below it there is rarely memory: a tensor whose storage was given back says that its rows begin
+at as many bytes as it skips, and is looked at."""
+
+
 @lru_cache(maxsize=64)
 def _axis_of(text: str) -> Axis:
     return Axis.parse(text)
@@ -122,8 +127,10 @@ def check_value(
 def check_memory(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTError | None:
     """What is wrong with a tensor of the right shape that cannot be copied."""
     try:
-        # At address 0 there is none: a copy from it would end the process.
-        in_memory = value.data_ptr() != 0 or value.numel() == 0
+        # Where there is none a copy would end the process.
+        in_memory = value.numel() == 0 or (
+            value.data_ptr() != 0 and value.untyped_storage().nbytes() > 0
+        )
     except RuntimeError as error:
         if OverwrittenOutputError.__name__ in str(error):
             return OverwrittenOutputError(

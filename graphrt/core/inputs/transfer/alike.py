@@ -12,6 +12,7 @@ import torch
 from graphrt.core.base import tensor_guards
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove, StepMoves
+from graphrt.core.inputs.spec import LOWEST_ADDRESS
 from graphrt.core.inputs.transfer.moves import Fills, MoveTable
 from graphrt.core.inputs.transfer.ring import SlotRing
 from graphrt.core.inputs.transfer.writes import Slab, copy_bytes
@@ -68,7 +69,7 @@ def writer_of(
                 return False
             starts = [*map(_address_of, tensors)]
             # A storage that was resized to nothing: to read there would end the process.
-            if 0 in starts:
+            if min(starts) < LOWEST_ADDRESS:
                 return False
             into = places.get(base)
             if into is None:
@@ -127,7 +128,7 @@ def mover_of(
             return False
         if home is not None and starts == homes:
             table = home
-        elif [start for start in starts if low <= start < high or not start]:
+        elif [start for start in starts if low <= start < high or start < LOWEST_ADDRESS]:
             return False
         else:
             table = apart

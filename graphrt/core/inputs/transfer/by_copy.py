@@ -11,7 +11,7 @@ import torch
 from graphrt.core.base import copy_all
 from graphrt.core.device import Platform
 from graphrt.core.inputs.layout import FieldMove, StepMoves
-from graphrt.core.inputs.spec import check_other
+from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_other
 from graphrt.core.inputs.transfer.staging import Slot, Staging
 from graphrt.core.inputs.transfer.writes import PadSource, Slab, has_lazy_bits, repeat
 
@@ -46,7 +46,7 @@ class ByCopy:
             ):
                 check_other(move.name, move.field.spec, value, tuple(move.shape))
             address = value.data_ptr()
-            if not address:
+            if address < LOWEST_ADDRESS:
                 # To read there would end the process.
                 check_other(move.name, move.field.spec, value, tuple(move.shape))
             if slab.low <= address < slab.high:

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove, StepMoves
-from graphrt.core.inputs.spec import check_other
+from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_other
 from graphrt.core.inputs.transfer.alike import MOST_KINDS, mover_of, writer_of
 from graphrt.core.inputs.transfer.moves import Fills, MoveTable
 from graphrt.core.inputs.transfer.ring import SlotRing
@@ -66,14 +66,17 @@ class ByFetch:
                     self._kept.clear()
                 elsewhere[move.number] = self._address(move, value)
                 continue
-            if not value.is_contiguous() or (may_negate and has_lazy_bits(value)):
-                value = value.detach().resolve_conj().resolve_neg().contiguous()
-                plain = False
             address = value.data_ptr()
-            if not address:
+            if address < LOWEST_ADDRESS:
                 # To read there would end the process.
                 check_other(name, move.field.spec, value, tuple(shape))
-            elif few_bytes:
+            if not value.is_contiguous() or (may_negate and has_lazy_bits(value)):
+                value = value.detach().resolve_conj().resolve_neg().contiguous()
+                address = value.data_ptr()
+                plain = False
+            if not address:  # an empty one
+                continue
+            if few_bytes:
                 copy_bytes(base + offset, address, few_bytes)
             else:
                 for to, start, size in move.copies:
@@ -154,11 +157,12 @@ class ByFetch:
         slab, value = self._slab, given
         if value.device != slab.device:
             value = value.to(slab.device)
+        address = value.data_ptr()
+        if address < LOWEST_ADDRESS:
+            check_other(move.name, move.field.spec, given, tuple(move.shape))
         if move.may_negate and has_lazy_bits(value):
             value = value.detach().resolve_conj().resolve_neg()
-        address = value.data_ptr()
-        if not address:
-            check_other(move.name, move.field.spec, given, tuple(move.shape))
+            address = value.data_ptr()
         if slab.low <= address < slab.high:
             if address == slab.low + move.offset and move.lies_in(value):
                 return 0

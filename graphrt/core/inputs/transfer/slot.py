@@ -53,7 +53,8 @@ class InputSlot(Mapping[str, torch.Tensor]):
 
     All of it is to be written, as what is there is an earlier step's; padding is graphrt's. Then
     `runner(slot)` runs the step, and the slot is used up. It is given up when its runner makes
-    another one, runs another step or captures: used after that it raises `InputSlotError`.
+    another one, runs another step by a graph or captures one: used after that it raises
+    `InputSlotError`, and what is written to it after that, unseen, may be read by a later step.
     """
 
     __slots__ = (

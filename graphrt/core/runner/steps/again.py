@@ -12,7 +12,8 @@ def is_plain(batch: Batch) -> bool:
     """Whether a batch is nothing but its counts, as ints, which nobody can change in place."""
     tokens, reqs, query_len, bounds, loras, variant, exclude = batch
     return (
-        bounds is _PLAIN.bounds
+        batch.__class__ is Batch
+        and bounds is _PLAIN.bounds
         and variant is None
         and exclude is _PLAIN.exclude
         and tokens.__class__ is reqs.__class__ is loras.__class__ is int
@@ -24,6 +25,7 @@ def same(batch: Batch, last: Batch | None) -> bool:
     """Whether a batch is told what the last one was, a plain one. What cannot be compared, or only
     compares like ints, is left to `dispatch`, which names it."""
     try:
-        return batch == last and batch.__class__ is Batch and (batch is last or is_plain(batch))
+        # Its class first: a class of the host's own may call everything equal.
+        return batch.__class__ is Batch and batch == last and (batch is last or is_plain(batch))
     except NOT_FOUND:
         return False

@@ -126,9 +126,11 @@ class PaddedStep:
         self, wrapper: GraphWrapper, inputs: StaticInputs, pool: GraphPool, bind: Bind | None
     ) -> None:
         """Prepare for steps by what `wrapper` has captured, which return exactly its outputs."""
-        outputs = wrapper.entries[self.descriptor].outputs
-        if outputs is self._held:
+        entry = wrapper.entries.get(self.descriptor)
+        # The pool may have been cleared: until `recapture()` its steps are without a graph.
+        if entry is None or entry.outputs is self._held:
             return
+        outputs = entry.outputs
         self._handouts = tuple(self._prepared(outputs, pool))
         self._shapes = {}
         read = Read(inputs, self.layout, self.ring, self.readable, bind)
