@@ -247,8 +247,8 @@ def test_what_is_not_lazy_captures_in_no_session():
     assert not wrapper.entries and not wrapper.sealed
 
 
-@pytest.mark.parametrize("frozen_by_host", [False, True])
-def test_captures_in_a_session_look_at_no_frozen_heap(frozen_by_host, monkeypatch):
+def counted_gc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What graphrt asks Python's collector from now on."""
     counted: list[str] = []
 
     class Watched:
@@ -257,6 +257,12 @@ def test_captures_in_a_session_look_at_no_frozen_heap(frozen_by_host, monkeypatc
             return getattr(gc, name)
 
     monkeypatch.setattr(garbage, "gc", Watched())
+    return counted
+
+
+@pytest.mark.parametrize("frozen_by_host", [False, True])
+def test_captures_in_a_session_look_at_no_frozen_heap(frozen_by_host, monkeypatch):
+    counted = counted_gc(monkeypatch)
     monkeypatch.setattr(garbage, "_FROZEN_BY_NOBODY", 0 if frozen_by_host else 10**9)
     host, pool = Host(FULL), GraphPool("cpu")
     with pool.capture_session():
@@ -272,14 +278,7 @@ def test_captures_in_a_session_look_at_no_frozen_heap(frozen_by_host, monkeypatc
 
 
 def test_a_session_that_freezes_nothing_neither_counts_nor_collects(monkeypatch):
-    counted: list[str] = []
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            counted.append(name)
-            return getattr(gc, name)
-
-    monkeypatch.setattr(garbage, "gc", Watched())
+    counted = counted_gc(monkeypatch)
     host, pool = Host(FULL), GraphPool("cpu")
     with pool.capture_session(freeze=False):
         assert not gc.isenabled()
