@@ -97,6 +97,26 @@ def test_a_piece_is_not_captured_behind_one_that_replays_in_its_step(host):
     assert torch.equal(ours, expected(x, LAYERS[0], residual(LAYERS[2])))
 
 
+def test_nor_where_what_it_is_given_was_computed_from_that_in_between(host):
+    shared, draft, x = host.piece(LAYERS[0]), host.piece(residual(LAYERS[1])), torch.randn(4, 8)
+    with host.pool.capture_session():
+        host.step([shared], x)
+        with pytest.raises(CaptureError, match="behind a replay"):
+            host.step([shared, lambda h: h * 2, draft], x)  # type: ignore[list-item]
+    assert not draft.entries
+
+
+def test_nor_in_a_context_that_nobody_begins_where_it_is_given_what_a_replay_left():
+    host, x = Host(True), torch.randn(4, 8)
+    host.current = ForwardContext(GraphMode.PIECEWISE, FOUR)
+    shared, draft = host.piece(LAYERS[0]), host.piece(residual(LAYERS[1]))
+    with host.pool.capture_session():
+        shared(x)
+        with pytest.raises(CaptureError, match="behind a replay"):
+            draft(shared(x)[1:])
+    assert not draft.entries
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_step_of_which_a_piece_fails_is_captured_as_a_whole_when_it_is_tried_again(host, error):
     fails = [True]
