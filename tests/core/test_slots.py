@@ -200,8 +200,8 @@ def test_a_slot_outlives_a_release_as_its_values(platform):
     assert torch.equal(runner(slot)["rows"], forward(**given)["rows"])
 
 
-def test_the_first_steps_of_slots_are_tried(platform):
-    runner = GraphRunner(
+def runner_of_rows(platform, **options):
+    return GraphRunner(
         rows_alone,
         inputs=SPECS,
         outputs={"rows": ("tokens",)},
@@ -209,8 +209,12 @@ def test_the_first_steps_of_slots_are_tried(platform):
         sizes=[2, 4, 8],
         max_num_reqs=8,
         platform=platform,
-        options=GraphOptions(inputs_in_graph=True, strict=True),
+        options=GraphOptions(**options),
     )
+
+
+def test_the_first_steps_of_slots_are_tried(platform):
+    runner = runner_of_rows(platform, strict=True)
     runner.capture()
     for rows in (8, 2, 5, 3, 8):
         given = values(rows, rows)
@@ -220,16 +224,7 @@ def test_the_first_steps_of_slots_are_tried(platform):
 
 
 def test_lazy_captures_take_the_values_of_their_slot(platform):
-    runner = GraphRunner(
-        rows_alone,
-        inputs=SPECS,
-        outputs={"rows": ("tokens",)},
-        mode="FULL",
-        sizes=[2, 4, 8],
-        max_num_reqs=8,
-        platform=platform,
-        options=GraphOptions(inputs_in_graph=True, lazy=True),
-    )
+    runner = runner_of_rows(platform, lazy=True)
     for rows in (3, 8, 1, 3, 5):
         given = values(rows, rows)
         found = runner(written(runner.slot(Batch(rows, rows, 1)), given))
