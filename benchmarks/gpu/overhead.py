@@ -27,6 +27,7 @@ from benchmarks.common import (
 from benchmarks.gpu.steps import BARE, COMPILED, MEMMOVES, whole_calls
 from benchmarks.host_overhead import PIECES, full_step, piecewise_step
 from graphrt import get_platform
+from graphrt.core.inputs.transfer.native import NativeWriter
 
 CALLS, PIECEWISE_CALLS = 20, 5
 
@@ -37,6 +38,8 @@ def main() -> None:
     options = parser.parse_args()
     left_out(options.device, ["pinned inputs by hand, which are pageable here", COMPILED])
     torch.set_num_threads(1)
+    options.compiled_writer = NativeWriter is not None
+    print(f"slots are written by {'C' if options.compiled_writer else 'Python'}")
     platform = get_platform(options.device)
     measure = partial(
         median_us, rounds=options.rounds, warm_ups=1, synchronize=synchronizer(options.device)
@@ -57,7 +60,8 @@ def main() -> None:
     for name, value in calls.items():
         moved = calls[f"{MEMMOVES}, {'padded' if 'padded' in name else 'at a captured size'}"]
         above = value - calls[BARE]
-        theirs = calls.get(name.replace("fetched", "by hand").replace("staged", "by hand"))
+        same = name.replace(", outputs kept", "")
+        theirs = calls.get(same.replace("fetched", "by hand").replace("staged", "by hand"))
         by_hand = value / theirs if theirs and name.startswith(("fetched", "staged")) else None
         rows.append([name, value, above, above - moved if "host" in name else None, by_hand])
     show("Whole steps", ["", "us", "above bare replay", "and memmoves", "to by hand"], rows)

@@ -143,12 +143,73 @@ def test_what_torch_puts_off_is_handed_out_wherever_storages_can_be_marked(monke
 def test_what_a_step_handed_out_is_marked_and_let_go_when_its_memory_is_written(monkeypatch):
     marked = []
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
-    pool, storage = GraphPool("cpu"), torch.ones(3).untyped_storage()
-    pool.handed_out.append((storage, None))
+    pool, memory = GraphPool("cpu"), torch.ones(3)
+    out = handout.Shell(memory).hand_out((3,), pool.handed_out)
     pool.expire_outputs()
-    assert (marked, pool.handed_out) == ([storage._cdata], [])
+    assert (marked, pool.handed_out) == ([out.untyped_storage()._cdata], [])
     pool.expire_outputs()
     assert len(marked) == 1
+
+
+HOLDERS = {
+    "the tensor": lambda out: out,
+    "a view": lambda out: out[:1],
+    "an alias": lambda out: out.detach(),
+    "its storage": lambda out: out.untyped_storage(),
+    "an array": lambda out: out.numpy(),
+    "a capsule": lambda out: torch.utils.dlpack.to_dlpack(out),
+    "a sum that autograd will differentiate": lambda out: out.requires_grad_().square(),
+    "a closure": lambda out: lambda: out,
+}
+
+
+@pytest.mark.parametrize("held", HOLDERS)
+def test_what_somebody_still_has_of_a_step_is_marked_and_what_nobody_has_serves_the_next(
+    monkeypatch, held
+):
+    marked = []
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
+    memory, handed_out = torch.arange(4.0), []
+    shell = handout.Shell(memory)
+
+    def step(rows):
+        handout.expire(handed_out)
+        return shell.hand_out((rows,), handed_out)
+
+    names = []
+    for rows in (4, 2, 4, 2, 3):
+        out = step(rows)
+        assert out.tolist() == memory[:rows].tolist() and out.data_ptr() == memory.data_ptr()
+        names.append(out.untyped_storage()._cdata)
+        del out
+    assert marked == [] and len(set(names)) == 1
+    for _ in range(2):
+        holder = HOLDERS[held](step(4))
+        step(4)
+        assert len(marked) == 1
+        marked.clear()
+        del holder
+    assert step(4).tolist() == memory.tolist()
+
+
+@pytest.mark.parametrize("change", ["t_", "squeeze_", "zero rows", "set_", "attribute"])
+def test_what_was_done_to_an_output_is_not_seen_by_the_next_step(monkeypatch, change):
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: pytest.fail("was held"))
+    memory, handed_out = torch.ones(1, 4), []
+    shell = handout.Shell(memory)
+    for _ in range(2):
+        out = shell.hand_out((1, 4), handed_out)
+        assert out.shape == (1, 4) and not hasattr(out, "mine") and out._version == 0
+        if change == "zero rows":
+            out.resize_(0, 4)
+        elif change == "set_":
+            out.set_(torch.zeros(2))
+        elif change == "attribute":
+            out.mine = 1
+        else:
+            getattr(out, change)()
+        del out
+        handout.expire(handed_out)
 
 
 # Stale outputs -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from graphrt.core.replay.eager_part import (
     settle,
 )
 from graphrt.core.replay.entry import Entry
-from graphrt.core.replay.handout import HandedOut, Handout, handout_of
+from graphrt.core.replay.handout import HandedOut, Handout, expire, handout_of
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
 from graphrt.core.replay.pool import GraphPool, HoldsGraphs, OnCapture
 from graphrt.core.replay.recording import (
@@ -60,6 +60,7 @@ __all__ = [
     "counted",
     "current_capture",
     "deliver",
+    "expire",
     "graphs_of",
     "handout_of",
     "is_inside_capture",

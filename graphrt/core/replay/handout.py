@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from graphrt.core.base import (
     inference_guard,
     mark_unreadable,
     storage_at,
+    storage_use_count,
     tensor_over,
 )
 
-HandedOut = list[tuple[torch.UntypedStorage, object]]
-"""The storages behind what the last step handed out, with what keeps their memory till the next."""
+HandedOut = list["Shell"]
+"""What the last step handed out, with what keeps its memory till the next."""
 
 _CACHED_VIEWS = 256
 """Per output; beyond so many shapes of live rows views are made anew."""
@@ -34,8 +36,8 @@ _OVERWRITTEN = (
 
 def expire(handed_out: HandedOut) -> None:
     """Make what was handed out unreadable: torch raises a `RuntimeError` when it is touched."""
-    for storage, _ in handed_out:
-        mark_unreadable(storage._cdata, _OVERWRITTEN)
+    for shell in handed_out:
+        shell.expire()
     # Only now: interrupted before, all of it is marked another time.
     handed_out.clear()
 
@@ -56,7 +58,7 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
     lazy = tensor.is_conj() or tensor.is_neg()
     if raw_storages and can_mark_unreadable and not lazy:
         one_call = tensor.is_cuda and can_make_tensor_over
-        return _CudaShell(tensor) if one_call else _Shell(tensor)
+        return (CudaShell(tensor) if one_call else Shell(tensor)).hand_out
     views: dict[tuple[int, ...], torch.Tensor] = {}
 
     def copy(shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
@@ -79,10 +81,30 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(0, dtype=dtype, device=device)
 
 
-class _Shell:
-    """A storage made anew at every step, which owns nothing of the memory it is over."""
+class Shell:
+    """Hands out one output over storages that own nothing of its memory.
 
-    __slots__ = ("_address", "_device", "_empty", "_nbytes", "_offset", "_owner", "_stride")
+    What is handed out at a step is made unreadable after it if anybody still has it: tensor, view
+    or storage. Mostly nobody has, and the storage serves the next step too: to make another one,
+    and to mark this one, takes four times as long as a tensor over it.
+    """
+
+    __slots__ = (
+        "_address",
+        "_alone",
+        "_bases",
+        "_cdata",
+        "_device",
+        "_empty",
+        "_nbytes",
+        "_of_one",
+        "_offset",
+        "_owner",
+        "_references",
+        "_storage",
+        "_stride",
+        "_was_held",
+    )
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -94,15 +116,67 @@ class _Shell:
         self._empty = _empty(tensor.dtype, tensor.device)
         # The memory itself, wherever `tensor` may be moved to; of pool memory only an alias.
         self._owner = tensor.detach()
+        # What is over the memory that steps hand out, and by shape tensors over it that nobody else
+        # has; how many references to the storage are these, and how many to its Python object,
+        # which is one for all; and how many of each a storage without tensors has.
+        self._storage: torch.UntypedStorage | None = None
+        self._bases: dict[tuple[int, ...], torch.Tensor] = {}
+        self._cdata = self._alone = self._references = 0
+        self._of_one = 0, 0
+        self._was_held = False
 
-    def __call__(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
-        storage = storage_at(self._address, self._device, self._nbytes)
-        handed_out.append((storage, self._owner))
+    def hand_out(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+        """This step's output in a shape; noted in `handed_out`, which expires before the next."""
+        handed_out.append(self)
+        base = self._bases.get(shape)
+        # A tensor of its own, whatever the last one was changed to, over the same storage.
+        return self._anew(shape) if base is None else base.data
+
+    def expire(self) -> None:
+        """Make unreadable what somebody still has of the last step's."""
+        if self._storage is None:
+            return
+        self._was_held = (
+            storage_use_count(self._cdata) != self._alone
+            or getrefcount(self._storage) != self._references
+        )
+        if self._was_held:
+            mark_unreadable(self._cdata, _OVERWRITTEN)
+            self._storage = None
+            self._bases = {}
+
+    def _anew(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """The first tensor of a shape over a storage."""
+        if self._storage is None or len(self._bases) >= _CACHED_VIEWS:
+            self._storage = storage_at(self._address, self._device, self._nbytes)
+            self._cdata = self._storage._cdata
+            self._bases = {}
+            if self._was_held:
+                # Nothing is prepared for a host that keeps its outputs till it has the next ones.
+                self._alone, self._references = self._of_one
+                return self._over(self._storage, shape)
+            self._count()
+            self._of_one = self._alone, self._references
+        with inference_guard(False):
+            base = self._over(self._storage, shape)
+        if not self._bases:
+            self._count()
+        else:
+            self._alone += 1
+        self._bases[shape] = base
+        return base.data
+
+    def _count(self) -> None:
+        """Count the references to the storage, and to its Python object, while nobody has any."""
+        self._alone = storage_use_count(self._cdata)
+        self._references = getrefcount(self._storage)
+
+    def _over(self, storage: torch.UntypedStorage, shape: tuple[int, ...]) -> torch.Tensor:
         fresh: torch.Tensor = self._empty.new()
         return fresh.set_(storage, self._offset, shape, self._stride)
 
 
-class _CudaShell(_Shell):
+class CudaShell(Shell):
     """The same by one call of torch, made for its own graphs, in place of two."""
 
     __slots__ = ("_described",)
@@ -111,12 +185,10 @@ class _CudaShell(_Shell):
         super().__init__(tensor)
         self._described: dict[tuple[int, ...], dict[str, Any]] = {}
 
-    def __call__(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+    def _over(self, storage: torch.UntypedStorage, shape: tuple[int, ...]) -> torch.Tensor:
         described = self._described.get(shape)
         if described is None:
             described = self._describe(shape)
-        storage = storage_at(self._address, self._device, self._nbytes)
-        handed_out.append((storage, self._owner))
         return tensor_over(described, storage)
 
     def _describe(self, shape: tuple[int, ...]) -> dict[str, Any]:

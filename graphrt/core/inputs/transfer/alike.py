@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_size_t, c_void_p, memmove
 from operator import itemgetter
 from typing import Any
@@ -14,15 +14,14 @@ from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove, StepMoves
 from graphrt.core.inputs.spec import LOWEST_ADDRESS
 from graphrt.core.inputs.transfer.moves import Fills, MoveTable
+from graphrt.core.inputs.transfer.native import MOST_INPUTS, NativeWriter, Write, packed
 from graphrt.core.inputs.transfer.ring import SlotRing
 from graphrt.core.inputs.transfer.writes import Slab, copy_bytes
 
 MOST_KINDS = 4
 """So often the kind that is remembered is replaced; more would cost hosts that mix them."""
 
-Write = Callable[[Mapping[str, Any], Callable[[], None], bool], bool]
-
-_WHOLE, _FIRST_MOVE = RingFormat.WHOLE, RingFormat.FIRST_MOVE
+_WHOLE, _FIRST_MOVE, _FAULT = RingFormat.WHOLE, RingFormat.FIRST_MOVE, RingFormat.FAULT
 _address_of = torch.Tensor.data_ptr
 _UNLIKE = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError)
 """What looking at inputs raises that are none."""
@@ -53,24 +52,43 @@ def writer_of(
         itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
     )
     padding, others = fills.count, fills.others
-    take, give, words, memory = ring.take, ring.give, ring.words, ring.address
+    give, words, memory = ring.give, ring.words, ring.address
+    slots, count_of_slots = ring.places, ring.slots
     whole = _WHOLE + padding
     places, offsets = moves.places, [move.offset for move in fields]
     # What is a C type already a call takes in less time than a number.
     sizes = tuple(c_size_t(move.few_bytes) for move in fields)
     # Inputs that are large, or in several blocks.
     by_parts = [(number, move) for number, move in enumerate(fields) if not move.few_bytes]
+    if NativeWriter is not None and len(fields) <= MOST_INPUTS and not by_parts and not others:
+        copies = packed((n, 0, move.offset, move.few_bytes) for n, move in enumerate(fields))
+        return NativeWriter(
+            **_looks(ring, names, check),
+            bounds=(LOWEST_ADDRESS, 0, 0),
+            copies=copies,
+            apart=fills.packed(_WHOLE),
+            home=None,
+            homes=None,
+        )
+    # Where the last inputs were: hosts mostly have theirs in the same place.
+    last: list[int] = []
 
     def write(values: Mapping[str, Any], fetch: Callable[[], None], in_graph: bool) -> bool:
-        word, base = take()
+        nonlocal last
+        # What `take` looks at, without a call.
+        if ring.unsure or words[_FAULT] or ring.count >= ring.free_until:
+            ring.take()
+        word, base = slots[ring.count % count_of_slots]
         try:
             tensors = pick(values)
             if not check(*tensors):
                 return False
             starts = [*map(_address_of, tensors)]
-            # A storage that was resized to nothing: to read there would end the process.
-            if min(starts) < LOWEST_ADDRESS:
-                return False
+            if starts != last:
+                # A storage that was resized to nothing: to read there would end the process.
+                if min(starts) < LOWEST_ADDRESS:
+                    return False
+                last = starts
             into = places.get(base)
             if into is None:
                 into = places[base] = tuple(c_void_p(base + offset) for offset in offsets)
@@ -113,10 +131,22 @@ def mover_of(
     if not all(move.lies_in(right[move.name]) for move in fields):
         home = None
     check = tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    pick = itemgetter(*(move.name for move in fields))
+    names = [move.name for move in fields]
+    if NativeWriter is not None and len(fields) <= MOST_INPUTS:
+        return NativeWriter(
+            **_looks(ring, names, check),
+            bounds=(LOWEST_ADDRESS, slab.low, slab.high),
+            copies=b"",
+            apart=apart.packed(),
+            home=None if home is None else home.packed(),
+            homes=None if home is None else packed([homes]),
+        )
+    pick = itemgetter(*names)
     alone = len(fields) == 1
     low, high = slab.low, slab.high
-    take, give, words = ring.take, ring.give, ring.words
+    give, words = ring.give, ring.words
+    slots, count_of_slots = ring.places, ring.slots
+    last: list[int] = []
 
     def write(values: Mapping[str, Any], fetch: Callable[[], None], in_graph: bool) -> bool:
         try:
@@ -126,16 +156,34 @@ def mover_of(
             starts = [*map(_address_of, given)]
         except _UNLIKE:
             return False
+        nonlocal last
         if home is not None and starts == homes:
             table = home
+        elif starts == last:
+            table = apart
         elif [start for start in starts if low <= start < high or start < LOWEST_ADDRESS]:
             return False
         else:
-            table = apart
+            table, last = apart, starts
         if table.count or in_graph:
-            word, _ = take()
+            if ring.unsure or words[_FAULT] or ring.count >= ring.free_until:
+                ring.take()
+            word = slots[ring.count % count_of_slots][0]
             table.write(words, word + _FIRST_MOVE, starts)
             give(fetch, word, table.count, in_graph)
         return True
 
     return write
+
+
+def _looks(ring: SlotRing, names: Sequence[str], check: Any) -> dict[str, Any]:
+    """What every `NativeWriter` is given."""
+    return {
+        "ring": ring,
+        "names": tuple(names),
+        "check": check,
+        "address_of": _address_of,
+        "unlike": _UNLIKE,
+        "memory": ring.memory,
+        "places": ring.shape(),
+    }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove
+from graphrt.core.inputs.transfer.native import packed
 from graphrt.core.inputs.transfer.writes import PadSource
 
 _COPY, _PAYLOAD, _FILL = RingFormat.COPY, RingFormat.PAYLOAD, RingFormat.FILL
@@ -15,6 +16,8 @@ _ONE_OF_EACH = {1: 0x0101010101010101, 2: 0x0001000100010001, 4: 0x0000000100000
 """What makes a word of a number of so many bytes, by which it is multiplied."""
 
 Move = tuple[int, int, int, int]
+Packed = tuple[int, bytes, bytes]
+"""How many moves there are, their words, and which of these are known at a step alone."""
 
 
 class MoveTable:
@@ -53,6 +56,11 @@ class MoveTable:
         for place, number, at in self._places:
             own[place] = addresses[number] + at
         words[word : word + len(own)] = own
+
+    def packed(self) -> Packed:
+        """The same for `NativeWriter`."""
+        late = [(place, number, at, 0) for place, number, at in self._places]
+        return self.count, self._words.tobytes(), packed(late)
 
 
 class Fills:
@@ -104,6 +112,11 @@ class Fills:
         for at, numbers, row, size, one_of_each in self._rows:
             own[at] = numbers[(payload + row) // size] * one_of_each
         words[word : word + len(own)] = own
+
+    def packed(self, whole: int) -> Packed:
+        """The same for `NativeWriter`; `whole` says that the payload comes first."""
+        late = [(at, row, size, one_of_each) for at, _, row, size, one_of_each in self._rows]
+        return whole + self.count, self._words.tobytes(), packed(late)
 
 
 def _moves(

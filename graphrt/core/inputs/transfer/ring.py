@@ -12,6 +12,7 @@ import torch
 
 from graphrt.core.base import GraphRTError, InputRingError, InputRingWarning
 from graphrt.core.device import InputRing, Platform, RingFormat, slot_bytes
+from graphrt.core.inputs.transfer.native import RingState
 from graphrt.core.inputs.transfer.staging import MAX_BYTES, MAX_SLOTS
 
 _PROGRESS, _FAULT, _FOUND, _GIVEN = (
@@ -30,7 +31,7 @@ _TRIES = 7
 _retired: list[tuple[torch.Tensor, memoryview]] = []
 
 
-class SlotRing:
+class SlotRing(RingState):
     """Which slot is the next step's, and how far the device is.
 
     `count` is how many steps the device was given. From before a step is given until that is known
@@ -43,14 +44,11 @@ class SlotRing:
         "_nbytes",
         "_ring",
         "address",
-        "count",
         "memory",
         "moves",
-        "pending",
         "places",
         "rows",
         "slots",
-        "unsure",
         "waits",
         "words",
     )
@@ -58,6 +56,7 @@ class SlotRing:
     def __init__(self, ring: InputRing, nbytes: int, moves: int) -> None:
         """`nbytes` of payload and so many moves are what a slot can hold. Raises `InputRingError`
         if the device does not fetch a first one."""
+        super().__init__()
         self._ring = ring
         self._nbytes = nbytes
         self.moves = moves
@@ -74,6 +73,7 @@ class SlotRing:
         for word, _ in self.places:
             words[word] = RingFormat.NO_STEP
         self.count = 0
+        self.free_until = self.slots
         self.waits = 0
         # What fetches the slot of a step whose graph has not done so yet.
         self.pending: Callable[[], None] | None = None
@@ -114,6 +114,13 @@ class SlotRing:
         """What fetches a slot with so many bytes of payload; None where that is not worth it."""
         return self._ring.prepare(nbytes, self.moves) if 0 < nbytes <= self._nbytes else None
 
+    def shape(self) -> tuple[int, ...]:
+        """For `NativeWriter`: where slots are, how many, the bytes before the first, from one to
+        the next and before a payload, and the words of the control page that it uses."""
+        ring = self._ring
+        first, fault, given = RingFormat.CONTROL_BYTES, _FAULT, _GIVEN
+        return self.address, self.slots, first, ring.stride, ring.payload, fault, given
+
     def settle(self) -> None:
         """Ask the device how many steps it was given, if that is not known: a step would wait."""
         if self.unsure:
@@ -131,7 +138,7 @@ class SlotRing:
         if words[_FAULT]:
             raise self._fault()
         count = self.count
-        if count - words[_PROGRESS] >= self.slots:
+        if count >= self.free_until:
             self._wait_for(count)
         return self.places[count % self.slots]
 
@@ -182,10 +189,14 @@ class SlotRing:
         self.unsure = False
 
     def _wait_for(self, count: int) -> None:
-        """Wait until the oldest slot is free."""
-        self.waits += 1
-        words, until = self.words, time.monotonic() + _PATIENCE_S
-        while count - words[_PROGRESS] >= self.slots:
+        """Look, or wait, until the oldest slot is free."""
+        words, until, waited = self.words, time.monotonic() + _PATIENCE_S, False
+        while True:
+            self.free_until = words[_PROGRESS] + self.slots
+            if count < self.free_until:
+                self.waits += waited
+                return
+            waited = True
             if words[_FAULT]:
                 raise self._fault()
             if time.monotonic() > until:

@@ -17,7 +17,7 @@ from graphrt.core.inputs import (
     reqs_of,
     wrong_requests,
 )
-from graphrt.core.replay import GraphPool, Handout
+from graphrt.core.replay import GraphPool, Handout, expire
 from graphrt.core.runner.host import Bind
 
 NOT_ALONE: Final = object()
@@ -63,6 +63,7 @@ def replay_of(
     inputs, layout, ring, views, bind = read
     fill_from = inputs.fill_from
     fill, in_graph, follow_stream = inputs.fill, ring is not None, pool.follow_stream
+    read_stream_id = pool.read_stream_id
     known, fetch, all_packed = layout.known, layout.fetch, inputs.all_packed
     hand_out, shapes = (None, {}) if alone is None else alone
     handed_out, count = pool.handed_out, len(layout.fields)
@@ -96,7 +97,10 @@ def replay_of(
         try:
             # Held from here, so that nothing else fills the buffers between our fill and replay.
             pool.owner = owner
-            stream = follow_stream()
+            if read_stream_id is None or read_stream_id() == pool.stream_id:
+                stream = pool.last_stream
+            else:
+                stream = follow_stream()
             alike = None if moves is None else moves.alike
             if type(values) is InputSlot and values.moves is moves is not None:
                 fill_from(values, layout, moves, stream, in_graph)
@@ -109,7 +113,7 @@ def replay_of(
                     fill(values, layout, tokens, live_reqs, stream, in_graph)
             if handed_out:
                 # Not before: they may have been among the inputs.
-                pool.expire_outputs()
+                expire(handed_out)
             if bind is not None:
                 bind(views, descriptor, "replay")
             if pool.step is not None:

@@ -1,0 +1,252 @@
+"""The compiled writer of slots, which is built where one asks for it: it does what Python does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = "graphrt.core.inputs.transfer._native"
+SAME_TESTS = ("test_alike.py", "test_input_ring.py", "test_slots.py", "test_capture_next.py")
+
+LOAD = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location({MODULE!r}, sys.argv[-1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+sys.modules[{MODULE!r}] = module
+"""
+
+# Loads the build before graphrt looks for it, and says at the end how often it wrote a slot.
+PLUGIN = f"""{LOAD}
+calls, writer = [0], module.Writer
+
+def counted(**given):
+    write = writer(**given)
+
+    def call(*arguments):
+        found = write(*arguments)
+        calls[0] += found
+        return found
+
+    return call
+
+module.Writer = counted
+import pytest
+code = pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:-1]])
+print("slots:", calls[0])
+raise SystemExit(code)
+"""
+
+
+def run(script: str, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extension, built as an installation that asks for it builds it."""
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if shutil.which(compiler) is None or not header.exists():
+        pytest.skip(f"needs a C compiler ({compiler}) and Python's headers ({header})")
+    folder = tmp_path_factory.mktemp("native")
+    (found,) = build(folder, {"GRAPHRT_NATIVE": "1", "CFLAGS": "-Wall -Werror"})
+    return found
+
+
+def build(folder: Path, asked: dict[str, str]) -> list[Path]:
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "native", folder / "native")
+    others = {name: value for name, value in os.environ.items() if name != "GRAPHRT_NATIVE"}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "built"],
+        cwd=folder,
+        env=others | asked,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return list((folder / "built").rglob("_native*"))
+
+
+def test_the_tests_of_fetched_inputs_pass_with_it(built: Path) -> None:
+    tests = [ROOT / "tests" / "core" / name for name in SAME_TESTS]
+    assert int(run(PLUGIN, *tests, built).rpartition("slots:")[2]) > 1000
+
+
+def test_it_is_not_built_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert build(tmp_path, {}) == []
+
+
+RANDOM_STEPS = f"""{LOAD}
+import random, torch
+from graphrt import Batch, InputSpec
+from graphrt.core.inputs.transfer import alike
+from tests.core.test_alike import runner_of
+from tests.core.soft_ring import RingPlatform
+
+native = alike.NativeWriter
+assert native is module.Writer
+rng = random.Random(7)
+DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.float16, torch.float64)
+written = 0
+for program in range(30):
+    specs = {{}}
+    for number in range(rng.randint(1, 6)):
+        axis, width = rng.choice(("tokens", "reqs", "reqs+1")), rng.choice(((), (1,), (3,), (8,)))
+        dtype = rng.choice(DTYPES)
+        pad = "repeat" if rng.random() < 0.4 else rng.randint(0, 100)
+        specs[f"x{{number}}"] = InputSpec(dtype, (axis, *width), pad=pad)
+    seed = rng.randrange(1 << 30)
+    found = []
+    for kind in (None, native):
+        alike.NativeWriter = kind
+        torch.manual_seed(seed)
+        steps = random.Random(seed)
+        runner = runner_of(specs)
+        outputs = []
+        for _ in range(40):
+            rows = steps.choice((3, 3, 3, 4, 5, 8))
+            given = {{
+                name: torch.randint(0, 99, spec.sizes(rows, rows)).to(spec.dtype)
+                for name, spec in specs.items()
+            }}
+            place = steps.random()
+            if place < 0.2:
+                views = runner.inputs.layout(rows if rows in (4, 8) else 8, 8).views
+                given = {{n: views[n][: len(v)].copy_(v) for n, v in given.items()}}
+            for _ in range(2):
+                outputs.append(runner(Batch(rows, rows, 1), **given).clone())
+        moves = runner.inputs.layout(8, 8).known.values()
+        written += sum(type(each.alike) is module.Writer for each in moves)
+        ring = runner.inputs.ring
+        outputs.append(torch.tensor([ring.count, ring.words[0]]))
+        found.append(outputs)
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs), specs
+print("writers:", written)
+"""
+
+
+def test_random_steps_leave_the_same_with_it_and_without(built: Path) -> None:
+    assert int(run(RANDOM_STEPS, built).rpartition("writers:")[2]) > 20
+
+
+WRONG = f"""{LOAD}
+import gc, torch
+from graphrt.core.inputs.transfer.native import MOST_INPUTS, NativeWriter, RingState, packed
+assert RingState is module.RingState and NativeWriter is module.Writer
+
+class Ring(RingState):
+    def take(self):
+        raise InterruptedError("the device is not ready")
+
+def ring():
+    found = Ring()
+    found.count, found.free_until, found.unsure, found.pending = 0, 2, False, None
+    return found
+
+memory = torch.zeros(64, dtype=torch.int64)
+x = torch.arange(2) + 5
+checked = [True]
+usual = dict(
+    ring=ring(), names=("x",), check=lambda *_: checked[0], address_of=torch.Tensor.data_ptr,
+    unlike=(KeyError, RuntimeError), memory=memory,
+    places=(memory.data_ptr(), 2, 256, 128, 64, 1, 16), bounds=(4096, 0, 0),
+    copies=packed([(0, 0, 8, 16)]), apart=(1 << 63, b"", b""), home=None, homes=None,
+)
+
+def make(**other):
+    return NativeWriter(**(usual | other))
+
+def fails(error, function, *arguments, **named):
+    try:
+        function(*arguments, **named)
+    except error:
+        return
+    raise AssertionError((error, arguments, named))
+
+fails(TypeError, make, ring=object())
+fails(TypeError, make, names=["x"])
+fails(TypeError, make, copies=3)
+fails(TypeError, make, places=(1, 2))
+fails(ValueError, make, names=("x",) * (MOST_INPUTS + 1))
+fails(ValueError, make, home=(0, b"", b""), homes=packed([(1, 2)]))
+write, fetched = make(), []
+fails(TypeError, write)
+fails(TypeError, write, {{"x": x}}, fetched.append)
+gone = torch.ones(2)
+gone.untyped_storage().resize_(0)
+for values in ({{}}, {{"y": x}}, {{"x": gone}}):
+    assert write(values, list, True) is False
+checked[0] = False
+assert write({{"x": x}}, list, True) is False
+checked[0] = 1 / 3  # only what is True counts
+assert write({{"x": x}}, list, True) is False
+checked[0] = True
+fails(ZeroDivisionError, make(check=lambda *_: 1 / 0), {{"x": x}}, list, True)
+assert make(check=lambda *_: {{}}["a"])({{"x": x}}, list, True) is False
+fails(TypeError, write, {{"x": 3}}, list, True)
+assert usual["ring"].count == 0 and not usual["ring"].unsure and not memory.any()
+
+assert write({{"x": x}}, list, True) is True
+state = usual["ring"]
+assert (state.count, state.unsure, state.pending) == (0, True, list)
+assert memory[32:42].tolist() == [0, -(1 << 63), 0, 0, 0, 0, 0, 0, 0, 5] and memory[42] == 6
+assert memory[16] == 1
+fails(InterruptedError, write, {{"x": x}}, list, True)  # the step before is unsure
+state.count, state.unsure = 1, False
+assert write({{"x": x + 1}}, lambda: fetched.append(state.unsure), False) is True
+assert (fetched, state.count, state.unsure, state.pending) == ([True], 2, False, None)
+assert memory[48] == 1 and memory[57:59].tolist() == [6, 7]
+fails(InterruptedError, write, {{"x": x}}, list, True)  # all slots are in use
+state.free_until = 9
+memory[1] = 4
+fails(InterruptedError, write, {{"x": x}}, list, True)  # the device found a fault
+memory[1] = 0
+fails(ZeroDivisionError, write, {{"x": x}}, lambda: 1 / 0, False)
+assert state.unsure and state.count == 2
+
+state.unsure = False
+before = [sys.getrefcount(each) for each in (x, list, usual["check"], None, state)]
+for _ in range(2000):
+    write({{"x": x}}, list, True)
+    state.unsure = False
+    write({{"x": gone}}, list, True)
+state.pending = None
+after = [sys.getrefcount(each) for each in (x, list, usual["check"], None, state)]
+assert all(abs(a - b) < 20 for a, b in zip(after, before)), (before, after)
+
+class Names(dict):
+    pass
+
+assert make()(Names(x=x), list, True) is True  # any mapping
+state.cycle = [make(ring=state)]
+import weakref
+dies = weakref.ref(state)
+del state, write, usual["ring"]
+gc.collect()
+assert dies() is None
+"""
+
+
+def test_wrong_calls_raise_and_write_nothing(built: Path) -> None:
+    run(WRONG, built)
