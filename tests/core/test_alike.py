@@ -255,24 +255,57 @@ def moves_of(runner: GraphRunner) -> Any:
 
 def test_a_host_that_enters_inference_mode_is_known_again(warm):
     runner, given = warm
-    before = moves_of(runner).kinds
+    before = len(moves_of(runner).kinds)
     with torch.inference_mode():
         for _ in range(3):
             check(runner, given)
-        assert moves_of(runner).kinds == before + 1
+        assert len(moves_of(runner).kinds) == before + 1
         assert moves_of(runner).alike(given, runner.inputs.layout(4, 4).fetch, False)
 
 
-def test_a_host_that_mixes_kinds_has_few_of_them_made(warm):
+def test_kinds_that_take_turns_are_all_known(warm):
     runner, given = warm
-    inside: dict[str, torch.Tensor]
     with torch.inference_mode():
         inside = values()
-    for _ in range(10):
-        check(runner, given)
-        with torch.inference_mode():
-            check(runner, inside)
-    assert moves_of(runner).kinds == MOST_KINDS
+    in_place = {
+        name: view[: len(given[name])] for name, view in runner.inputs.layout(4, 4).views.items()
+    }
+    for turn in range(10):
+        for kind in (given, inside, in_place):
+            if kind is in_place:
+                for name, value in values(3, turn).items():
+                    kind[name].copy_(value)
+            with torch.inference_mode(kind is inside):
+                check(runner, kind)
+        if turn == 1:
+            known = list(moves_of(runner).kinds)
+    assert moves_of(runner).kinds == known and 2 <= len(known) < MOST_KINDS
+    for kind, writer in ((given, known[0]), (inside, known[1])):
+        with torch.inference_mode(kind is inside):
+            check(runner, kind)
+        assert moves_of(runner).alike is writer
+
+
+def test_of_many_kinds_few_are_known():
+    specs = {f"x{number}": InputSpec(torch.int64, ("tokens",)) for number in range(3)}
+    runner = GraphRunner(
+        lambda **given: torch.stack([*given.values()]).sum(0),
+        inputs=specs,
+        outputs=("tokens",),
+        mode="FULL",
+        sizes=[4],
+        platform=RingPlatform(),
+        options=GraphOptions(inputs_in_graph=True, check="off"),
+    )
+    runner.capture()
+    for _ in range(3):
+        for kind in range(8):
+            given = {}
+            for number, name in enumerate(specs):
+                with torch.inference_mode(bool(kind >> number & 1)):
+                    given[name] = torch.full((3,), kind + number)
+            assert runner(BATCH, **given).tolist() == [3 * kind + 3] * 3
+    assert len(moves_of(runner).kinds) == MOST_KINDS
 
 
 @pytest.mark.parametrize(

@@ -171,10 +171,10 @@ class StepMoves:
             (move.name, move.dtype, move.shape, move.offset, move.few_bytes, move.may_negate, move)
             for move in self.fields
         ]
-        # What writes inputs that are like others that were right, once there were some, and how
-        # often it was made.
+        # What writes inputs that are like others that were right, once there were some: of each
+        # kind that was seen, and of the last one.
+        self.kinds: list[Any] = []
         self.alike: Any = None
-        self.kinds = 0
         # By address, where the fields lie in the memory of a slot.
         self.places = layout.places
         # What is prepared for inputs of the same kinds of places, by whoever moves them.

@@ -19,7 +19,7 @@ from graphrt.core.inputs.transfer.ring import SlotRing
 from graphrt.core.inputs.transfer.writes import Slab, copy_bytes
 
 MOST_KINDS = 4
-"""So often the kind that is remembered is replaced; more would cost hosts that mix them."""
+"""So many are remembered for one number of rows: to try more would cost hosts that mix them."""
 
 _WHOLE, _FIRST_MOVE, _FAULT = RingFormat.WHOLE, RingFormat.FIRST_MOVE, RingFormat.FAULT
 _address_of = torch.Tensor.data_ptr

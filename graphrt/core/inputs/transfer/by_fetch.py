@@ -48,9 +48,10 @@ class ByFetch:
 
         What is wrong with an input raises before anything is given to the device.
         """
-        alike = moves.alike
-        if alike is not None and alike(values, fetch, in_graph):
-            return True
+        for alike in moves.kinds:
+            if alike is not None and alike(values, fetch, in_graph):
+                moves.alike = alike
+                return True
         ring = self.ring
         word, base = ring.take()
         elsewhere: dict[int, int] | None = None
@@ -81,9 +82,9 @@ class ByFetch:
             else:
                 for to, start, size in move.copies:
                     memmove(base + to, address + start, size)
-        if plain and elsewhere is None and moves.kinds < MOST_KINDS:
-            moves.kinds += 1
+        if plain and elsewhere is None and len(moves.kinds) < MOST_KINDS:
             moves.alike = writer_of(values, moves, ring, self._fills(moves), self._pad)
+            moves.kinds.append(moves.alike)
         if elsewhere is None:
             self.give_padded(moves, fetch, word, base, in_graph)
             return True
@@ -91,9 +92,9 @@ class ByFetch:
         if table is None:
             return False
         alone = plain and len(elsewhere) == len(moves.fields) and not self._kept
-        if alone and moves.kinds < MOST_KINDS:
-            moves.kinds += 1
+        if alone and len(moves.kinds) < MOST_KINDS:
             moves.alike = mover_of(values, moves, ring, self._slab, self._table)
+            moves.kinds.append(moves.alike)
         for move in moves.fields:
             if move.number not in elsewhere:
                 self._pad(move, base)
