@@ -12,50 +12,55 @@
 
 enum { MOST_INPUTS = 64 };
 
-/* RingState: what a ring of slots remembers between two steps; see ring.py, which extends it. */
-
+/* Where a ring keeps what it remembers between two steps: its slots of these names (see ring.py),
+   read and written in place, as the interpreter does. */
 typedef struct {
-    PyObject_HEAD
-    unsigned long long count, free_until;
-    char unsure;
-    PyObject *pending;
-} RingState;
+    Py_ssize_t count, free_until, pending, unsure;
+} Slots;
 
-static PyMemberDef ring_members[] = {
-    {"count", T_ULONGLONG, offsetof(RingState, count), 0, NULL},
-    {"free_until", T_ULONGLONG, offsetof(RingState, free_until), 0, NULL},
-    {"unsure", T_BOOL, offsetof(RingState, unsure), 0, NULL},
-    {"pending", T_OBJECT, offsetof(RingState, pending), 0, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static int ring_traverse(RingState *self, visitproc visit, void *arg) {
-    Py_VISIT(self->pending);
-    return 0;
+static PyObject **slot_of(PyObject *ring, Py_ssize_t offset) {
+    return (PyObject **)((char *)ring + offset);
 }
 
-static int ring_clear(RingState *self) {
-    Py_CLEAR(self->pending);
-    return 0;
+static void set_slot(PyObject *ring, Py_ssize_t offset, PyObject *value) {
+    PyObject **slot = slot_of(ring, offset), *before = *slot;
+    *slot = Py_NewRef(value);
+    Py_XDECREF(before);
 }
 
-static void ring_dealloc(RingState *self) {
-    PyObject_GC_UnTrack(self);
-    Py_CLEAR(self->pending);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+static Py_ssize_t offset_of(PyObject *ring, const char *name) {
+    PyObject *found = PyObject_GetAttrString((PyObject *)Py_TYPE(ring), name);
+    if (found == NULL) return -1;
+    Py_ssize_t offset = -1;
+    if (Py_IS_TYPE(found, &PyMemberDescr_Type) &&
+        ((PyMemberDescrObject *)found)->d_member->type == T_OBJECT_EX)
+        offset = ((PyMemberDescrObject *)found)->d_member->offset;
+    else
+        PyErr_Format(PyExc_TypeError, "%s is no slot of %s", name, Py_TYPE(ring)->tp_name);
+    Py_DECREF(found);
+    return offset;
 }
 
-static PyTypeObject RingStateType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "graphrt.core.inputs.transfer._native.RingState",
-    .tp_basicsize = sizeof(RingState),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_members = ring_members,
-    .tp_traverse = (traverseproc)ring_traverse,
-    .tp_clear = (inquiry)ring_clear,
-    .tp_dealloc = (destructor)ring_dealloc,
-};
+static int find_slots(PyObject *ring, Slots *at) {
+    if ((at->count = offset_of(ring, "count")) < 0) return -1;
+    if ((at->free_until = offset_of(ring, "free_until")) < 0) return -1;
+    if ((at->pending = offset_of(ring, "pending")) < 0) return -1;
+    return (at->unsure = offset_of(ring, "unsure")) < 0 ? -1 : 0;
+}
+
+/* Whether the next step's slot is free and its number is known; -1 with an error set. */
+static int is_ready(PyObject *ring, const Slots *at, unsigned long long *count) {
+    PyObject *unsure = *slot_of(ring, at->unsure), *step = *slot_of(ring, at->count);
+    PyObject *free_until = *slot_of(ring, at->free_until);
+    if (step == NULL || free_until == NULL || unsure == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "the ring has no state yet");
+        return -1;
+    }
+    *count = PyLong_AsUnsignedLongLong(step);
+    unsigned long long until = PyLong_AsUnsignedLongLong(free_until);
+    if (PyErr_Occurred()) return -1;
+    return unsure == Py_False && *count < until;
+}
 
 /* Bytes of an input: of which one, from which byte of it, and where they go in a slot's payload. */
 typedef struct {
@@ -80,6 +85,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *ring, *names, *check, *address_of, *unlike, *memory;
+    Slots at;
     char *base;
     uint64_t slots, first, stride, payload, fault, given, lowest, low, high;
     Py_ssize_t inputs;
@@ -127,7 +133,7 @@ static void write_moves(const Writer *self, const Moves *moves, const uint64_t *
 static PyObject *write_slot(PyObject *callable, PyObject *const *args, size_t flags,
                             PyObject *names) {
     Writer *self = (Writer *)callable;
-    RingState *ring = (RingState *)self->ring;
+    PyObject *ring = self->ring;
     if (PyVectorcall_NARGS(flags) != 3 || names != NULL) {
         PyErr_SetString(PyExc_TypeError, "write(values, fetch, in_graph)");
         return NULL;
@@ -175,13 +181,16 @@ static PyObject *write_slot(PyObject *callable, PyObject *const *args, size_t fl
     }
     if (self->on_device && moves->count == 0 && !in_graph) Py_RETURN_TRUE;
 
-    if (ring->unsure || words[self->fault] != 0 || ring->count >= ring->free_until) {
+    unsigned long long step;
+    int ready = is_ready(ring, &self->at, &step);
+    if (ready < 0) return NULL;
+    if (!ready || words[self->fault] != 0) {
         /* Asks the device, waits for it, or raises what is wrong. */
-        PyObject *taken = PyObject_CallMethod(self->ring, "take", NULL);
+        PyObject *taken = PyObject_CallMethod(ring, "take", NULL);
         if (taken == NULL) return NULL;
         Py_DECREF(taken);
+        if (is_ready(ring, &self->at, &step) < 0) return NULL;
     }
-    uint64_t step = ring->count;
     char *slot = self->base + self->first + step % self->slots * self->stride;
     char *payload = slot + self->payload;
     for (uint64_t each = 0; each < self->copies; each++) {
@@ -194,22 +203,17 @@ static PyObject *write_slot(PyObject *callable, PyObject *const *args, size_t fl
     header[0] = step;
     header[1] = moves->count;
     words[self->given] = step + 1;
-    ring->unsure = 1;
-    PyObject *before = ring->pending;
-    if (in_graph) {
-        Py_INCREF(args[1]);
-        ring->pending = args[1];
-        Py_XDECREF(before);
-        Py_RETURN_TRUE;
-    }
-    Py_INCREF(Py_None);
-    ring->pending = Py_None;
-    Py_XDECREF(before);
+    set_slot(ring, self->at.unsure, Py_True);
+    set_slot(ring, self->at.pending, in_graph ? args[1] : Py_None);
+    if (in_graph) Py_RETURN_TRUE;
     PyObject *fetched = PyObject_CallNoArgs(args[1]);
     if (fetched == NULL) return NULL;
     Py_DECREF(fetched);
-    ring->count = step + 1;
-    ring->unsure = 0;
+    PyObject *next = PyLong_FromUnsignedLongLong(step + 1);
+    if (next == NULL) return NULL;
+    set_slot(ring, self->at.count, next);
+    Py_DECREF(next);
+    set_slot(ring, self->at.unsure, Py_False);
     Py_RETURN_TRUE;
 }
 
@@ -238,18 +242,20 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                                "places", "bounds", "copies", "apart",      "home",   "homes", NULL};
     PyObject *ring, *names, *check, *address_of, *unlike, *memory, *copies, *apart, *home, *homes;
     unsigned long long base, slots, first, stride, payload, fault, given, lowest, low, high;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOOO(KKKKKKK)(KKK)SOOO", keywords,
-                                     &RingStateType, &ring, &PyTuple_Type, &names, &check,
-                                     &address_of, &unlike, &memory, &base, &slots, &first, &stride,
-                                     &payload, &fault, &given, &lowest, &low, &high, &copies,
-                                     &apart, &home, &homes))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOO(KKKKKKK)(KKK)SOOO", keywords,
+                                     &ring, &PyTuple_Type, &names, &check, &address_of, &unlike,
+                                     &memory, &base, &slots, &first, &stride, &payload, &fault,
+                                     &given, &lowest, &low, &high, &copies, &apart, &home, &homes))
         return NULL;
     if (PyTuple_GET_SIZE(names) > MOST_INPUTS) {
         PyErr_Format(PyExc_ValueError, "at most %d inputs", MOST_INPUTS);
         return NULL;
     }
+    Slots at;
+    if (find_slots(ring, &at) < 0) return NULL;
     Writer *self = (Writer *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
+    self->at = at;
     self->call = write_slot;
     self->inputs = PyTuple_GET_SIZE(names);
     self->ring = Py_NewRef(ring);
@@ -337,11 +343,10 @@ static struct PyModuleDef definition = {
 };
 
 PyMODINIT_FUNC PyInit__native(void) {
-    if (PyType_Ready(&RingStateType) < 0 || PyType_Ready(&WriterType) < 0) return NULL;
+    if (PyType_Ready(&WriterType) < 0) return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
-    if (PyModule_AddObjectRef(module, "RingState", (PyObject *)&RingStateType) < 0 ||
-        PyModule_AddObjectRef(module, "Writer", (PyObject *)&WriterType) < 0 ||
+    if (PyModule_AddObjectRef(module, "Writer", (PyObject *)&WriterType) < 0 ||
         PyModule_AddIntConstant(module, "MOST_INPUTS", MOST_INPUTS) < 0) {
         Py_DECREF(module);
         return NULL;

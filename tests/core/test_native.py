@@ -152,10 +152,12 @@ def test_random_steps_leave_the_same_with_it_and_without(built: Path) -> None:
 
 WRONG = f"""{LOAD}
 import gc, torch
-from graphrt.core.inputs.transfer.native import MOST_INPUTS, NativeWriter, RingState, packed
-assert RingState is module.RingState and NativeWriter is module.Writer
+from graphrt.core.inputs.transfer.native import MOST_INPUTS, NativeWriter, packed
+assert NativeWriter is module.Writer
 
-class Ring(RingState):
+class Ring:
+    __slots__ = ("count", "free_until", "unsure", "pending", "cycle", "__weakref__")
+
     def take(self):
         raise InterruptedError("the device is not ready")
 
@@ -184,7 +186,12 @@ def fails(error, function, *arguments, **named):
         return
     raise AssertionError((error, arguments, named))
 
-fails(TypeError, make, ring=object())
+class NoSlots:
+    count = free_until = unsure = pending = 0
+
+fails(AttributeError, make, ring=object())
+fails(TypeError, make, ring=NoSlots())
+fails(AttributeError, make(ring=Ring()), {{"x": x}}, list, True)
 fails(TypeError, make, names=["x"])
 fails(TypeError, make, copies=3)
 fails(TypeError, make, places=(1, 2))

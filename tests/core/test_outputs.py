@@ -192,6 +192,26 @@ def test_what_somebody_still_has_of_a_step_is_marked_and_what_nobody_has_serves_
     assert step(4).tolist() == memory.tolist()
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("was_held", [False, True])
+@pytest.mark.parametrize("rows", [(4, 4), (4, 2)])
+def test_of_two_outputs_of_one_step_either_is_held(monkeypatch, was_held, kept, rows):
+    marked = []
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
+    memory, handed_out = torch.arange(4.0), []
+    shell = handout.Shell(memory)
+    if was_held:
+        out = shell.hand_out((4,), handed_out)
+        handout.expire(handed_out)
+        assert len(marked) == 1
+    for turn in range(3):
+        both = [shell.hand_out((each,), handed_out) for each in rows]
+        out = both[kept]
+        del both
+        handout.expire(handed_out)
+        assert len(marked) == 1 + turn + was_held and out is not None
+
+
 @pytest.mark.parametrize("change", ["t_", "squeeze_", "zero rows", "set_", "attribute"])
 def test_what_was_done_to_an_output_is_not_seen_by_the_next_step(monkeypatch, change):
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: pytest.fail("was held"))

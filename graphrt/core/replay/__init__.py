@@ -13,7 +13,7 @@ from graphrt.core.replay.eager_part import (
     settle,
 )
 from graphrt.core.replay.entry import Entry
-from graphrt.core.replay.handout import HandedOut, Handout, expire, handout_of
+from graphrt.core.replay.handout import HandedOut, Handout, expire, handout_of, is_spare
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
 from graphrt.core.replay.pool import GraphPool, HoldsGraphs, OnCapture
 from graphrt.core.replay.recording import (
@@ -64,6 +64,7 @@ __all__ = [
     "graphs_of",
     "handout_of",
     "is_inside_capture",
+    "is_spare",
     "name_of",
     "on_own_containers",
     "on_own_tensors",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from sys import getrefcount
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -37,9 +38,16 @@ _OVERWRITTEN = (
 def expire(handed_out: HandedOut) -> None:
     """Make what was handed out unreadable: torch raises a `RuntimeError` when it is touched."""
     for shell in handed_out:
-        shell.expire()
+        if shell.is_held():
+            shell.give_up()
     # Only now: interrupted before, all of it is marked another time.
     handed_out.clear()
+
+
+def is_spare(cdata: int) -> bool:
+    """Whether a storage is that of an output, kept for the next step, which nobody else has."""
+    shell = _shells.get(cdata)
+    return shell is not None and shell.owns(cdata) and not shell.is_held()
 
 
 Handout = Callable[[tuple[int, ...], HandedOut], torch.Tensor]
@@ -90,6 +98,7 @@ class Shell:
     """
 
     __slots__ = (
+        "__weakref__",
         "_address",
         "_alone",
         "_bases",
@@ -97,6 +106,7 @@ class Shell:
         "_device",
         "_empty",
         "_nbytes",
+        "_of_first",
         "_of_one",
         "_offset",
         "_owner",
@@ -118,11 +128,11 @@ class Shell:
         self._owner = tensor.detach()
         # What is over the memory that steps hand out, and by shape tensors over it that nobody else
         # has; how many references to the storage are these, and how many to its Python object,
-        # which is one for all; and how many of each a storage without tensors has.
+        # which is one for all; and how many a storage without tensors has, and with the first.
         self._storage: torch.UntypedStorage | None = None
         self._bases: dict[tuple[int, ...], torch.Tensor] = {}
         self._cdata = self._alone = self._references = 0
-        self._of_one = 0, 0
+        self._of_one = self._of_first = 0, 0
         self._was_held = False
 
     def hand_out(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
@@ -132,48 +142,64 @@ class Shell:
         # A tensor of its own, whatever the last one was changed to, over the same storage.
         return self._anew(shape) if base is None else base.data
 
-    def expire(self) -> None:
-        """Make unreadable what somebody still has of the last step's."""
-        if self._storage is None:
-            return
-        self._was_held = (
+    def owns(self, cdata: int) -> bool:
+        """Whether this is the storage of what it hands out now."""
+        return self._storage is not None and self._cdata == cdata
+
+    def is_held(self) -> bool:
+        """Whether anybody else has the storage: a tensor, a view, or itself."""
+        return self._storage is not None and (
             storage_use_count(self._cdata) != self._alone
             or getrefcount(self._storage) != self._references
         )
-        if self._was_held:
-            mark_unreadable(self._cdata, _OVERWRITTEN)
-            self._storage = None
-            self._bases = {}
+
+    def give_up(self) -> None:
+        """Make the storage unreadable, and leave it to who has it."""
+        mark_unreadable(self._cdata, _OVERWRITTEN)
+        self._storage = None
+        self._bases = {}
+        self._was_held = True
 
     def _anew(self, shape: tuple[int, ...]) -> torch.Tensor:
         """The first tensor of a shape over a storage."""
-        if self._storage is None or len(self._bases) >= _CACHED_VIEWS:
+        storage = self._storage
+        # Nothing is prepared for a host that keeps its outputs till it has the next ones.
+        alone = len(self._bases) >= _CACHED_VIEWS or (storage is None and self._was_held)
+        if storage is None:
             self._storage = storage_at(self._address, self._device, self._nbytes)
             self._cdata = self._storage._cdata
-            self._bases = {}
-            if self._was_held:
-                # Nothing is prepared for a host that keeps its outputs till it has the next ones.
-                self._alone, self._references = self._of_one
-                return self._over(self._storage, shape)
-            self._count()
-            self._of_one = self._alone, self._references
+            _shells[self._cdata] = self
+            if not any(self._of_one):
+                self._of_one = self._counted()
+            self._alone, self._references = self._of_one
+            storage = self._storage
+        self._was_held = False
+        if alone:
+            return self._over(storage, shape)
         with inference_guard(False):
-            base = self._over(self._storage, shape)
-        if not self._bases:
-            self._count()
-        else:
+            base = self._over(storage, shape)
+        del storage
+        # Counted once, when nobody can have any yet: it is the same for every storage.
+        if not any(self._of_first):
+            self._of_first = self._counted()
+        if self._bases:
             self._alone += 1
+        else:
+            self._alone, self._references = self._of_first
         self._bases[shape] = base
         return base.data
 
-    def _count(self) -> None:
-        """Count the references to the storage, and to its Python object, while nobody has any."""
-        self._alone = storage_use_count(self._cdata)
-        self._references = getrefcount(self._storage)
+    def _counted(self) -> tuple[int, int]:
+        """The references to the storage, and to its Python object."""
+        return storage_use_count(self._cdata), getrefcount(self._storage)
 
     def _over(self, storage: torch.UntypedStorage, shape: tuple[int, ...]) -> torch.Tensor:
         fresh: torch.Tensor = self._empty.new()
         return fresh.set_(storage, self._offset, shape, self._stride)
+
+
+# By the storage that each has. A name is given again once its storage is gone, so a shell is asked.
+_shells: WeakValueDictionary[int, Shell] = WeakValueDictionary()
 
 
 class CudaShell(Shell):

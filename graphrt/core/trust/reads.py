@@ -13,6 +13,7 @@ import torch
 
 from graphrt.core.base import StaleInputError, storage_use_count, tree
 from graphrt.core.device import GraphRead
+from graphrt.core.replay import is_spare
 from graphrt.core.trust.places import Link, Places, SlotLink, TensorLink, places_of
 from graphrt.core.trust.watching import Use, Watch
 
@@ -68,7 +69,9 @@ class Reads:
         """Keep what a run used; what an earlier run has made may be made anew at any time."""
         self.saw_compiled_code |= watch.saw_compiled_code
         for key, use in watch.uses.items():
-            if key in self._kept:
+            # What another runner has handed out to this forward, and has again by now, is a
+            # temporary one, though it is still there.
+            if key in self._kept or is_spare(key):
                 continue
             if key in self._held:
                 self._held[key][1].is_written |= use.is_written

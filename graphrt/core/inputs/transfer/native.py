@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 Write = Callable[[Mapping[str, Any], Callable[[], None], bool], bool]
 
@@ -20,23 +20,6 @@ def _built() -> Any:
 _native = _built()
 NativeWriter: Callable[..., Write] | None = None if _native is None else _native.Writer
 MOST_INPUTS = 0 if _native is None else _native.MOST_INPUTS
-
-if TYPE_CHECKING or _native is None:
-
-    class RingState:
-        """What a ring remembers between two steps: `count` is how many the device was given, those
-        before `free_until` have a slot that is known to be fetched."""
-
-        __slots__ = ("count", "free_until", "pending", "unsure")
-
-        count: int
-        free_until: int
-        pending: Callable[[], None] | None
-        unsure: bool
-
-else:
-    # The compiled writer reads and writes it without going through Python.
-    RingState = _native.RingState
 
 
 def packed(rows: Iterable[Sequence[int]]) -> bytes:

@@ -12,7 +12,6 @@ import torch
 
 from graphrt.core.base import GraphRTError, InputRingError, InputRingWarning
 from graphrt.core.device import InputRing, Platform, RingFormat, slot_bytes
-from graphrt.core.inputs.transfer.native import RingState
 from graphrt.core.inputs.transfer.staging import MAX_BYTES, MAX_SLOTS
 
 _PROGRESS, _FAULT, _FOUND, _GIVEN = (
@@ -31,7 +30,7 @@ _TRIES = 7
 _retired: list[tuple[torch.Tensor, memoryview]] = []
 
 
-class SlotRing(RingState):
+class SlotRing:
     """Which slot is the next step's, and how far the device is.
 
     `count` is how many steps the device was given. From before a step is given until that is known
@@ -44,11 +43,15 @@ class SlotRing(RingState):
         "_nbytes",
         "_ring",
         "address",
+        "count",
+        "free_until",
         "memory",
         "moves",
+        "pending",
         "places",
         "rows",
         "slots",
+        "unsure",
         "waits",
         "words",
     )
@@ -56,7 +59,6 @@ class SlotRing(RingState):
     def __init__(self, ring: InputRing, nbytes: int, moves: int) -> None:
         """`nbytes` of payload and so many moves are what a slot can hold. Raises `InputRingError`
         if the device does not fetch a first one."""
-        super().__init__()
         self._ring = ring
         self._nbytes = nbytes
         self.moves = moves
@@ -73,6 +75,7 @@ class SlotRing(RingState):
         for word, _ in self.places:
             words[word] = RingFormat.NO_STEP
         self.count = 0
+        # Steps before this one have a slot that is known to be fetched.
         self.free_until = self.slots
         self.waits = 0
         # What fetches the slot of a step whose graph has not done so yet.
