@@ -23,8 +23,9 @@ from graphrt import (
 )
 from graphrt.core.base import dispatch_modes, unseen
 from graphrt.core.batch import ForwardContext, current_context
-from graphrt.core.capture import CaptureTransaction, SideDoors
+from graphrt.core.capture import CaptureTransaction, SideDoors, in_eager_part
 from graphrt.core.capture.refusals import hand_back, withhold
+from graphrt.core.replay import warming_up
 from graphrt.cpu import CPUGraphWrapper
 from graphrt.errors import BreakError, FrozenMetadataError, RefusedOpError, SideDoorError
 
@@ -215,6 +216,64 @@ def test_a_first_capture_without_a_warm_up_is_tried_again_with_one():
     runner.capture()
     for rows in (2, 4, 2):
         assert runner(x=torch.full((rows,), float(rows))).tolist() == [2.0 * rows + 3] * rows
+
+
+def test_what_one_size_made_is_known_at_the_next_though_nothing_was_warmed_up():
+    kept = [torch.zeros(1)]
+
+    @eager_break
+    def part(x: torch.Tensor) -> None:
+        kept[0] = x.new_ones(1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        result = x + kept[0]
+        part(x)
+        return result
+
+    with pytest.raises(SideDoorError, match="made anew at every step"):
+        sized_runner(forward, "PIECEWISE", warmups=0).capture()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("PIECEWISE", {(False, True)}),
+        ("FULL_AND_PIECEWISE", {(False, True), (True, False)}),
+        ("FULL_DECODE_ONLY", {(True, False)}),
+        ("FULL", {(False, False)}),
+    ],
+)
+def test_eager_parts_are_watched_while_a_capture_in_pieces_is_to_come(mode, expected, at_once):
+    # To watch them takes as long as they do, and whole graphs capture them like anything else.
+    seen: list[tuple[bool, bool]] = []
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        context = current_context()
+        if context is not None and warming_up.get():
+            assert context.descriptor is not None
+            seen.append((context.descriptor.uniform, in_eager_part.get() is not None))
+        return x + 1
+
+    runner = sized_runner(lambda x: part(x * 2) + 1, mode)
+    if at_once:
+        runner.capture()
+    while not at_once and runner.capture_next().left:
+        pass
+    assert set(seen) == expected
+
+
+def sized_runner(forward: Any, mode: str, **options: Any) -> GraphRunner:
+    return GraphRunner(
+        forward,
+        inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        outputs=("tokens",),
+        mode=mode,
+        sizes=[2, 4],
+        options=GraphOptions(**options),
+        platform="cpu",
+    )
 
 
 def test_what_is_kept_between_captures_is_let_go():

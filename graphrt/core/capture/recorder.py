@@ -90,7 +90,7 @@ class Capture:
         self._keeps_pool = False
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._doors = side_doors.get() or SideDoors()
+        self._doors = SideDoors() if (doors := side_doors.get()) is None else doors
         self._doors.begin_capture()
         self._copies = Copies()
         breaks = breaks if breakable or must_break else frozenset()

@@ -124,6 +124,7 @@ def capture_graphs(
                     graph.step.storages(),
                     metadata_is_declared=host.metadata is not None,
                 )
+                session.has_doors = any(each.mode is GraphMode.PIECEWISE for each in graphs[done:])
                 try:
                     publish(graph, session.capture(graph, transaction), transaction)
                 except BaseException as error:
@@ -241,6 +242,9 @@ class _Session:
         self._state = state
         self._host = host
         self._doors = SideDoors()
+        # Whether a capture in pieces is still to come. No other asks what eager parts have made,
+        # and to see that takes longer than small operators do.
+        self.has_doors = True
         self._streams = StreamLedger(pool.platform, warm_ups.breaks)
 
     def __repr__(self) -> str:
@@ -319,7 +323,7 @@ class _Session:
             undo.later(partial(warming_up.set, warming_up.get()))
             warming_up.set(transaction is None)
             undo.later(partial(side_doors.set, side_doors.get()))
-            side_doors.set(self._doors)
+            side_doors.set(self._doors if self.has_doors else None)
             undo.later(partial(under_way.discard, id(context)))
             under_way.add(id(context))
             undo.later(context.leave)

@@ -109,7 +109,7 @@ class Moving:
 
     def _elsewhere(self) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
         for place, held, memory, key in self._memory:
-            if storage_key(held) != key and place.get() is held:
+            if not _is_in(held, key) and place.get() is held:
                 yield place, held, memory
 
     def settle(self) -> None:
@@ -139,6 +139,14 @@ def _memory_of(held: object) -> torch.Tensor | None:
     # A subclass may have no detach() of the ordinary kind.
     plain = type(held) in (torch.Tensor, torch.nn.Parameter)
     return unseen(held.detach) if plain else None
+
+
+def _is_in(tensor: torch.Tensor, key: int | None) -> bool:
+    """Whether its memory is known by `key`. Asked of all, several times a graph."""
+    try:
+        return bool(tensor.untyped_storage()._cdata == key)
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _set(place: Place, value: object) -> None:

@@ -186,7 +186,7 @@ in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_par
 replays give it the same."""
 
 side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", default=None)
-"""Those of the session whose warm-ups and captures this thread runs."""
+"""Those of the session whose warm-ups and captures this thread runs, if some are in pieces."""
 
 
 def _keys(given: Any) -> frozenset[int]:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from graphrt.core.base import ThreadMode, is_taken_apart
-from graphrt.core.trust.watching.operators import facts_of, written
+from graphrt.core.trust.watching.operators import OperatorFacts, facts_of, written
 from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
@@ -25,15 +25,24 @@ class WriteWatch(ThreadMode, results_count=False):
         self._known = known
         self._saves = saves
 
+    @staticmethod
+    def passes_by(func: Any) -> bool:
+        """Whether it writes nothing, or rows alone, and is not taken apart."""
+        return not is_taken_apart(func) and not _writes(facts_of(func))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs or {})
         facts = facts_of(func)
-        if facts.writes and facts.rows is None:
+        if _writes(facts):
             for tensor in written(facts, args, kwargs or {}):
                 if storage_key(tensor) in self._known:
                     use = f"{tensor.dtype} {tuple(tensor.shape)}"
                     self._saves.save(tensor, facts, args, kwargs or {}, use)
         return func(*args, **(kwargs or {}))
+
+
+def _writes(facts: OperatorFacts) -> bool:
+    return bool(facts.writes) and facts.rows is None

@@ -133,8 +133,7 @@ class SavedWrites:
 
     def _restore(self) -> None:
         for region in reversed(self._regions):
-            with inference_guard(region.inference):
-                region.write(region.was)
+            _write(region, region.was)
 
     def values(self) -> list[torch.Tensor]:
         """Copies of what is there now."""
@@ -146,8 +145,7 @@ class SavedWrites:
 
         def write() -> None:
             for region, value in zip(regions, values, strict=False):
-                with inference_guard(region.inference):
-                    region.write(value)
+                _write(region, value)
 
         unseen(write)
 
@@ -184,6 +182,14 @@ class SavedWrites:
         Raises `StateTooLargeError` for rows that no padding of an index input, in `pads`, names.
         """
         return [unseen(lambda own=own: own.check(pads)) for own in self._protected.values()]  # type: ignore[misc]
+
+
+def _write(region: _Region, value: torch.Tensor) -> None:
+    if not region.inference:
+        region.write(value)  # `unseen`, and so outside of inference mode already
+        return
+    with inference_guard(True):
+        region.write(value)
 
 
 def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

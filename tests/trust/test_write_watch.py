@@ -1,0 +1,147 @@
+"""Watching for writes alone: what is written is saved at every run, whatever was seen before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from graphrt import GraphRunner, InputSpec
+from graphrt.core.trust.watching import SavedWrites, WriteWatch, storage_key, write_watch
+
+NAMESPACE = "graphrt_write_watch"
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    made = torch.library.Library(NAMESPACE, "DEF")
+    yield made
+    made._destroy()
+
+
+def defined(library: torch.library.Library, schema: str, body: Any, key: str = "CPU") -> Any:
+    library.define(schema)
+    name = schema.partition("(")[0]
+    library.impl(name, body, key)
+    return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+def saved(state: torch.Tensor, function: Callable[[], Any]) -> bool:
+    """Whether a run that changes `state` is undone."""
+    key, before = storage_key(state), state.clone()
+    assert key is not None
+    saves = SavedWrites(1 << 20)
+    WriteWatch({key}, saves).around(function)
+    assert not torch.equal(state, before)
+    saves.restore()
+    return torch.equal(state, before)
+
+
+def test_a_write_is_saved_however_often_the_operator_was_seen(library):
+    state = torch.zeros(4)
+    moved = defined(library, "moved(Tensor(a!) x) -> ()", one_more)
+    for _ in range(3):
+        assert saved(state, lambda: moved(state))
+        assert saved(state, lambda: state.add_(torch.ones(4).sin()))
+        assert saved(state, lambda: torch.add(torch.ones(4), 1, out=state))
+
+
+def one_more(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+def test_rows_of_index_writes_are_nobodys():
+    state, at = torch.zeros(4), torch.tensor([1])
+    for _ in range(2):
+        assert not saved(state, lambda: state.index_put_((at,), torch.tensor(float(state[1]) + 1)))
+
+
+def test_an_operator_of_the_same_name_that_writes_now_is_another_one():
+    state = torch.zeros(4)
+    for schema, is_saved in (("again(Tensor x)", False), ("again(Tensor(a!) x)", True)):
+        library = torch.library.Library(NAMESPACE, "DEF")
+        again = defined(library, f"{schema} -> Tensor", lambda x: x.add_(1).clone())
+        for _ in range(2):
+            assert saved(state, lambda again=again: again(state)) is is_saved
+            state.zero_()
+        library._destroy()
+
+
+def test_composite_operators_are_taken_apart_at_every_call(library):
+    state = torch.zeros(4)
+    whole = defined(library, "whole(Tensor x) -> Tensor", moved_on, "CompositeImplicitAutograd")
+    with torch.inference_mode():
+        for _ in range(2):
+            assert saved(state, lambda: whole(state))
+            # One of torch's own, whose schema does not say what its parts write.
+            assert saved(state, lambda: F.instance_norm(rows, state, torch.ones(4), momentum=0.5))
+
+
+rows = torch.arange(24.0).view(2, 4, 3)
+
+
+def moved_on(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def test_autocast_reaches_what_an_operator_is_made_of_at_every_call(library):
+    made = defined(library, "product(Tensor x) -> Tensor", lambda x: x @ x)
+    watch, found = WriteWatch(set(), SavedWrites(1 << 20)), []
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            watch.around(lambda: found.append(made(torch.eye(4)).dtype))
+        assert found == [made(torch.eye(4)).dtype] * 3 == [torch.bfloat16] * 3
+
+
+def test_higher_order_operators_are_passed_by():
+    def run() -> torch.Tensor:
+        return torch.ops.higher_order.cond(True, lambda a: a + 1, lambda a: a - 1, (weight,))
+
+    weight = torch.ones(4)
+    for _ in range(2):
+        assert WriteWatch(set(), SavedWrites(1 << 20)).around(run).tolist() == [2.0] * 4
+
+
+def test_what_writes_nothing_is_asked_about_once(monkeypatch):
+    asked: list[Any] = []
+    facts = write_watch.facts_of
+    monkeypatch.setattr(write_watch, "facts_of", lambda func: asked.append(func) or facts(func))
+    watch, x = WriteWatch(set(), SavedWrites(1 << 20)), torch.tensor([1.0, 3.0])
+    # One that nobody else runs under this mode.
+    odd = torch.special.scaled_modified_bessel_k1
+    assert torch.equal(watch.around(lambda: odd(x)), odd(x))
+    assert [str(func) for func in asked] == ["aten.special_scaled_modified_bessel_k1.default"] * 2
+    asked.clear()
+    for _ in range(2):
+        assert torch.equal(watch.around(lambda: odd(x)), odd(x))
+        assert float(watch.around(lambda: torch.var(x, correction=0))) == 1.0
+    assert all("bessel" not in str(func) for func in asked)
+
+
+def test_rows_that_every_run_moves_on_are_put_back_before_the_next():
+    # The next run reads them: a length, say, that goes on would soon be the index of no row.
+    lengths, keys = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 4)
+
+    def forward(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        keys[rows, lengths[rows]] = x
+        lengths[rows] = lengths[rows] + 1
+        return x + 1
+
+    runner = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=range(1, 9),
+        inputs={
+            "rows": InputSpec(torch.int64, ("tokens",), pad=2, index=True),
+            "x": InputSpec(torch.float32, ("tokens",)),
+        },
+        outputs=("tokens",),
+        platform="cpu",
+    )
+    runner.capture()
+    assert len(runner.report().graphs) == 8
+    assert lengths.tolist() == [0, 0, 0]
