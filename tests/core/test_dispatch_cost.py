@@ -97,6 +97,18 @@ def test_another_batch_of_a_known_kind_takes_few_calls_the_first_time(sizes, ask
     assert dispatcher.dispatch(other, **limits).reason is reason
 
 
+HITS = [batch for batch, limits, reason in ASKED.values() if reason is Reason.HIT and not limits]
+
+
+@pytest.mark.parametrize("batch", HITS, ids=str)
+def test_a_step_of_a_hit_looks_once(batch):
+    dispatcher = ladder(10)
+    found = dispatcher.dispatch(batch)
+    dispatcher.dispatch = None  # type: ignore[assignment]
+    assert dispatcher.step(batch).slot == found.slot
+    assert dispatcher.counts()[Reason.HIT] == 2
+
+
 @pytest.mark.parametrize("asked", [name for name in ASKED if name.startswith("hit")])
 def test_a_hit_keeps_nothing(asked):
     batch, limits, _ = ASKED[asked]

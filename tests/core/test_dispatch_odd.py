@@ -67,8 +67,9 @@ def test_a_batch_that_cannot_be_is_a_named_error(values, tables):
     dispatcher = ladder()
     dispatcher.publish(PIECEWISE, BatchDescriptor(tables))
     dispatcher.dispatch(Batch(1))
-    with pytest.raises(InvalidBatchError):
-        dispatcher.dispatch(Batch(*values))
+    for ask in (dispatcher.dispatch, dispatcher.step):
+        with pytest.raises(InvalidBatchError):
+            ask(Batch(*values))
     assert dispatcher.counts()[Reason.HIT] == 1
 
 

@@ -83,6 +83,10 @@ def check_against_brute_force(keys, reserved, cases, max_padding):
             )
             best = brute_force(planned, case, later)
             assert best == (wanted and preference(wanted.mode, wanted.descriptor))
+            # A step looks by itself: it finds the same, and counts it once.
+            found, step = dispatcher.dispatch(case), dispatcher.step(case)
+            assert (step.mode, step.descriptor, step.slot) == (found[0], found[1], found[3])
+            told[found.reason] += 2
     assert +Counter(dispatcher.counts()) == told
 
 
@@ -216,6 +220,24 @@ def test_a_step_of_pieces_knows_the_query_length_of_its_requests_if_they_have_on
                 assert (inner.mode, inner.query_len) == (PIECEWISE, query_len)
 
 
+def test_a_step_that_contradicts_itself_is_one_of_mixed_requests():
+    dispatcher = ladder()
+    assert dispatcher.step(Batch(3, 3, 1)).mode is FULL
+    assert dispatcher.step(Batch(3, 2, 1)).mode is PIECEWISE
+
+
+def test_a_step_goes_by_the_dispatch_of_a_subclass():
+    class Smallest(GraphDispatcher):
+        def dispatch(self, batch, **limits):
+            return super().dispatch(batch, exclude={FULL})
+
+    dispatcher = Smallest("FULL_AND_PIECEWISE")
+    for mode in (FULL, PIECEWISE):
+        dispatcher.publish(mode, BatchDescriptor(4))
+    for _ in range(2):
+        assert dispatcher.step(Batch(4)).mode is PIECEWISE
+
+
 def test_requests_without_tokens_are_a_mixed_batch():
     dispatcher = ladder()
     assert dispatcher.dispatch(Batch(4, None, 0)) == dispatcher.dispatch(Batch(4))
@@ -227,8 +249,11 @@ def test_mode_none_says_so():
 
 @pytest.mark.parametrize("tokens", [0, -1])
 def test_an_empty_batch_is_a_named_error(tokens):
-    with pytest.raises(InvalidBatchError, match=r"at least one token"):
-        ladder().dispatch(Batch(tokens))
+    dispatcher = ladder()
+    dispatcher.dispatch(Batch(1))
+    for ask in (dispatcher.dispatch, dispatcher.step):
+        with pytest.raises(InvalidBatchError, match=r"at least one token"):
+            ask(Batch(tokens))
 
 
 def test_counters_are_kept_for_every_reason_and_graph():

@@ -1,6 +1,7 @@
 """Which captured graph serves a batch."""
 
-from graphrt.core.dispatch.dispatcher import NOT_FOUND, GraphDispatcher
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.index import NOT_FOUND
 from graphrt.core.dispatch.order import preferred
 from graphrt.core.dispatch.reasons import NOT_REPLAYED, Dispatch, Reason
 from graphrt.core.dispatch.uniform import live_query_len, unpadded

@@ -7,12 +7,16 @@ import threading
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 
+from graphrt.core.batch import Batch
+from graphrt.core.dispatch.limits import EXCLUDED_BITS
 from graphrt.core.dispatch.order import bound_of, preference
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.dispatch.search import Forest, Searched, SearchedView
 from graphrt.core.dispatch.tables import NARROWED, Count, Reserved
 from graphrt.core.dispatch.view import View
 
+# What a look into an index raises for batches that are not what they should be.
+NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
 _INF = float("inf")
 MOST_BYTES = 640 << 10
 """More than that the tables of an index never take; what is remembered beside them takes less."""
@@ -143,6 +147,36 @@ class GraphIndex:
         self._forests: tuple[Forest, Forest] | None = None
         self._own_bytes = self.nbytes = sys.getsizeof(self._graphs)
         self.plain = self.views((), 0, None)
+
+    def hit(self, batch: Batch, ratio: float | None) -> Reserved | None:
+        """The graph that `GraphDispatcher.dispatch(batch)` finds at its first look, with padding up
+        to `ratio`, counted as there; None where that has to look again, or would raise.
+
+        The same look without limits, which cost a caller that has none a third of it.
+        """
+        try:
+            tokens, reqs, query_len, bounds, loras, variant, excluded = batch
+            if query_len is not None and (reqs is None or reqs * query_len != tokens):
+                return None
+            if bounds or loras or variant is not None:
+                view = self.views(bounds, loras, variant)[query_len]
+            else:
+                view = self.plain[query_len]
+            if 0 < tokens <= view.last:
+                row = view.rows[EXCLUDED_BITS[excluded] if excluded else 0]
+                graph = row[view.places[tokens]]
+                if (
+                    graph is not None
+                    and (reqs is None or reqs <= graph.reqs)
+                    and (ratio is None or graph.tokens <= tokens * ratio)
+                    and batch.__class__ is Batch
+                ):
+                    graph.batches += 1
+                    return graph
+        except NOT_FOUND:
+            # No error is lost: `dispatch` is asked next.
+            pass
+        return None
 
     def views(self, bounds: Sequence[int], loras: int, variant: Hashable) -> Views:
         """The graphs for batches of these numbers, by query length.
