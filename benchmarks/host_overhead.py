@@ -36,6 +36,8 @@ from graphrt.core.capture import CaptureTransaction, wrapper_class
 from graphrt.core.device import resolve_platform
 
 ROUNDS, CALLS, PIECES = 41, 400, 33
+TOO_LARGE = 600
+"""More tokens and requests than any graph has."""
 
 
 SPECS = {
@@ -117,10 +119,12 @@ def full_step(platform: Any, count: int, measure: Measure = measure) -> dict[str
         with dispatcher.step(batch):
             wrapper(buffer)
 
-    bare, dispatch, built, whole = measure(
+    too_large = Batch(TOO_LARGE, TOO_LARGE, 1)
+    bare, dispatch, built, miss, whole = measure(
         lambda: graph.replay(),
         lambda: dispatcher.dispatch(batch),
         lambda: dispatcher.dispatch(Batch(tokens, tokens, 1)),
+        lambda: dispatcher.dispatch(too_large),
         step,
     )
     (empty,) = measure(lambda: None)
@@ -128,6 +132,7 @@ def full_step(platform: Any, count: int, measure: Measure = measure) -> dict[str
         "bare replay": bare - empty,
         "dispatch": dispatch - empty,
         "dispatch + building its Batch": built - empty,
+        "dispatch, a miss": miss - empty,
         "dispatch + context + wrapper": whole - bare,
         "step / bare replay": (whole - empty) / (bare - empty),
     }

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.host_overhead import SPECS, decode_runner, rows_of, values
+from benchmarks.host_overhead import SPECS, TOO_LARGE, decode_runner, rows_of, values
 from graphrt import Batch, GraphOptions, GraphRunner
 
 SIZE, LIVE = 64, 61
-TOO_LARGE = 600
-"""More requests than the largest graph has."""
 BARE = "bare replay"
 MEMMOVES = "5 memmoves"
 COMPILED = 'torch.compile(mode="reduce-overhead")'
@@ -108,12 +106,10 @@ def compiled(device: str, given: dict[str, torch.Tensor]) -> Callable[[], Any]:
 
 
 def misses(runner: GraphRunner) -> dict[str, Callable[[], Any]]:
-    """Batches that no graph serves: what it takes to find that out, and to run them."""
+    """A batch that no graph serves: what it takes to run it."""
     large = values(TOO_LARGE)
-    batch = Batch(TOO_LARGE, TOO_LARGE, 1)
     on_device = {name: value.to(runner.pool.device) for name, value in large.items()}
     return {
-        "a miss, dispatched": partial(runner.dispatcher.dispatch, batch),
         "a miss, the whole call, 5 device inputs": partial(
             call_runner, runner, TOO_LARGE, on_device
         ),
