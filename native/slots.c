@@ -96,15 +96,17 @@ typedef struct {
     char on_device;
 } Writer;
 
-static PyObject *no(Writer *self) {
+/* 0, or -1 where what was raised is nothing that looking at inputs raises. */
+static int unlike(const Writer *self) {
     if (PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(self->unlike)) return NULL;
+        if (!PyErr_ExceptionMatches(self->unlike)) return -1;
         PyErr_Clear();
     }
-    Py_RETURN_FALSE;
+    return 0;
 }
 
-static int in_slab(const Writer *self, const uint64_t *starts) {
+/* Whether an input has no memory, or lies where inputs are written to. */
+static int is_elsewhere(const Writer *self, const uint64_t *starts) {
     for (Py_ssize_t each = 0; each < self->inputs; each++) {
         uint64_t start = starts[each];
         if (start < self->lowest || (self->low <= start && start < self->high)) return 1;
@@ -129,68 +131,34 @@ static void write_moves(const Writer *self, const Moves *moves, const uint64_t *
     }
 }
 
-/* write(values, fetch, in_graph): False, with nothing given, for inputs that are not like them. */
-static PyObject *write_slot(PyObject *callable, PyObject *const *args, size_t flags,
-                            PyObject *names) {
-    Writer *self = (Writer *)callable;
-    PyObject *ring = self->ring;
-    if (PyVectorcall_NARGS(flags) != 3 || names != NULL) {
-        PyErr_SetString(PyExc_TypeError, "write(values, fetch, in_graph)");
-        return NULL;
-    }
-    int in_graph = args[2] == Py_True;
-    volatile uint64_t *words = (volatile uint64_t *)self->base;
+/* The tensors of a step, owned: 1, or 0 where they are not like those before, or -1 with an error. */
+static int take_inputs(const Writer *self, PyObject *values, PyObject **tensors, uint64_t *starts) {
     Py_ssize_t inputs = self->inputs;
-    PyObject *tensors[MOST_INPUTS] = {NULL};
-    uint64_t starts[MOST_INPUTS];
-
     for (Py_ssize_t each = 0; each < inputs; each++) {
         PyObject *name = PyTuple_GET_ITEM(self->names, each);
-        if (PyDict_CheckExact(args[0]))
-            /* Owned, as one may be replaced while others are looked at. */
-            Py_XINCREF(tensors[each] = PyDict_GetItemWithError(args[0], name));
+        if (PyDict_CheckExact(values))
+            Py_XINCREF(tensors[each] = PyDict_GetItemWithError(values, name));
         else
-            tensors[each] = PyObject_GetItem(args[0], name);
-        if (tensors[each] == NULL) {
-            while (each--) Py_DECREF(tensors[each]);
-            return no(self);
-        }
+            tensors[each] = PyObject_GetItem(values, name);
+        if (tensors[each] == NULL) return unlike(self);
     }
     PyObject *right = PyObject_Vectorcall(self->check, tensors, (size_t)inputs, NULL);
-    int alike = right == Py_True;
     Py_XDECREF(right);
-    for (Py_ssize_t each = 0; alike && each < inputs; each++) {
+    if (right != Py_True) return unlike(self);
+    for (Py_ssize_t each = 0; each < inputs; each++) {
         PyObject *start = PyObject_Vectorcall(self->address_of, &tensors[each], 1, NULL);
-        alike = start != NULL;
-        if (alike) {
-            starts[each] = PyLong_AsUnsignedLongLong(start);
-            alike = !PyErr_Occurred();
-            Py_DECREF(start);
-        }
+        if (start == NULL) return unlike(self);
+        starts[each] = PyLong_AsUnsignedLongLong(start);
+        Py_DECREF(start);
+        if (PyErr_Occurred()) return unlike(self);
     }
-    for (Py_ssize_t each = 0; each < inputs; each++) Py_DECREF(tensors[each]);
-    if (!alike) return no(self);
+    return 1;
+}
 
-    size_t bytes = (size_t)inputs * sizeof(uint64_t);
-    const Moves *moves = &self->apart;
-    if (self->homes != NULL && memcmp(starts, self->homes, bytes) == 0)
-        moves = &self->home;
-    else if (memcmp(starts, self->last, bytes) != 0) {
-        if (in_slab(self, starts)) Py_RETURN_FALSE;
-        memcpy(self->last, starts, bytes);
-    }
-    if (self->on_device && moves->count == 0 && !in_graph) Py_RETURN_TRUE;
-
-    unsigned long long step;
-    int ready = is_ready(ring, &self->at, &step);
-    if (ready < 0) return NULL;
-    if (!ready || words[self->fault] != 0) {
-        /* Asks the device, waits for it, or raises what is wrong. */
-        PyObject *taken = PyObject_CallMethod(ring, "take", NULL);
-        if (taken == NULL) return NULL;
-        Py_DECREF(taken);
-        if (is_ready(ring, &self->at, &step) < 0) return NULL;
-    }
+/* Writes the next slot and has it fetched: 0, or -1 with an error. */
+static int give_slot(Writer *self, const Moves *moves, const uint64_t *starts,
+                     unsigned long long step, PyObject *fetch, int in_graph) {
+    PyObject *ring = self->ring;
     char *slot = self->base + self->first + step % self->slots * self->stride;
     char *payload = slot + self->payload;
     for (uint64_t each = 0; each < self->copies; each++) {
@@ -202,22 +170,69 @@ static PyObject *write_slot(PyObject *callable, PyObject *const *args, size_t fl
     write_moves(self, moves, starts, header, payload);
     header[0] = step;
     header[1] = moves->count;
-    words[self->given] = step + 1;
+    ((uint64_t *)self->base)[self->given] = step + 1;
     set_slot(ring, self->at.unsure, Py_True);
-    set_slot(ring, self->at.pending, in_graph ? args[1] : Py_None);
-    if (in_graph) Py_RETURN_TRUE;
-    PyObject *fetched = PyObject_CallNoArgs(args[1]);
-    if (fetched == NULL) return NULL;
+    set_slot(ring, self->at.pending, in_graph ? fetch : Py_None);
+    if (in_graph) return 0;
+    PyObject *fetched = PyObject_CallNoArgs(fetch);
+    if (fetched == NULL) return -1;
     Py_DECREF(fetched);
     PyObject *next = PyLong_FromUnsignedLongLong(step + 1);
-    if (next == NULL) return NULL;
+    if (next == NULL) return -1;
     set_slot(ring, self->at.count, next);
     Py_DECREF(next);
     set_slot(ring, self->at.unsure, Py_False);
-    Py_RETURN_TRUE;
+    return 0;
+}
+
+/* 1 where a slot was given, or none is needed; 0 for inputs that are not like those before. */
+static int write_inputs(Writer *self, PyObject *values, PyObject *fetch, int in_graph,
+                        PyObject **tensors) {
+    volatile uint64_t *words = (volatile uint64_t *)self->base;
+    uint64_t starts[MOST_INPUTS];
+    unsigned long long step;
+    /* First, as it may give the interpreter away: nobody can change an input after this. */
+    int ready = is_ready(self->ring, &self->at, &step);
+    if (ready < 0) return -1;
+    if (!ready || words[self->fault] != 0) {
+        /* Asks the device, waits for it, or raises what is wrong. */
+        PyObject *taken = PyObject_CallMethod(self->ring, "take", NULL);
+        if (taken == NULL) return -1;
+        Py_DECREF(taken);
+        if (is_ready(self->ring, &self->at, &step) < 0) return -1;
+    }
+    int alike = take_inputs(self, values, tensors, starts);
+    if (alike <= 0) return alike;
+    size_t bytes = (size_t)self->inputs * sizeof(uint64_t);
+    const Moves *moves = &self->apart;
+    if (self->homes != NULL && memcmp(starts, self->homes, bytes) == 0) {
+        moves = &self->home;
+    } else if (memcmp(starts, self->last, bytes) != 0) {
+        if (is_elsewhere(self, starts)) return 0;
+        memcpy(self->last, starts, bytes);
+    }
+    if (self->on_device && moves->count == 0 && !in_graph) return 1;
+    return give_slot(self, moves, starts, step, fetch, in_graph) < 0 ? -1 : 1;
+}
+
+/* write(values, fetch, in_graph): False, with nothing given, for inputs that are not like them. */
+static PyObject *write_slot(PyObject *callable, PyObject *const *args, size_t flags,
+                            PyObject *names) {
+    if (PyVectorcall_NARGS(flags) != 3 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "write(values, fetch, in_graph)");
+        return NULL;
+    }
+    /* Owned until all is copied: a mapping may make them when it is asked. */
+    PyObject *tensors[MOST_INPUTS] = {NULL};
+    Writer *self = (Writer *)callable;
+    int done = write_inputs(self, args[0], args[1], args[2] == Py_True, tensors);
+    for (Py_ssize_t each = 0; each < self->inputs; each++) Py_XDECREF(tensors[each]);
+    if (done < 0) return NULL;
+    return PyBool_FromLong(done);
 }
 
 static void *copied(PyObject *bytes, size_t size, uint64_t *count) {
+    /* Raises TypeError for what is none. */
     char *from;
     Py_ssize_t length;
     if (PyBytes_AsStringAndSize(bytes, &from, &length) < 0) return NULL;
@@ -242,7 +257,7 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                                "places", "bounds", "copies", "apart",      "home",   "homes", NULL};
     PyObject *ring, *names, *check, *address_of, *unlike, *memory, *copies, *apart, *home, *homes;
     unsigned long long base, slots, first, stride, payload, fault, given, lowest, low, high;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOO(KKKKKKK)(KKK)SOOO", keywords,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOO(KKKKKKK)(KKK)OOOO", keywords,
                                      &ring, &PyTuple_Type, &names, &check, &address_of, &unlike,
                                      &memory, &base, &slots, &first, &stride, &payload, &fault,
                                      &given, &lowest, &low, &high, &copies, &apart, &home, &homes))
@@ -274,7 +289,7 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->lowest = lowest;
     self->low = low;
     self->high = high;
-    self->on_device = high > low;
+    self->on_device = copies == Py_None;
     self->last = PyMem_Malloc(MOST_INPUTS * sizeof(uint64_t));
     if (self->last == NULL) {
         PyErr_NoMemory();
@@ -282,8 +297,11 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     }
     /* Where no input can be: not 0, which is the address of one without memory. */
     memset(self->last, 0xff, MOST_INPUTS * sizeof(uint64_t));
-    self->copy = copied(copies, sizeof(Copy), &self->copies);
-    if (self->copy == NULL || take_moves(&self->apart, apart) < 0) goto failed;
+    if (copies != Py_None) {
+        self->copy = copied(copies, sizeof(Copy), &self->copies);
+        if (self->copy == NULL) goto failed;
+    }
+    if (take_moves(&self->apart, apart) < 0) goto failed;
     if (homes != Py_None) {
         uint64_t count = 0;
         self->homes = copied(homes, sizeof(uint64_t), &count);

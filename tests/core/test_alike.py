@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -10,8 +11,14 @@ import torch
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason
 from graphrt.core.inputs import StaticInputs
-from graphrt.core.inputs.transfer.alike import MOST_KINDS
-from graphrt.errors import InputSlotError, InvalidBatchError, InvalidInputError, PoolBusyError
+from graphrt.core.inputs.transfer.alike import MOST_KINDS, MOST_MADE
+from graphrt.errors import (
+    InputSlotError,
+    InvalidBatchError,
+    InvalidInputError,
+    InvalidModeError,
+    PoolBusyError,
+)
 from tests.core.soft_ring import RingPlatform
 
 SPECS = {
@@ -284,6 +291,112 @@ def test_kinds_that_take_turns_are_all_known(warm):
         with torch.inference_mode(kind is inside):
             check(runner, kind)
         assert moves_of(runner).alike is writer
+
+
+class Making(Mapping):
+    """Makes its tensors when it is asked for them."""
+
+    def __init__(self, given: dict[str, torch.Tensor]) -> None:
+        self.given = given
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.given[name].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.given)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+
+class MakingDict(dict):
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return dict.__getitem__(self, name).clone()
+
+
+@pytest.mark.parametrize("kind", [Making, MakingDict])
+def test_a_mapping_that_makes_its_tensors_is_asked_once(warm, kind):
+    runner, _ = warm
+    for seed in range(50):
+        given = values(3, seed)
+        assert torch.equal(runner.step(BATCH, kind(given)), padded(given, 4))
+
+
+def test_what_is_no_mapping_is_named():
+    with pytest.raises(InvalidInputError, match="no mapping"):
+        runner_of().step(BATCH, [torch.ones(3)])
+
+
+def test_views_of_a_slot_that_was_given_up_are_read_before_it_is_written():
+    specs = {name: InputSpec(torch.int64, ("tokens",)) for name in "abc"}
+    runner = GraphRunner(
+        lambda a, b, c: a * 10000 + b * 100 + c,
+        inputs=specs,
+        outputs=("tokens",),
+        mode="FULL",
+        sizes=[4],
+        platform=RingPlatform(),
+        options=GraphOptions(inputs_in_graph=True, check="off"),
+    )
+    runner.capture()
+    for turn in range(6):
+        given = {name: torch.full((3,), at + turn) for at, name in enumerate("abc", 1)}
+        assert runner(BATCH, **given).tolist() == [10203 + turn * 10101] * 3
+        slot = runner.slot(BATCH)
+        for name, value in given.items():
+            slot[name].copy_(value)
+        swapped = runner(BATCH, a=slot["b"], b=slot["c"], c=slot["a"])
+        assert swapped.tolist() == [20301 + turn * 10101] * 3
+
+
+def test_empty_inputs_leave_no_kinds_behind():
+    specs = {**SPECS, "none": InputSpec(torch.float32, ("tokens", 0))}
+    runner = runner_of(specs)
+    for seed in range(8):
+        given = values(3, seed)
+        out = runner(BATCH, **given, none=torch.empty(3, 0))
+        assert torch.equal(out, padded(given, 4))
+    assert moves_of(runner).kinds == []
+
+
+class Anything:
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("field", ["bounds", "variant", "exclude"])
+def test_what_only_says_that_it_equals_the_last_batch_is_looked_at(warm, field):
+    runner, given = warm
+    with pytest.raises((InvalidBatchError, InvalidModeError)):
+        runner(BATCH._replace(**{field: Anything()}), **given)
+    check(runner, given)
+
+
+def test_kinds_that_were_seen_first_make_room_for_others():
+    specs = {f"x{number}": InputSpec(torch.int64, ("tokens",)) for number in range(3)}
+    runner = GraphRunner(
+        lambda **given: torch.stack([*given.values()]).sum(0),
+        inputs=specs,
+        outputs=("tokens",),
+        mode="FULL",
+        sizes=[4],
+        platform=RingPlatform(),
+        options=GraphOptions(inputs_in_graph=True, check="off"),
+    )
+    runner.capture()
+    made = set()
+    for turn in range(100):
+        kind = turn % 8 if turn < 8 else 7
+        given = {}
+        for number, name in enumerate(specs):
+            with torch.inference_mode(bool(kind >> number & 1)):
+                given[name] = torch.full((3,), turn)
+        assert runner(BATCH, **given).tolist() == [3 * turn] * 3
+        made.add(moves_of(runner).made)
+    moves = moves_of(runner)
+    assert moves.alike is moves.kinds[-1] and max(made) == 8 < MOST_MADE
 
 
 def test_of_many_kinds_few_are_known():

@@ -1,11 +1,17 @@
 """What a runner hands out: the live rows, fresh, and never the next step's values."""
 
 import collections
+import contextlib
 import gc
+import sys
+import weakref
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.multiprocessing  # teaches the pickler what a tensor is
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, Host, InputSpec, eager_break
 from graphrt.core.base import can_mark_unreadable
@@ -190,6 +196,132 @@ def test_what_somebody_still_has_of_a_step_is_marked_and_what_nobody_has_serves_
         marked.clear()
         del holder
     assert step(4).tolist() == memory.tolist()
+
+
+OWNED = {
+    "shared": lambda out: out.share_memory_(),
+    "its storage shared": lambda out: out.untyped_storage().share_memory_(),
+    "pickled for another process": lambda out: ForkingPickler.dumps(out),
+    "a note on its storage": lambda out: setattr(out.untyped_storage(), "note", 1),
+}
+
+
+@pytest.mark.parametrize("change", OWNED)
+def test_a_storage_that_was_given_to_somebody_does_not_serve_again(monkeypatch, change):
+    marked = []
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
+    memory, handed_out = torch.zeros(4), []
+    shell = handout.Shell(memory)
+    for step in range(5):
+        memory.fill_(step)
+        out = shell.hand_out((4,), handed_out)
+        assert out.tolist() == [step] * 4 and not hasattr(out.untyped_storage(), "note")
+        OWNED[change](out)
+        del out
+        handout.expire(handed_out)
+    assert len(marked) == 5
+
+
+def test_the_end_of_a_storage_is_seen_after_its_step(monkeypatch):
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: None)
+    ended, handed_out = [], []
+    shell = handout.Shell(torch.zeros(4))
+    for step in range(4):
+        storage = shell.hand_out((4,), handed_out).untyped_storage()
+        weakref.finalize(storage, ended.append, step)
+        weak = weakref.ref(storage)
+        del storage
+        handout.expire(handed_out)
+        assert ended == [*range(step + 1)] and weak() is None
+
+
+def test_a_storage_serves_so_many_steps_at_most(monkeypatch):
+    marked = []
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
+    monkeypatch.setattr(handout, "_MOST_STEPS", 3)
+    handed_out = []
+    shell = handout.Shell(torch.arange(4.0))
+    for _ in range(9):
+        assert shell.hand_out((4,), handed_out).tolist() == [0, 1, 2, 3]
+        handout.expire(handed_out)
+    assert 1 <= len(marked) <= 3
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_output_is_an_inference_tensor_where_the_step_is(monkeypatch, keeps):
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: None)
+    handed_out, kept = [], None
+    shell = handout.Shell(torch.arange(4.0))
+    for mode in (True, True, False, False, True, False, True, True, True, False):
+        with torch.inference_mode(mode):
+            out = shell.hand_out((4,), handed_out)
+            assert out.is_inference() is mode
+            if keeps:
+                kept = out
+            del out
+        handout.expire(handed_out)
+    assert (kept is None) is not keeps
+
+
+def test_what_a_mode_keeps_of_the_first_output_is_not_what_the_next_are_made_of(monkeypatch):
+    marked, kept, handed_out = [], [], []
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
+
+    class Keeps(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            kept.append(result)
+            return result
+
+    shell = handout.Shell(torch.arange(4.0))
+    with Keeps():
+        shell.hand_out((4,), handed_out)
+    seen = len(kept)
+    handout.expire(handed_out)
+    assert bool(marked) is bool(seen)
+
+
+def test_hosts_that_keep_their_outputs_leave_nothing_behind(monkeypatch):
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: None)
+    before, handed_out, outs = len(handout._shells), [], []
+    shell = handout.Shell(torch.arange(4.0))
+    for step in range(50):
+        outs.append(shell.hand_out((4,), handed_out))
+        if step % 5 == 0:
+            outs.clear()
+        handout.expire(handed_out)
+    assert len(handout._shells) - before <= 1
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_whatever_interrupts_the_first_output_the_next_is_right(monkeypatch, at):
+    marked = []
+    monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
+    memory, handed_out, lines = torch.arange(4.0), [], []
+    shell = handout.Shell(memory)
+
+    def trace(frame, event, _):
+        if frame.f_code is handout.Shell._anew.__code__ and event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == at + 1:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            shell.hand_out((4,), handed_out)
+    finally:
+        sys.settrace(None)
+    handout.expire(handed_out)
+    assert 0 not in marked
+    for _ in range(3):
+        assert shell.hand_out((4,), handed_out).tolist() == [0, 1, 2, 3]
+        handout.expire(handed_out)
+    out = shell.hand_out((4,), handed_out)
+    before = len(marked)
+    handout.expire(handed_out)
+    assert len(marked) == before + 1 and out is not None
 
 
 @pytest.mark.parametrize("kept", [0, 1])

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from graphrt import GraphRunner, InputSpec
-from graphrt.core.trust.watching import SavedWrites, WriteWatch, storage_key, write_watch
+from graphrt.core.trust.watching import SavedWrites, Watch, WriteWatch, storage_key, write_watch
 
 NAMESPACE = "graphrt_write_watch"
 
@@ -29,12 +29,16 @@ def defined(library: torch.library.Library, schema: str, body: Any, key: str = "
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
+def watch_of(known: set[int] = frozenset(), saves: SavedWrites | None = None) -> WriteWatch:
+    return WriteWatch(known, saves or SavedWrites(1 << 20), SavedWrites(1 << 20), 4)
+
+
 def saved(state: torch.Tensor, function: Callable[[], Any]) -> bool:
     """Whether a run that changes `state` is undone."""
     key, before = storage_key(state), state.clone()
     assert key is not None
     saves = SavedWrites(1 << 20)
-    WriteWatch({key}, saves).around(function)
+    watch_of({key}, saves).around(function)
     assert not torch.equal(state, before)
     saves.restore()
     return torch.equal(state, before)
@@ -53,10 +57,82 @@ def one_more(x: torch.Tensor) -> None:
     x.add_(1)
 
 
-def test_rows_of_index_writes_are_nobodys():
-    state, at = torch.zeros(4), torch.tensor([1])
-    for _ in range(2):
-        assert not saved(state, lambda: state.index_put_((at,), torch.tensor(float(state[1]) + 1)))
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "index_put_": lambda state, at: state.index_put_((at,), torch.full((len(at),), 7.0)),
+    "index_copy_": lambda state, at: state.index_copy_(0, at, torch.full((len(at),), 7.0)),
+    "index_add_": lambda state, at: state.index_add_(0, at, torch.full((len(at),), 7.0)),
+    "scatter_": lambda state, at: state.scatter_(0, at, torch.full((len(at),), 7.0)),
+    "several": lambda state, at: state.view(4, 4).index_put_((at // 4, at % 4), torch.ones(())),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_rows_that_each_token_of_the_largest_run_wrote_too_are_nobodys(name):
+    state, write = torch.zeros(16), WRITES[name]
+    key = storage_key(state)
+    largest = SavedWrites(1 << 20)
+    Watch(frozenset(), largest).around(lambda: write(state, torch.arange(8) % 5))
+    largest.restore()
+    assert not state.any()
+    for tokens, indices, nobodys in (
+        (4, torch.arange(4), True),
+        # As many as tokens are written, or a token has none.
+        (4, torch.tensor([9]), False),
+        (4, torch.arange(5), False),
+        (1, torch.tensor([9]), False),
+    ):
+        saves = SavedWrites(1 << 20)
+        WriteWatch({key}, saves, largest, tokens).around(lambda at=indices: write(state, at))
+        assert state.any()
+        saves.restore()
+        assert bool(state.any()) is nobodys
+        state.zero_()
+
+
+def test_rows_of_another_operator_or_of_other_memory_are_saved():
+    state, other = torch.zeros(16), torch.zeros(16)
+    known = {storage_key(state), storage_key(other)}
+    largest = SavedWrites(1 << 20)
+    at = torch.arange(4)
+    Watch(frozenset(), largest).around(lambda: WRITES["index_copy_"](state, torch.arange(8)))
+    largest.restore()
+    for written, name in ((other, "index_copy_"), (state, "index_add_")):
+        saves = SavedWrites(1 << 20)
+        WriteWatch(known, saves, largest, 4).around(lambda w=written, n=name: WRITES[n](w, at))
+        assert written.any()
+        saves.restore()
+        assert not written.any()
+
+
+FORWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "only small": lambda s, x: (
+        s.index_add_(0, torch.tensor([3]), torch.ones(1)) if x.shape[0] <= 2 else None
+    ),
+    "only small, by item": lambda s, x: (
+        s.scatter_(0, torch.tensor([3]), s[3:4] + 1) if x.shape[0] <= 2 else None
+    ),
+    "a histogram": lambda s, x: s.index_add_(0, torch.tensor([x.shape[0]]), torch.ones(1)),
+    "a histogram, put": lambda s, x: s.index_put_((torch.tensor(x.shape[0]),), s[x.shape[0]] + 1),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_capture_leaves_rows_that_only_some_sizes_write_as_they_were(name):
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        FORWARDS[name](state, x)
+        return x + state[3]
+
+    state = torch.zeros(9)
+    runner = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[1, 2, 4, 8],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        platform="cpu",
+    )
+    runner.capture()
+    assert not state.any()
 
 
 def test_an_operator_of_the_same_name_that_writes_now_is_another_one():
@@ -90,7 +166,7 @@ def moved_on(x: torch.Tensor) -> torch.Tensor:
 
 def test_autocast_reaches_what_an_operator_is_made_of_at_every_call(library):
     made = defined(library, "product(Tensor x) -> Tensor", lambda x: x @ x)
-    watch, found = WriteWatch(set(), SavedWrites(1 << 20)), []
+    watch, found = watch_of(), []
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(3):
             watch.around(lambda: found.append(made(torch.eye(4)).dtype))
@@ -103,14 +179,14 @@ def test_higher_order_operators_are_passed_by():
 
     weight = torch.ones(4)
     for _ in range(2):
-        assert WriteWatch(set(), SavedWrites(1 << 20)).around(run).tolist() == [2.0] * 4
+        assert watch_of().around(run).tolist() == [2.0] * 4
 
 
 def test_what_writes_nothing_is_asked_about_once(monkeypatch):
     asked: list[Any] = []
     facts = write_watch.facts_of
     monkeypatch.setattr(write_watch, "facts_of", lambda func: asked.append(func) or facts(func))
-    watch, x = WriteWatch(set(), SavedWrites(1 << 20)), torch.tensor([1.0, 3.0])
+    watch, x = watch_of(), torch.tensor([1.0, 3.0])
     # One that nobody else runs under this mode.
     odd = torch.special.scaled_modified_bessel_k1
     assert torch.equal(watch.around(lambda: odd(x)), odd(x))

@@ -130,6 +130,7 @@ from graphrt.core.base.torch_names import (
     storage_use_count,
     tensor_guards,
     tensor_over,
+    without_dispatch_modes,
 )
 
 __all__ = [
@@ -254,6 +255,7 @@ __all__ = [
     "unseen",
     "warn_if_untested",
     "whole",
+    "without_dispatch_modes",
     "without_gradients",
     "wrong_type",
 ]

@@ -155,6 +155,7 @@ class StepMoves:
         "fills",
         "kinds",
         "live",
+        "made",
         "places",
         "rows",
         "tables",
@@ -171,10 +172,11 @@ class StepMoves:
             (move.name, move.dtype, move.shape, move.offset, move.few_bytes, move.may_negate, move)
             for move in self.fields
         ]
-        # What writes inputs that are like others that were right, once there were some: of each
-        # kind that was seen, and of the last one.
+        # What writes inputs that are like others that were right, once there were some: of the
+        # last kinds that were seen, and of the last one, and how many of them were made.
         self.kinds: list[Any] = []
         self.alike: Any = None
+        self.made = 0
         # By address, where the fields lie in the memory of a slot.
         self.places = layout.places
         # What is prepared for inputs of the same kinds of places, by whoever moves them.
@@ -182,6 +184,13 @@ class StepMoves:
         self.fills: Any = None
         self.whole: tuple[Span, ...] = ((0, layout.nbytes),) if layout.nbytes else ()
         self._spans: dict[str, tuple[Span, ...]] = {}
+
+    def learn(self, alike: Any, most: int) -> None:
+        """Remember what writes inputs of one more kind, if there is such a thing, of so many."""
+        self.made += 1
+        self.alike = alike
+        if alike is not None:
+            self.kinds = [*self.kinds[-most + 1 :], alike]
 
     def spans(self, kinds: str) -> tuple[Span, ...]:
         """The parts of the slab that one copy each brings from the host.

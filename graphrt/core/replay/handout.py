@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from sys import getrefcount
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, getweakrefcount
 
 import torch
+from torch import is_inference_mode_enabled
 
 from graphrt.core.base import (
     can_make_tensor_over,
@@ -18,10 +19,15 @@ from graphrt.core.base import (
     storage_at,
     storage_use_count,
     tensor_over,
+    without_dispatch_modes,
 )
 
 HandedOut = list["Shell"]
 """What the last step handed out, with what keeps its memory till the next."""
+
+_Bases = tuple[dict[tuple[int, ...], torch.Tensor], dict[tuple[int, ...], torch.Tensor]]
+_MOST_STEPS = 1024
+"""A storage has a list of the processes that it was sent to, which grows as long as it serves."""
 
 _CACHED_VIEWS = 256
 """Per output; beyond so many shapes of live rows views are made anew."""
@@ -105,6 +111,7 @@ class Shell:
         "_cdata",
         "_device",
         "_empty",
+        "_left",
         "_nbytes",
         "_of_first",
         "_of_one",
@@ -126,19 +133,20 @@ class Shell:
         self._empty = _empty(tensor.dtype, tensor.device)
         # The memory itself, wherever `tensor` may be moved to; of pool memory only an alias.
         self._owner = tensor.detach()
-        # What is over the memory that steps hand out, and by shape tensors over it that nobody else
-        # has; how many references to the storage are these, and how many to its Python object,
-        # which is one for all; and how many a storage without tensors has, and with the first.
+        # What is over the memory that steps hand out, and tensors over it that nobody else has, by
+        # whether they were made in inference mode, and by shape; how many references to the storage
+        # are these, and how many to its Python object, which is one for all; how many a storage
+        # without tensors has, and with the first; and for how many steps it serves yet.
         self._storage: torch.UntypedStorage | None = None
-        self._bases: dict[tuple[int, ...], torch.Tensor] = {}
-        self._cdata = self._alone = self._references = 0
+        self._bases: _Bases = ({}, {})
+        self._cdata = self._alone = self._references = self._left = 0
         self._of_one = self._of_first = 0, 0
         self._was_held = False
 
     def hand_out(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
         """This step's output in a shape; noted in `handed_out`, which expires before the next."""
         handed_out.append(self)
-        base = self._bases.get(shape)
+        base = self._bases[is_inference_mode_enabled()].get(shape)
         # A tensor of its own, whatever the last one was changed to, over the same storage.
         return self._anew(shape) if base is None else base.data
 
@@ -147,51 +155,66 @@ class Shell:
         return self._storage is not None and self._cdata == cdata
 
     def is_held(self) -> bool:
-        """Whether anybody else has the storage: a tensor, a view, or itself."""
-        return self._storage is not None and (
+        """Whether anybody else has the storage: a tensor, a view, or itself. One that is over other
+        memory by now, has been given anything or is watched for its end, is theirs too."""
+        storage = self._storage
+        if storage is None:
+            return False
+        self._left -= 1
+        return (
             storage_use_count(self._cdata) != self._alone
-            or getrefcount(self._storage) != self._references
+            or getrefcount(storage) != self._references
+            or storage.data_ptr() != self._address
+            or self._left < 0
+            or bool(storage.__dict__)
+            or getweakrefcount(storage) != 0
         )
 
     def give_up(self) -> None:
         """Make the storage unreadable, and leave it to who has it."""
+        if any(self._bases):
+            _shells.pop(self._cdata, None)
         mark_unreadable(self._cdata, _OVERWRITTEN)
         self._storage = None
-        self._bases = {}
+        self._bases = {}, {}
         self._was_held = True
 
     def _anew(self, shape: tuple[int, ...]) -> torch.Tensor:
         """The first tensor of a shape over a storage."""
-        storage = self._storage
+        bases = self._bases[is_inference_mode_enabled()]
         # Nothing is prepared for a host that keeps its outputs till it has the next ones.
-        alone = len(self._bases) >= _CACHED_VIEWS or (storage is None and self._was_held)
-        if storage is None:
-            self._storage = storage_at(self._address, self._device, self._nbytes)
-            self._cdata = self._storage._cdata
-            _shells[self._cdata] = self
+        alone = len(bases) >= _CACHED_VIEWS or (self._storage is None and self._was_held)
+        self._was_held = False
+        if self._storage is None:
+            storage = storage_at(self._address, self._device, self._nbytes)
+            # Its name before itself: whatever interrupts this, the right one is marked.
+            self._cdata = storage._cdata
+            self._storage = storage
+            del storage
+            self._left = _MOST_STEPS
             if not any(self._of_one):
                 self._of_one = self._counted()
             self._alone, self._references = self._of_one
-            storage = self._storage
-        self._was_held = False
         if alone:
-            return self._over(storage, shape)
-        with inference_guard(False):
-            base = self._over(storage, shape)
-        del storage
+            return self._over(self._storage, shape)
+        # No mode may see, and keep, what only this has.
+        with without_dispatch_modes():
+            base = self._over(self._storage, shape)
         # Counted once, when nobody can have any yet: it is the same for every storage.
         if not any(self._of_first):
             self._of_first = self._counted()
-        if self._bases:
+        if any(self._bases):
             self._alone += 1
         else:
             self._alone, self._references = self._of_first
-        self._bases[shape] = base
+            _shells[self._cdata] = self
+        bases[shape] = base
         return base.data
 
     def _counted(self) -> tuple[int, int]:
-        """The references to the storage, and to its Python object."""
-        return storage_use_count(self._cdata), getrefcount(self._storage)
+        """The references to the storage, and to its Python object where `is_held` asks for them."""
+        storage = self._storage
+        return storage_use_count(self._cdata), getrefcount(storage)
 
     def _over(self, storage: torch.UntypedStorage, shape: tuple[int, ...]) -> torch.Tensor:
         fresh: torch.Tensor = self._empty.new()

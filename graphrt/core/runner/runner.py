@@ -196,6 +196,9 @@ class GraphRunner(Capturing, Uncopied):
     ) -> Any:
         """Run one step like a call, with its inputs as a mapping; `at_least` tokens and
         `at_most_mode` are what ranks have agreed on."""
+        if type(values) not in (dict, InputSlot) and isinstance(values, Mapping):
+            # One that makes its tensors when it is asked is asked once, and they live as long.
+            values = {name: values[name] for name in values}
         return self._run(batch, values, updates, metadata, (at_least, at_most_mode))
 
     @on_own_device

@@ -75,10 +75,10 @@ class WatchedState:
         # What a forward writes has to be saved in every session.
         is_saved = kind in self._watched or (known is not None and not known.writes)
         if kind is not None and known is not None and known.tokens >= tokens and is_saved:
-            # The rows of index writes would be saved anew for every size.
             self._of_size.restore()
             self._of_size = SavedWrites(self._limit_bytes)
-            result = WriteWatch(self._outside, self._of_size).around(function)
+            writes_alone = WriteWatch(self._outside, self._of_size, self._saves, tokens)
+            result = writes_alone.around(function)
             self._moving.look_at_moved()
             return result
         self._watched.add(kind)

@@ -18,8 +18,9 @@ from graphrt.core.inputs.transfer.native import MOST_INPUTS, NativeWriter, Write
 from graphrt.core.inputs.transfer.ring import SlotRing
 from graphrt.core.inputs.transfer.writes import Slab, copy_bytes
 
-MOST_KINDS = 4
-"""So many are remembered for one number of rows: to try more would cost hosts that mix them."""
+MOST_KINDS, MOST_MADE = 4, 16
+"""So many kinds are remembered for one number of rows, and so many made: to try more, or to make
+one at every step, would cost hosts that mix them."""
 
 _WHOLE, _FIRST_MOVE, _FAULT = RingFormat.WHOLE, RingFormat.FIRST_MOVE, RingFormat.FAULT
 _address_of = torch.Tensor.data_ptr
@@ -53,7 +54,7 @@ def writer_of(
     )
     padding, others = fills.count, fills.others
     give, words, memory = ring.give, ring.words, ring.address
-    slots, count_of_slots = ring.places, ring.slots
+    slots, count_of_slots, end = ring.places, ring.slots, ring.end
     whole = _WHOLE + padding
     places, offsets = moves.places, [move.offset for move in fields]
     # What is a C type already a call takes in less time than a number.
@@ -64,7 +65,7 @@ def writer_of(
         copies = packed((n, 0, move.offset, move.few_bytes) for n, move in enumerate(fields))
         return NativeWriter(
             **_looks(ring, names, check),
-            bounds=(LOWEST_ADDRESS, 0, 0),
+            bounds=(LOWEST_ADDRESS, memory, ring.end),
             copies=copies,
             apart=fills.packed(_WHOLE),
             home=None,
@@ -85,8 +86,9 @@ def writer_of(
                 return False
             starts = [*map(_address_of, tensors)]
             if starts != last:
-                # A storage that was resized to nothing: to read there would end the process.
-                if min(starts) < LOWEST_ADDRESS:
+                # A storage that was resized to nothing: to read there would end the process. And
+                # views of a slot, which is written before all of them are read.
+                if [start for start in starts if start < LOWEST_ADDRESS or memory <= start < end]:
                     return False
                 last = starts
             into = places.get(base)
@@ -136,7 +138,7 @@ def mover_of(
         return NativeWriter(
             **_looks(ring, names, check),
             bounds=(LOWEST_ADDRESS, slab.low, slab.high),
-            copies=b"",
+            copies=None,
             apart=apart.packed(),
             home=None if home is None else home.packed(),
             homes=None if home is None else packed([homes]),

@@ -11,7 +11,7 @@ import torch
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove, StepMoves
 from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_other
-from graphrt.core.inputs.transfer.alike import MOST_KINDS, mover_of, writer_of
+from graphrt.core.inputs.transfer.alike import MOST_KINDS, MOST_MADE, mover_of, writer_of
 from graphrt.core.inputs.transfer.moves import Fills, MoveTable
 from graphrt.core.inputs.transfer.ring import SlotRing
 from graphrt.core.inputs.transfer.writes import (
@@ -49,14 +49,16 @@ class ByFetch:
         What is wrong with an input raises before anything is given to the device.
         """
         for alike in moves.kinds:
-            if alike is not None and alike(values, fetch, in_graph):
+            if alike(values, fetch, in_graph):
                 moves.alike = alike
                 return True
         ring = self.ring
         word, base = ring.take()
         elsewhere: dict[int, int] | None = None
         plain = True
-        for name, dtype, shape, offset, few_bytes, may_negate, move in moves.rows:
+        # All are looked at before any is copied: one may be a view of the slot.
+        sources: list[tuple[torch.Tensor, int, FieldMove]] = []
+        for name, dtype, shape, _, _, may_negate, move in moves.rows:
             value = values[name]
             if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
                 check_other(name, move.field.spec, value, tuple(shape))
@@ -73,18 +75,24 @@ class ByFetch:
                 check_other(name, move.field.spec, value, tuple(shape))
             if not value.is_contiguous() or (may_negate and has_lazy_bits(value)):
                 value = value.detach().resolve_conj().resolve_neg().contiguous()
+                plain = False
+            address = value.data_ptr()
+            if ring.address <= address < ring.end:
+                value = value.detach().clone()
                 address = value.data_ptr()
                 plain = False
             if not address:  # an empty one
+                plain = False
                 continue
-            if few_bytes:
-                copy_bytes(base + offset, address, few_bytes)
+            sources.append((value, address, move))
+        for _, address, move in sources:
+            if move.few_bytes:
+                copy_bytes(base + move.offset, address, move.few_bytes)
             else:
                 for to, start, size in move.copies:
                     memmove(base + to, address + start, size)
-        if plain and elsewhere is None and len(moves.kinds) < MOST_KINDS:
-            moves.alike = writer_of(values, moves, ring, self._fills(moves), self._pad)
-            moves.kinds.append(moves.alike)
+        if plain and elsewhere is None and moves.made < MOST_MADE:
+            moves.learn(writer_of(values, moves, ring, self._fills(moves), self._pad), MOST_KINDS)
         if elsewhere is None:
             self.give_padded(moves, fetch, word, base, in_graph)
             return True
@@ -92,9 +100,8 @@ class ByFetch:
         if table is None:
             return False
         alone = plain and len(elsewhere) == len(moves.fields) and not self._kept
-        if alone and len(moves.kinds) < MOST_KINDS:
-            moves.alike = mover_of(values, moves, ring, self._slab, self._table)
-            moves.kinds.append(moves.alike)
+        if alone and moves.made < MOST_MADE:
+            moves.learn(mover_of(values, moves, ring, self._slab, self._table), MOST_KINDS)
         for move in moves.fields:
             if move.number not in elsewhere:
                 self._pad(move, base)

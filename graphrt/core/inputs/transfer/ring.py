@@ -44,6 +44,7 @@ class SlotRing:
         "_ring",
         "address",
         "count",
+        "end",
         "free_until",
         "memory",
         "moves",
@@ -65,6 +66,7 @@ class SlotRing:
         self.memory = ring.memory
         self.slots = ring.slots
         address = self.address = self.memory.data_ptr()
+        self.end = address + self.memory.nbytes
         octets = _octets_at(address, self.memory.nbytes)
         # All of the memory as numbers, by their bytes.
         self.rows = {1: octets, 2: octets.cast("H"), 4: octets.cast("I"), 8: octets.cast("Q")}

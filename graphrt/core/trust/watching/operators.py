@@ -19,10 +19,11 @@ Rows = Callable[[Sequence[Any]], RowAccess]
 
 
 class OperatorFacts(NamedTuple):
-    """Of one overload: the arguments that it writes, by place and name; how to save only the rows
-    that it writes; whether it is one of torch's own, makes a view and touches no memory, or reads
-    nothing of what it writes."""
+    """Of one overload: its name; the arguments that it writes, by place and name; how to save only
+    the rows that it writes; whether it is one of torch's own, makes a view and touches no memory,
+    or reads nothing of what it writes."""
 
+    name: str
     writes: tuple[tuple[int, str], ...]
     rows: Rows | None
     is_aten: bool
@@ -36,7 +37,7 @@ def facts_of(func: Any) -> OperatorFacts:
     nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return OperatorFacts((), None, False, False, False)
+        return OperatorFacts("", (), None, False, False, False)
     writes = tuple(
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
@@ -46,6 +47,7 @@ def facts_of(func: Any) -> OperatorFacts:
     )
     aliases = [result.alias_info for result in schema.returns]
     return OperatorFacts(
+        schema.name,
         writes,
         _ROWS.get(schema.name),
         schema.name.startswith("aten::"),
@@ -68,10 +70,15 @@ def written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
             yield from (each for each in value if isinstance(each, torch.Tensor))
 
 
+def indices_of(args: Sequence[Any]) -> int:
+    """How many indices a call that writes rows is given, along its longest."""
+    given = args[1] if isinstance(args[1], list | tuple) else args[2:3]
+    return max((i.numel() for i in given if isinstance(i, torch.Tensor)), default=0)
+
+
 def _by_index(args: Sequence[Any]) -> RowAccess:
     tensor, indices = args[0].detach(), tuple(slice(None) if i is None else i for i in args[1])
-    # The index may itself be written before the rows are put back.
-    kept = tuple(i.clone() if isinstance(i, torch.Tensor) else i for i in indices)
+    kept = tuple(map(_own_index, indices))
     chosen = tuple(i for i in kept if isinstance(i, torch.Tensor) and i.dtype is not torch.bool)
     leading = next((at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)), 0)
     return (
@@ -80,6 +87,15 @@ def _by_index(args: Sequence[Any]) -> RowAccess:
         chosen if len(chosen) == sum(isinstance(i, torch.Tensor) for i in kept) else (),
         leading,
     )
+
+
+def _own_index(index: Any) -> Any:
+    if not isinstance(index, torch.Tensor):
+        return index
+    # It may itself be written before the rows are put back.
+    own = index.clone()
+    # One without dimensions would be taken for a number, which makes a view.
+    return own if own.dim() or own.dtype is torch.bool else own.reshape(1)
 
 
 def _by_dim(args: Sequence[Any]) -> RowAccess:

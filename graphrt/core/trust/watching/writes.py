@@ -71,6 +71,8 @@ class SavedWrites:
     def __init__(self, limit_bytes: int, *, sums: bool = True) -> None:
         """Without `sums` what is too large is not looked at either."""
         self.bytes = 0
+        # Which memory rows were written of, and by which operator.
+        self.row_writes: set[tuple[int, str]] = set()
         self._sums = sums
         self._limit = limit_bytes
         self._regions: list[_Region] = []
@@ -117,6 +119,7 @@ class SavedWrites:
         else:
             assert facts.rows is not None
             read, write, chosen, dim = facts.rows(args)
+            self.row_writes.add((tensor.untyped_storage()._cdata, facts.name))
         was = read()
         self.bytes += was.numel() * was.element_size()
         if self.bytes > self._limit:
