@@ -131,14 +131,20 @@ class SideDoors:
             if other.capture == self._capture and other.line == made.line:
                 _refuse(read, made, " anew at every step")
 
-    def note_made(self, part: str, tensors: Sequence[torch.Tensor], known: Any) -> None:
-        """Note those of `tensors`, which an operator returned, that are not memory of `known`."""
-        before = {each._cdata for tensor in tree.tensors(known) for each in _storages(tensor)}
+    def note_made(self, part: str, result: Any, given: Any) -> None:
+        """Note the tensors of what an operator returned that are not memory of what it was given:
+        nothing, for one that makes tensors of Python data."""
+        before: set[int] | None = None
         made: _Made | None = None
-        for tensor in tensors:
+        for tensor in (result,) if type(result) is torch.Tensor else tree.tensors(result):
             for storage in _storages(tensor):
                 key = storage._cdata
-                if key not in before and key not in self._made:
+                if key in self._made:
+                    continue
+                if before is None:
+                    # Only now: most operators in a part read what others there have made.
+                    before = {own._cdata for each in _tensors(given) for own in _storages(each)}
+                if key not in before:
                     made = made or _Made(part, user_source(), self._capture)
                     self._made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
 
@@ -168,16 +174,15 @@ class _MakingWatch(ThreadMode):
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
         if self._hidden is not None:
-            for tensor in tree.tensors((args, kwargs)):
+            for tensor in _tensors((*args, *kwargs.values())):
                 if any(map(self._hidden, _in_memory(tensor))):
                     _refuse_hidden(self._part, str(func), tensor)
         if self._before is not None:
             self._before(func, args, kwargs)
         result = func(*args, **kwargs)
-        made = tree.tensors(result)
-        if made:
-            known = () if func is _LIFT_FRESH else (args, kwargs)
-            self.doors.note_made(self._part, made, known)
+        if not _makes_nothing(func):
+            given = () if func is _LIFT_FRESH else (*args, *kwargs.values())
+            self.doors.note_made(self._part, result, given)
         return result
 
 
@@ -203,7 +208,41 @@ def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return (tensor,) if tensor.layout is torch.strided else ()
 
 
-def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+# By number: an operator's hash is computed in Python. Held, so that none is used again.
+_known_to_make: dict[int, tuple[Any, bool]] = {}
+
+
+def _makes_nothing(func: Any) -> bool:
+    """Whether an operator is one of torch's own whose results are all memory that it was given:
+    what makes a view, or writes in place."""
+    known = _known_to_make.get(id(func))
+    if known is None:
+        schema = getattr(func, "_schema", None)
+        alone = (
+            schema is not None
+            and schema.name.startswith("aten::")
+            # These put a storage that is no tensor, or Python data, into one.
+            and schema.name not in ("aten::set_", "aten::lift_fresh")
+            and all(each.alias_info is not None for each in schema.returns)
+        )
+        known = _known_to_make[id(func)] = func, alone
+    return known[1]
+
+
+def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
+    """Every tensor of an operator's arguments, mostly tensors and numbers."""
+    found: list[torch.Tensor] = []
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, list | tuple | dict):
+            found += tree.tensors(each)
+    return found
+
+
+def _storages(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        return (tensor.untyped_storage(),)
     return [each.untyped_storage() for each in _in_memory(tensor)]
 
 
