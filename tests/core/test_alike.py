@@ -298,8 +298,10 @@ class Making(Mapping):
 
     def __init__(self, given: dict[str, torch.Tensor]) -> None:
         self.given = given
+        self.asked: list[str] = []
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        self.asked.append(name)
         return self.given[name].clone()
 
     def __iter__(self) -> Iterator[str]:
@@ -310,7 +312,12 @@ class Making(Mapping):
 
 
 class MakingDict(dict):
+    def __init__(self, given: dict[str, torch.Tensor]) -> None:
+        super().__init__(given)
+        self.asked: list[str] = []
+
     def __getitem__(self, name: str) -> torch.Tensor:
+        self.asked.append(name)
         return dict.__getitem__(self, name).clone()
 
 
@@ -319,7 +326,9 @@ def test_a_mapping_that_makes_its_tensors_is_asked_once(warm, kind):
     runner, _ = warm
     for seed in range(50):
         given = values(3, seed)
-        assert torch.equal(runner.step(BATCH, kind(given)), padded(given, 4))
+        making = kind(given)
+        assert torch.equal(runner.step(BATCH, making), padded(given, 4))
+        assert sorted(making.asked) == sorted(given)
 
 
 def test_what_is_no_mapping_is_named():
@@ -395,8 +404,11 @@ def test_kinds_that_were_seen_first_make_room_for_others():
                 given[name] = torch.full((3,), turn)
         assert runner(BATCH, **given).tolist() == [3 * turn] * 3
         made.add(moves_of(runner).made)
+        if turn == MOST_KINDS - 1:
+            first = list(moves_of(runner).kinds)
     moves = moves_of(runner)
     assert moves.alike is moves.kinds[-1] and max(made) == 8 < MOST_MADE
+    assert len(moves.kinds) == MOST_KINDS and not set(first) & set(moves.kinds)
 
 
 def test_of_many_kinds_few_are_known():
