@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -44,6 +44,30 @@ def runner_of(specs: dict[str, InputSpec] = SPECS, **settings: Any) -> GraphRunn
     )
     runner.capture()
     return runner
+
+
+def runner_of_three(forward: Callable[..., torch.Tensor]) -> GraphRunner:
+    """A runner of inputs a, b and c."""
+    runner = GraphRunner(
+        forward,
+        inputs={name: InputSpec(torch.int64, ("tokens",)) for name in "abc"},
+        outputs=("tokens",),
+        mode="FULL",
+        sizes=[4],
+        platform=RingPlatform(),
+        options=GraphOptions(inputs_in_graph=True, check="off"),
+    )
+    runner.capture()
+    return runner
+
+
+def kind_of_three(kind: int, value: int) -> dict[str, torch.Tensor]:
+    """Inputs of one value, of which the bits of `kind` say which were made in inference mode."""
+    given = {}
+    for number, name in enumerate("abc"):
+        with torch.inference_mode(bool(kind >> number & 1)):
+            given[name] = torch.full((3,), value + number)
+    return given
 
 
 def values(rows: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -337,17 +361,7 @@ def test_what_is_no_mapping_is_named():
 
 
 def test_views_of_a_slot_that_was_given_up_are_read_before_it_is_written():
-    specs = {name: InputSpec(torch.int64, ("tokens",)) for name in "abc"}
-    runner = GraphRunner(
-        lambda a, b, c: a * 10000 + b * 100 + c,
-        inputs=specs,
-        outputs=("tokens",),
-        mode="FULL",
-        sizes=[4],
-        platform=RingPlatform(),
-        options=GraphOptions(inputs_in_graph=True, check="off"),
-    )
-    runner.capture()
+    runner = runner_of_three(lambda a, b, c: a * 10000 + b * 100 + c)
     for turn in range(6):
         given = {name: torch.full((3,), at + turn) for at, name in enumerate("abc", 1)}
         assert runner(BATCH, **given).tolist() == [10203 + turn * 10101] * 3
@@ -384,25 +398,11 @@ def test_what_only_says_that_it_equals_the_last_batch_is_looked_at(warm, field):
 
 
 def test_kinds_that_were_seen_first_make_room_for_others():
-    specs = {f"x{number}": InputSpec(torch.int64, ("tokens",)) for number in range(3)}
-    runner = GraphRunner(
-        lambda **given: torch.stack([*given.values()]).sum(0),
-        inputs=specs,
-        outputs=("tokens",),
-        mode="FULL",
-        sizes=[4],
-        platform=RingPlatform(),
-        options=GraphOptions(inputs_in_graph=True, check="off"),
-    )
-    runner.capture()
+    runner = runner_of_three(lambda a, b, c: a + b + c)
     made = set()
     for turn in range(100):
-        kind = turn % 8 if turn < 8 else 7
-        given = {}
-        for number, name in enumerate(specs):
-            with torch.inference_mode(bool(kind >> number & 1)):
-                given[name] = torch.full((3,), turn)
-        assert runner(BATCH, **given).tolist() == [3 * turn] * 3
+        given = kind_of_three(min(turn, 7), turn)
+        assert runner(BATCH, **given).tolist() == [3 * turn + 3] * 3
         made.add(moves_of(runner).made)
         if turn == MOST_KINDS - 1:
             first = list(moves_of(runner).kinds)
@@ -412,24 +412,10 @@ def test_kinds_that_were_seen_first_make_room_for_others():
 
 
 def test_of_many_kinds_few_are_known():
-    specs = {f"x{number}": InputSpec(torch.int64, ("tokens",)) for number in range(3)}
-    runner = GraphRunner(
-        lambda **given: torch.stack([*given.values()]).sum(0),
-        inputs=specs,
-        outputs=("tokens",),
-        mode="FULL",
-        sizes=[4],
-        platform=RingPlatform(),
-        options=GraphOptions(inputs_in_graph=True, check="off"),
-    )
-    runner.capture()
+    runner = runner_of_three(lambda a, b, c: a + b + c)
     for _ in range(3):
         for kind in range(8):
-            given = {}
-            for number, name in enumerate(specs):
-                with torch.inference_mode(bool(kind >> number & 1)):
-                    given[name] = torch.full((3,), kind + number)
-            assert runner(BATCH, **given).tolist() == [3 * kind + 3] * 3
+            assert runner(BATCH, **kind_of_three(kind, kind)).tolist() == [3 * kind + 3] * 3
     assert len(moves_of(runner).kinds) == MOST_KINDS
 
 
