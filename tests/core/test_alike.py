@@ -46,11 +46,13 @@ def runner_of(specs: dict[str, InputSpec] = SPECS, **settings: Any) -> GraphRunn
     return runner
 
 
-def runner_of_three(forward: Callable[..., torch.Tensor]) -> GraphRunner:
-    """A runner of inputs a, b and c."""
+THREE = {name: InputSpec(torch.int64, ("tokens",)) for name in "abc"}
+
+
+def runner_of_four_tokens(forward: Callable[..., torch.Tensor], inputs: Any) -> GraphRunner:
     runner = GraphRunner(
         forward,
-        inputs={name: InputSpec(torch.int64, ("tokens",)) for name in "abc"},
+        inputs=inputs,
         outputs=("tokens",),
         mode="FULL",
         sizes=[4],
@@ -265,16 +267,7 @@ def test_fixed_inputs_are_filled_beside_what_is_like_before():
 
 
 def test_nested_inputs_are_told_by_their_names():
-    runner = GraphRunner(
-        lambda outer: outer["ids"] + 1,
-        inputs={"outer": SPECS},
-        outputs=("tokens",),
-        mode="FULL",
-        sizes=[4],
-        platform=RingPlatform(),
-        options=GraphOptions(inputs_in_graph=True, check="off"),
-    )
-    runner.capture()
+    runner = runner_of_four_tokens(lambda outer: outer["ids"] + 1, {"outer": SPECS})
     for seed in range(5):
         given = values(3, seed)
         assert torch.equal(runner(BATCH, outer=given), given["ids"] + 1)
@@ -361,7 +354,7 @@ def test_what_is_no_mapping_is_named():
 
 
 def test_views_of_a_slot_that_was_given_up_are_read_before_it_is_written():
-    runner = runner_of_three(lambda a, b, c: a * 10000 + b * 100 + c)
+    runner = runner_of_four_tokens(lambda a, b, c: a * 10000 + b * 100 + c, THREE)
     for turn in range(6):
         given = {name: torch.full((3,), at + turn) for at, name in enumerate("abc", 1)}
         assert runner(BATCH, **given).tolist() == [10203 + turn * 10101] * 3
@@ -398,7 +391,7 @@ def test_what_only_says_that_it_equals_the_last_batch_is_looked_at(warm, field):
 
 
 def test_kinds_that_were_seen_first_make_room_for_others():
-    runner = runner_of_three(lambda a, b, c: a + b + c)
+    runner = runner_of_four_tokens(lambda a, b, c: a + b + c, THREE)
     made = set()
     for turn in range(100):
         given = kind_of_three(min(turn, 7), turn)
@@ -412,7 +405,7 @@ def test_kinds_that_were_seen_first_make_room_for_others():
 
 
 def test_of_many_kinds_few_are_known():
-    runner = runner_of_three(lambda a, b, c: a + b + c)
+    runner = runner_of_four_tokens(lambda a, b, c: a + b + c, THREE)
     for _ in range(3):
         for kind in range(8):
             assert runner(BATCH, **kind_of_three(kind, kind)).tolist() == [3 * kind + 3] * 3
