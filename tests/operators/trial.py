@@ -39,7 +39,8 @@ _WITH_SEEDS = frozenset(
 _DESCRIPTOR = BatchDescriptor(1)
 _CALLS = 1000
 """Eager calls that have to agree before a replay counts as wrong: of linalg.lstsq with complex
-numbers and the driver gelsy one in 150 has other last bits."""
+numbers and the driver gelsy one in 50 has other last bits while small blocks come and go around it,
+one in thousands while they do not."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class Sample:
         sizes = random.Random(0)
         junk: list[torch.Tensor] = []
         for _ in range(_CALLS):
-            junk.append(torch.empty(sizes.randrange(1, 3000), device=self._case.device))
+            size = sizes.randrange(1, sizes.choice((64, 12000)))
+            junk.append(torch.empty(size, dtype=torch.uint8, device=self._case.device))
             if sizes.random() < 0.5:
                 junk.pop(sizes.randrange(len(junk)))
             seen = [*seen[:1], self._call(self._function, draw)]
