@@ -31,7 +31,7 @@ from typing import Any
 
 import tomllib
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256]
 BATCHES = (1, 3, 8, 37, 64)
 TIMED = (1, 8, 64)
@@ -92,9 +92,6 @@ def configurations() -> dict[str, dict[str, Any]]:
         "compilation": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     }
     return found
-
-
-# ------------------------------------------------------------------- one configuration
 
 
 class Capture:
@@ -506,9 +503,6 @@ def timed(engines: Engines, batch: int, rounds: int = 5, tokens: int = 64) -> di
     return {**found, "ratio": round(statistics.median(ratios), 3), "turns": medians}
 
 
-# --------------------------------------------------------------------------- all of them
-
-
 def entry_points(folder: Path) -> None:
     """Stand in for an installed graphrt: its entry points, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -533,8 +527,9 @@ def prepared(args: argparse.Namespace) -> tuple[Path, list[str], str]:
     paths = [str(ROOT), str(work / "installed"), *([str(args.site)] if args.site else [])]
     path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     if any(configurations()[name].get("lora") for name in names):
+        # A process of its own: torch and safetensors may be in SITE alone.
         code = (
-            "import sys, pathlib; from benchmarks.gpu.vllm_host import write_adapter; "
+            "import sys, pathlib; from benchmarks.gpu.vllm_host.__main__ import write_adapter; "
             "write_adapter(pathlib.Path(sys.argv[1]))"
         )
         subprocess.run(
@@ -713,7 +708,9 @@ def tell(name: str, result: dict[str, Any], log: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python3 -m benchmarks.gpu.vllm_host", description=__doc__
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("one")
     one.add_argument("name")
