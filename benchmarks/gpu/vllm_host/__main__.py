@@ -14,7 +14,6 @@ itself, as what one engine has made is there for the next one.
 import argparse
 import copy
 import fcntl
-import importlib.util
 import itertools
 import json
 import logging
@@ -31,67 +30,10 @@ from typing import Any
 
 import tomllib
 
+from benchmarks.gpu.vllm_host.configurations import BATCHES, SIZES, TIMED, configurations
+from benchmarks.gpu.vllm_host.model import VOCABULARY, randomise, write_model
+
 ROOT = Path(__file__).resolve().parents[3]
-SIZES = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256]
-BATCHES = (1, 3, 8, 37, 64)
-TIMED = (1, 8, 64)
-VOCABULARY = 32000
-PIECES = {"mode": 3, "backend": "eager"}
-"""Split by Dynamo at attention, and not compiled: that is not what is compared, and takes long."""
-
-
-def configurations() -> dict[str, dict[str, Any]]:
-    """Name -> options."""
-    found: dict[str, dict[str, Any]] = {
-        "v2-full_and_piecewise-inductor": {
-            "runner": "v2",
-            "compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
-        },
-        "v1-full_and_piecewise-profiled": {
-            "runner": "v1",
-            "profile": True,
-            "compilation": {**PIECES, "cudagraph_mode": "FULL_AND_PIECEWISE"},
-        },
-    }
-    for runner in ("v2", "v1"):
-        found[f"{runner}-piecewise"] = {
-            "runner": runner,
-            "compilation": {**PIECES, "cudagraph_mode": "PIECEWISE"},
-        }
-        found[f"{runner}-full_decode_only"] = {
-            "runner": runner,
-            "compilation": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        }
-        found[f"{runner}-breakable"] = {
-            "runner": runner,
-            "compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
-            "env": {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"},
-        }
-        found[f"{runner}-lora"] = {
-            "runner": runner,
-            "lora": True,
-            "compilation": {**PIECES, "cudagraph_mode": "FULL_AND_PIECEWISE"},
-        }
-    found["v1-inductor_partition"] = {
-        "runner": "v1",
-        "compilation": {"use_inductor_graph_partition": True, "cudagraph_mode": "PIECEWISE"},
-    }
-    has_numba = importlib.util.find_spec("numba") is not None
-    ngram = {"method": "ngram" if has_numba else "ngram_gpu", "prompt_lookup_max": 3}
-    for name, speculative in (("ngram", ngram), ("draft", {"method": "draft_model"})):
-        found[f"v1-{name}"] = {
-            "runner": "v1",
-            "speculative": {"num_speculative_tokens": 3, **speculative},
-            "repeating": name == "ngram",
-            "compilation": {**PIECES, "cudagraph_mode": "FULL_AND_PIECEWISE"},
-        }
-    found["v2-mode_none"] = {
-        "runner": "v2",
-        "off": True,
-        "env": {"GRAPHRT_MODE": "NONE"},
-        "compilation": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-    }
-    return found
 
 
 class Capture:
@@ -177,75 +119,6 @@ class Replays:
 
         torch.cuda.CUDAGraph.replay = replay
         self.restore = lambda: setattr(torch.cuda.CUDAGraph, "replay", original)
-
-
-def write_model(folder: Path, layers: int = 4) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 1024,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 3072,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def write_adapter(folder: Path, layers: int = 4) -> None:
-    """A LoRA adapter of random weights that are large enough to change tokens."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(7)
-    weights = {}
-    for layer in range(layers):
-        for name, out in (("q_proj", 1024), ("v_proj", 256)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("lora_A", (8, 1024)), ("lora_B", (out, 8))):
-                values = torch.randn(shape, generator=generator) * 0.2
-                weights[f"{prefix}.{part}.weight"] = values.to(torch.bfloat16)
-    save_file(weights, str(folder / "adapter_model.safetensors"))
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": 8,
-        "lora_alpha": 16,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": ["q_proj", "v_proj"],
-        "base_model_name_or_path": "llama",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
-def randomise(model: Any) -> int:
-    """Refill weights in place: with those of vLLM's dummy loader attention does not matter."""
-    import torch
-
-    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(0)
-    count = 0
-    with torch.inference_mode():
-        for name, weight in model.named_parameters():
-            if "lora" in name:
-                continue
-            if "norm" in name:
-                weight.fill_(1.0)
-            else:
-                weight.normal_(0.0, 0.05, generator=generator)
-            count += 1
-    return count
 
 
 class Engines:
@@ -529,7 +402,7 @@ def prepared(args: argparse.Namespace) -> tuple[Path, list[str], str]:
     if any(configurations()[name].get("lora") for name in names):
         # A process of its own: torch and safetensors may be in SITE alone.
         code = (
-            "import sys, pathlib; from benchmarks.gpu.vllm_host.__main__ import write_adapter; "
+            "import sys, pathlib; from benchmarks.gpu.vllm_host.model import write_adapter; "
             "write_adapter(pathlib.Path(sys.argv[1]))"
         )
         subprocess.run(

@@ -1,0 +1,76 @@
+"""The Llama that all engines run: its files, a LoRA adapter, and weights that matter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 32000
+
+
+def write_model(folder: Path, layers: int = 4) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 3072,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_adapter(folder: Path, layers: int = 4) -> None:
+    """A LoRA adapter of random weights that are large enough to change tokens."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(7)
+    weights = {}
+    for layer in range(layers):
+        for name, out in (("q_proj", 1024), ("v_proj", 256)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("lora_A", (8, 1024)), ("lora_B", (out, 8))):
+                values = torch.randn(shape, generator=generator) * 0.2
+                weights[f"{prefix}.{part}.weight"] = values.to(torch.bfloat16)
+    save_file(weights, str(folder / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+        "base_model_name_or_path": "llama",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def randomise(model: Any) -> int:
+    """Refill weights in place: with those of vLLM's dummy loader attention does not matter."""
+    import torch
+
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(0)
+    count = 0
+    with torch.inference_mode():
+        for name, weight in model.named_parameters():
+            if "lora" in name:
+                continue
+            if "norm" in name:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, 0.05, generator=generator)
+            count += 1
+    return count
