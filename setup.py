@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: with GRAPHRT_NATIVE=1 one C file is compiled as well.
+"""What pyproject.toml cannot say: with GRAPHRT_NATIVE=1 the C files of native/ are compiled.
 
 It makes steps whose graphs fetch their inputs cheaper on the host; without it, which is the
 default, the same is done in Python.
@@ -8,6 +8,7 @@ import os
 
 from setuptools import Extension, setup
 
-_NATIVE = Extension("graphrt.core.inputs.transfer._native", ["native/slots.c"])
+_SOURCES = [f"native/{name}.c" for name in ("module", "replay", "same", "slots")]
+_NATIVE = Extension("graphrt.core.base._native", _SOURCES, depends=["native/native.h"])
 
 setup(ext_modules=[_NATIVE] if os.environ.get("GRAPHRT_NATIVE") == "1" else [])

@@ -119,13 +119,18 @@ def full_step(platform: Any, count: int, measure: Measure = measure) -> dict[str
         with dispatcher.step(batch):
             wrapper(buffer)
 
+    def new_step() -> None:
+        with dispatcher.step(Batch(tokens, tokens, 1)):
+            wrapper(buffer)
+
     too_large = Batch(TOO_LARGE, TOO_LARGE, 1)
-    bare, dispatch, built, miss, whole = measure(
+    bare, dispatch, built, miss, whole, new = measure(
         lambda: graph.replay(),
         lambda: dispatcher.dispatch(batch),
         lambda: dispatcher.dispatch(Batch(tokens, tokens, 1)),
         lambda: dispatcher.dispatch(too_large),
         step,
+        new_step,
     )
     (empty,) = measure(lambda: None)
     return {
@@ -134,6 +139,7 @@ def full_step(platform: Any, count: int, measure: Measure = measure) -> dict[str
         "dispatch + building its Batch": built - empty,
         "dispatch, a miss": miss - empty,
         "dispatch + context + wrapper": whole - bare,
+        "the same, building its Batch": new - bare,
         "step / bare replay": (whole - empty) / (bare - empty),
     }
 

@@ -1,16 +1,6 @@
 /* What writes the slot of a step whose inputs are like those of an earlier one, in one call: what
-   graphrt/core/inputs/transfer/alike.py does in Python where this is not built (see setup.py).
-
-   Python's own headers and none of torch's: addresses come from Tensor.data_ptr and the comparison
-   from torch's TensorGuards, both passed in, so one build serves every version of torch. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
-
-#include <stdint.h>
-#include <string.h>
-
-enum { MOST_INPUTS = 64 };
+   graphrt/core/inputs/transfer/alike.py does in Python where this is not built (see setup.py). */
+#include "native.h"
 
 /* Where a ring keeps what it remembers between two steps: its slots of these names (see ring.py),
    read and written in place, as the interpreter does. */
@@ -18,40 +8,18 @@ typedef struct {
     Py_ssize_t count, free_until, pending, unsure;
 } Slots;
 
-static PyObject **slot_of(PyObject *ring, Py_ssize_t offset) {
-    return (PyObject **)((char *)ring + offset);
-}
-
-static void set_slot(PyObject *ring, Py_ssize_t offset, PyObject *value) {
-    PyObject **slot = slot_of(ring, offset), *before = *slot;
-    *slot = Py_NewRef(value);
-    Py_XDECREF(before);
-}
-
-static Py_ssize_t offset_of(PyObject *ring, const char *name) {
-    PyObject *found = PyObject_GetAttrString((PyObject *)Py_TYPE(ring), name);
-    if (found == NULL) return -1;
-    Py_ssize_t offset = -1;
-    if (Py_IS_TYPE(found, &PyMemberDescr_Type) &&
-        ((PyMemberDescrObject *)found)->d_member->type == T_OBJECT_EX)
-        offset = ((PyMemberDescrObject *)found)->d_member->offset;
-    else
-        PyErr_Format(PyExc_TypeError, "%s is no slot of %s", name, Py_TYPE(ring)->tp_name);
-    Py_DECREF(found);
-    return offset;
-}
-
 static int find_slots(PyObject *ring, Slots *at) {
-    if ((at->count = offset_of(ring, "count")) < 0) return -1;
-    if ((at->free_until = offset_of(ring, "free_until")) < 0) return -1;
-    if ((at->pending = offset_of(ring, "pending")) < 0) return -1;
-    return (at->unsure = offset_of(ring, "unsure")) < 0 ? -1 : 0;
+    PyTypeObject *type = Py_TYPE(ring);
+    if ((at->count = offset_of(type, "count")) < 0) return -1;
+    if ((at->free_until = offset_of(type, "free_until")) < 0) return -1;
+    if ((at->pending = offset_of(type, "pending")) < 0) return -1;
+    return (at->unsure = offset_of(type, "unsure")) < 0 ? -1 : 0;
 }
 
 /* Whether the next step's slot is free and its number is known; -1 with an error set. */
 static int is_ready(PyObject *ring, const Slots *at, unsigned long long *count) {
-    PyObject *unsure = *slot_of(ring, at->unsure), *step = *slot_of(ring, at->count);
-    PyObject *free_until = *slot_of(ring, at->free_until);
+    PyObject *unsure = in_slot(ring, at->unsure), *step = in_slot(ring, at->count);
+    PyObject *free_until = in_slot(ring, at->free_until);
     if (step == NULL || free_until == NULL || unsure == NULL) {
         PyErr_SetString(PyExc_AttributeError, "the ring has no state yet");
         return -1;
@@ -177,10 +145,7 @@ static int give_slot(Writer *self, const Moves *moves, const uint64_t *starts,
     PyObject *fetched = PyObject_CallNoArgs(fetch);
     if (fetched == NULL) return -1;
     Py_DECREF(fetched);
-    PyObject *next = PyLong_FromUnsignedLongLong(step + 1);
-    if (next == NULL) return -1;
-    set_slot(ring, self->at.count, next);
-    Py_DECREF(next);
+    if (add_to_slot(ring, self->at.count, 1) < 0) return -1;
     set_slot(ring, self->at.unsure, Py_False);
     return 0;
 }
@@ -343,9 +308,9 @@ static void writer_dealloc(Writer *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyTypeObject WriterType = {
+PyTypeObject WriterType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "graphrt.core.inputs.transfer._native.Writer",
+    .tp_name = "graphrt.core.base._native.Writer",
     .tp_basicsize = sizeof(Writer),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_new = writer_new,
@@ -355,19 +320,3 @@ static PyTypeObject WriterType = {
     .tp_clear = (inquiry)writer_clear,
     .tp_dealloc = (destructor)writer_dealloc,
 };
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", NULL, -1, NULL, NULL, NULL, NULL, NULL,
-};
-
-PyMODINIT_FUNC PyInit__native(void) {
-    if (PyType_Ready(&WriterType) < 0) return NULL;
-    PyObject *module = PyModule_Create(&definition);
-    if (module == NULL) return NULL;
-    if (PyModule_AddObjectRef(module, "Writer", (PyObject *)&WriterType) < 0 ||
-        PyModule_AddIntConstant(module, "MOST_INPUTS", MOST_INPUTS) < 0) {
-        Py_DECREF(module);
-        return NULL;
-    }
-    return module;
-}

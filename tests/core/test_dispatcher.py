@@ -10,7 +10,7 @@ from brute_force import KEYS, LIMITS, Limits, batches, brute_force, preference, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.core.base import InvalidBatchError
+from graphrt.core.base import InvalidBatchError, InvalidOptionError
 from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
 from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason, index, unpadded
 from graphrt.core.dispatch.search import SearchedView
@@ -83,10 +83,12 @@ def check_against_brute_force(keys, reserved, cases, max_padding):
             )
             best = brute_force(planned, case, later)
             assert best == (wanted and preference(wanted.mode, wanted.descriptor))
-            # A step looks by itself: it finds the same, and counts it once.
-            found, step = dispatcher.dispatch(case), dispatcher.step(case)
-            assert (step.mode, step.descriptor, step.slot) == (found[0], found[1], found[3])
-            told[found.reason] += 2
+            # A step looks by itself, and knows a batch that it is given again: it finds the same,
+            # and counts it once.
+            found, steps = dispatcher.dispatch(case), [dispatcher.step(case) for _ in range(3)]
+            for step in steps:
+                assert (step.mode, step.descriptor, step.slot) == (found[0], found[1], found[3])
+            told[found.reason] += 4
     assert +Counter(dispatcher.counts()) == told
 
 
@@ -236,6 +238,41 @@ def test_a_step_goes_by_the_dispatch_of_a_subclass():
         dispatcher.publish(mode, BatchDescriptor(4))
     for _ in range(2):
         assert dispatcher.step(Batch(4)).mode is PIECEWISE
+
+
+def test_the_same_batch_is_dispatched_anew_when_graphs_or_limits_have_changed():
+    drawn, batch, told = random.Random(3), Batch(5, 5, 1), set()
+    keys = [(FULL, BatchDescriptor(tokens)) for tokens in (5, 6, 8, 16)]
+    dispatcher = GraphDispatcher("FULL")
+    for _ in range(400):
+        change = drawn.choice([dispatcher.publish, dispatcher.withdraw, None, None])
+        if change is not None:
+            change(*drawn.choice(keys))
+        elif drawn.random() < 0.3:
+            dispatcher.max_padding = drawn.choice([None, 1.0, 1.2, 2.0])
+        published = {(found.mode, found.descriptor) for found in dispatcher.published}
+        best = brute_force(published, batch, Limits(max_padding=dispatcher.max_padding))
+        for _ in range(3):
+            step = dispatcher.step(batch)
+            told.add(step.descriptor)
+            assert best == (preference(FULL, step.descriptor) if step.slot >= 0 else None)
+    assert len(told) == 5
+
+
+def test_a_ratio_of_padding_that_is_none_leaves_the_one_before():
+    dispatcher = GraphDispatcher("FULL", max_padding=2.0)
+    with pytest.raises(InvalidOptionError):
+        dispatcher.max_padding = 0.5
+    assert dispatcher.max_padding == 2.0
+
+
+def test_what_a_host_changes_in_a_batch_is_seen_at_the_next_step():
+    dispatcher, exclude = ladder(), set()
+    batch = Batch(3, 3, 1, exclude=exclude)
+    for _ in range(3):
+        assert dispatcher.step(batch).mode is FULL
+    exclude.add(FULL)
+    assert dispatcher.step(batch).mode is dispatcher.dispatch(batch).mode is PIECEWISE
 
 
 def test_requests_without_tokens_are_a_mixed_batch():

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-MODULE = "graphrt.core.inputs.transfer._native"
+from tests.core.native_build import LOAD, ROOT, build, run
+
 SAME_TESTS = ("test_alike.py", "test_input_ring.py", "test_slots.py", "test_capture_next.py")
 
-LOAD = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location({MODULE!r}, sys.argv[-1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-sys.modules[{MODULE!r}] = module
-"""
-
-# Loads the build before graphrt looks for it, and says at the end how often it wrote a slot.
+# Says at the end how often the build wrote a slot.
 PLUGIN = f"""{LOAD}
 calls, writer = [0], module.Writer
 
@@ -43,49 +30,6 @@ code = pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:-1]])
 print("slots:", calls[0])
 raise SystemExit(code)
 """
-
-
-def run(script: str, *arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The extension, built as an installation that asks for it builds it."""
-    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if shutil.which(compiler) is None or not header.exists():
-        pytest.skip(f"needs a C compiler ({compiler}) and Python's headers ({header})")
-    pytest.importorskip("setuptools", minversion="77")
-    folder = tmp_path_factory.mktemp("native")
-    (found,) = build(folder, {"GRAPHRT_NATIVE": "1", "CFLAGS": "-Wall -Werror"})
-    return found
-
-
-def build(folder: Path, asked: dict[str, str]) -> list[Path]:
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "native", folder / "native")
-    others = {name: value for name, value in os.environ.items() if name != "GRAPHRT_NATIVE"}
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "built"],
-        cwd=folder,
-        env=others | asked,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return list((folder / "built").rglob("_native*"))
 
 
 def test_the_tests_of_fetched_inputs_pass_with_it(built: Path) -> None:
@@ -154,7 +98,8 @@ def test_random_steps_leave_the_same_with_it_and_without(built: Path) -> None:
 
 WRONG = f"""{LOAD}
 import gc, torch
-from graphrt.core.inputs.transfer.native import MOST_INPUTS, NativeWriter, packed
+from graphrt.core.base import MOST_INPUTS, NativeWriter
+from graphrt.core.inputs.transfer.moves import packed
 assert NativeWriter is module.Writer
 
 class Ring:

@@ -3,6 +3,12 @@
 # First: it imports torch, and explains what makes that fail.
 from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt.core.base import torch_import, tree
+from graphrt.core.base._native_door import (
+    MOST_INPUTS,
+    NativeReplay,
+    NativeSame,
+    NativeWriter,
+)
 from graphrt.core.base._undo import Undo
 from graphrt.core.base._warnings import (
     GraphQuarantinedWarning,
@@ -135,6 +141,7 @@ from graphrt.core.base.torch_names import (
 
 __all__ = [
     "MOST",
+    "MOST_INPUTS",
     "BakedScalarError",
     "BreakError",
     "BreakShapeError",
@@ -170,6 +177,9 @@ __all__ = [
     "MissingTorchNameError",
     "MissingUpdateError",
     "ModeNotSupportedError",
+    "NativeReplay",
+    "NativeSame",
+    "NativeWriter",
     "NestedCaptureError",
     "OutputError",
     "OverwrittenOutputError",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, graphs_off
+from graphrt.core.dispatch._counted import Counted
 from graphrt.core.dispatch.index import NOT_BUILT, NOT_FOUND, GraphIndex
 from graphrt.core.dispatch.limits import (
     COLLECTIONS,
@@ -21,8 +20,8 @@ from graphrt.core.dispatch.limits import (
     plain_ratio,
 )
 from graphrt.core.dispatch.order import checked_key
-from graphrt.core.dispatch.reasons import NOT_REPLAYED, OF_BATCHES, Dispatch, Reason
-from graphrt.core.dispatch.tables import Count, Reserved
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.dispatch.tables import Reserved
 from graphrt.core.dispatch.uniform import (
     checked_batch,
     checked_uniform,
@@ -34,9 +33,20 @@ from graphrt.core.dispatch.view import View
 _new_tuple = tuple.__new__
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
+_NO_BOUNDS = Batch(1).bounds
 
 
-class GraphDispatcher:
+def _stays(batch: Batch) -> bool:
+    """Whether nobody can change what is in a batch."""
+    return (
+        batch.bounds is _NO_BOUNDS
+        and batch.num_active_loras.__class__ is int
+        and batch.variant is None
+        and batch.exclude.__class__ is frozenset
+    )
+
+
+class GraphDispatcher(Counted):
     """Finds the best captured graph for a batch, where best is least in the order of DESIGN 6:
     FULL before PIECEWISE, tokens, active LoRAs, uniform before general, bounds, requests.
 
@@ -55,18 +65,31 @@ class GraphDispatcher:
         self._off = graphs_off()
         if self._off:
             self.mode = GraphMode.NONE
-        self.max_padding = checked_ratio(max_padding)
-        self._lock = threading.RLock()
-        self._graphs: list[Reserved] = []
-        self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
+        super().__init__()
+        self._most_padding = checked_ratio(max_padding)
         self._published: set[int] = set()
         self._last_context = ForwardContext(GraphMode.NONE)
-        self._misses = {reason: Count() for reason in OF_BATCHES}
-        self._not_replayed: Counter[tuple[int, Reason]] = Counter()
-        self._told: object = None
+        # The last batch of `step`; and one that came twice in turn, and that nobody can change: by
+        # which version it was found which graph. Hosts that make one for each step pay a compare.
+        self._last_batch: object = None
+        self._again: tuple[Batch | None, object, Any] = None, None, None
         # Whether `step` may look a batch up by itself: not past the `dispatch` of a subclass.
         self._looks = type(self).dispatch is GraphDispatcher.dispatch
         self._reindex()
+
+    @property
+    def max_padding(self) -> float | None:
+        """The largest allowed ratio of a graph's tokens to the batch's."""
+        return self._most_padding
+
+    @max_padding.setter
+    def max_padding(self, ratio: float | None) -> None:
+        checked = checked_ratio(ratio)
+        with self._lock:
+            try:
+                self._most_padding = checked
+            finally:
+                self._reindex()
 
     def reserve(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> int:
         """The slot of a planned graph; the same one when it is reserved again.
@@ -122,7 +145,7 @@ class GraphDispatcher:
         """The best graph for `batch` among those that are reserved but not published, and that
         dispatch would take: None if it would pad more than allowed. Raises what `dispatch` does."""
         batch = checked_batch(batch)
-        limits = limits_of(batch, NO_MODES, at_least, at_most_mode, self.max_padding)
+        limits = limits_of(batch, NO_MODES, at_least, at_most_mode, self._most_padding)
         view, reqs = self._view(self._built(), batch)
         if view.planned is None:
             return None
@@ -161,7 +184,7 @@ class GraphDispatcher:
                 view = index.views(bounds, loras, variant)[query_len]
             else:
                 view = index.plain[query_len]
-            narrowed, agreed, ratio = 0, tokens, self.max_padding
+            narrowed, agreed, ratio = 0, tokens, self._most_padding
             if excluded:
                 narrowed = EXCLUDED_BITS[excluded]
             if exclude:
@@ -233,9 +256,19 @@ class GraphDispatcher:
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
 
-        Contexts are used again, so one thread at a time may do this with one dispatcher.
+        Contexts are used again, so one thread at a time may do this with one dispatcher. A `Batch`
+        that is kept, and given again as long as it is true, is found faster than an equal one.
         """
-        graph = self._index.hit(batch, self.max_padding) if self._looks else None
+        again, version, graph = self._again
+        if batch is again and version is self.version:
+            graph.batches += 1
+        else:
+            version = self.version
+            graph = self._index.hit(batch, self._most_padding) if self._looks else None
+            if batch is not self._last_batch:
+                self._last_batch = batch
+            elif graph is not None and _stays(batch):
+                self._again = batch, version, graph
         found = self.dispatch(batch) if graph is None else graph.found
         if graph is None and found.slot >= 0:
             graph = self._graphs[found.slot]
@@ -258,57 +291,9 @@ class GraphDispatcher:
             context.query_len = live_query_len(batch)
         return context
 
-    def not_replayed(self, context: ForwardContext) -> None:
-        """Count the step of this context, which was announced as a HIT, as MISSING_GRAPH.
-
-        Wrappers say so, where the context has its `dispatcher`; of one step once.
-        """
-        step = context.token or context
-        with self._lock:
-            known = context.announced and context.slot < len(self._graphs)
-            if step is not self._told and known:
-                self._told = step
-                self._not_replayed[context.slot, Reason.MISSING_GRAPH] += 1
-
-    def run_eagerly(self, found: Dispatch, batch: Batch, reason: Reason) -> Dispatch:
-        """Count a batch that was dispatched to a graph but is not replayed; returns how it runs
-        instead."""
-        with self._lock:
-            self._not_replayed[found.slot, reason] += 1
-        return Dispatch(GraphMode.NONE, unpadded(checked_batch(batch)), reason)
-
     def served_by(self, slot: int) -> Any:
         """The graph in a slot: what its batches are told (`found`), and how many (`batches`)."""
         return self._graphs[slot]
-
-    def counts(self) -> dict[Reason, int]:
-        """How many batches were dispatched for each reason so far."""
-        with self._lock:
-            counts = {reason: missed.batches for reason, missed in self._misses.items()}
-            hits = sum(graph.batches for graph in self._graphs)
-            counts[Reason.HIT] = hits - self._not_replayed.total()
-            counts.update(dict.fromkeys(NOT_REPLAYED, 0))
-            for (_, reason), count in self._not_replayed.items():
-                counts[reason] += count
-            return counts
-
-    def hits(self, *, announced: bool = False) -> dict[tuple[GraphMode, BatchDescriptor], int]:
-        """How many batches each reserved graph has served; with `announced`, those too that were
-        not replayed after all."""
-        with self._lock:
-            hits = [graph.batches for graph in self._graphs]
-            for (slot, _), count in self._not_replayed.items():
-                hits[slot] -= 0 if announced else count
-            return {key: hits[slot] for key, slot in self._slots.items()}
-
-    def reset_counts(self) -> None:
-        """Start counting anew."""
-        with self._lock:
-            for missed in self._misses.values():
-                missed.batches = 0
-            self._not_replayed.clear()
-            for graph in self._graphs:
-                graph.batches = 0
 
     def _dispatch_checked(
         self,
@@ -320,7 +305,7 @@ class GraphDispatcher:
     ) -> Dispatch:
         """The same where something is not as it should be, or the index is not built."""
         batch = checked_batch(batch)
-        ratio = self.max_padding if max_padding is None else checked_ratio(max_padding)
+        ratio = self._most_padding if max_padding is None else checked_ratio(max_padding)
         limits = limits_of(batch, exclude, at_least, at_most_mode, ratio)
         index = self._built()
         view, reqs = self._view(index, batch)

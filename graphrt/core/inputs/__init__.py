@@ -2,7 +2,7 @@
 
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import nest
-from graphrt.core.inputs.layout import InputLayout
+from graphrt.core.inputs.layout import InputLayout, StepMoves
 from graphrt.core.inputs.output_axes import OutputAxes, at_path, check_tensor
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests
@@ -20,6 +20,7 @@ __all__ = [
     "OutputLayout",
     "SlotRing",
     "StaticInputs",
+    "StepMoves",
     "at_path",
     "batch_of",
     "check_tensor",

@@ -38,6 +38,9 @@ class StaticInputs:
     from the host, padding included, go over in one copy.
     """
 
+    # `NativeReplay` knows where in an object this is.
+    __slots__ = ("__dict__", "__weakref__", "turn")
+
     def __init__(
         self,
         specs: Mapping[str, Any],

@@ -13,7 +13,15 @@ from graphrt.core.replay.eager_part import (
     settle,
 )
 from graphrt.core.replay.entry import Entry
-from graphrt.core.replay.handout import HandedOut, Handout, expire, handout_of, is_spare
+from graphrt.core.replay.handout import (
+    HandedOut,
+    Handout,
+    expire,
+    handing_out,
+    handout_of,
+    is_spare,
+    shell_of,
+)
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
 from graphrt.core.replay.pool import GraphPool, HoldsGraphs, OnCapture
 from graphrt.core.replay.recording import (
@@ -62,6 +70,7 @@ __all__ = [
     "deliver",
     "expire",
     "graphs_of",
+    "handing_out",
     "handout_of",
     "is_inside_capture",
     "is_spare",
@@ -70,6 +79,7 @@ __all__ = [
     "on_own_tensors",
     "pooled_paths",
     "settle",
+    "shell_of",
     "under_way",
     "waiting_step",
     "warming_up",

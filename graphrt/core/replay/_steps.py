@@ -37,7 +37,20 @@ class PoolSteps:
     of them, and ends where its context is left or, where a host only began it, with the next one.
     """
 
+    # What every step reads: `NativeReplay` knows where in an object these are.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "closed",
+        "generation",
+        "owner",
+        "step",
+        "stream_id",
+    )
+
     def __init__(self) -> None:
+        self.closed = False
+        self.stream_id: int | None = None
         self.generation = 0
         # What steps of runners have handed out and no step has overwritten yet.
         self.handed_out: HandedOut = []

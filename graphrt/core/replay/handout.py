@@ -88,6 +88,24 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
     return copy
 
 
+def shell_of(hand_out: Handout) -> Shell | None:
+    """What hands out over storages of its own; None for what makes copies."""
+    shell = getattr(hand_out, "__self__", None)
+    return shell if isinstance(shell, Shell) else None
+
+
+def handing_out(shell: Shell, handed_out: HandedOut) -> tuple[Any, ...]:
+    """What `NativeReplay` hands out by, as `Shell` does, into `handed_out`."""
+    looks = storage_use_count, getweakrefcount, is_inference_mode_enabled
+    return shell, Shell, handed_out, *looks, _own_references()
+
+
+def _own_references() -> int:
+    """How many of the references that `Shell` counts of a storage are there as it counts them."""
+    storage = object()
+    return getrefcount(storage)
+
+
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What makes tensors of its dtype and device faster than anything else."""

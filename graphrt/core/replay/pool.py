@@ -85,12 +85,10 @@ class GraphPool(PoolSteps, Uncopied):
         super().__init__()
         self.captures = 0
         self.on_capture: OnCapture | None = None
-        self.closed = False
         # It would outlive the memory.
         weakref.finalize(self, expire, self.handed_out).atexit = False
         # The wrapper's replay path reads and writes the following directly.
         self.read_stream_id: Callable[[], int] | None = None
-        self.stream_id: int | None = None
         self.last_stream: Any = None
         self._holders: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
         self._sessions: list[CaptureSession] = []

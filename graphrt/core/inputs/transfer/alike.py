@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import tensor_guards
+from graphrt.core.base import MOST_INPUTS, NativeWriter, tensor_guards
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove, StepMoves
 from graphrt.core.inputs.spec import LOWEST_ADDRESS
-from graphrt.core.inputs.transfer.moves import Fills, MoveTable
-from graphrt.core.inputs.transfer.native import MOST_INPUTS, NativeWriter, Write, packed
+from graphrt.core.inputs.transfer.moves import Fills, MoveTable, packed
 from graphrt.core.inputs.transfer.ring import SlotRing
 from graphrt.core.inputs.transfer.writes import Slab, copy_bytes
+
+Write = Callable[[Mapping[str, Any], Callable[[], None], bool], bool]
 
 MOST_KINDS, MOST_MADE = 4, 16
 """So many kinds are remembered for one number of rows, and so many made: to try more, or to make

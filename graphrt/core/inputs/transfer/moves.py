@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from graphrt.core.device import RingFormat
 from graphrt.core.inputs.layout import FieldMove
-from graphrt.core.inputs.transfer.native import packed
 from graphrt.core.inputs.transfer.writes import PadSource
 
 _COPY, _PAYLOAD, _FILL = RingFormat.COPY, RingFormat.PAYLOAD, RingFormat.FILL
@@ -18,6 +17,14 @@ _ONE_OF_EACH = {1: 0x0101010101010101, 2: 0x0001000100010001, 4: 0x0000000100000
 Move = tuple[int, int, int, int]
 Packed = tuple[int, bytes, bytes]
 """How many moves there are, their words, and which of these are known at a step alone."""
+
+
+def packed(rows: Iterable[Sequence[int]]) -> bytes:
+    """Numbers as words of 8 bytes, for `NativeWriter`."""
+    words = array("Q")
+    for row in rows:
+        words.extend(row)
+    return words.tobytes()
 
 
 class MoveTable:

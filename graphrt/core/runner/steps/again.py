@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from graphrt.core.base import NativeSame
 from graphrt.core.batch import Batch
 from graphrt.core.dispatch import NOT_FOUND
 
@@ -22,7 +25,7 @@ def is_plain(batch: Batch) -> bool:
     )
 
 
-def same(batch: Batch, last: Batch | None) -> bool:
+def same_in_python(batch: Batch, last: Batch | None) -> bool:
     """Whether a batch is told what the last one was, a plain one. What cannot be compared, or only
     compares like ints, is left to `dispatch`, which names it."""
     try:
@@ -41,3 +44,8 @@ def same(batch: Batch, last: Batch | None) -> bool:
         )
     except NOT_FOUND:
         return False
+
+
+same: Callable[[Batch, Batch | None], bool] = (
+    same_in_python if NativeSame is None else NativeSame(Batch, _PLAIN.bounds, _PLAIN.exclude)
+)

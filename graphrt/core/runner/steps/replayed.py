@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from graphrt.core.base import NativeReplay
 from graphrt.core.batch import Batch, BatchDescriptor
 from graphrt.core.capture import GraphWrapper, hot_of
 from graphrt.core.inputs import (
@@ -14,10 +15,11 @@ from graphrt.core.inputs import (
     InputSlot,
     SlotRing,
     StaticInputs,
+    StepMoves,
     reqs_of,
     wrong_requests,
 )
-from graphrt.core.replay import GraphPool, Handout, expire
+from graphrt.core.replay import GraphPool, Handout, expire, handing_out, shell_of
 from graphrt.core.runner.host import Bind
 
 NOT_ALONE: Final = object()
@@ -136,4 +138,30 @@ def replay_of(
             pool.owner = None
             raise
 
-    return replay
+    def look(batch: Batch) -> tuple[StepMoves, Shape] | None:
+        tokens, live_reqs = batch[0], batch[1]
+        if not all_packed or live_reqs is None or not 1 <= live_reqs <= reqs:
+            return None
+        moves, live = known.get((tokens, live_reqs)), shapes.get((tokens, live_reqs))
+        return None if moves is None or live is None else (moves, live[0])
+
+    shell = None if hand_out is None else shell_of(hand_out)
+    if NativeReplay is None or shell is None or ring is None or bind is not None:
+        return replay
+    found: Replay = NativeReplay(
+        slow=replay,
+        look=look,
+        hot=hot,
+        entry=entry,
+        place=slot,
+        pool=pool,
+        inputs=inputs,
+        ring=ring,
+        fetch=fetch,
+        graph=graph,
+        stream=read_stream_id,
+        count=count,
+        moves=StepMoves,
+        outputs=handing_out(shell, handed_out),
+    )
+    return found

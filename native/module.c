@@ -1,0 +1,25 @@
+/* The module that setup.py compiles where one asks for it: see graphrt/core/base/_native_door.py. */
+#include "native.h"
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", NULL, -1, NULL, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    struct {
+        const char *name;
+        PyTypeObject *type;
+    } types[] = {{"Writer", &WriterType}, {"Replay", &ReplayType}, {"Same", &SameType}};
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL) return NULL;
+    if (prepare_replay() < 0) goto failed;
+    for (size_t each = 0; each < sizeof(types) / sizeof(*types); each++) {
+        if (PyType_Ready(types[each].type) < 0 ||
+            PyModule_AddObjectRef(module, types[each].name, (PyObject *)types[each].type) < 0)
+            goto failed;
+    }
+    if (PyModule_AddIntConstant(module, "MOST_INPUTS", MOST_INPUTS) == 0) return module;
+failed:
+    Py_DECREF(module);
+    return NULL;
+}

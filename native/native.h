@@ -1,0 +1,64 @@
+/* What the C files share. Python's own headers and none of torch's: what is torch's is passed in, so
+   one build serves every version of it. */
+#ifndef GRAPHRT_NATIVE_H
+#define GRAPHRT_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <stdint.h>
+#include <string.h>
+
+enum { MOST_INPUTS = 64 };
+
+extern PyTypeObject WriterType, ReplayType, SameType;
+
+int prepare_replay(void);
+
+/* Slots of Python classes, read and written in place, as the interpreter does. */
+
+/* Where objects of a class have a slot; -1 with an error set where it has no such slot. */
+static inline Py_ssize_t offset_of(PyTypeObject *type, const char *name) {
+    PyObject *found = PyObject_GetAttrString((PyObject *)type, name);
+    if (found == NULL) return -1;
+    Py_ssize_t offset = -1;
+    if (Py_IS_TYPE(found, &PyMemberDescr_Type) &&
+        ((PyMemberDescrObject *)found)->d_member->type == T_OBJECT_EX)
+        offset = ((PyMemberDescrObject *)found)->d_member->offset;
+    else
+        PyErr_Format(PyExc_TypeError, "%s is no slot of %s", name, type->tp_name);
+    Py_DECREF(found);
+    return offset;
+}
+
+static inline PyObject **slot_of(PyObject *object, Py_ssize_t offset) {
+    return (PyObject **)((char *)object + offset);
+}
+
+static inline PyObject *in_slot(PyObject *object, Py_ssize_t offset) {
+    return *slot_of(object, offset);
+}
+
+static inline void set_slot(PyObject *object, Py_ssize_t offset, PyObject *value) {
+    PyObject **slot = slot_of(object, offset), *before = *slot;
+    *slot = Py_NewRef(value);
+    Py_XDECREF(before);
+}
+
+/* Count one on in a slot; -1 with an error set. */
+static inline int add_to_slot(PyObject *object, Py_ssize_t offset, long long more) {
+    PyObject *was = in_slot(object, offset);
+    long long count = was == NULL ? -1 : PyLong_AsLongLong(was);
+    if (count == -1 && (was == NULL || PyErr_Occurred())) {
+        if (was == NULL) PyErr_SetString(PyExc_AttributeError, "nothing is counted yet");
+        return -1;
+    }
+    PyObject *now = PyLong_FromLongLong(count + more);
+    if (now == NULL) return -1;
+    set_slot(object, offset, now);
+    Py_DECREF(now);
+    return 0;
+}
+
+#endif

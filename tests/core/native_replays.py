@@ -1,0 +1,242 @@
+"""Random steps of runners whose graphs fetch their inputs, by Python and by the compiled replay:
+both have to leave the same. A script of tests/core/test_native_replay.py."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
+from graphrt.core.base import NativeReplay, NativeSame
+from graphrt.core.replay import handout
+from graphrt.core.runner import _path
+from graphrt.core.runner.steps import again, replayed
+from graphrt.errors import GraphRTError
+from tests.core.soft_ring import RingGraph, RingPlatform
+
+Kept = Callable[[torch.Tensor], Any]
+
+HANDS: dict[str, Kept] = {
+    "drops it": lambda out: None,
+    "keeps it": lambda out: out,
+    "keeps a view": lambda out: out[:1],
+    "keeps an alias": lambda out: out.detach(),
+    "keeps the storage": lambda out: out.untyped_storage(),
+    "notes something at the storage": lambda out: setattr(out.untyped_storage(), "note", 1),
+    "watches the storage": lambda out: weakref.ref(out.untyped_storage()),
+    "shares it": lambda out: [out.share_memory_()].clear(),
+    "gives it other memory": lambda out: [out.set_()].clear(),
+    "takes the memory": lambda out: setattr(out, "data", torch.ones(1)),
+}
+FAULTS = (
+    "launch fails",
+    "interrupted",
+    "taken meanwhile",
+    "busy",
+    "wrong dtype",
+    "wrong rows",
+    "one more",
+)
+
+
+STEPS = 70
+
+
+class Device:
+    """What goes wrong with the next launch, and what was made unreadable."""
+
+    fault: str | None = None
+    marked = 0
+    pool: Any = None
+    stream = 0
+
+
+_replay = RingGraph.replay
+
+
+def _launch(graph: RingGraph) -> None:
+    fault, Device.fault = Device.fault, None
+    if fault == "launch fails":
+        raise RuntimeError("no launch")
+    if fault == "interrupted":
+        raise KeyboardInterrupt
+    _replay(graph)
+    if fault == "taken meanwhile":
+        Device.pool.owner = "a step of another thread"
+
+
+def _mark(cdata: int, message: str) -> None:
+    Device.marked += 1
+
+
+class Fast:
+    """How many steps the compiled replay was given, and how many it left to Python."""
+
+    given = left = 0
+
+
+def _counted(**parts: Any) -> Any:
+    slow = parts["slow"]
+
+    def left(*arguments: Any) -> Any:
+        Fast.left += 1
+        return slow(*arguments)
+
+    assert NativeReplay is not None
+    replay = NativeReplay(**(parts | {"slow": left}))
+
+    def given(*arguments: Any) -> Any:
+        Fast.given += 1
+        return replay(*arguments)
+
+    return given
+
+
+def use(*, native: bool) -> None:
+    assert NativeSame is not None
+    replayed.NativeReplay = _counted if native else None  # type: ignore[attr-defined]
+    _path.same = (  # type: ignore[attr-defined]
+        NativeSame(Batch, Batch(1).bounds, Batch(1).exclude) if native else again.same_in_python
+    )
+
+
+def specs_of(rng: random.Random) -> dict[str, InputSpec]:
+    dtypes = torch.int64, torch.int32, torch.float32
+    found = {"x": InputSpec(torch.float32, ("tokens", 2))}
+    for number in range(rng.randint(0, 3)):
+        axis = rng.choice(("tokens", "reqs", "reqs+1"))
+        pad = "repeat" if rng.random() < 0.4 else rng.randint(0, 9)
+        found[f"y{number}"] = InputSpec(rng.choice(dtypes), (axis,), pad=pad)
+    return found
+
+
+def runners_of(rng: random.Random, specs: dict[str, InputSpec]) -> tuple[GraphRunner, GraphRunner]:
+    """A runner of single graphs, and one of pieces in the same pool."""
+    given: dict[str, Any] = {
+        "inputs": specs,
+        "outputs": (rng.choice(("tokens", "reqs")),),
+        "sizes": [2, 4, 8],
+        "max_num_reqs": 8,
+        "platform": RingPlatform(),
+        "options": GraphOptions(inputs_in_graph=True, check="off"),
+    }
+
+    def forward(x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        return x * 2 + sum(other.sum() for other in others.values())
+
+    runner = GraphRunner(forward, mode="FULL", **given)
+    pool = Device.pool = runner.pool
+    if rng.random() < 0.5:
+        pool.read_stream_id, pool.stream_id = lambda: Device.stream, 0
+
+        def follow() -> None:
+            pool.stream_id = Device.stream
+
+        pool.follow_stream = follow
+    other = GraphRunner(forward, mode="PIECEWISE", **(given | {"pool": pool}))
+    runner.capture()
+    other.capture()
+    return runner, other
+
+
+def done(runner: GraphRunner, rng: random.Random, batch: Batch, values: Any, old: Any) -> Any:
+    """What a step returned, by one of the ways to run it."""
+    way = rng.random()
+    if way < 0.1:
+        return runner.step(batch, MappingProxyType(values))
+    if way < 0.2:
+        slot = runner.slot(batch)
+        for name, value in values.items():
+            slot[name].copy_(value)
+        return runner(slot)
+    if way < 0.25 and old is not None:
+        return runner(old)
+    return runner(batch, **values)
+
+
+def program(seed: int, *, native: bool) -> list[Any]:
+    """What every step came to."""
+    use(native=native)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    specs, Device.marked, Device.stream = specs_of(rng), 0, 0
+    handout._MOST_STEPS = rng.choice((3, 1024))  # type: ignore[attr-defined]
+    runner, other = runners_of(rng, specs)
+    pool, rows, reqs, old = runner.pool, 3, 3, None
+    kept, seen = list[Any](), list[Any]()
+    hand = rng.choice([*HANDS])
+    for step in range(STEPS):
+        if rng.random() < 0.2:
+            rows = rng.randint(1, 8)
+            reqs = rows if rng.random() < 0.6 else rng.randint(1, rows)
+        if rng.random() < 0.3:
+            hand = rng.choice(["drops it", *HANDS])
+        batch = Batch(rows, reqs, 1) if rows == reqs and rng.random() < 0.8 else Batch(rows, reqs)
+        values: Any = {n: torch.rand(s.sizes(rows, reqs)).to(s.dtype) for n, s in specs.items()}
+        fault = rng.choice(FAULTS) if rng.random() < 0.15 else None
+        if fault == "wrong dtype":
+            values["x"] = values["x"].double()
+        if fault == "wrong rows":
+            values["x"] = torch.cat([values["x"]] * 2)
+        if fault == "one more":
+            values["more"] = values["x"]
+        event, Device.stream = rng.random(), rng.choice((0, 0, 0, 1))
+        if step == STEPS - 1:
+            pool.close()
+        elif event < 0.03:
+            runner.recapture()
+        elif event < 0.08 and step > 30:
+            pool.drop(runner.last_dispatch.descriptor)
+        elif event < 0.15:
+            other(batch, **values) if fault is None else None
+        elif event < 0.2:
+            old = runner.slot(batch)
+        if fault == "busy":
+            pool.owner = "another step"
+        Device.fault = fault
+        found: Any
+        try:
+            with torch.inference_mode() if rng.random() < 0.1 else nullcontext():
+                out = done(runner, rng, batch, values, old)
+            found = out.clone()
+            kept.append(HANDS[hand](out))
+        except (GraphRTError, RuntimeError, LookupError, KeyboardInterrupt) as error:
+            found = type(error), str(error).partition(" in thread ")[0]
+        out = None
+        kept = kept[-rng.randint(1, 3) :]
+        if fault == "busy":
+            pool.owner = None
+        Device.fault = None
+        assert pool.owner is None
+        ring = runner.inputs.ring
+        state = ring.count, ring.unsure, ring.pending is None, pool.generation, pool.stream_id
+        steps = pool.step is None, pool.step_context is None, len(pool.handed_out), Device.marked
+        seen.append((found, state, steps))
+    kept.clear()
+    runner.close()
+    other.close()
+    return seen
+
+
+def is_equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours[0], torch.Tensor) and isinstance(theirs[0], torch.Tensor):
+        return torch.equal(ours[0], theirs[0]) and ours[1:] == theirs[1:]
+    return bool(ours == theirs)
+
+
+def main(programs: int = 60) -> None:
+    RingGraph.replay = _launch  # type: ignore[method-assign]
+    # A torch without CUDA can mark nothing; what would be marked is counted.
+    handout.can_mark_unreadable = True  # type: ignore[attr-defined]
+    handout.mark_unreadable = _mark  # type: ignore[attr-defined]
+    for seed in range(programs):
+        by_python, by_c = program(seed, native=False), program(seed, native=True)
+        for step, (ours, theirs) in enumerate(zip(by_c, by_python, strict=True)):
+            assert is_equal(ours, theirs), (seed, step, ours, theirs)
+    print("fast:", Fast.given - Fast.left, "of", Fast.given)
