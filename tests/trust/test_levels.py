@@ -569,6 +569,21 @@ def test_a_holder_that_was_replaced_and_leads_to_the_same_tensors_is_no_failure(
         go_on(runner)
 
 
+def test_a_setting_that_changes_nothing_is_looked_at_once():
+    runner, threads = captured(lambda x: x * 2), torch.get_num_threads()
+    for count in SERVED:
+        step(runner, count)
+    try:
+        torch.set_num_threads(threads + 1)
+        slot = runner.last_dispatch.slot
+        assert not runner.graphs.checks.clear(slot, 4)
+        step(runner, 4)
+        assert runner.last_dispatch.reason is Reason.HIT
+        assert all(runner.graphs.checks.clear(slot, 4) for _ in range(8))
+    finally:
+        torch.set_num_threads(threads)
+
+
 # Examples ----------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,12 @@ class StepPath:
                 values = self._graphs.lazy.capture(self._graphs.capture, wanted, values)
                 found = self._dispatcher.dispatch(batch, at_least=limits[0], at_most_mode=limits[1])
         checks = self._checks
-        if checks.on and found.slot >= 0 and not checks.clear(found.slot, batch[0]):
+        if (
+            checks.on
+            and found.slot >= 0
+            # What `clear` says, without a call, where no graph waits for a trial.
+            and not (checks.clear(found.slot, batch[0]) if checks.pending else next(checks.looks))
+        ):
             agreed = limits[0] > 0 or limits[1] is not None
             found, outputs = self._steps.checked.run(
                 batch, found, values, updates, metadata, agreed

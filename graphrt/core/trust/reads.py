@@ -220,3 +220,8 @@ def _where(tensor: torch.Tensor) -> tuple[object, ...] | None:
         return *tree.identity(tensor), tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def while_holding(holds: Callable[[], bool], glances: Iterator[bool]) -> Iterator[bool]:
+    """`Reads.glances`, each of them true only where `holds()` is too when it is taken."""
+    return map(and_, map(call, repeat(holds)), glances)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal
 
 from graphrt.core.base import GraphQuarantinedWarning, VerificationError
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.trust import Ambient, Reads, Verdict
+from graphrt.core.trust import Ambient, Reads, Verdict, while_holding
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
@@ -64,12 +64,12 @@ class Checks:
         self._untried: set[Hashable] = set()
         self._unpadded: set[Hashable] = set()
         # By slot, the batches that need no trial: of so many tokens; none for -1.
-        self._pending: dict[int, int] = {}
+        self.pending: dict[int, int] = {}
         self._quarantined: dict[int, str] = {}
         self._steps = 0
         self._ambient: Ambient | None = None
         self._settings_hold: Callable[[], bool] = _hold
-        self._glances: Iterator[bool] = itertools.repeat(True)
+        self._look_at(repeat(True))
 
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
         """Graphs were captured; called with all that there are. With `more` to come it is not known
@@ -116,12 +116,7 @@ class Checks:
 
     def clear(self, slot: int, tokens: int) -> bool:
         """Whether the step of this graph, of so many live tokens, is simply replayed."""
-        return (
-            (not self._pending or self._pending.get(slot, tokens) == tokens)
-            and self._settings_hold()
-            # One slot that leads to what graphs read, or where it is; another one at every step.
-            and next(self._glances)
-        )
+        return (not self.pending or self.pending.get(slot, tokens) == tokens) and next(self.looks)
 
     def check_settings(self) -> None:
         """Raise `VerificationError` where a graph would be captured under other settings than the
@@ -142,6 +137,7 @@ class Checks:
             return []
         changed = ambient.differences()
         self._settings_hold = ambient.holds
+        self._look_at(self._glances)
         return changed
 
     def why_eager(self, found: Dispatch) -> Reason | None:
@@ -220,14 +216,19 @@ class Checks:
                 pending[slot] = -1
             elif kind in self._unpadded:
                 pending[slot] = self.records[slot].descriptor.num_tokens
-        self._pending = pending
+        self.pending = pending
 
     def look_again(self) -> None:
         """More is known of what graphs read."""
         self._go_round()
 
     def _go_round(self) -> None:
-        self._glances = itertools.repeat(True) if self._reads is None else self._reads.glances()
+        self._look_at(repeat(True) if self._reads is None else self._reads.glances())
+
+    def _look_at(self, glances: Iterator[bool]) -> None:
+        self._glances = glances
+        # A step takes one of them.
+        self.looks = while_holding(self._settings_hold, glances)
 
     def _look_for_moved(self, reads: Reads) -> None:
         moved = reads.moved()
@@ -236,7 +237,7 @@ class Checks:
             reads.settle()
             self._go_round()
             return
-        self._glances = itertools.repeat(True)
+        self._look_at(repeat(True))
         self.quarantine([*self.records], reads.stale(moved))
 
     def _say(self, failure: Exception, stacklevel: int = 7) -> None:
