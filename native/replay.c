@@ -97,59 +97,65 @@ static PyObject *hand_out(const Shells *at, PyObject *shell, PyObject *shape) {
     return fresh;
 }
 
-/* Whether the batch is the last one, or something is known of it: 1, 0, or -1 with an error. */
-static int is_known(Replay *self, PyObject *batch) {
-    if (batch == self->batch) return 1;
+/* What is known of the batch, owned: 1, or 0 where nothing is, or -1 with an error. */
+static int look_up(Replay *self, PyObject *batch, PyObject **moves, PyObject **shape) {
+    if (batch == self->batch) {
+        *moves = Py_NewRef(self->moves);
+        *shape = Py_NewRef(self->shape);
+        return 1;
+    }
     PyObject *found = PyObject_CallOneArg(self->look, batch);
     if (found == NULL) return -1;
     int known = found != Py_None;
-    if (known) {
+    if (known && !PyArg_ParseTuple(found, "OO!", moves, &PyTuple_Type, shape)) known = -1;
+    if (known > 0) {
         PyObject *before[] = {self->batch, self->moves, self->shape};
-        PyObject *moves, *shape;
-        if (!PyArg_ParseTuple(found, "OO!", &moves, &PyTuple_Type, &shape)) {
-            Py_DECREF(found);
-            return -1;
-        }
+        /* Twice: what the end of a batch runs may be a step, which leaves its own here. */
+        Py_INCREF(*moves);
+        Py_INCREF(*shape);
         self->batch = Py_NewRef(batch);
-        self->moves = Py_NewRef(moves);
-        self->shape = Py_NewRef(shape);
+        self->moves = Py_NewRef(*moves);
+        self->shape = Py_NewRef(*shape);
         for (int each = 0; each < 3; each++) Py_XDECREF(before[each]);
     }
     Py_DECREF(found);
     return known;
 }
 
-/* Whether nothing but the common case is at hand; nothing has been done then. */
-static int is_common(Replay *self, PyObject *batch, PyObject *values) {
-    if (!PyDict_CheckExact(values) || PyDict_GET_SIZE(values) != self->count) return 0;
-    int known = is_known(self, batch);
-    if (known <= 0) return known;
-    if (self->stream != Py_None) {
-        PyObject *stream = PyObject_CallNoArgs(self->stream);
-        if (stream == NULL) return -1;
-        int here = is_equal(stream, in_slot(self->pool, self->stream_id));
-        Py_DECREF(stream);
-        if (here <= 0) return here;
-    }
-    /* From here on nothing gives the interpreter away until the pool is owned. */
+/* Whether the pool is nobody's, and the entry is still the one to replay. */
+static int is_free(const Replay *self) {
     PyObject *by_slot = in_slot(self->hot, self->by_slot), *pool = self->pool;
-    PyObject *alike = in_slot(self->moves, self->alike);
     return by_slot != NULL && PyList_CheckExact(by_slot) &&
            self->place < PyList_GET_SIZE(by_slot) &&
            PyList_GET_ITEM(by_slot, self->place) == self->entry &&
            in_slot(self->entry, self->unchecked) == Py_False &&
            in_slot(pool, self->closed) == Py_False && in_slot(pool, self->owner) == Py_None &&
-           in_slot(pool, self->step) == Py_None && alike != NULL && alike != Py_None;
+           in_slot(pool, self->step) == Py_None;
 }
 
-/* The outputs; NULL with an error set, or without one where the inputs are not like those before. */
-static PyObject *run(Replay *self, PyObject *owner, PyObject *alike, PyObject *shape,
+/* Whether the stream is the one that the pool's last step ran on, or there are none: 1, 0 or -1. */
+static int is_same_stream(const Replay *self) {
+    if (self->stream == Py_None) return 1;
+    PyObject *stream = PyObject_CallNoArgs(self->stream);
+    if (stream == NULL) return -1;
+    int same = is_equal(stream, in_slot(self->pool, self->stream_id));
+    Py_DECREF(stream);
+    return same;
+}
+
+/* The outputs; NULL with an error set, or without one where Python has to do the step. */
+static PyObject *run(Replay *self, PyObject *owner, PyObject *moves, PyObject *shape,
                      PyObject *values) {
     PyObject *pool = self->pool, *ring = self->ring;
+    if (is_same_stream(self) <= 0) return NULL;
+    PyObject *alike = in_slot(moves, self->alike);
+    if (alike == NULL || alike == Py_None) return NULL;
     /* First: slots that were handed out are given up, whatever comes of the step. */
     if (add_to_slot(self->inputs, self->turn, 1) < 0) return NULL;
     PyObject *given[] = {values, self->fetch, Py_True};
+    Py_INCREF(alike);
     PyObject *written = PyObject_Vectorcall(alike, given, 3, NULL);
+    Py_DECREF(alike);
     Py_XDECREF(written);
     if (written != Py_True) return NULL;
     /* Not before: they may have been among the inputs. */
@@ -172,29 +178,33 @@ static PyObject *run(Replay *self, PyObject *owner, PyObject *alike, PyObject *s
     return hand_out(&self->shells, self->shell, shape);
 }
 
+/* The same, where nothing but the common case is at hand. */
+static PyObject *run_common(Replay *self, PyObject *batch, PyObject *values) {
+    PyObject *moves, *shape, *found = NULL;
+    if (!PyDict_CheckExact(values) || PyDict_GET_SIZE(values) != self->count) return NULL;
+    if (look_up(self, batch, &moves, &shape) <= 0) return NULL;
+    /* Before `is_free`: it may collect garbage, which can run anything. From there on nothing gives
+       the interpreter away until the pool is owned. */
+    PyObject *owner = PyTuple_Pack(2, a_step, batch);
+    if (owner != NULL && is_free(self)) {
+        set_slot(self->pool, self->owner, owner);
+        found = run(self, owner, moves, shape, values);
+        set_slot(self->pool, self->owner, Py_None);
+    }
+    Py_XDECREF(owner);
+    Py_DECREF(moves);
+    Py_DECREF(shape);
+    return found;
+}
+
 /* replay(live, batch, values) */
 static PyObject *replay_step(PyObject *callable, PyObject *const *args, size_t flags,
                              PyObject *names) {
     Replay *self = (Replay *)callable;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
     if (count == 3 && names == NULL) {
-        PyObject *batch = args[1], *values = args[2];
-        int common = is_common(self, batch, values);
-        if (common < 0) return NULL;
-        if (common) {
-            PyObject *alike = Py_NewRef(in_slot(self->moves, self->alike));
-            PyObject *shape = Py_NewRef(self->shape);
-            PyObject *found = NULL, *owner = PyTuple_Pack(2, a_step, batch);
-            if (owner != NULL) {
-                set_slot(self->pool, self->owner, owner);
-                found = run(self, owner, alike, shape, values);
-                set_slot(self->pool, self->owner, Py_None);
-                Py_DECREF(owner);
-            }
-            Py_DECREF(alike);
-            Py_DECREF(shape);
-            if (found != NULL || PyErr_Occurred()) return found;
-        }
+        PyObject *found = run_common(self, args[1], args[2]);
+        if (found != NULL || PyErr_Occurred()) return found;
     }
     return PyObject_Vectorcall(self->slow, args, (size_t)count, names);
 }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import suppress
 
+import interrupts
 import pytest
+import torch
 from brute_force import KEYS, LIMITS, Limits, batches, brute_force, preference, reason_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -264,6 +267,39 @@ def test_a_ratio_of_padding_that_is_none_leaves_the_one_before():
     with pytest.raises(InvalidOptionError):
         dispatcher.max_padding = 0.5
     assert dispatcher.max_padding == 2.0
+
+
+def test_an_interrupt_leaves_no_batch_with_what_another_ratio_of_padding_allows():
+    batch, every = Batch(5), interrupts.Places(lines=True)
+
+    def after(places):
+        dispatcher = GraphDispatcher("FULL")
+        dispatcher.publish(FULL, BatchDescriptor(8))
+        for _ in range(3):
+            assert dispatcher.step(batch).mode is FULL
+        with suppress(KeyboardInterrupt):
+            places(lambda: setattr(dispatcher, "max_padding", 1.0))
+        assert dispatcher.step(batch).mode is (NONE if dispatcher.max_padding else FULL)
+
+    after(every)
+    for place in range(every.seen):
+        after(interrupts.Places(place, lines=True))
+
+
+@pytest.mark.parametrize("field", [0, 1], ids=Batch._fields[:2])
+def test_a_count_that_changes_is_seen_at_the_next_step(field):
+    dispatcher = GraphDispatcher("FULL")
+    for count in (2, 4, 8):
+        dispatcher.publish(FULL, BatchDescriptor(8, count) if field else BatchDescriptor(count))
+    count = torch.tensor(2)
+    # `Batch` makes ints of its counts; only what goes around it has others.
+    counts = [8, None]
+    counts[field] = count
+    batch = tuple.__new__(Batch, (*counts, *Batch(1)[2:]))
+    for least in (2, 2, 2, 4, 8):
+        count.fill_(least)
+        assert dispatcher.step(batch).descriptor == dispatcher.dispatch(batch).descriptor
+        assert dispatcher.step(batch).descriptor[field] == least
 
 
 def test_what_a_host_changes_in_a_batch_is_seen_at_the_next_step():

@@ -17,6 +17,95 @@ def test_random_steps_and_faults_leave_the_same_with_it_and_without(built: Path)
     assert int(fast) > int(given) / 5
 
 
+NESTED = f"""{LOAD}
+import gc, torch
+from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
+from graphrt.core.replay import handout
+from graphrt.core.runner.steps import replayed
+from graphrt.errors import GraphRTError, PoolBusyError
+from tests.core.soft_ring import RingPlatform
+
+handout.can_mark_unreadable, handout.mark_unreadable = True, lambda *_: None
+native, x = replayed.NativeReplay, torch.ones(8)
+two, five = Batch(8, 2), Batch(8, 5)
+assert native is module.Replay
+
+def made(kind):
+    replayed.NativeReplay = kind
+    runner = GraphRunner(
+        lambda x: x * 2, inputs={{"x": InputSpec(torch.float32, ("tokens",))}}, outputs=("reqs",),
+        sizes=[8], mode="FULL", platform=RingPlatform(),
+        options=GraphOptions(inputs_in_graph=True, check="off"),
+    )
+    todo = []
+
+    def read_stream_id():
+        while todo:
+            todo.pop()()
+        return 0
+
+    runner.pool.read_stream_id, runner.pool.stream_id = read_stream_id, 0
+    runner.pool.follow_stream = lambda: None
+    runner.capture()
+    for _ in range(3):
+        runner(two, x=x), runner(five, x=x)
+    return runner, todo
+
+def in_the_look_for_the_stream(runner, todo):
+    todo.append(lambda: runner(five, x=x))
+    try:
+        runner(two, x=x)
+    except PoolBusyError:
+        assert runner.pool.owner is None
+        return "busy", len(runner(two, x=x))
+
+def where_the_last_batch_dies(runner, todo):
+    class Dies:
+        def __del__(self):
+            died.append(len(runner(five, x=x)))
+
+    died, step = [], next(filter(None, runner._path._by_slot))
+    step.replay(step.live, Batch(8, 3, variant=Dies()), {{"x": x}})
+    runner._path._last = None, None, None
+    return len(runner(two, x=x)), died
+
+def where_garbage_is_collected(runner, todo):
+    class Dies:
+        def __del__(self):
+            try:
+                runner.pool.close()
+            except PoolBusyError:
+                pass
+
+    found = set()
+    for later in range(1, 15):
+        runner, _ = made(replayed.NativeReplay)
+        runner(two, x=x)
+        gc.collect()
+        dies = Dies()
+        dies.cycle = dies
+        del dies
+        # Wherever garbage ends the pool, a graph that is gone with it is not replayed.
+        gc.set_threshold(gc.get_count()[0] + later)
+        try:
+            found.add(len(runner(two, x=x)))
+        except GraphRTError as error:
+            found.add(type(error).__name__)
+        gc.set_threshold(100_000)
+    return found - {{2, "PoolClosedError"}}
+
+gc.set_threshold(100_000)
+for nested in in_the_look_for_the_stream, where_the_last_batch_dies, where_garbage_is_collected:
+    by_python, by_c = nested(*made(None)), nested(*made(native))
+    assert by_python == by_c, (nested, by_python, by_c)
+    print(by_c)
+"""
+
+
+def test_a_step_inside_of_another_is_told_from_it(built: Path) -> None:
+    assert run(NESTED, built).splitlines() == ["('busy', 2)", "(2, [5])", "set()"]
+
+
 SAME = f"""{LOAD}
 import itertools
 from graphrt import Batch, GraphMode

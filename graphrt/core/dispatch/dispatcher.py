@@ -34,15 +34,19 @@ _new_tuple = tuple.__new__
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 _NO_BOUNDS = Batch(1).bounds
+_COUNT = (int, type(None))
 
 
 def _stays(batch: Batch) -> bool:
     """Whether nobody can change what is in a batch."""
+    tokens, reqs, query_len, bounds, loras, variant, exclude = batch
     return (
-        batch.bounds is _NO_BOUNDS
-        and batch.num_active_loras.__class__ is int
-        and batch.variant is None
-        and batch.exclude.__class__ is frozenset
+        tokens.__class__ is loras.__class__ is int
+        and reqs.__class__ in _COUNT
+        and query_len.__class__ in _COUNT
+        and bounds is _NO_BOUNDS
+        and variant is None
+        and exclude.__class__ is frozenset
     )
 
 
@@ -86,6 +90,9 @@ class GraphDispatcher(Counted):
     def max_padding(self, ratio: float | None) -> None:
         checked = checked_ratio(ratio)
         with self._lock:
+            # First, or an interrupt of the second would leave batches what they are told now; and
+            # again, as meanwhile other threads are told by the ratio of before.
+            self._reindex()
             try:
                 self._most_padding = checked
             finally:

@@ -75,9 +75,6 @@ def replay_of(
     seen: tuple[Any, ...] = None, 0, 0, None, None
 
     def replay(live: Live, batch: Batch, values: Mapping[str, Any]) -> Any:
-        by_slot = hot.by_slot
-        if slot >= len(by_slot) or by_slot[slot] is not entry or entry.unchecked:
-            return NOT_ALONE
         nonlocal seen
         last, tokens, live_reqs, moves, live_shapes = seen
         if batch is not last:
@@ -90,10 +87,14 @@ def replay_of(
             live_shapes = shapes.get((tokens, live_reqs))
             if moves is not None and live_shapes is not None and batch[1] is not None:
                 seen = batch, tokens, live_reqs, moves, live_shapes
+        # Of this call alone, so that one of another thread is told from it. Before the entry is
+        # looked at: to make it may collect garbage, which can run anything.
+        owner = ("a step", batch)
+        by_slot = hot.by_slot
+        if slot >= len(by_slot) or by_slot[slot] is not entry or entry.unchecked:
+            return NOT_ALONE
         if pool.closed:
             pool.check_open()
-        # Of this call alone, so that one of another thread is told from it.
-        owner = ("a step", batch)
         if pool.owner is not None:
             raise pool.busy_error(owner)
         try:
