@@ -241,17 +241,22 @@ def test_what_one_size_made_is_known_at_the_next_though_nothing_was_warmed_up():
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
-    ("mode", "expected"),
+    ("mode", "leaves", "expected"),
     [
-        ("PIECEWISE", {(False, True)}),
-        ("FULL_AND_PIECEWISE", {(False, True), (True, False)}),
-        ("FULL_DECODE_ONLY", {(True, False)}),
-        ("FULL", {(False, False)}),
+        ("PIECEWISE", True, {(False, True)}),
+        ("PIECEWISE", False, {(False, False), (False, True)}),
+        ("FULL_AND_PIECEWISE", True, {(False, True), (True, False)}),
+        ("FULL_AND_PIECEWISE", False, {(False, False), (False, True), (True, False)}),
+        ("FULL_DECODE_ONLY", True, {(True, False)}),
+        ("FULL", True, {(False, False)}),
     ],
 )
-def test_eager_parts_are_watched_while_a_capture_in_pieces_is_to_come(mode, expected, at_once):
-    # To watch them takes as long as they do, and whole graphs capture them like anything else.
+def test_parts_of_smaller_warm_ups_are_watched_once_one_has_left_something(
+    mode, leaves, expected, at_once
+):
+    # To watch parts takes as long as they do, and whole graphs capture them like anything else.
     seen: list[tuple[bool, bool]] = []
+    kept: list[torch.Tensor] = []
 
     @eager_break
     def part(x: torch.Tensor) -> torch.Tensor:
@@ -259,6 +264,8 @@ def test_eager_parts_are_watched_while_a_capture_in_pieces_is_to_come(mode, expe
         if context is not None and warming_up.get():
             assert context.descriptor is not None
             seen.append((context.descriptor.uniform, in_eager_part.get() is not None))
+        if leaves:
+            kept[:] = [x + 2]
         return x + 1
 
     runner = sized_runner(lambda x: part(x * 2) + 1, mode)
@@ -267,6 +274,21 @@ def test_eager_parts_are_watched_while_a_capture_in_pieces_is_to_come(mode, expe
     while not at_once and runner.capture_next().left:
         pass
     assert set(seen) == expected
+
+
+def test_what_only_a_smaller_size_leaves_is_found_where_its_graph_reads_it():
+    kept = [torch.zeros(1)]
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if len(x) < 4:
+            kept[0] = x.new_ones(1)
+        return x + 1
+
+    runner = sized_runner(lambda x: part(x + kept[0]), "PIECEWISE")
+    with pytest.raises(SideDoorError, match="made anew at every step"):
+        runner.capture()
+    assert [record.descriptor.num_tokens for record in runner.report().graphs] == [4]
 
 
 def sized_runner(forward: Any, mode: str, **options: Any) -> GraphRunner:
@@ -373,6 +395,22 @@ def test_a_container_that_an_eager_part_changes_is_given_to_it_as_it_was(kind: A
         with forward_context("PIECEWISE", D4):
             assert wrapper(x).tolist() == [(value + 1) * 10 + 1] * 4
     assert sizes == [0] * 4
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_container_of_numbers_that_an_eager_part_changes_is_given_to_it_as_it_was(by_name):
+    @eager_break
+    def part(x: torch.Tensor, box: list[int]) -> torch.Tensor:
+        box.append(1)
+        return x * len(box)
+
+    x = torch.ones(4)
+    given = {"box": []} if by_name else {}
+    wrapper = capture(lambda x: part(x + 1, *([] if given else [[]]), **given) + 1, x)
+    for value in (1.0, 2.0, 3.0):
+        x.fill_(value)
+        with forward_context("PIECEWISE", D4):
+            assert wrapper(x).tolist() == [value + 2] * 4
 
 
 def test_a_task_that_is_given_what_left_by_a_side_door_is_refused():

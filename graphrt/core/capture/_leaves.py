@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,15 @@ def are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]
         path == other_path and leaf is other
         for (path, leaf), (other_path, other) in zip(before, after, strict=True)
     )
+
+
+_ALONE = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def can_change(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what is called with these can put anything else into them: into containers."""
+    values = (*args, *kwargs.values())
+    return not all(isinstance(each, torch.Tensor) or type(each) in _ALONE for each in values)
 
 
 def memory_of(values: Any) -> set[int]:

@@ -21,7 +21,14 @@ from graphrt.core.base import (
     unseen,
 )
 from graphrt.core.batch import ForwardContext
-from graphrt.core.capture._leaves import are_same, memory_of, place_of, strided, weak_storage
+from graphrt.core.capture._leaves import (
+    are_same,
+    can_change,
+    memory_of,
+    place_of,
+    strided,
+    weak_storage,
+)
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.refusals import (
@@ -165,12 +172,13 @@ class Capture:
         self._end()
         site = self._sites
         self._sites += 1
-        self.check_read((args, kwargs), f"eager break {name_of(function)} is given")
-        before = tree.leaves((args, kwargs))
-        shapes = list(map(place_of, tree.tensors((args, kwargs))))
+        given = tree.tensors((args, kwargs))
+        self.check_read(given, f"eager break {name_of(function)} is given")
+        before = tree.leaves((args, kwargs)) if can_change(args, kwargs) else None
+        shapes = list(map(place_of, given))
         kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
         apart = tree.map_tensors(self._kept_apart, (args, kwargs))
-        known = memory_of((args, kwargs))
+        known = memory_of(given)
 
         def hidden(tensor: torch.Tensor) -> bool:
             return memory_of(tensor).isdisjoint(known) and self.owns(tensor)
@@ -197,7 +205,7 @@ class Capture:
         readable, aliased = self.bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
         recorded = tree.map_tensors(self._kept_apart, readable)
-        changed = not are_same(before, tree.leaves((args, kwargs)))
+        changed = before is not None and not are_same(before, tree.leaves((args, kwargs)))
         called = on_own_containers(function) if changed else function
         if not changed and list(map(place_of, tree.tensors((args, kwargs)))) != shapes:
             called, (kept_args, kept_kwargs) = on_own_tensors(function), apart

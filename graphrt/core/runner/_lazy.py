@@ -12,7 +12,7 @@ from graphrt.core.batch import Batch, GraphMode
 from graphrt.core.dispatch import Dispatch, GraphDispatcher, preferred
 from graphrt.core.plan import CaptureKey
 from graphrt.core.replay import GraphPool
-from graphrt.core.runner.session import DroppedGraph
+from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner.steps import Checks
 
 

@@ -10,9 +10,10 @@ from functools import cached_property
 from graphrt.core.base import InvalidOptionError, count_of, items_of, logger, number_of, shown
 from graphrt.core.plan import CaptureKey, Plan
 from graphrt.core.replay import GraphPool, check_between_steps
+from graphrt.core.runner._dropped import tell_dropped
 from graphrt.core.runner._meanwhile import Meanwhile
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.session import GraphRecord, PlannedGraph, Progress, tell_dropped
+from graphrt.core.runner.session import GraphRecord, PlannedGraph, Progress
 
 _RECENT = 3
 """Graphs of a mode by which the next one is judged: the first of all loads kernels."""

@@ -22,13 +22,13 @@ from graphrt.core.dispatch import GraphDispatcher
 from graphrt.core.inputs import OutputAxes, OutputLayout, StaticInputs
 from graphrt.core.plan import CaptureKey, Plan
 from graphrt.core.replay import WORST_CASE, GraphPool, current_capture
+from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner._lazy import LazyCaptures
 from graphrt.core.runner._reads import check_reads
 from graphrt.core.runner._wrappers import without_graph, wrappers_of
 from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.session import (
-    DroppedGraph,
     Enough,
     GraphRecord,
     PlannedGraph,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from graphrt.core.base import (
     CaptureError,
     GraphRTError,
-    GraphsDroppedWarning,
     ResourceExhaustedError,
     StreamBudgetError,
     Undo,
@@ -23,7 +21,6 @@ from graphrt.core.base import (
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import CaptureTransaction, GraphOptions, SideDoors, side_doors
-from graphrt.core.plan import alike
 from graphrt.core.replay import WORST_CASE, GraphPool, under_way, warming_up
 from graphrt.core.runner._streams import StreamLedger
 from graphrt.core.runner.host import Host, Phase
@@ -50,15 +47,6 @@ class GraphRecord:
     meanwhile, for other processes too; None where the platform cannot tell."""
     streams: int | None = None
     """Streams of the device that its graphs hold; None where the platform does not tell."""
-
-
-@dataclass(frozen=True)
-class DroppedGraph:
-    """A graph that did not fit on the device; its sizes run eagerly."""
-
-    mode: GraphMode
-    descriptor: BatchDescriptor
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -147,38 +135,6 @@ def capture_graphs(
         raise
 
 
-def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
-    """Warn of graphs that did not fit on the device, or raise `ResourceExhaustedError`."""
-    lines = dropped_lines(dropped)
-    if strict:
-        raise ResourceExhaustedError(
-            f"{len(dropped)} of {planned} graphs did not fit on the device",
-            got="".join(f"\n  {line}" for line in lines),
-            expected="every planned graph (strict=True)",
-            advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
-            "serves",
-        )
-    warnings.warn(
-        f"{len(dropped)} of {planned} graphs did not fit on the device, and batches that no other "
-        "serves run eagerly:" + "".join(f"\n  {line}" for line in lines),
-        GraphsDroppedWarning,
-        stacklevel=4,
-    )
-
-
-def dropped_lines(dropped: Iterable[DroppedGraph]) -> list[str]:
-    """A line for each reason: the first of its graphs, and how many more there are."""
-    by_reason: dict[tuple[GraphMode, str], list[BatchDescriptor]] = {}
-    for each in dropped:
-        by_reason.setdefault((each.mode, each.reason), []).append(each.descriptor)
-    lines = []
-    for (mode, reason), (first, *others) in by_reason.items():
-        more = f"; {alike(others)}" if others else ""
-        text = "; ".join(part.strip() for part in reason.splitlines())
-        lines.append(f"{mode.name} [{first}]: {text}{more}")
-    return lines
-
-
 class WarmUps:
     """Which graphs of one runner are warmed up before their capture, and how often.
 
@@ -195,6 +151,9 @@ class WarmUps:
         self._alike = alike
         self._done: set[Hashable] = set()
         self.breaks = breaks
+        # Whether an eager part has left something behind. Till then only captures are looked at: a
+        # graph must not read what its warm-up left where its capture leaves it anew.
+        self.parts_leave = False
 
     @classmethod
     def of(cls, options: GraphOptions, host: Host) -> WarmUps:
@@ -242,8 +201,7 @@ class _Session:
         self._state = state
         self._host = host
         self._doors = SideDoors()
-        # Whether a capture in pieces is still to come. No other asks what eager parts have made,
-        # and to see that takes longer than small operators do.
+        # Whether a capture in pieces is still to come. No other asks what eager parts have made.
         self.has_doors = True
         self._streams = StreamLedger(pool.platform, warm_ups.breaks)
 
@@ -271,9 +229,11 @@ class _Session:
         except CaptureError:
             if warm or not self._warm_ups.count:
                 raise
-            transaction.rollback()
-            self._warm_up(graph)
-            self._attempt(graph, transaction)
+            self._repeat(graph, transaction)
+        if not self._warm_ups.parts_leave and self._doors.still_holds():
+            self._warm_ups.parts_leave = True
+            if self._warm_ups.count:
+                self._repeat(graph, transaction)
         return GraphRecord(
             graph.mode,
             graph.descriptor,
@@ -282,6 +242,12 @@ class _Session:
             _growth(outside, platform.driver_bytes()),
             self._streams.took(*key, room),
         )
+
+    def _repeat(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
+        """Capture a graph again, behind a warm-up of its own."""
+        transaction.rollback()
+        self._warm_up(graph)
+        self._attempt(graph, transaction)
 
     def _warm_up(self, graph: PlannedGraph) -> None:
         try:
@@ -300,6 +266,13 @@ class _Session:
     def _attempt(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
         self._bind(graph.step, "capture")
         self._run(graph, graph.mode, transaction)
+
+    def _looks(self, graph: PlannedGraph, transaction: CaptureTransaction | None) -> bool:
+        """Whether to look at what eager parts make in a forward: a warm-up of which only writes are
+        watched would take twice as long."""
+        looks = transaction is not None or self._warm_ups.parts_leave
+        whole = self._state.watches(graph.descriptor.kind, graph.step.tokens)
+        return self.has_doors and (looks or whole)
 
     def _run(
         self, graph: PlannedGraph, mode: GraphMode, transaction: CaptureTransaction | None
@@ -323,7 +296,7 @@ class _Session:
             undo.later(partial(warming_up.set, warming_up.get()))
             warming_up.set(transaction is None)
             undo.later(partial(side_doors.set, side_doors.get()))
-            side_doors.set(self._doors if self.has_doors else None)
+            side_doors.set(self._doors if self._looks(graph, transaction) else None)
             undo.later(partial(under_way.discard, id(context)))
             under_way.add(id(context))
             undo.later(context.leave)

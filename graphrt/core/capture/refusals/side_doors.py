@@ -66,6 +66,11 @@ class SideDoors:
         """Whether anything is left that a graph must not read."""
         return bool(self._made)
 
+    def still_holds(self) -> bool:
+        """Whether anything is left now that a forward is over."""
+        self._forget_what_is_gone()
+        return bool(self._made)
+
     def begin_capture(self) -> None:
         """A capture begins: what was made before is older than it."""
         self._capture += 1
@@ -86,10 +91,11 @@ class SideDoors:
         """
         if any(isinstance(mode, _MakingWatch) and mode.doors is self for mode in dispatch_modes()):
             return function(*args, **kwargs)
-        watch = _MakingWatch(self, name_of(function), hidden, before)
+        given = _memory((args, kwargs))
+        watch = _MakingWatch(self, name_of(function), hidden, before, given)
         outer = in_eager_part.get()
         try:
-            in_eager_part.set(_keys((args, kwargs)))
+            in_eager_part.set(frozenset(given))
             result = watch.around(partial(function, *args, **kwargs))
             in_eager_part.set(outer)
             return result
@@ -102,13 +108,16 @@ class SideDoors:
 
         Raises `SideDoorError` if it made anew what the graph has read.
         """
-        self._made = {key: each for key, each in self._made.items() if not _is_gone(each[0])}
+        self._forget_what_is_gone()
         if not self._reads:
             return
         for _, made in self._made.values():
             read = self._reads.get(made.line) if made.capture == self._capture else None
             if read is not None:
                 _refuse(read, made, " anew at every step")
+
+    def _forget_what_is_gone(self) -> None:
+        self._made = {key: each for key, each in self._made.items() if not _is_gone(each[0])}
 
     def check(self, values: Any, what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read a tensor of `values`."""
@@ -131,11 +140,12 @@ class SideDoors:
             if other.capture == self._capture and other.line == made.line:
                 _refuse(read, made, " anew at every step")
 
-    def note_made(self, part: str, result: Any, given: Any) -> None:
-        """Note the tensors of what an operator returned that are not memory of what it was given:
-        nothing, for one that makes tensors of Python data."""
+    def note_made(self, part: str, result: Any, given: Sequence[torch.Tensor]) -> list[int]:
+        """Note the tensors of what an operator returned that are not memory of those it was given:
+        none, for one that makes tensors of Python data. Returns what names their memory."""
         before: set[int] | None = None
         made: _Made | None = None
+        found: list[int] = []
         for tensor in (result,) if type(result) is torch.Tensor else tree.tensors(result):
             for storage in _storages(tensor):
                 key = storage._cdata
@@ -143,10 +153,12 @@ class SideDoors:
                     continue
                 if before is None:
                     # Only now: most operators in a part read what others there have made.
-                    before = {own._cdata for each in _tensors(given) for own in _storages(each)}
+                    before = {own._cdata for each in given for own in _storages(each)}
                 if key not in before:
                     made = made or _Made(part, user_source(), self._capture)
                     self._made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
+                    found.append(key)
+        return found
 
 
 class _MakingWatch(ThreadMode):
@@ -160,12 +172,17 @@ class _MakingWatch(ThreadMode):
         part: str,
         hidden: Callable[[torch.Tensor], bool] | None,
         before: Callable[[Any, Any, Any], None] | None,
+        given: dict[int, torch.UntypedStorage],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._hidden = hidden
         self._before = before
         self.doors = doors
         self._part = part
+        # What it may read without a look: what it was given, held so that nothing else comes by
+        # its names meanwhile, and what it has made.
+        self._given = given
+        self._known = set(given)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -173,17 +190,26 @@ class _MakingWatch(ThreadMode):
         kwargs = kwargs or {}
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
+        tensors: list[torch.Tensor] | None = None
         if self._hidden is not None:
-            for tensor in _tensors((*args, *kwargs.values())):
-                if any(map(self._hidden, _in_memory(tensor))):
+            tensors = _tensors((*args, *kwargs.values()))
+            for tensor in tensors:
+                if not self._knows(tensor) and any(map(self._hidden, _in_memory(tensor))):
                     _refuse_hidden(self._part, str(func), tensor)
         if self._before is not None:
             self._before(func, args, kwargs)
         result = func(*args, **kwargs)
         if not _makes_nothing(func):
-            given = () if func is _LIFT_FRESH else (*args, *kwargs.values())
-            self.doors.note_made(self._part, result, given)
+            if func is _LIFT_FRESH:
+                tensors = []
+            elif tensors is None:
+                tensors = _tensors((*args, *kwargs.values()))
+            self._known.update(self.doors.note_made(self._part, result, tensors))
         return result
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        return is_plain and tensor.untyped_storage()._cdata in self._known
 
 
 in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
@@ -194,9 +220,11 @@ side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", defa
 """Those of the session whose warm-ups and captures this thread runs, if some are in pieces."""
 
 
-def _keys(given: Any) -> frozenset[int]:
+def _memory(given: Any) -> dict[int, torch.UntypedStorage]:
+    """The memory of all tensors, by what names it."""
     found = [each for tensor in tree.tensors(given) for each in _in_memory(tensor)]
-    return frozenset(each.untyped_storage()._cdata for each in found)
+    storages = [each.untyped_storage() for each in found]
+    return {storage._cdata: storage for storage in storages}
 
 
 def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
