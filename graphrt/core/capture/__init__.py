@@ -6,11 +6,11 @@ from graphrt.core.capture.breaks import eager_break, is_listed
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.recorder import inside_capture
 from graphrt.core.capture.refusals import (
     SideDoors,
     Source,
     in_eager_part,
+    inside_capture,
     side_doors,
     stands_for,
     user_source,

@@ -17,7 +17,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode, current_context
 from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.recorder import inside_capture
+from graphrt.core.capture.refusals import inside_capture
 from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.replay import (
     WORST_CASE,

@@ -12,7 +12,6 @@ import torch
 from graphrt.core.base import (
     BreakError,
     GraphRTError,
-    NestedCaptureError,
     Undo,
     dispatch_modes,
     freeze_garbage,
@@ -36,6 +35,7 @@ from graphrt.core.capture.refusals import (
     Given,
     SideDoors,
     hand_back,
+    inside_capture,
     side_doors,
     source_of,
     withhold,
@@ -357,12 +357,3 @@ class Capture:
         self.pool.reset_graphs(captured)
         self.parts.clear()
         self.tasks.clear()
-
-
-def inside_capture() -> NestedCaptureError:
-    """That something would be captured where something else is being captured."""
-    return NestedCaptureError(
-        "a capture was begun inside another one",
-        expected="one open capture per thread",
-        advice="capture it before, or mark its caller @eager_break",
-    )
