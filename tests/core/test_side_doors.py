@@ -45,6 +45,9 @@ def capture(forward: Any, *args: Any, **options: Any) -> CPUGraphWrapper:
 _library = torch.library.Library("graphrt_side_doors", "FRAGMENT")
 _library.define("copied(Tensor(a) x) -> Tensor(a)")
 _library.impl("copied", lambda x: x.clone(), "CompositeExplicitAutograd")
+_registry: dict[str, torch.Tensor] = {}
+_library.define("fetched(str name) -> Tensor")
+_library.impl("fetched", lambda name: _registry[name], "CompositeExplicitAutograd")
 
 MADE = {
     "operator that says it makes a view": lambda x: torch.ops.graphrt_side_doors.copied(x),
@@ -241,22 +244,17 @@ def test_what_one_size_made_is_known_at_the_next_though_nothing_was_warmed_up():
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
-    ("mode", "leaves", "expected"),
+    ("mode", "expected"),
     [
-        ("PIECEWISE", True, {(False, True)}),
-        ("PIECEWISE", False, {(False, False), (False, True)}),
-        ("FULL_AND_PIECEWISE", True, {(False, True), (True, False)}),
-        ("FULL_AND_PIECEWISE", False, {(False, False), (False, True), (True, False)}),
-        ("FULL_DECODE_ONLY", True, {(True, False)}),
-        ("FULL", True, {(False, False)}),
+        ("PIECEWISE", {(False, True)}),
+        ("FULL_AND_PIECEWISE", {(False, True), (True, False)}),
+        ("FULL_DECODE_ONLY", {(True, False)}),
+        ("FULL", {(False, False)}),
     ],
 )
-def test_parts_of_smaller_warm_ups_are_watched_once_one_has_left_something(
-    mode, leaves, expected, at_once
-):
-    # To watch parts takes as long as they do, and whole graphs capture them like anything else.
+def test_eager_parts_are_watched_while_a_capture_in_pieces_is_to_come(mode, expected, at_once):
+    # To watch them takes as long as they do, and whole graphs capture them like anything else.
     seen: list[tuple[bool, bool]] = []
-    kept: list[torch.Tensor] = []
 
     @eager_break
     def part(x: torch.Tensor) -> torch.Tensor:
@@ -264,8 +262,6 @@ def test_parts_of_smaller_warm_ups_are_watched_once_one_has_left_something(
         if context is not None and warming_up.get():
             assert context.descriptor is not None
             seen.append((context.descriptor.uniform, in_eager_part.get() is not None))
-        if leaves:
-            kept[:] = [x + 2]
         return x + 1
 
     runner = sized_runner(lambda x: part(x * 2) + 1, mode)
@@ -397,16 +393,21 @@ def test_a_container_that_an_eager_part_changes_is_given_to_it_as_it_was(kind: A
     assert sizes == [0] * 4
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["at the capture", "after it"])
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_container_of_numbers_that_an_eager_part_changes_is_given_to_it_as_it_was(by_name):
+def test_a_container_of_numbers_that_an_eager_part_changes_is_given_to_it_as_it_was(by_name, first):
+    changes = [first]
+
     @eager_break
     def part(x: torch.Tensor, box: list[int]) -> torch.Tensor:
-        box.append(1)
-        return x * len(box)
+        if changes[0]:
+            box.append(1)
+        return x * max(len(box), 1)
 
     x = torch.ones(4)
     given = {"box": []} if by_name else {}
     wrapper = capture(lambda x: part(x + 1, *([] if given else [[]]), **given) + 1, x)
+    changes[0] = True
     for value in (1.0, 2.0, 3.0):
         x.fill_(value)
         with forward_context("PIECEWISE", D4):
@@ -485,6 +486,24 @@ def test_an_eager_part_that_reads_what_a_graph_made_without_being_given_it_is_re
     )
     with pytest.raises(SideDoorError, match="not given"):
         run.capture()
+
+
+def test_what_an_operator_finds_by_a_name_is_no_more_given_than_what_a_part_finds():
+    """Engines hand an operator the name of a layer."""
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ops.graphrt_side_doors.fetched("query")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        _registry["query"] = x * 2
+        return part(x + 1) + 1
+
+    try:
+        with pytest.raises(SideDoorError, match="not given"):
+            capture(forward, torch.ones(4))
+    finally:
+        _registry.clear()
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,8 @@ class Capture:
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
         recorded = tree.map_tensors(self._kept_apart, readable)
         changed = before is not None and not are_same(before, tree.leaves((args, kwargs)))
-        called = on_own_containers(function) if changed else function
+        # Though this call changed nothing in them: a later one may.
+        called = function if before is None else on_own_containers(function)
         if not changed and list(map(place_of, tree.tensors((args, kwargs)))) != shapes:
             called, (kept_args, kept_kwargs) = on_own_tensors(function), apart
         self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased, apart))

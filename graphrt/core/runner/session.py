@@ -151,9 +151,6 @@ class WarmUps:
         self._alike = alike
         self._done: set[Hashable] = set()
         self.breaks = breaks
-        # Whether an eager part has left something behind. Till then only captures are looked at: a
-        # graph must not read what its warm-up left where its capture leaves it anew.
-        self.parts_leave = False
 
     @classmethod
     def of(cls, options: GraphOptions, host: Host) -> WarmUps:
@@ -201,7 +198,8 @@ class _Session:
         self._state = state
         self._host = host
         self._doors = SideDoors()
-        # Whether a capture in pieces is still to come. No other asks what eager parts have made.
+        # Whether a capture in pieces is still to come. No other asks what eager parts have made,
+        # and to see that takes longer than small operators do.
         self.has_doors = True
         self._streams = StreamLedger(pool.platform, warm_ups.breaks)
 
@@ -229,11 +227,9 @@ class _Session:
         except CaptureError:
             if warm or not self._warm_ups.count:
                 raise
-            self._repeat(graph, transaction)
-        if not self._warm_ups.parts_leave and self._doors.still_holds():
-            self._warm_ups.parts_leave = True
-            if self._warm_ups.count:
-                self._repeat(graph, transaction)
+            transaction.rollback()
+            self._warm_up(graph)
+            self._attempt(graph, transaction)
         return GraphRecord(
             graph.mode,
             graph.descriptor,
@@ -242,12 +238,6 @@ class _Session:
             _growth(outside, platform.driver_bytes()),
             self._streams.took(*key, room),
         )
-
-    def _repeat(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
-        """Capture a graph again, behind a warm-up of its own."""
-        transaction.rollback()
-        self._warm_up(graph)
-        self._attempt(graph, transaction)
 
     def _warm_up(self, graph: PlannedGraph) -> None:
         try:
@@ -266,13 +256,6 @@ class _Session:
     def _attempt(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
         self._bind(graph.step, "capture")
         self._run(graph, graph.mode, transaction)
-
-    def _looks(self, graph: PlannedGraph, transaction: CaptureTransaction | None) -> bool:
-        """Whether to look at what eager parts make in a forward: a warm-up of which only writes are
-        watched would take twice as long."""
-        looks = transaction is not None or self._warm_ups.parts_leave
-        whole = self._state.watches(graph.descriptor.kind, graph.step.tokens)
-        return self.has_doors and (looks or whole)
 
     def _run(
         self, graph: PlannedGraph, mode: GraphMode, transaction: CaptureTransaction | None
@@ -296,7 +279,7 @@ class _Session:
             undo.later(partial(warming_up.set, warming_up.get()))
             warming_up.set(transaction is None)
             undo.later(partial(side_doors.set, side_doors.get()))
-            side_doors.set(self._doors if self._looks(graph, transaction) else None)
+            side_doors.set(self._doors if self.has_doors else None)
             undo.later(partial(under_way.discard, id(context)))
             under_way.add(id(context))
             undo.later(context.leave)

@@ -72,7 +72,9 @@ class WatchedState:
             keys = [storage_key(tensor) for _, tensor in places.tensors]
             self._outside = {key for key in keys if key is not None}
         known = self._warmed_up.get(kind)
-        if not self.watches(kind, tokens):
+        # What a forward writes has to be saved in every session.
+        is_saved = kind in self._watched or (known is not None and not known.writes)
+        if kind is not None and known is not None and known.tokens >= tokens and is_saved:
             self._of_size.restore()
             self._of_size = SavedWrites(self._limit_bytes)
             writes_alone = WriteWatch(self._outside, self._of_size, self._saves, tokens)
@@ -133,15 +135,6 @@ class WatchedState:
                 advice="make it before the capture (a cache often has a method for it, or run the "
                 "forward once on a real batch), in tensors that are written in place",
             )
-
-    def watches(self, kind: Hashable, tokens: int) -> bool:
-        """Whether a run is watched whole, and not for what it writes alone."""
-        if self._reads is None:
-            return False
-        known = self._warmed_up.get(kind)
-        # What a forward writes has to be saved in every session.
-        is_saved = kind in self._watched or (known is not None and not known.writes)
-        return kind is None or known is None or known.tokens < tokens or not is_saved
 
     def is_new(self, kind: Hashable) -> bool:
         """Whether no run of this kind was watched yet."""

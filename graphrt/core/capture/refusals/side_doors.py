@@ -66,11 +66,6 @@ class SideDoors:
         """Whether anything is left that a graph must not read."""
         return bool(self._made)
 
-    def still_holds(self) -> bool:
-        """Whether anything is left now that a forward is over."""
-        self._forget_what_is_gone()
-        return bool(self._made)
-
     def begin_capture(self) -> None:
         """A capture begins: what was made before is older than it."""
         self._capture += 1
@@ -108,16 +103,13 @@ class SideDoors:
 
         Raises `SideDoorError` if it made anew what the graph has read.
         """
-        self._forget_what_is_gone()
+        self._made = {key: each for key, each in self._made.items() if not _is_gone(each[0])}
         if not self._reads:
             return
         for _, made in self._made.values():
             read = self._reads.get(made.line) if made.capture == self._capture else None
             if read is not None:
                 _refuse(read, made, " anew at every step")
-
-    def _forget_what_is_gone(self) -> None:
-        self._made = {key: each for key, each in self._made.items() if not _is_gone(each[0])}
 
     def check(self, values: Any, what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read a tensor of `values`."""
@@ -140,12 +132,11 @@ class SideDoors:
             if other.capture == self._capture and other.line == made.line:
                 _refuse(read, made, " anew at every step")
 
-    def note_made(self, part: str, result: Any, given: Sequence[torch.Tensor]) -> list[int]:
+    def note_made(self, part: str, result: Any, given: Sequence[torch.Tensor]) -> None:
         """Note the tensors of what an operator returned that are not memory of those it was given:
-        none, for one that makes tensors of Python data. Returns what names their memory."""
+        none, for one that makes tensors of Python data."""
         before: set[int] | None = None
         made: _Made | None = None
-        found: list[int] = []
         for tensor in (result,) if type(result) is torch.Tensor else tree.tensors(result):
             for storage in _storages(tensor):
                 key = storage._cdata
@@ -157,8 +148,6 @@ class SideDoors:
                 if key not in before:
                     made = made or _Made(part, user_source(), self._capture)
                     self._made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
-                    found.append(key)
-        return found
 
 
 class _MakingWatch(ThreadMode):
@@ -179,10 +168,8 @@ class _MakingWatch(ThreadMode):
         self._before = before
         self.doors = doors
         self._part = part
-        # What it may read without a look: what it was given, held so that nothing else comes by
-        # its names meanwhile, and what it has made.
+        # What it may read without a look, held so that nothing else comes by its names meanwhile.
         self._given = given
-        self._known = set(given)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -194,7 +181,7 @@ class _MakingWatch(ThreadMode):
         if self._hidden is not None:
             tensors = _tensors((*args, *kwargs.values()))
             for tensor in tensors:
-                if not self._knows(tensor) and any(map(self._hidden, _in_memory(tensor))):
+                if not self._was_given(tensor) and any(map(self._hidden, _in_memory(tensor))):
                     _refuse_hidden(self._part, str(func), tensor)
         if self._before is not None:
             self._before(func, args, kwargs)
@@ -204,12 +191,12 @@ class _MakingWatch(ThreadMode):
                 tensors = []
             elif tensors is None:
                 tensors = _tensors((*args, *kwargs.values()))
-            self._known.update(self.doors.note_made(self._part, result, tensors))
+            self.doors.note_made(self._part, result, tensors)
         return result
 
-    def _knows(self, tensor: torch.Tensor) -> bool:
+    def _was_given(self, tensor: torch.Tensor) -> bool:
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        return is_plain and tensor.untyped_storage()._cdata in self._known
+        return is_plain and tensor.untyped_storage()._cdata in self._given
 
 
 in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
