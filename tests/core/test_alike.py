@@ -17,6 +17,7 @@ from graphrt.errors import (
     InvalidBatchError,
     InvalidInputError,
     InvalidModeError,
+    OverwrittenOutputError,
     PoolBusyError,
 )
 from tests.core.soft_ring import RingPlatform
@@ -540,10 +541,13 @@ def test_steps_of_two_threads_never_see_the_other_ones_rows():
             except PoolBusyError:
                 continue
             except BaseException as error:
-                wrong.append(error)
-                return
+                # The other thread's step came before the clone, where torch can mark outputs.
+                if OverwrittenOutputError.__name__ not in str(error):
+                    wrong.append(error)
+                    return
+                continue
             done[number] += 1
-            # The other thread's step may have written the memory since, with all of its rows.
+            # Or it has written the memory since, with all of its rows.
             size = {2: 2, 3: 4}[rows]
             if seen.numel() != padded(given, size).numel():
                 wrong.append((rows, seen))
