@@ -24,6 +24,7 @@ from graphrt import (
 from graphrt.core.base import dispatch_modes, unseen
 from graphrt.core.batch import ForwardContext, current_context
 from graphrt.core.capture import CaptureTransaction, SideDoors, in_eager_part
+from graphrt.core.capture._leaves import can_change
 from graphrt.core.capture.refusals import hand_back, withhold
 from graphrt.core.replay import warming_up
 from graphrt.cpu import CPUGraphWrapper
@@ -412,6 +413,24 @@ def test_a_container_of_numbers_that_an_eager_part_changes_is_given_to_it_as_it_
         x.fill_(value)
         with forward_context("PIECEWISE", D4):
             assert wrapper(x).tolist() == [value + 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "copied"),
+    [
+        ((torch.ones(1), 3, "layer", None, torch.float32), False),
+        ((torch.nn.Linear(1, 1), SimpleNamespace(), torch.Size([1])), False),
+        (((torch.ones(1), (2, torch.ones(1))),), False),
+        (([torch.ones(1)],), True),
+        (({},), True),
+        (((1, [2]),), True),
+        ((GraphOptions(),), True),
+    ],
+    ids=["leaves", "objects", "tuples", "a list", "a dict", "a list in a tuple", "a dataclass"],
+)
+def test_only_parts_that_are_given_containers_pay_for_copies_at_every_replay(given, copied):
+    assert can_change(given, {}) is copied
+    assert can_change((), dict(zip("abcdefg", given, strict=False))) is copied
 
 
 def test_a_task_that_is_given_what_left_by_a_side_door_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,13 +28,17 @@ def are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]
     )
 
 
-_ALONE = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout)
-
-
 def can_change(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether what is called with these can put anything else into them: into containers."""
-    values = (*args, *kwargs.values())
-    return not all(isinstance(each, torch.Tensor) or type(each) in _ALONE for each in values)
+    """Whether what is called with these is given containers, and may put anything else into them.
+    Copied at every replay, so not asked of what no copy is made of, such as a module."""
+    return any(map(_holds_container, (*args, *kwargs.values())))
+
+
+def _holds_container(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_holds_container, value))
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return isinstance(value, list | dict) or (is_record and not isinstance(value, torch.Tensor))
 
 
 def memory_of(values: Any) -> set[int]:
