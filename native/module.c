@@ -9,10 +9,10 @@ PyMODINIT_FUNC PyInit__native(void) {
     struct {
         const char *name;
         PyTypeObject *type;
-    } types[] = {{"Writer", &WriterType}, {"Replay", &ReplayType}, {"Same", &SameType}};
+    } types[] = {{"Writer", &WriterType}, {"Replay", &ReplayType}, {"Same", &SameType}, {"Path", &PathType}};
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
-    if (prepare_replay() < 0) goto failed;
+    if (prepare_replay() < 0 || prepare_path() < 0) goto failed;
     for (size_t each = 0; each < sizeof(types) / sizeof(*types); each++) {
         if (PyType_Ready(types[each].type) < 0 ||
             PyModule_AddObjectRef(module, types[each].name, (PyObject *)types[each].type) < 0)

@@ -12,9 +12,14 @@
 
 enum { MOST_INPUTS = 64 };
 
-extern PyTypeObject WriterType, ReplayType, SameType;
+extern PyTypeObject WriterType, ReplayType, SameType, PathType;
 
+/* Once, before objects of these types are made; -1 with an error set. */
 int prepare_replay(void);
+int prepare_path(void);
+
+/* Whether a batch is the last one again, by a `Same`; -1 with an error set. */
+int is_same(PyObject *same, PyObject *batch, PyObject *last);
 
 /* Slots of Python classes, read and written in place, as the interpreter does. */
 

@@ -10,7 +10,8 @@ typedef struct {
     PyObject *type, *bounds, *exclude;
 } Same;
 
-static int is_same(const Same *self, PyObject *batch, PyObject *last) {
+int is_same(PyObject *same, PyObject *batch, PyObject *last) {
+    const Same *self = (const Same *)same;
     /* Its class first: a class of the host's own may call everything equal. */
     if ((PyObject *)Py_TYPE(batch) != self->type) return 0;
     if (batch == last) return 1;
@@ -39,7 +40,7 @@ static PyObject *same_call(PyObject *callable, PyObject *const *args, size_t fla
         PyErr_SetString(PyExc_TypeError, "same(batch, last)");
         return NULL;
     }
-    int same = is_same((Same *)callable, args[0], args[1]);
+    int same = is_same(callable, args[0], args[1]);
     return same < 0 ? NULL : PyBool_FromLong(same);
 }
 

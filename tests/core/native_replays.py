@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
-from graphrt.core.base import NativeReplay, NativeSame
-from graphrt.core.replay import handout
+from graphrt.core.base import NativePath, NativeReplay, NativeSame
+from graphrt.core.replay import GraphPool, handout
 from graphrt.core.runner import _path
 from graphrt.core.runner.steps import again, replayed
 from graphrt.errors import GraphRTError
@@ -42,6 +42,7 @@ FAULTS = (
     "wrong dtype",
     "wrong rows",
     "one more",
+    "forward raises",
 )
 
 
@@ -55,6 +56,20 @@ class Device:
     marked = 0
     pool: Any = None
     stream = 0
+    # Whether another device is the current one, and how often this one was made it.
+    elsewhere = False
+    entered = 0
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """As a pool's, which is not the current device's."""
+    before, Device.elsewhere = Device.elsewhere, False
+    Device.entered += before
+    try:
+        yield
+    finally:
+        Device.elsewhere = before
 
 
 _replay = RingGraph.replay
@@ -75,32 +90,41 @@ def _mark(cdata: int, message: str) -> None:
     Device.marked += 1
 
 
-class Fast:
-    """How many steps the compiled replay was given, and how many it left to Python."""
+class Counted:
+    """Makes what is compiled, and counts the steps that it was given and those that it left to
+    Python."""
 
-    given = left = 0
+    def __init__(self, made: Callable[..., Any] | None) -> None:
+        assert made is not None
+        self.given = self.left = 0
+        self._made = made
+
+    def __call__(self, **parts: Any) -> Any:
+        slow = parts["slow"]
+
+        def left(*arguments: Any) -> Any:
+            self.left += 1
+            return slow(*arguments)
+
+        compiled = self._made(**(parts | {"slow": left}))
+
+        def given(*arguments: Any) -> Any:
+            self.given += 1
+            return compiled(*arguments)
+
+        return given
+
+    def __str__(self) -> str:
+        return f"{self.given - self.left} of {self.given}"
 
 
-def _counted(**parts: Any) -> Any:
-    slow = parts["slow"]
-
-    def left(*arguments: Any) -> Any:
-        Fast.left += 1
-        return slow(*arguments)
-
-    assert NativeReplay is not None
-    replay = NativeReplay(**(parts | {"slow": left}))
-
-    def given(*arguments: Any) -> Any:
-        Fast.given += 1
-        return replay(*arguments)
-
-    return given
+REPLAYS, PATHS = Counted(NativeReplay), Counted(NativePath)
 
 
 def use(*, native: bool) -> None:
     assert NativeSame is not None
-    replayed.NativeReplay = _counted if native else None  # type: ignore[attr-defined]
+    replayed.NativeReplay = REPLAYS if native else None  # type: ignore[attr-defined]
+    _path.NativePath = PATHS if native else None  # type: ignore[attr-defined]
     _path.same = (  # type: ignore[attr-defined]
         NativeSame(Batch, Batch(1).bounds, Batch(1).exclude) if native else again.same_in_python
     )
@@ -116,22 +140,39 @@ def specs_of(rng: random.Random) -> dict[str, InputSpec]:
     return found
 
 
+class Weighted(torch.nn.Module):
+    """A forward that reads a weight, which may be moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 2.0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        if Device.fault == "forward raises":
+            Device.fault = None
+            raise RuntimeError("no forward")
+        return x * self.weight + sum(other.sum() for other in others.values())
+
+
 def runners_of(rng: random.Random, specs: dict[str, InputSpec]) -> tuple[GraphRunner, GraphRunner]:
     """A runner of single graphs, and one of pieces in the same pool."""
+    pool: Any = GraphPool(RingPlatform())
+    Device.pool = pool
+    if rng.random() < 0.3:
+        pool.elsewhere, pool.on_device = lambda: Device.elsewhere, on_device
     given: dict[str, Any] = {
         "inputs": specs,
         "outputs": (rng.choice(("tokens", "reqs")),),
         "sizes": [2, 4, 8],
         "max_num_reqs": 8,
-        "platform": RingPlatform(),
-        "options": GraphOptions(inputs_in_graph=True, check="off"),
+        "pool": pool,
+        "options": GraphOptions(
+            inputs_in_graph=True,
+            check=rng.choice(("off", "capture", "first", "sample")),
+            lazy=rng.random() < 0.3,
+        ),
     }
-
-    def forward(x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-        return x * 2 + sum(other.sum() for other in others.values())
-
-    runner = GraphRunner(forward, mode="FULL", **given)
-    pool = Device.pool = runner.pool
+    runner = GraphRunner(Weighted(), mode="FULL", **given)
     if rng.random() < 0.5:
         pool.read_stream_id, pool.stream_id = lambda: Device.stream, 0
 
@@ -139,9 +180,10 @@ def runners_of(rng: random.Random, specs: dict[str, InputSpec]) -> tuple[GraphRu
             pool.stream_id = Device.stream
 
         pool.follow_stream = follow
-    other = GraphRunner(forward, mode="PIECEWISE", **(given | {"pool": pool}))
-    runner.capture()
-    other.capture()
+    other = GraphRunner(Weighted(), mode="PIECEWISE", **given)
+    for each in runner, other:
+        if not each.options.lazy:
+            each.capture()
     return runner, other
 
 
@@ -157,6 +199,12 @@ def done(runner: GraphRunner, rng: random.Random, batch: Batch, values: Any, old
         return runner(slot)
     if way < 0.25 and old is not None:
         return runner(old)
+    if way < 0.3:
+        return runner.step(batch, values, at_least=rng.randint(0, 4))
+    if way < 0.35:
+        return runner(None, **values)
+    if way < 0.4:
+        return runner(batch, updates={}, **values)
     return runner(batch, **values)
 
 
@@ -165,12 +213,13 @@ def program(seed: int, *, native: bool) -> list[Any]:
     use(native=native)
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    specs, Device.marked, Device.stream = specs_of(rng), 0, 0
+    specs = specs_of(rng)
+    Device.marked = Device.stream = Device.entered = 0
     handout._MOST_STEPS = rng.choice((3, 1024))  # type: ignore[attr-defined]
     runner, other = runners_of(rng, specs)
     pool, rows, reqs, old = runner.pool, 3, 3, None
     kept, seen = list[Any](), list[Any]()
-    hand = rng.choice([*HANDS])
+    hand, weights = rng.choice([*HANDS]), list[Any]()
     for step in range(STEPS):
         if rng.random() < 0.2:
             rows = rng.randint(1, 8)
@@ -187,6 +236,7 @@ def program(seed: int, *, native: bool) -> list[Any]:
         if fault == "one more":
             values["more"] = values["x"]
         event, Device.stream = rng.random(), rng.choice((0, 0, 0, 1))
+        Device.elsewhere = rng.random() < 0.1
         if step == STEPS - 1:
             pool.close()
         elif event < 0.03:
@@ -197,12 +247,24 @@ def program(seed: int, *, native: bool) -> list[Any]:
             other(batch, **values) if fault is None else None
         elif event < 0.2:
             old = runner.slot(batch)
+            for place in old.values():
+                place.fill_(1)
+        elif event < 0.21:
+            # Which no graph reads; those read the one of before.
+            weights.append(runner.graphs.forward.weight)
+            runner.graphs.forward.weight = torch.nn.Parameter(torch.rand(2), requires_grad=False)
+        elif event < 0.24:
+            other.capture()
+        elif event < 0.27:
+            runner.dispatcher.max_padding = rng.choice((None, None, 1.0, 2.0))
+        around = nullcontext if rng.random() < 0.95 else torch.autocast
         if fault == "busy":
             pool.owner = "another step"
         Device.fault = fault
         found: Any
         try:
-            with torch.inference_mode() if rng.random() < 0.1 else nullcontext():
+            inference = torch.inference_mode() if rng.random() < 0.1 else nullcontext()
+            with inference, around("cpu"):
                 out = done(runner, rng, batch, values, old)
             found = out.clone()
             kept.append(HANDS[hand](out))
@@ -212,12 +274,15 @@ def program(seed: int, *, native: bool) -> list[Any]:
         kept = kept[-rng.randint(1, 3) :]
         if fault == "busy":
             pool.owner = None
-        Device.fault = None
+        Device.fault, Device.elsewhere = None, False
         assert pool.owner is None
         ring = runner.inputs.ring
         state = ring.count, ring.unsure, ring.pending is None, pool.generation, pool.stream_id
-        steps = pool.step is None, pool.step_context is None, len(pool.handed_out), Device.marked
-        seen.append((found, state, steps))
+        steps = pool.step is None, pool.step_context is None, len(pool.handed_out)
+        device = Device.marked, Device.entered
+        told = runner.last_dispatch, runner.dispatcher.counts(), runner.report().live_tokens
+        tried = [record.status for record in runner.graphs.checks.records.values()]
+        seen.append((found, state, steps, device, told, tried))
     kept.clear()
     runner.close()
     other.close()
@@ -239,4 +304,4 @@ def main(programs: int = 60) -> None:
         by_python, by_c = program(seed, native=False), program(seed, native=True)
         for step, (ours, theirs) in enumerate(zip(by_c, by_python, strict=True)):
             assert is_equal(ours, theirs), (seed, step, ours, theirs)
-    print("fast:", Fast.given - Fast.left, "of", Fast.given)
+    print("fast:", REPLAYS, "and", PATHS)

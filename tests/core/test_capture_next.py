@@ -792,12 +792,12 @@ def test_when_all_is_there_a_step_takes_the_way_that_it_takes_after_capture():
     at_once.capture()
     finish(apart)
     for run in (at_once, apart):
-        assert run._run == run._path.run
+        assert run._run == run._entrance
     apart.release()
     apart.capture_next()
-    assert apart._run != apart._path.run
+    assert apart._run != apart._entrance
     apart.capture()
-    assert apart._run == apart._path.run
+    assert apart._run == apart._entrance
 
 
 @pytest.mark.parametrize("end", ["release", "seal", "recapture"])

@@ -5,6 +5,7 @@ from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort
 from graphrt.core.base import torch_import, tree
 from graphrt.core.base._native_door import (
     MOST_INPUTS,
+    NativePath,
     NativeReplay,
     NativeSame,
     NativeWriter,
@@ -177,6 +178,7 @@ __all__ = [
     "MissingTorchNameError",
     "MissingUpdateError",
     "ModeNotSupportedError",
+    "NativePath",
     "NativeReplay",
     "NativeSame",
     "NativeWriter",

@@ -25,5 +25,7 @@ NativeSame: Callable[..., Callable[[Any, Any], bool]] | None = (
     None if _native is None else _native.Same
 )
 """Compares a batch with the last one."""
+NativePath: Callable[..., Callable[..., Any]] | None = None if _native is None else _native.Path
+"""Takes a step whose batch is the last one's again to its graph."""
 MOST_INPUTS = 0 if _native is None else _native.MOST_INPUTS
 """So many inputs a `NativeWriter` can write."""

@@ -4,6 +4,7 @@ from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.index import NOT_FOUND
 from graphrt.core.dispatch.order import preferred
 from graphrt.core.dispatch.reasons import NOT_REPLAYED, Dispatch, Reason
+from graphrt.core.dispatch.tables import Reserved
 from graphrt.core.dispatch.uniform import live_query_len, unpadded
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Dispatch",
     "GraphDispatcher",
     "Reason",
+    "Reserved",
     "live_query_len",
     "preferred",
     "unpadded",

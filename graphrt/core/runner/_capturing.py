@@ -24,6 +24,7 @@ class Capturing:
     pool: GraphPool
     graphs: GraphSet
     _path: StepPath
+    _entrance: Callable[..., Any]
     _run: Callable[..., Any]
     _rounds: Rounds
     _meanwhile: Meanwhile
@@ -111,7 +112,7 @@ class Capturing:
 
     def _time_steps(self) -> None:
         """Have steps timed while graphs are missing; no step looks for that itself."""
-        self._run = self._run_timed if self._meanwhile.on else self._path.run
+        self._run = self._run_timed if self._meanwhile.on else self._entrance
 
     def _run_timed(
         self,

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from graphrt.core.base import PoolClosedError
+from graphrt.core.base import NativePath, NativeSame, PoolClosedError
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
-from graphrt.core.dispatch import Dispatch
+from graphrt.core.dispatch import Dispatch, Reserved
 from graphrt.core.inputs import NO_LIMITS, InputSlot, Limits, StaticInputs, batch_of
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner._steps import Steps
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, is_plain, same
+from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, PaddedStep, is_plain, same
 
 
 class StepPath:
     """Dispatches the steps of one runner, has them checked, and runs them."""
+
+    __slots__ = (
+        "_by_slot",
+        "_checks",
+        "_dispatcher",
+        "_eager_launch",
+        "_elsewhere",
+        "_graphs",
+        "_inputs",
+        "_last",
+        "_pool",
+        "_sealing",
+        "_slots",
+        "_steps",
+        "_updates",
+        "closed",
+        "last_dispatch",
+        "live_tokens",
+    )
 
     def __init__(
         self,
@@ -49,6 +68,29 @@ class StepPath:
         """Raise `PoolClosedError` after `close()`."""
         if self.closed:
             raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
+
+    def entrance(self) -> Callable[..., Any]:
+        """`run`, or what does the same faster. Kept by the runner: here it would be a cycle, and
+        graphs live until garbage is collected."""
+        if NativePath is None or NativeSame is None:
+            return self.run
+        return NativePath(
+            slow=self.run,
+            checked=self._run_checked,
+            by_context=self._run_by_context,
+            path=self,
+            dispatcher=self._dispatcher,
+            sealing=self._sealing,
+            checks=self._checks if self._checks.on else None,
+            by_slot=self._by_slot,
+            elsewhere=self._elsewhere,
+            under_way=under_way,
+            no_limits=NO_LIMITS,
+            not_alone=NOT_ALONE,
+            same=same,
+            graphs=Reserved,
+            steps=PaddedStep,
+        )
 
     def run(
         self,
@@ -99,13 +141,7 @@ class StepPath:
             # What `clear` says, without a call, where no graph waits for a trial.
             and not (checks.clear(found.slot, batch[0]) if checks.pending else next(checks.looks))
         ):
-            agreed = limits[0] > 0 or limits[1] is not None
-            found, outputs = self._steps.checked.run(
-                batch, found, values, updates, metadata, agreed
-            )
-            self.last_dispatch = found
-            self.live_tokens += batch[0] if found.slot >= 0 else 0
-            return outputs
+            return self._run_checked(batch, found, values, updates, metadata, limits)
         self.last_dispatch = found
         if updates is None and found.slot >= 0:
             alone = self._by_slot[found.slot]
@@ -115,6 +151,22 @@ class StepPath:
                     self.live_tokens += batch[0]
                     return outputs
         return self._run_by_context(batch, found, values, updates, metadata)
+
+    def _run_checked(
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+        limits: Limits,
+    ) -> Any:
+        """A step that is tried, or whose graph may not be replayed any more."""
+        agreed = limits[0] > 0 or limits[1] is not None
+        found, outputs = self._steps.checked.run(batch, found, values, updates, metadata, agreed)
+        self.last_dispatch = found
+        self.live_tokens += batch[0] if found.slot >= 0 else 0
+        return outputs
 
     def _run_by_context(
         self,

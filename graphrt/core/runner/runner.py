@@ -138,6 +138,7 @@ class GraphRunner(Capturing, Uncopied):
         )
         self._elsewhere = self.pool.elsewhere
         self._path = StepPath(graphs, self.inputs, self.pool, steps, self._updates)
+        self._entrance = self._path.entrance()
         self._time_steps()
 
     def __call__(
