@@ -21,7 +21,7 @@ def test_random_steps_and_faults_leave_the_same_with_it_and_without(built: Path)
 NESTED = f"""{LOAD}
 import gc, torch, warnings
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
-from graphrt.core.replay import handout
+from graphrt.core.replay import GraphPool, handout
 from graphrt.core.runner import _path
 from graphrt.core.runner.steps import replayed
 from graphrt.errors import GraphQuarantinedWarning, GraphRTError, PoolBusyError
@@ -122,10 +122,23 @@ def where_a_lazy_step_could_not_capture(runner, todo):
         found.append(lazy.last_dispatch.slot)
     return found
 
+def in_a_pool_of_the_host(runner, todo):
+    class Owned(GraphPool):
+        # Python's way reads and writes it by its name.
+        owner = property(lambda self: self.now, lambda self, owner: setattr(self, "now", owner))
+
+    hosts = GraphRunner(
+        lambda x: x * 2, inputs={{"x": InputSpec(torch.float32, ("tokens",))}},
+        outputs=("tokens",), sizes=[8], mode="FULL", pool=Owned(RingPlatform()),
+        options=GraphOptions(inputs_in_graph=True),
+    )
+    hosts.capture()
+    return sum(hosts(five, x=x).sum().item() for _ in range(4)), hosts.pool.now
+
 gc.set_threshold(100_000)
 for nested in (
     in_the_look_for_the_stream, where_the_last_batch_dies, where_garbage_is_collected, in_a_capture,
-    where_a_lazy_step_could_not_capture,
+    where_a_lazy_step_could_not_capture, in_a_pool_of_the_host,
 ):
     by_python, by_c = nested(*made(None)), nested(*made(native))
     assert by_python == by_c, (nested, by_python, by_c)
@@ -140,6 +153,7 @@ def test_a_step_inside_of_another_is_told_from_it(built: Path) -> None:
         "set()",
         f"({[17.0] * 8}, 0)",
         "[-1, 1, 1]",
+        "(64.0, None)",
     ]
 
 
