@@ -15,8 +15,8 @@ OLDEST_CONTRACT = 1
 
 
 class Capability(enum.Enum):
-    """What a platform can do beyond running eagerly, and the methods it supplies for that. Core asks
-    for these, never for a device."""
+    """What a platform can do beyond running eagerly, and the methods that it supplies for that.
+    Core asks for these, never for a device."""
 
     CAPTURE = "capture"
     """Work can be captured as graphs and replayed."""
