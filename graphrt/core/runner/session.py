@@ -124,6 +124,10 @@ def capture_graphs(
                         continue
                     if hasattr(error, "add_note"):
                         error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
+                        if isinstance(error, TypeError):
+                            error.add_note(
+                                "a forward is called with its inputs by name, as in inputs="
+                            )
                     raise
             settle()
             if progress is not None:
