@@ -28,6 +28,7 @@ from graphrt.core.runner.steps import PaddedStep
 from graphrt.core.trust import WatchedState
 
 Progress = Callable[[int, int, BatchDescriptor], None]
+"""Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
 Enough = Callable[["PlannedGraph"], bool]
 """Asked before each graph: whether to leave it, and those after it, for another session."""
