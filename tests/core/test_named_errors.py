@@ -462,3 +462,15 @@ def test_a_query_length_is_no_name_of_an_argument():
     with pytest.raises(errors.InvalidSizesError) as found:
         Plan(sizes=[1], query_lens=[0])
     assert found.value.advice == "1"
+
+
+def test_a_pool_of_another_kind_is_named():
+    with pytest.raises(InvalidOptionError, match="'pool'"):
+        runner(pool=3)
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes came with Python 3.11")
+def test_a_forward_without_the_name_of_an_input_is_told_how_it_is_called():
+    with pytest.raises(TypeError) as found:
+        GraphRunner(lambda y: y, sizes=[1], mode="FULL", inputs={"x": X}).capture()
+    assert any("by name" in note for note in found.value.__notes__)

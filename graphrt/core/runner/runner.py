@@ -81,6 +81,7 @@ class GraphRunner(Capturing, Uncopied):
         check_kind("plan", plan, Plan)
         check_kind("host", host, Host)
         check_kind("options", options, GraphOptions)
+        check_kind("pool", pool, GraphPool)
         check_plan_arguments(arguments, plan, {"options": GraphOptions, "host": Host})
         self.options = options or GraphOptions()
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
@@ -167,6 +168,11 @@ class GraphRunner(Capturing, Uncopied):
                 self.inputs.check_alone(values)
             return self._run(None, batch, updates, metadata, NO_LIMITS)
         return self._run(batch, values, updates, metadata, NO_LIMITS)
+
+    def __repr__(self) -> str:
+        return (
+            f"GraphRunner({self.mode.name}, {len(self.graphs.records)} graphs, {self.pool.device})"
+        )
 
     @property
     def last_dispatch(self) -> Dispatch | None:

@@ -125,7 +125,7 @@ def capture_graphs(
                         continue
                     if hasattr(error, "add_note"):
                         error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
-                        if isinstance(error, TypeError):
+                        if isinstance(error, TypeError) and "keyword argument" in str(error):
                             error.add_note(
                                 "a forward is called with its inputs by name, as in inputs="
                             )
