@@ -163,10 +163,7 @@ def write(path: str | os.PathLike[str], plain: Mapping[str, Any]) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise PlanFileError(
-            "the plan cannot be written",
-            got=f"{str(path)!r} ({error.strerror})",
-            expected="a file in a directory that can be written",
-            advice='plan.save("plan.json")',
+            "the plan cannot be written", got=f"{str(path)!r} ({error.strerror})"
         ) from error
 
 

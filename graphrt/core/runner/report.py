@@ -95,7 +95,7 @@ class RunnerReport:
         """For people, in a few lines; the fields have the rest."""
         modes = Counter(record.mode.name for record in self.graphs)
         reasons = {reason.name: count for reason, count in self.reasons.items() if count}
-        trials = Counter(record.status for record in self.trust.trials)
+        trials = Counter[str](record.status for record in self.trust.trials)
         failures = {
             record.failure.splitlines()[0]: 0 for record in self.trust.trials if record.failure
         }
