@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from graphrt import GraphRunner, InputSpec, eager_break
-from graphrt.core.base import VerificationError
+from graphrt.errors import VerificationError
 
 RANKS, LAYERS, HIDDEN, STEPS = 2, 4, 1024, 50
 ROW = "{:<6}{:<11}{:<9}{:>9}{:>9}"

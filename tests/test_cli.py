@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from graphrt.cli.app import app, main
-from graphrt.core.base import InvalidModeError, InvalidSizesError
+from graphrt.core.base import InvalidModeError, InvalidOptionError, InvalidSizesError
+from graphrt.core.runner import runner_settings
 
 
 def run(*arguments: str) -> str:
@@ -176,3 +177,13 @@ def test_the_demo_proves_itself():
     text = run("demo", "--max-new-tokens", "4", "--mode", "FULL")
     assert "equal" in text
     assert "NOT EQUAL" not in text
+
+
+def test_a_step_down_is_logged_once(caplog):
+    run("plan", "--mode", "FULL", "--attention", "UNIFORM_BATCH")
+    assert len(caplog.records) == 1
+
+
+def test_an_unknown_setting_is_told_all_that_there_are():
+    with pytest.raises(InvalidOptionError, match=r"sizes, .*outputs"):
+        runner_settings(["nonsense=1"])

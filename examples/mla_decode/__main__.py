@@ -65,9 +65,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         )
         parser.add_argument(f"--{field.name}", type=positive, metavar="N", help=each)
     for name, default, meaning in (
-        ("tokens", 50, "decode steps"),
+        ("tokens", 50 if on_gpu else 8, "decode steps"),
         ("batch", 1, "requests"),
-        ("context", 1024, "random tokens in the cache of each request before its prompt"),
+        (
+            "context",
+            1024 if on_gpu else 128,
+            "random tokens in the cache of each request before its prompt",
+        ),
         ("prompt", 8, "longest prompt"),
         ("query-len", 1, "tokens of a request in a decode step"),
         ("page-size", 64, "tokens of a page"),

@@ -15,7 +15,7 @@ from examples.mla_decode.host import Host, Workload
 from examples.mla_decode.model import MlaConfig
 from graphrt import AttentionSupport, Batch, GraphRunner
 from graphrt.attention import AttentionBackend, AttentionStep, SdpaAttention
-from graphrt.core.base import VerificationError
+from graphrt.errors import VerificationError
 
 WAYS = {
     "eager": ("NONE", True),

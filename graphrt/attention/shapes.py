@@ -34,10 +34,12 @@ class GroupedShape:
 
     @property
     def softmax_scale(self) -> float:
+        """What scores are multiplied with."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def kv_heads(self) -> int:
+        """Heads of the caches."""
         return self.num_kv_heads
 
     @property
@@ -47,10 +49,12 @@ class GroupedShape:
 
     @property
     def query_dim(self) -> int:
+        """Numbers of a query head."""
         return self.head_dim
 
     @property
     def value_dim(self) -> int:
+        """Numbers of an output head."""
         return self.head_dim
 
     @property
@@ -77,10 +81,12 @@ class LatentShape:
 
     @property
     def softmax_scale(self) -> float:
+        """What scores are multiplied with."""
         return self.scale
 
     @property
     def kv_heads(self) -> int:
+        """Heads of the caches."""
         return 1
 
     @property
@@ -90,10 +96,12 @@ class LatentShape:
 
     @property
     def query_dim(self) -> int:
+        """Numbers of a query head."""
         return self.rank + self.rope_dim
 
     @property
     def value_dim(self) -> int:
+        """Numbers of an output head."""
         return self.rank
 
     @property

@@ -50,7 +50,7 @@ def demo(
     eager: Annotated[bool, typer.Option("--eager", help="Capture nothing.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
 ) -> None:
-    """Serve prompts with continuous batching, and prove that replay equals eager."""
+    """Serve prompts with graphs, and prove that replay equals eager."""
     from graphrt.demo import run_demo
 
     code = run_demo(
@@ -70,7 +70,7 @@ def demo(
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Show the platforms found, by which plugin, available or why not, and versions."""
+    """Show which platforms there are, or why not, and versions."""
     from graphrt.cli.doctor import print_doctor
 
     raise typer.Exit(print_doctor(as_json=json))
@@ -83,7 +83,7 @@ def attention(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Show the attention backends with a known support level, and what it depends on."""
+    """Show what known attention backends can capture, and when."""
     from graphrt.cli.attention import print_attention
 
     print_attention(backend, as_json=json)
@@ -147,7 +147,7 @@ def plan(
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Show which mode, sizes and graphs a configuration gives, before anything is captured."""
+    """Show the mode, sizes and graphs that a configuration gives."""
     from graphrt.cli.budget import BudgetRequest
     from graphrt.cli.plan import PlanRequest, print_plan
 

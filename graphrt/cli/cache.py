@@ -25,7 +25,7 @@ from graphrt.compile.cache import (
 from graphrt.core.base import InvalidOptionError
 
 cache_app = typer.Typer(
-    help="List, show and remove compiled code that is kept for the next start.",
+    help="List, show and remove compiled code kept for later starts.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

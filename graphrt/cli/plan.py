@@ -33,7 +33,8 @@ def print_plan(request: PlanRequest, *, as_json: bool) -> None:
     arguments: PlanArguments = {**request.arguments, "attention": attention}
     plan = Plan(**arguments, platform=_planned_for(request.platform))
     budget, traffic, streams = budget_of(request.budget, plan)
-    plan = plan.replace(budget=budget, traffic=traffic)
+    if budget is not None or traffic is not None:
+        plan = plan.replace(budget=budget, traffic=traffic)
     if request.strict:
         plan.resolution.refuse_steps()
     if request.save is not None:

@@ -26,7 +26,7 @@ def support_compile(
     """Say of a module class which dimensions of its forward's arguments are the batch's.
 
     That is all it does: `compile_module(instance)` needs to be told nothing more then. See
-    `DynamicDims` for the forms.
+    `DynamicDims` for the forms. Raises `CompileError` for what is no module class.
     """
 
     def marked(cls: M) -> M:

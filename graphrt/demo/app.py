@@ -49,13 +49,13 @@ def run_demo(
     """
     console = console or Console()
     texts = _PROMPTS if prompts is None else _read_prompts(prompts)
-    setup, tokenizer = _load(model, platform, texts, max_new_tokens, console)
     graphs, options = runner_settings(settings)
     given: PlanArguments = {"sizes": _SIZES, **graphs}
     if mode is not None:
-        given["mode"] = mode
+        given["mode"] = GraphMode.parse(mode)
     if sizes is not None:
         given["sizes"] = sizes
+    setup, tokenizer = _load(model, platform, texts, max_new_tokens, console)
     setup = replace(setup, graphs=given)
     unpadded = replace(setup, graphs={**given, "mode": GraphMode.NONE})
     with _threads(1 if model is None else torch.get_num_threads()):

@@ -81,7 +81,11 @@ def _read_json(path: Path, **required: type) -> dict[str, Any]:
     try:
         raw = json.loads(read_bounded(inside(path.parent, path.name), _MOST_BYTES))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", advice="a checkpoint's directory") from error
+        raise CheckpointError(
+            f"{path} is missing",
+            expected="a local directory with a Hugging Face checkpoint",
+            advice="leave --model out for a small seeded one",
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON", got=error) from error
     if not isinstance(raw, dict):

@@ -12,12 +12,15 @@ from test_runner import INPUTS, rows, runner
 
 from graphrt import (
     Batch,
+    GraphMode,
     GraphOptions,
     GraphPool,
     GraphRunner,
     Host,
     InputSpec,
+    Plan,
     eager_break,
+    errors,
 )
 from graphrt.core.base import (
     CopyError,
@@ -420,3 +423,54 @@ def test_breaks_in_a_marked_function_are_not_disturbed():
     )
     run.capture()
     assert torch.equal(run.verify(x=rows(3)), rows(3, 3.0))
+
+
+# What errors advise ------------------------------------------------------------------------------
+
+
+def test_errors_are_named_by_the_module_that_hosts_import_them_from():
+    with pytest.raises(errors.GraphRTError) as found:
+        GraphMode.parse("FULLY")
+    assert type(found.value).__module__ == "graphrt.errors"
+    assert type(pickle.loads(pickle.dumps(found.value))) is errors.InvalidModeError
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("strict", "options=GraphOptions(strict=...)"),
+        ("bind", "host=Host(bind=...)"),
+        ("size", "sizes"),
+    ],
+)
+def test_an_argument_in_the_wrong_place_is_told_its_own(argument, advice):
+    with pytest.raises(errors.InvalidOptionError) as found:
+        GraphRunner(torch.neg, inputs={"x": InputSpec(torch.int64, ("tokens",))}, **{argument: 1})
+    assert found.value.advice == advice
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"), [("full_decode", "FULL_DECODE_ONLY"), ("FUL", "FULL"), (3, "FULL")]
+)
+def test_the_mode_that_was_meant_is_advised(given, advice):
+    with pytest.raises(errors.InvalidModeError) as found:
+        GraphMode.parse(given)
+    assert found.value.advice == f"mode={advice!r}"
+
+
+def test_a_query_length_is_no_name_of_an_argument():
+    with pytest.raises(errors.InvalidSizesError) as found:
+        Plan(sizes=[1], query_lens=[0])
+    assert found.value.advice == "1"
+
+
+def test_a_pool_of_another_kind_is_named():
+    with pytest.raises(InvalidOptionError, match="'pool'"):
+        runner(pool=3)
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes came with Python 3.11")
+def test_a_forward_without_the_name_of_an_input_is_told_how_it_is_called():
+    with pytest.raises(TypeError) as found:
+        GraphRunner(lambda y: y, sizes=[1], mode="FULL", inputs={"x": X}).capture()
+    assert any("by name" in note for note in found.value.__notes__)

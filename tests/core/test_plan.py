@@ -298,3 +298,25 @@ def test_a_mode_that_steps_down_is_one_line_in_the_log(caplog):
         Plan("FULL", max_num_tokens=8, attention=AttentionSupport.NEVER, platform="cpu")
     (record,) = caplog.records
     assert "FULL runs as PIECEWISE" in record.message and "NEVER" in record.message
+
+
+def test_sizes_of_a_plan_are_those_of_its_mode():
+    assert "decode" not in str(Plan(mode="FULL", sizes=[1, 2]))
+    assert "any batch    2: 1 2" in str(Plan(mode="FULL", sizes=[1, 2]))
+    assert "decode, query length 1" in str(Plan(mode="FULL_DECODE_ONLY", sizes=[1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ({"mode": "FULL", "sizes": [1, 2]}, {"sizes": [1, 2, 1024]}),
+        ({"mode": "PIECEWISE", "sizes": [1, 2]}, {"sizes": [1, 2, 1024]}),
+        ({"mode": "FULL_DECODE_ONLY", "sizes": [1, 2]}, {"max_size": 1024}),
+        ({"mode": "FULL"}, {"max_size": 1024}),
+    ],
+)
+def test_what_a_plan_advises_for_decode_that_is_too_large_captures_it(arguments, remedy):
+    plan = Plan(**arguments, max_num_reqs=1024, max_num_tokens=2048)
+    advised = "1024 in sizes" if "sizes" in remedy else "max_size=1024"
+    assert f"{advised} captures them" in str(plan)
+    assert "captures them" not in str(plan.replace(**remedy))

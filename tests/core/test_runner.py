@@ -28,6 +28,7 @@ from graphrt import (
 from graphrt.core.base import (
     CaptureError,
     CaptureSealedError,
+    GraphQuarantinedWarning,
     GraphRTError,
     GraphsDroppedWarning,
     InvalidBatchError,
@@ -490,3 +491,18 @@ def test_a_capture_draws_no_random_numbers_of_the_host(lazy, warmups):
     torch.manual_seed(1)
     assert all(torch.equal(each, drop(rows(2))) for each in found)
     assert captured.last_dispatch.reason is Reason.HIT
+
+
+def test_a_report_is_printed_in_lines_and_counts_no_padding_of_steps_that_ran_without():
+    mixing = runner(lambda x: x - x.mean(0))
+    mixing.capture()
+    with pytest.warns(GraphQuarantinedWarning):
+        mixing(x=rows(3))
+    mixing(x=rows(3))
+    report = mixing.report()
+    assert (report.live_tokens, report.padded_tokens, report.padding) == (0, 0, 0.0)
+    assert repr(mixing) == f"GraphRunner(FULL, {len(report.graphs)} graphs, cpu)"
+    graphs, steps, trials, failure = str(report).splitlines()
+    assert graphs.startswith(f"Graphs: {len(report.graphs)} FULL; captured in")
+    assert steps.startswith("Steps: 2 QUARANTINED; 0% of")
+    assert "quarantined" in trials and "without padding" in failure

@@ -278,3 +278,16 @@ def test_dotted_names_of_nested_inputs():
     slot["hidden.a"].fill_(2)
     slot["hidden.b"].fill_(5)
     assert runner(slot).tolist() == [7, 7, 7]
+
+
+def test_a_tensor_in_place_of_a_slots_own_is_refused(platform):
+    runner = GraphRunner(
+        lambda x: x + 1,
+        mode="FULL",
+        sizes=[2],
+        inputs={"x": InputSpec(torch.float32, ("tokens",))},
+        platform=platform,
+    )
+    slot = runner.slot(Batch(2))
+    with pytest.raises(InvalidInputError, match="copy_"):
+        slot["x"] = torch.ones(2)

@@ -345,3 +345,9 @@ class Uncopied:
             advice="create another one, of the same plan; copy or pickle the plan and the model, "
             "without what was made of them",
         )
+
+
+# What a traceback names, and what a pickled error is looked up in, is where hosts import it from.
+for _error in tuple(globals().values()):
+    if isinstance(_error, type) and issubclass(_error, GraphRTError):
+        _error.__module__ = "graphrt.errors"

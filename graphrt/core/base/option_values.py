@@ -37,7 +37,7 @@ _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 def check_keys(
     given: Mapping[str, object], owner: type, prefix: str = "", like: Sequence[str] = ()
 ) -> None:
-    """Raise `InvalidOptionError` for a key that is no field; `like` are further ones to advise."""
+    """Raise `InvalidOptionError` for a key that is no field; `like` are further ones to name."""
     known = [prefix + each.name for each in fields(owner)]
     for key in given:
         name = f"{prefix}{key}"
@@ -45,8 +45,8 @@ def check_keys(
             raise InvalidOptionError(
                 f"unknown option {name!r}",
                 got=f"{name}={shown(given[key])}",
-                expected=", ".join(known),
-                advice=_nearest(name, [*known, *like])
+                expected=", ".join([*like, *known]),
+                advice=nearest(name, [*known, *like])
                 or "see `GraphOptions` for what each option does",
             )
 
@@ -64,7 +64,7 @@ def only_known(owner: type[T]) -> type[T]:
                     f"{owner.__name__} has no argument {name!r}",
                     got=f"{name}={shown(keywords[name])}",
                     expected=", ".join(known),
-                    advice=_nearest(name, known),
+                    advice=nearest(name, known),
                 )
         init(self, *args, **keywords)
 
@@ -79,7 +79,8 @@ def check_fields(options: Any, checks: Mapping[str, Check], prefix: str = "") ->
         object.__setattr__(options, name, check(prefix + name, getattr(options, name)))
 
 
-def _nearest(name: str, known: Sequence[str]) -> str | None:
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that was probably meant."""
     # Users leave out the prefix or the case as often as they mistype.
     plain = {each.rpartition(".")[2].lower(): each for each in known}
     match = difflib.get_close_matches(name.rpartition(".")[2].lower(), plain, n=1)
@@ -175,12 +176,13 @@ def count_of(
             number = operator.index(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, RuntimeError):
             number = None
+    example = max(least or 1, 1)
     if number is None or (least is not None and number < least):
         raise error(
             f"{name} must be an integer" if least is None else f"{name} must be at least {least}",
             got=shown(value),
             expected="an integer" if least is None else f"an integer >= {least}",
-            advice=f"{name}={1 if least is None else max(least, 1)}",
+            advice=f"{name}={example}" if name.isidentifier() else str(example),
         )
     if abs(number) > MOST:
         raise error(

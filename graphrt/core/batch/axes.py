@@ -29,6 +29,7 @@ class Axis(NamedTuple):
                 "unknown batch axis in a shape",
                 got=shown(text),
                 expected='"tokens", "reqs", "reqs+1" or an int',
+                advice='("tokens",), or ("reqs", 64) for rows of 64',
             )
         return cls(found[1], int(found[2] or 0))
 

@@ -6,7 +6,7 @@ import enum
 import os
 from collections.abc import Mapping
 
-from graphrt.core.base import InvalidModeError, InvalidOptionError
+from graphrt.core.base import InvalidModeError, InvalidOptionError, nearest
 
 MODE_VARIABLE = "GRAPHRT_MODE"
 
@@ -39,7 +39,7 @@ class GraphMode(enum.Enum):
                 "unknown graph mode",
                 got=repr(value),
                 expected=", ".join(cls.__members__),
-                advice='mode="FULL_AND_PIECEWISE"',
+                advice=f"mode={nearest(str(value), list(cls.__members__)) or 'FULL'!r}",
             ) from None
 
     @classmethod

@@ -52,7 +52,7 @@ class Sealing:
         What announced the step is told. Strictly, raises `CaptureSealedError` for a descriptor that
         nobody found a graph for, and `MissingGraphError` for a graph that must be here.
         """
-        known = ", ".join(map(str, held)) or "no graphs at all"
+        known = ", ".join(map(str, held)) or "a graph of the wrapper, which has none yet"
         if context.dispatcher is not None:
             context.dispatcher.not_replayed(context)
         if self.closed and not context.announced:

@@ -15,18 +15,29 @@ OLDEST_CONTRACT = 1
 
 
 class Capability(enum.Enum):
-    """What a platform can do beyond running eagerly. Core asks for these, never for a device."""
+    """What a platform can do beyond running eagerly, and the methods that it supplies for that.
+    Core asks for these, never for a device."""
 
     CAPTURE = "capture"
+    """Work can be captured as graphs and replayed."""
     SHARED_POOL = "shared_pool"
+    """Graphs in one memory use each other's blocks: `owns` and `weak_ref` tell and release them."""
     ALLOCATE_IN_POOL = "allocate_in_pool"
+    """`allocate_in`."""
     STREAMS = "streams"
+    """Work is issued on streams: the methods under "Streams"."""
     TASK_UPDATE = "task_update"
+    """`task_begin`, `task_end` and `replay_updated`."""
     DEFERRED_UPDATE = "deferred_update"
+    """`launch_deferred` and `update_deferred`."""
     EXEC_DEDUP = "exec_dedup"
+    """`new_shareable_graph` and `share_executable`."""
     RANDOM = "random"
+    """Random operators of a graph draw new numbers at every replay."""
     INPUT_RING = "input_ring"
+    """`new_input_ring`."""
     HOST_POOL = "host_pool"
+    """`adopt_memory` and `memory_handle`."""
 
 
 def check_contract(platform: Any) -> None:

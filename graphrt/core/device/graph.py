@@ -14,9 +14,11 @@ class DeviceGraph(Protocol):
     Core always launches through this public `replay`, so that profilers that patch it see it.
     """
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Launch what was captured, on the current stream."""
 
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        """Destroy it, and give up its share of the memory."""
 
 
 class GraphRead(NamedTuple):

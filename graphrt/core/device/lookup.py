@@ -9,7 +9,10 @@ from graphrt.core.device.registry import current_platform, get_platform
 
 
 def resolve_platform(platform: Platform | str | None) -> Platform:
-    """A platform from itself, its name, or None for the current one; it must be available."""
+    """A platform from itself, its name, or None for the current one.
+
+    Raises `PlatformUnavailableError`, `UnknownPlatformError` and what else keeps one from use.
+    """
     if platform is None:
         return current_platform()
     if isinstance(platform, str):

@@ -138,7 +138,7 @@ class Platform(ABC):
 
     @abstractmethod
     def begin_capture(self, graph: Any, memory: Any) -> None:
-        """Start recording this thread's work on the current stream into `graph`."""
+        """Record this thread's work on the current stream into `graph`; host reads must raise."""
 
     @abstractmethod
     def end_capture(self, graph: Any) -> bool:
@@ -187,11 +187,12 @@ class Platform(ABC):
         return nullcontext()
 
     def owns(self, memory: Any, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lives in `memory` (and may therefore be overwritten by a replay)."""
-        raise MissingCapabilityError(f"platform {self.name!r} cannot tell whose a tensor is")
+        """Whether `tensor` lives in `memory`, so that replays overwrite it. False is always safe:
+        core keeps strong references then, and copies what eager parts return."""
+        return False
 
     def weak_ref(self, memory: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """An alias of a tensor in `memory` that does not keep its block from being used again."""
+        """An alias of a tensor that `owns` is true of; its block may be used again."""
         raise MissingCapabilityError(f"platform {self.name!r} has no weak references")
 
     def memory_bytes(self, memory: Any) -> int | None:

@@ -318,4 +318,4 @@ def _as_platforms(result: object) -> list[Platform]:
 
 def _choices(usable: Iterable[FoundPlatform]) -> str:
     names = [str(each.name) for each in usable if each.availability.available]
-    return f"{PLATFORM_VARIABLE}={' or '.join(names)}" if names else "graphrt doctor"
+    return f"{' or '.join(names)}, by name or {PLATFORM_VARIABLE}" if names else "graphrt doctor"

@@ -53,12 +53,13 @@ class Counted:
             return counts
 
     def hits(self, *, announced: bool = False) -> dict[tuple[GraphMode, BatchDescriptor], int]:
-        """How many batches each reserved graph has served; with `announced`, those too that were
-        not replayed after all."""
+        """How many batches each reserved graph has served; with `announced`, those too that ran
+        padded as it would be, because a wrapper did not have it (MISSING_GRAPH)."""
         with self._lock:
             hits = [graph.batches for graph in self._graphs]
-            for (slot, _), count in self._not_replayed.items():
-                hits[slot] -= 0 if announced else count
+            for (slot, reason), count in self._not_replayed.items():
+                padded = announced and reason is Reason.MISSING_GRAPH
+                hits[slot] -= 0 if padded else count
             return {key: hits[slot] for key, slot in self._slots.items()}
 
     def reset_counts(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypedDict
 
 from graphrt.core.base import (
@@ -11,6 +12,7 @@ from graphrt.core.base import (
     check_kind,
     count_of,
     items_of,
+    nearest,
 )
 from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, checked_variant
 from graphrt.core.plan.budget import Budget
@@ -79,8 +81,13 @@ def checked_arguments(given: PlanArguments) -> PlanArguments:
     }
 
 
-def check_plan_arguments(given: Collection[str], beside: object = None) -> None:
-    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan."""
+def check_plan_arguments(
+    given: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
+) -> None:
+    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan.
+
+    `homes` are arguments that take a dataclass, whose fields are often given in their place.
+    """
     if beside is not None and given:
         raise InvalidOptionError(
             "arguments of a plan were given beside a plan",
@@ -94,9 +101,18 @@ def check_plan_arguments(given: Collection[str], beside: object = None) -> None:
             "a plan has no such argument",
             got=", ".join(unknown),
             expected=", ".join(PlanArguments.__annotations__),
-            advice="what a host hooks in goes into host=Host(...), how graphs are captured into "
+            advice=_home_of(unknown[0], homes or {})
+            or nearest(unknown[0], list(PlanArguments.__annotations__))
+            or "what a host hooks in goes into host=Host(...), how graphs are captured into "
             "options=GraphOptions(...)",
         )
+
+
+def _home_of(name: str, homes: Mapping[str, type]) -> str | None:
+    for argument, owner in homes.items():
+        if name in (field.name for field in fields(owner)):
+            return f"{argument}={owner.__name__}({name}=...)"
+    return None
 
 
 def largest_batch(

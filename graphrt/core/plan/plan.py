@@ -233,9 +233,10 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan for people."""
-        found = [*text.mode_lines(self.resolution, self.attention), *text.size_lines(self.sizes)]
-        found.append(text.graph_line(self.keys))
-        found += [f"Note: {each}" for each in text.eager_decode(self.sizes, self.keys)]
+        own = self.arguments["sizes"] is not None
+        found = [*text.mode_lines(self.resolution, self.attention)]
+        found += [*text.size_lines(self.sizes, self.mode), text.graph_line(self.keys)]
+        found += [f"Note: {each}" for each in text.eager_decode(self.sizes, self.keys, own=own)]
         if self.arguments["budget"] is not None:
             found += text.budget_lines(self._fitted)
         return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from graphrt.core.batch import AttentionSupport, BatchDescriptor
+from graphrt.core.batch import AttentionSupport, BatchDescriptor, GraphMode
 from graphrt.core.plan.budget import (
     BUDGET_RULE,
     RESOURCES,
@@ -35,11 +35,14 @@ def mode_lines(
         yield f"Attention: {'' if name == UNNAMED else f'{name} supports '}{support.name}"
 
 
-def size_lines(sizes: CaptureSizes) -> Iterator[str]:
-    """The lists of sizes, in tokens, with how many there are."""
+def size_lines(sizes: CaptureSizes, mode: GraphMode) -> Iterator[str]:
+    """The lists of sizes that `mode` captures, in tokens, with how many there are."""
     yield f"Sizes, at most {sizes.limit} tokens:"
-    lists = {"mixed": sizes.mixed}
-    lists |= {f"decode, query length {q}": ladder for q, ladder in sizes.decode.items()}
+    if mode is GraphMode.FULL:
+        lists = {"any batch": sizes.general}
+    else:
+        lists = {"mixed": sizes.mixed}
+        lists |= {f"decode, query length {q}": ladder for q, ladder in sizes.decode.items()}
     width = max(map(len, lists))
     for name, listed in lists.items():
         head = f"  {name:{width}} {len(listed):4}: "
@@ -54,16 +57,19 @@ def graph_line(keys: Iterable[CaptureKey]) -> str:
     return f"Graphs to capture, largest first: {sum(counts.values())} ({total})"
 
 
-def eager_decode(sizes: CaptureSizes, keys: Iterable[CaptureKey]) -> list[str]:
-    """Decode batches that will be TOO_LARGE for every graph, as sentences."""
+def eager_decode(sizes: CaptureSizes, keys: Collection[CaptureKey], *, own: bool) -> list[str]:
+    """Decode batches that will be TOO_LARGE for every graph, as sentences; `own` says that the host
+    has listed the sizes itself, to which `max_size` adds nothing but full batches of decode."""
     largest = max((descriptor.num_tokens for _, descriptor in keys), default=0)
     found = []
     for query_len in sizes.decode:
         most = min(sizes.max_num_reqs * query_len, sizes.max_num_tokens)
         if most > largest > 0:
+            ladder = any(descriptor.query_len == query_len for _, descriptor in keys)
+            remedy = f"{most} in sizes" if own and not ladder else f"max_size={most}"
             found.append(
                 f"decode batches of {largest + 1} to {most} tokens (query length {query_len}) "
-                f"will run eagerly; max_size={most} captures them"
+                f"will run eagerly; {remedy} captures them"
             )
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from graphrt.core.batch import BatchDescriptor, GraphMode
@@ -91,6 +91,24 @@ class RunnerReport:
         """The share of the tokens that graphs computed which were padding, 0 to 1."""
         return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
+    def __str__(self) -> str:
+        """For people, in a few lines; the fields have the rest."""
+        modes = Counter(record.mode.name for record in self.graphs)
+        reasons = {reason.name: count for reason, count in self.reasons.items() if count}
+        trials = Counter[str](record.status for record in self.trust.trials)
+        failures = {
+            record.failure.splitlines()[0]: 0 for record in self.trust.trials if record.failure
+        }
+        return "\n".join(
+            [
+                f"Graphs: {_counted(modes)}; captured in {self.capture_s:.2f} s",
+                *(f"  dropped: {each.mode.name} [{each.descriptor}]" for each in self.dropped),
+                f"Steps: {_counted(reasons)}; {self.padding:.0%} of the tokens of graphs padding",
+                f"Trials: {_counted(trials)}",
+                *(f"  {failure}" for failure in failures),
+            ]
+        )
+
 
 def report_of(
     resolution: ModeResolution,
@@ -140,6 +158,10 @@ def _trust(graphs: GraphSet, pool: GraphPool, inputs: StaticInputs) -> TrustRepo
         unknown_memory_of(graphs, pool, inputs, tried) if tried else None,
         graphs.mixes_rows,
     )
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 def _total(figures: Iterable[int | None]) -> int | None:

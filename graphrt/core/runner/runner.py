@@ -81,7 +81,8 @@ class GraphRunner(Capturing, Uncopied):
         check_kind("plan", plan, Plan)
         check_kind("host", host, Host)
         check_kind("options", options, GraphOptions)
-        check_plan_arguments(arguments, beside=plan)
+        check_kind("pool", pool, GraphPool)
+        check_plan_arguments(arguments, plan, {"options": GraphOptions, "host": Host})
         self.options = options or GraphOptions()
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         compiled = with_forward(forward, all_compiled(announced))
@@ -156,7 +157,8 @@ class GraphRunner(Capturing, Uncopied):
         where their shapes say everything. A `slot` stands for both. `updates` are the host
         arguments of updatable tasks, `metadata` is what eager parts read from the context. Outputs
         are fresh tensors, readable until the next step of the pool begins: touched later they raise
-        (`OverwrittenOutputError`).
+        (`OverwrittenOutputError`). On devices whose memory torch cannot mark, the CPU among them,
+        they are copies.
 
         Raises `InvalidInputError`, `InvalidBatchError`, `PoolBusyError`, what updates raise, and
         what `strict` says.
@@ -167,6 +169,11 @@ class GraphRunner(Capturing, Uncopied):
                 self.inputs.check_alone(values)
             return self._run(None, batch, updates, metadata, NO_LIMITS)
         return self._run(batch, values, updates, metadata, NO_LIMITS)
+
+    def __repr__(self) -> str:
+        return (
+            f"GraphRunner({self.mode.name}, {len(self.graphs.records)} graphs, {self.pool.device})"
+        )
 
     @property
     def last_dispatch(self) -> Dispatch | None:

@@ -28,6 +28,7 @@ from graphrt.core.runner.steps import PaddedStep
 from graphrt.core.trust import WatchedState
 
 Progress = Callable[[int, int, BatchDescriptor], None]
+"""Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
 Enough = Callable[["PlannedGraph"], bool]
 """Asked before each graph: whether to leave it, and those after it, for another session."""
@@ -124,6 +125,10 @@ def capture_graphs(
                         continue
                     if hasattr(error, "add_note"):
                         error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
+                        if isinstance(error, TypeError) and "keyword argument" in str(error):
+                            error.add_note(
+                                "a forward is called with its inputs by name, as in inputs="
+                            )
                     raise
             settle()
             if progress is not None:

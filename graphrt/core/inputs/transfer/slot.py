@@ -97,6 +97,14 @@ class InputSlot(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
+    def __setitem__(self, name: str, value: object) -> None:
+        raise InvalidInputError(
+            "a slot is memory to write, which nothing can take the place of",
+            got=f"slot[{name!r}] = ...",
+            expected=f"the rows written to slot[{name!r}]",
+            advice=f"slot[{name!r}].copy_(value), or slot.numpy[{name!r}][:] = array",
+        )
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
