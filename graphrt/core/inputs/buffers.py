@@ -65,6 +65,8 @@ class StaticInputs:
         ]
         self.padding = PaddingRows(self._specs, self._fixed)
         self._axes = {name: spec.batch_axis() for name, spec in self._specs.items()}
+        # Those without a batch axis: of these a step has all there is.
+        self.whole = frozenset(name for name, (axis, _) in self._axes.items() if axis is None)
         self.has_requests = any(axis and axis.name == "reqs" for axis, _ in self._axes.values())
         pads = {name: PadSource(spec) for name, spec in self._packed.items()}
         self._layouts: dict[tuple[int, int], InputLayout] = {}

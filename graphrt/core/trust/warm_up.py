@@ -12,7 +12,7 @@ from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads
-from graphrt.core.trust.watching import Kept, SavedWrites, Trace, Watch, WriteWatch, storage_key
+from graphrt.core.trust.watching import Kept, SavedWrites, Trace, Use, Watch, WriteWatch, storage_key
 
 T = TypeVar("T")
 
@@ -56,6 +56,8 @@ class WatchedState:
         self._outside: set[int] = set()
         self._watched: set[Hashable] = set()
         self._generators = Generators(device_type)
+        self.inputs_written: dict[int, Use] = {}
+        """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
     def run(self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]) -> T:
         """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
@@ -64,6 +66,7 @@ class WatchedState:
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
         """
         reads = self._reads
+        self.inputs_written = {}
         if reads is None:
             return function()
         if self._moving is None:
@@ -84,6 +87,7 @@ class WatchedState:
         self._watched.add(kind)
         watch = Watch(own, self._saves, generators=self._generators)
         result = watch.around(function)
+        self.inputs_written = watch.own_written
         self._moving.look()
         made = self._made_and_reachable(watch)
         if made:
