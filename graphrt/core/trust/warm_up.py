@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from graphrt.core.base import PythonStateError
+from graphrt.core.base import PythonStateError, Undo, without_kept_casts
 from graphrt.core.capture import SavedState
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
@@ -65,10 +65,28 @@ class WatchedState:
 
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
         """
-        reads = self._reads
         self.inputs_written = {}
-        if reads is None:
+        if self._reads is None:
             return function()
+        undo = Undo()
+        try:
+            # A weight is read, and named, where a cast of it would be.
+            without_kept_casts(undo)
+            result = self._run(self._reads, kind, tokens, own, function)
+            undo.now()
+            return result
+        except BaseException:
+            undo.now()
+            raise
+
+    def _run(
+        self,
+        reads: Reads,
+        kind: Hashable,
+        tokens: int,
+        own: frozenset[int],
+        function: Callable[[], T],
+    ) -> T:
         if self._moving is None:
             places = places_of(self._forward)
             self._moving = Moving(places)
