@@ -12,7 +12,15 @@ from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads
-from graphrt.core.trust.watching import Kept, SavedWrites, Trace, Use, Watch, WriteWatch, storage_key
+from graphrt.core.trust.watching import (
+    Kept,
+    SavedWrites,
+    Trace,
+    Use,
+    Watch,
+    WriteWatch,
+    storage_key,
+)
 
 T = TypeVar("T")
 

@@ -54,8 +54,8 @@ class Places:
     """Every slot with an object of C++ that operators may be given in place of tensors."""
 
     links: tuple[Link, ...]
-    """Every slot between the forward and a tensor, or what is packed; of the containers there their length, or which
-    attributes, submodules and hooks they have; and the code that was read."""
+    """Every slot between the forward and a tensor, or what is packed; of the containers there their
+    length, or which attributes, submodules and hooks they have; and the code that was read."""
 
     number_links: tuple[Link, ...]
     """The same for containers that lead to no tensor, but to numbers or nowhere yet."""
