@@ -110,3 +110,23 @@ def test_what_is_planned_for_a_batch_is_what_dispatch_would_find_were_it_capture
     dispatcher.publish(wanted.mode, wanted.descriptor)
     again = dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most)
     assert (again.slot == wanted.slot) is better or preference(*again[:2]) == best
+
+
+@pytest.mark.parametrize("rows", [(1, 2, 3, 1, 7), (1, 1, 8, 5, 2), (3, 1, 2, 8)])
+def test_axes_that_nobody_declared_are_found_whichever_size_comes_first(rows: tuple[int, ...]):
+    """Of one row alone it cannot be told what is a batch axis, and no step of it needs to know."""
+    runner = GraphRunner(
+        lambda x: {"x": x + 1, "turned": (x * 2).t(), "constant": x.new_ones(1, 4)},
+        sizes=[1, 2, 4, 8],
+        mode="FULL",
+        platform="cpu",
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        options=GraphOptions(lazy=True),
+    )
+    for count in (*rows, *rows):
+        x = torch.randn(count, 4)
+        outputs = runner(x=x)
+        assert torch.equal(outputs["x"], x + 1)
+        assert torch.equal(outputs["turned"], (x * 2).t())
+        assert torch.equal(outputs["constant"], torch.ones(1, 4))
+        assert runner.last_dispatch.reason is Reason.HIT

@@ -119,8 +119,10 @@ from graphrt.core.base.thread_mode import (
     dispatch_modes,
     is_taken_apart,
     remove_dispatch_mode,
+    set_for_capture,
     unseen,
     without_gradients,
+    without_kept_casts,
 )
 from graphrt.core.base.torch_names import (
     can_make_tensor_over,
@@ -253,6 +255,7 @@ __all__ = [
     "remove_dispatch_mode",
     "schemas_of_operator",
     "sequence",
+    "set_for_capture",
     "set_up_logging",
     "shown",
     "state_guard",
@@ -271,5 +274,6 @@ __all__ = [
     "whole",
     "without_dispatch_modes",
     "without_gradients",
+    "without_kept_casts",
     "wrong_type",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -210,6 +210,23 @@ def without_gradients(function: Callable[[], T]) -> T:
     except BaseException:
         torch.set_grad_enabled(True)
         raise
+
+
+def without_kept_casts(undo: Undo) -> None:
+    """Until `undo`: autocast keeps no casts, and has none. It makes one of each weight and keeps it
+    as long as it is on: what reads that one never sees a weight that is written later, and one that
+    a capture has made lies in memory of its graph."""
+    undo.later(partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
+    torch.set_autocast_cache_enabled(False)
+    undo.later(torch.clear_autocast_cache)
+    torch.clear_autocast_cache()
+
+
+def set_for_capture(undo: Undo) -> None:
+    """Until `undo`: no graph of gradients, and `without_kept_casts`."""
+    undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+    torch.set_grad_enabled(False)
+    without_kept_casts(undo)
 
 
 def unseen(function: Callable[[], T]) -> T:

@@ -15,6 +15,7 @@ from graphrt.core.base import (
     Undo,
     dispatch_modes,
     freeze_garbage,
+    set_for_capture,
     thaw_garbage,
     tree,
     unseen,
@@ -122,8 +123,7 @@ class Capture:
         undo = Undo()
         try:
             undo.enter(self.pool.on_device())
-            undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
-            torch.set_grad_enabled(False)
+            set_for_capture(undo)
             undo.later(partial(active.set, outer))
             undo.later(partial(under_way.discard, id(self)))
             under_way.add(id(self))

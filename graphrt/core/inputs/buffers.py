@@ -65,6 +65,8 @@ class StaticInputs:
         ]
         self.padding = PaddingRows(self._specs, self._fixed)
         self._axes = {name: spec.batch_axis() for name, spec in self._specs.items()}
+        # Those without a batch axis: of these a step has all there is.
+        self.whole = frozenset(name for name, (axis, _) in self._axes.items() if axis is None)
         self.has_requests = any(axis and axis.name == "reqs" for axis, _ in self._axes.values())
         pads = {name: PadSource(spec) for name, spec in self._packed.items()}
         self._layouts: dict[tuple[int, int], InputLayout] = {}
@@ -147,6 +149,8 @@ class StaticInputs:
                 if own.name not in values:
                     self.check_names(values)
                 own.check(values[own.name], tokens, reqs)
+            if self._fixed:
+                values = self._apart(values, tokens, reqs)
             by_fetch, fetch = self._by_fetch, layout.fetch
             if by_fetch is None:
                 self._by_copy.fill(values, moves, stream)
@@ -251,8 +255,9 @@ class StaticInputs:
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the buffers, which the next step writes again."""
-        start = tensor.untyped_storage().data_ptr()
-        return start == self._slab.start or start in self._fixed_starts
+        start, slab = tensor.untyped_storage().data_ptr(), self._slab
+        # On the CPU every packed input is a storage of its own, somewhere in the slab.
+        return slab.low <= start < slab.high or start in self._fixed_starts
 
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row."""
@@ -320,6 +325,21 @@ class StaticInputs:
             raise
         reqs = found.get("reqs")
         return found.get("tokens", reqs or 0), reqs
+
+    def _apart(self, values: Mapping[str, Any], tokens: int, reqs: int) -> Mapping[str, Any]:
+        """The values of a step, with copies of those that lie in the buffer of another input, or
+        elsewhere in their own: filled one after the other, these would be written before they are
+        read. What is packed is looked at where it is filled."""
+        copies: dict[str, Any] = {}
+        for own in self._fixed:
+            value = values[own.name]
+            in_place = value.data_ptr() == own.view(tokens, reqs).data_ptr()
+            if not in_place and self.hold(value):
+                copies[own.name] = value.detach().clone()
+        for name in self._packed:
+            if values[name].untyped_storage().data_ptr() in self._fixed_starts:
+                copies[name] = values[name].detach().clone()
+        return {**values, **copies} if copies else values
 
     def _named(self, values: object) -> dict[str, Any]:
         if not isinstance(values, Mapping):

@@ -300,7 +300,9 @@ class OutputLayout:
                         f"{other.reqs}",
                         advice="leave it out, and let the caller tell it from its batch",
                     )
-            for path, found in self._batch_dims.items():
+            # One row is as long as a constant of 1: nothing was found by it alone.
+            told_apart = {tokens for tokens, _ in self._resolved} != {1}
+            for path, found in self._batch_dims.items() if told_apart else ():
                 batch = dict(found)
                 declared = self._axes.get(path) or ()
                 for dim, size in enumerate(seen.shapes[path]):

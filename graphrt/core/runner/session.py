@@ -297,6 +297,7 @@ class _Session:
                         graph.step.storages(),
                         partial(self._streams.count, self._warm_ups.kind(graph), call),
                     )
+                    graph.step.check_written(self._state.inputs_written)
                 else:
                     outputs = call()
                     self._state.look()

@@ -62,6 +62,8 @@ class Reads:
         self._held: dict[int, tuple[torch.UntypedStorage, Use]] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._where: dict[str, tuple[object, ...]] = {}
+        # Which of them operators are given does not show: all count as read.
+        self._packed: dict[str, object] = {}
         self.links: tuple[Link, ...] = ()
         """All of them hold as long as nothing has moved."""
 
@@ -93,6 +95,7 @@ class Reads:
         """Find names for what is held, and note where it is; returns the walk."""
         places = places_of(self._forward)
         self._where = self._places_of_reads(places)
+        self._packed = {place.path: value for place, value in places.packed}
         read = set(self._where)
         self.links = tuple(
             link for link in places.links if not isinstance(link, TensorLink) or link.path in read
@@ -127,14 +130,18 @@ class Reads:
         self._held.clear()
         self._kept.clear()
         self._where.clear()
+        self._packed.clear()
         self.links = ()
         self.protected.clear()
 
     def moved(self) -> list[str]:
         """The paths at which another tensor is now than the one that graphs read, or the same one
-        elsewhere. Walks from the forward again, and looks through links that no longer hold."""
-        now = {place.path: tensor for place, tensor in places_of(self._forward).tensors}
-        found = []
+        elsewhere, or other packed weights. Walks from the forward again, and looks through links
+        that no longer hold."""
+        places = places_of(self._forward)
+        now = {place.path: tensor for place, tensor in places.tensors}
+        packed = {place.path: value for place, value in places.packed}
+        found = [path for path, held in self._packed.items() if packed.get(path) is not held]
         for path, where in self._where.items():
             tensor = now.get(path)
             if tensor is None or _where(tensor) != where:

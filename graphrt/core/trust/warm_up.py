@@ -6,13 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from graphrt.core.base import PythonStateError
+from graphrt.core.base import PythonStateError, Undo, without_kept_casts
 from graphrt.core.capture import SavedState
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads
-from graphrt.core.trust.watching import Kept, SavedWrites, Trace, Watch, WriteWatch, storage_key
+from graphrt.core.trust.watching import (
+    Kept,
+    SavedWrites,
+    Trace,
+    Use,
+    Watch,
+    WriteWatch,
+    storage_key,
+)
 
 T = TypeVar("T")
 
@@ -56,6 +64,8 @@ class WatchedState:
         self._outside: set[int] = set()
         self._watched: set[Hashable] = set()
         self._generators = Generators(device_type)
+        self.inputs_written: dict[int, Use] = {}
+        """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
     def run(self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]) -> T:
         """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
@@ -63,9 +73,28 @@ class WatchedState:
 
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
         """
-        reads = self._reads
-        if reads is None:
+        self.inputs_written = {}
+        if self._reads is None:
             return function()
+        undo = Undo()
+        try:
+            # A weight is read, and named, where a cast of it would be.
+            without_kept_casts(undo)
+            result = self._run(self._reads, kind, tokens, own, function)
+            undo.now()
+            return result
+        except BaseException:
+            undo.now()
+            raise
+
+    def _run(
+        self,
+        reads: Reads,
+        kind: Hashable,
+        tokens: int,
+        own: frozenset[int],
+        function: Callable[[], T],
+    ) -> T:
         if self._moving is None:
             places = places_of(self._forward)
             self._moving = Moving(places)
@@ -84,6 +113,7 @@ class WatchedState:
         self._watched.add(kind)
         watch = Watch(own, self._saves, generators=self._generators)
         result = watch.around(function)
+        self.inputs_written = watch.own_written
         self._moving.look()
         made = self._made_and_reachable(watch)
         if made:

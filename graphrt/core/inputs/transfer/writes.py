@@ -25,7 +25,6 @@ class Slab:
         self.device = buffer.device
         self.low = buffer.data_ptr()
         self.high = self.low + nbytes
-        self.start = buffer.untyped_storage().data_ptr()
 
 
 class PadSource:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, Undo, tree
+from graphrt.core.base import InvalidOptionError, Undo, tree, without_kept_casts
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.dispatch import unpadded as unpadded_of
@@ -226,6 +226,7 @@ class CheckedSteps:
             # All the time: a step of another thread would come between two runs.
             undo.later(partial(pool.give_back, pool.check_free(self)))
             pool.owner = self
+            without_kept_casts(undo)
             verdict = trial.run(undone=undone)
             undo.now()
             return verdict

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from graphrt.core.base import OutputError, tree
+from graphrt.core.base import OutputError, RefusedOpError, tree
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.inputs import (
@@ -23,6 +23,7 @@ from graphrt.core.inputs import (
 from graphrt.core.replay import GraphPool, Handout, handout_of
 from graphrt.core.runner.host import Bind
 from graphrt.core.runner.steps.replayed import Read, Replay, Shape, replay_of
+from graphrt.core.trust import Use
 
 _CACHED_SHAPES = 256
 """Per graph; beyond so many pairs of live tokens and requests shapes are found anew."""
@@ -39,6 +40,7 @@ class PaddedStep:
         "_nested",
         "_owned",
         "_shapes",
+        "_whole",
         "call",
         "descriptor",
         "layout",
@@ -75,6 +77,7 @@ class PaddedStep:
         self.call = call
         self.task_names: frozenset[str] = frozenset()
         self._nested = inputs.nested
+        self._whole = [(name, view) for name, view in self.views.items() if name in inputs.whole]
         self._axes = axes
         self._owned = owned
         # The outputs that the graph returns at every step, and what hands out each tensor of them.
@@ -99,6 +102,24 @@ class PaddedStep:
         shapes, or to which memory they are of, is gone with it."""
         fresh = {name: view.detach() for name, view in self.views.items()}
         return nest(fresh) if self._nested else fresh
+
+    def check_written(self, written: Mapping[int, Use]) -> None:
+        """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
+        state, of which the next step would bring what was there before."""
+        for name, view in self._whole:
+            end = view.data_ptr() + view.nbytes
+            use = next((u for at, u in written.items() if view.data_ptr() <= at < end), None)
+            if use is not None:
+                raise RefusedOpError(
+                    f"the forward writes input {name!r}, of which it has a copy in the runner's "
+                    "buffers: what it writes is lost after the step",
+                    op=use.op,
+                    source=None if use.source is None else str(use.source),
+                    got=f"{name!r} without a batch axis, shape {tuple(view.shape)}",
+                    advice="let the forward reach what it advances, such as a KV cache, as an "
+                    "attribute or in a closure, and write it in place there; it need not be "
+                    "declared. Of what is only scratch memory write a clone()",
+                )
 
     def see(self, outputs: Any) -> None:
         """Note what the forward returned at this size; raises `OutputError`."""

@@ -50,9 +50,12 @@ class Places:
     tensors: list[tuple[Place, torch.Tensor]]
     """Every slot with a tensor; a tensor with several places is in it several times."""
 
+    packed: list[tuple[Place, object]]
+    """Every slot with an object of C++ that operators may be given in place of tensors."""
+
     links: tuple[Link, ...]
-    """Every slot between the forward and a tensor; of the containers there their length, or which
-    attributes, submodules and hooks they have; and the code that was read."""
+    """Every slot between the forward and a tensor, or what is packed; of the containers there their
+    length, or which attributes, submodules and hooks they have; and the code that was read."""
 
     number_links: tuple[Link, ...]
     """The same for containers that lead to no tensor, but to numbers or nowhere yet."""
@@ -107,7 +110,7 @@ def _sorted_out(walk: Walk) -> Places:
     for holder, held in walk.held_by:
         holders.setdefault(held, []).append(holder)
     leading: set[int] = set()
-    left = [owner for owner, _, _ in walk.tensors]
+    left = [owner for owner, _, _ in (*walk.tensors, *walk.packed)]
     while left:
         found = left.pop()
         if found not in leading:
@@ -120,8 +123,10 @@ def _sorted_out(walk: Walk) -> Places:
     for owner, link in walk.guards:
         (links if owner in leading else others).append(link)
     links += [TensorLink(place, tensor) for _, place, tensor in walk.tensors]
+    links += [SlotLink(place, value) for _, place, value in walk.packed]
     return Places(
         tensors=[(place, tensor) for _, place, tensor in walk.tensors],
+        packed=[(place, value) for _, place, value in walk.packed],
         links=tuple(links),
         number_links=tuple(others),
         numbers=tuple(walk.numbers),

@@ -45,6 +45,7 @@ class Kind(enum.Enum):
     CONTEXT_VARIABLE = enum.auto()
     CACHED = enum.auto()
     WRAPPER = enum.auto()
+    PACKED = enum.auto()
     SKIPPED = enum.auto()
     OPAQUE = enum.auto()
 
@@ -71,6 +72,8 @@ _EXACT: dict[type, Kind] = {
     types.MappingProxyType: Kind.PROXY,
     contextvars.ContextVar: Kind.CONTEXT_VARIABLE,
     functools.cached_property: Kind.DESCRIPTOR,
+    # Of C++: quantized weights, packed for their operators, are such.
+    torch.ScriptObject: Kind.PACKED,
     torch.Generator: Kind.SKIPPED,
     torch.UntypedStorage: Kind.SKIPPED,
     types.CodeType: Kind.SKIPPED,

@@ -35,6 +35,7 @@ class Walk:
         self.hops = 0
         self.queue: deque[tuple[Any, Place, Shape, int]] = deque()
         self.tensors: list[tuple[int, Place, torch.Tensor]] = []
+        self.packed: list[tuple[int, Place, object]] = []
         self.slots: list[tuple[int, Place, object]] = []
         self.held_by: list[tuple[int, int]] = []
         self.guards: list[tuple[int, Link]] = []
@@ -76,8 +77,10 @@ class Walk:
             # Only read where code names what is in it.
             if not is_library(str(module_globals(value).get("__name__"))):
                 self.opaque.append((place.path, "module"))
-        elif kind is Kind.OPAQUE:
+        elif kind is Kind.OPAQUE or kind is Kind.PACKED:
             self.opaque.append((place.path, type(value).__qualname__))
+            if kind is Kind.PACKED:
+                self.packed.append((owner, place, value))
         elif (kind is Kind.TUPLE or kind is Kind.FROZENSET) and self.is_plain(value):
             self.numbers.append(place)
         elif self._is_users(kind, value):

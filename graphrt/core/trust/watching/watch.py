@@ -114,6 +114,8 @@ class Watch(ThreadMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace: Trace = []
         self.uses: dict[int, Use] = {}
+        # Writes to memory that is no news, by where they begin.
+        self.own_written: dict[int, Use] = {}
         self.saw_compiled_code = False
         self.sources: dict[int, Source | None] = {}
         self.sums: list[torch.Tensor | None] = []
@@ -199,7 +201,10 @@ class Watch(ThreadMode):
     def _before_writes(self, func: Any, facts: Any, args: Any, kwargs: Any) -> None:
         for tensor in written(facts, args, kwargs):
             key = storage_key(tensor)
-            if key is None or key in self._born or self._is_own(tensor):
+            if key is None or key in self._born:
+                continue
+            if self._is_own(tensor):
+                self.own_written.setdefault(tensor.data_ptr(), Use.of(tensor, str(func)))
                 continue
             use = self.uses.get(key)
             if use is None:

@@ -1,0 +1,61 @@
+"""Forwards that write into their inputs, which are copies of what the step was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import GraphRunner, InputSpec
+from graphrt.errors import RefusedOpError
+
+ROWS = InputSpec(torch.float32, ("tokens", 4))
+SLOTS = InputSpec(torch.int64, ("tokens",), pad=0, index=True)
+
+
+def runner(forward: Any, **inputs: InputSpec) -> GraphRunner:
+    return GraphRunner(forward, mode="FULL", sizes=[1, 2, 4], inputs=inputs, platform="cpu")
+
+
+def advance(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    cache.index_copy_(0, slots, x)
+    return cache.sum(0, keepdim=True) + x * 0
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_cache_that_is_passed_as_an_input_is_refused_by_name(fixed: bool) -> None:
+    """Every step brings its own, in which nothing of the steps before was written."""
+    cache = InputSpec(torch.float32, (8, 4), fixed=fixed)
+    run = runner(advance, x=ROWS, slots=SLOTS, cache=cache)
+    with pytest.raises(RefusedOpError, match="writes input 'cache'") as raised:
+        run.capture()
+    assert raised.value.op == "aten.index_copy_.default"
+    assert "test_written_inputs.py" in str(raised.value)
+    assert not run.report().graphs
+
+
+def test_a_view_of_it_is_refused_too() -> None:
+    def forward(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        state[1:].add_(1)
+        return x + state[1]
+
+    run = runner(forward, x=ROWS, state=InputSpec(torch.float32, (2, 4)))
+    with pytest.raises(RefusedOpError, match="writes input 'state'"):
+        run.capture()
+
+
+def test_what_has_no_batch_axis_may_be_read_beside_rows_that_are_written() -> None:
+    def forward(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * table
+
+    # Of other sizes, so that at one of them the table lies where rows lie at another.
+    run = runner(forward, x=ROWS, table=InputSpec(torch.float32, (4,)))
+    run.capture()
+    for rows in (4, 3, 2, 1, 3):
+        x, table = torch.randn(rows, 4), torch.randn(4)
+        before = x.clone()
+        assert torch.equal(run(x=x, table=table), (before + 1) * table)
+        # The step's own tensor is only read.
+        assert torch.equal(x, before)

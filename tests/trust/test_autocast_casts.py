@@ -1,0 +1,69 @@
+"""Autocast keeps a cast of each weight as long as it is on: no graph may read that one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.between(self.first(x)))
+
+    @eager_break
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.relu()
+
+
+def half() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{}, {"lazy": True}, {"check": "off"}, {"warmups": 0}])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_weights_written_in_place_reach_graphs_captured_under_autocast(
+    mode: str, options: dict[str, object], kept: bool
+) -> None:
+    model = Model().eval()
+    run = GraphRunner(
+        model.forward,
+        mode=mode,
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        options=GraphOptions.from_dict(options),
+        platform="cpu",
+    )
+    with half():
+        if kept:
+            # The casts of this call are there when the capture begins.
+            model(torch.randn(1, 8))
+        if not run.options.lazy:
+            run.capture()
+        for rows in (4, 2, 3):
+            run(x=torch.randn(rows, 8))
+        # What captures and trials have cast is not left to the host.
+        x = torch.randn(4, 8)
+        expected = model(x)
+        run(x=torch.randn(4, 8))
+        assert torch.equal(model(x), expected)
+    for _ in range(2):
+        with torch.no_grad():
+            model.first.weight.mul_(2)
+            model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+        run.weights_changed()
+        for rows in (4, 2):
+            x = torch.randn(rows, 8)
+            with half():
+                outputs = run(x=x)
+            with half(), torch.no_grad():
+                assert torch.equal(outputs, model(x))
+            assert run.last_dispatch is not None
+            assert run.last_dispatch.reason is Reason.HIT
+    assert torch.is_autocast_cache_enabled()
