@@ -133,6 +133,15 @@ def test_autocast_is_as_before_after_a_call_that_fails():
         assert torch.equal(compiled(rows(2)), model(rows(2)))
 
 
+def test_a_piece_that_is_given_a_number_of_a_tensor_has_no_code_for_one_size():
+    def forward(x, scale):
+        by = scale.item()
+        return multiplied(x, torch.eye(WIDTH)) * by
+
+    compiled = compile_module(forward, ["x"], options=CompileOptions(compile_sizes=(4,)))
+    assert torch.equal(compiled(rows(0), torch.tensor(2.5)), rows(0) * 2.5)
+
+
 @pytest.mark.parametrize(
     "forward",
     [

@@ -124,9 +124,9 @@ def test_a_number_that_a_piece_reads_from_a_tensor_is_passed_on(tmp_path, caplog
 
     compiled = compile_module(forward, ["x"], options=options(tmp_path))
     for value in (2.5, 3.0):
-        given = torch.randn(3, 4), torch.tensor(value)
-        found, number = compiled(*given)
-        expected, _ = forward(*given)
+        tensors = torch.randn(3, 4), torch.tensor(value)
+        found, number = compiled(*tensors)
+        expected, _ = forward(*tensors)
         torch.testing.assert_close(found, expected)
         assert number == value
     assert "piece_0 passes on numbers of tensors: it runs uncompiled" in caplog.text
