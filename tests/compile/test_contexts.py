@@ -133,6 +133,20 @@ def test_autocast_is_as_before_after_a_call_that_fails():
         assert torch.equal(compiled(rows(2)), model(rows(2)))
 
 
+class Writing(Mixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = multiplied(self.layer(x).float(), torch.eye(WIDTH))
+            with torch.no_grad():
+                self.layer.weight[0].mul_(2)
+            return self.layer(x)  # autocast has the old weight
+
+
+def test_a_parameter_that_is_written_under_autocast_around_an_operator_is_refused():
+    with pytest.raises(CompileError, match="writes a parameter under autocast"):
+        compile_module(Writing(), ["x"])(rows(0))
+
+
 def test_a_piece_that_is_given_a_number_of_a_tensor_has_no_code_for_one_size():
     def forward(x, scale):
         by = scale.item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphrt.compile.errors import CompileError
 from graphrt.compile.private_torch import autocast_calls, inference_mode_calls
+from graphrt.compile.split.effects import written
 from graphrt.compile.split.groups import Roles, is_allocation
+from graphrt.compile.trace import value_of
 
 
 def drop_inference_mode(graph: fx.Graph) -> None:
@@ -39,6 +43,7 @@ def close_autocast(
             own.close(0)
         elif not own.notes(node) and node not in free and _computes(node):
             own.settle(node)
+            own.check({*written(node), *roles.roots(n for n in written(node) if n in free)}, node)
     for node in reversed(own.replaced):
         graph.erase_node(node)
     return lambda node: own.sides[node] if node in own.sides else is_splitting(node)
@@ -83,6 +88,8 @@ class _Contexts:
         self._is_splitting = is_splitting
         self._enter, self._exit = autocast_calls()
         self._wanted: list[fx.Node] = []
+        self._times: Counter[fx.Node] = Counter()
+        self._writers: dict[fx.Node, fx.Node] = {}
         self._entered: list[tuple[fx.Node, fx.Node]] = []
         self._last: fx.Node | None = None
         self._side = False
@@ -108,8 +115,24 @@ class _Contexts:
             for each in self._wanted[len(self._entered) :]:
                 made = self._graph.node_copy(each)
                 self.sides[made] = side
+                self._times[each] += 1
                 self._entered.append((each, made))
         self._last = node
+
+    def check(self, changed: set[fx.Node], node: fx.Node) -> None:
+        """Raise `CompileError` where a weight is written inside of autocast that has to be entered
+        more than once: autocast keeps the cast of a weight until it is left."""
+        values = map(value_of, changed)
+        if any(isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf for v in values):
+            self._writers.update(dict.fromkeys(self._wanted, node))
+        for each in self._wanted:
+            if self._times[each] > 1 and each in self._writers:
+                raise CompileError(
+                    "the forward writes a parameter under autocast with a splitting operator in it",
+                    got=self._writers[each].format_node(),
+                    expected="parameters that stay as they are while autocast is on",
+                    advice="write it outside of autocast, or make it a buffer",
+                )
 
     def close(self, kept: int) -> None:
         """Leave, behind the last node that needed them, all contexts but the first `kept`."""
