@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_compile_runner import llama_runner
 
+import graphrt
 from graphrt import Batch, GraphMode, GraphPool
 from graphrt.compile import CompileError, CompileOptions, compile_module
 from graphrt.compile.backend import inductor
@@ -20,6 +21,11 @@ from tests.models.llama import Llama, step_inputs
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor on the CPU needs g++"
 )
+
+
+@graphrt.opaque("tests_inductor::halved", mutates=["out"])
+def halved(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mul(x, 0.5, out=out)
 
 
 def options(tmp_path: Any, **more: Any) -> CompileOptions:
@@ -106,6 +112,24 @@ def test_the_old_value_of_an_input_that_is_written_is_kept(tmp_path, caplog):
     assert torch.equal(compiled(*found), forward(*expected))
     assert all(map(torch.equal, found, expected))
     assert "runs uncompiled" in caplog.text
+
+
+@needs_compiler
+def test_a_number_that_a_piece_reads_from_a_tensor_is_passed_on(tmp_path, caplog):
+    def forward(x, scale):
+        by, whole = scale.item(), scale.long().item()
+        out = torch.empty_like(x)
+        halved(x, out)
+        return out * by + whole, by
+
+    compiled = compile_module(forward, ["x"], options=options(tmp_path))
+    for value in (2.5, 3.0):
+        tensors = torch.randn(3, 4), torch.tensor(value)
+        found, number = compiled(*tensors)
+        expected, _ = forward(*tensors)
+        torch.testing.assert_close(found, expected)
+        assert number == value
+    assert "piece_0 passes on numbers of tensors: it runs uncompiled" in caplog.text
 
 
 @needs_compiler

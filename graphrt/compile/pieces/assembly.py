@@ -22,7 +22,14 @@ from graphrt.compile.pieces.partition import partitions
 from graphrt.compile.pieces.readable import compiled_line, readable, traced_line
 from graphrt.compile.pieces.stitch import Stitched, stitch
 from graphrt.compile.pieces.wrapping import Wrapping, nothing_to_wrap, wrapped_pieces
-from graphrt.compile.split import DEFAULT_SPLITTING_OPS, Piece, split, splits_at, splitting_names
+from graphrt.compile.split import (
+    DEFAULT_SPLITTING_OPS,
+    Piece,
+    restoring_autocast,
+    split,
+    splits_at,
+    splitting_names,
+)
 from graphrt.compile.trace import CallChecker, Outside, Overlaps, Small, Subject, trace_call
 from graphrt.core.base import frozen_gc, logger
 from graphrt.core.capture import GraphWrapper, eager_break
@@ -132,7 +139,7 @@ def build(
     figures.compile_s = time.perf_counter() - started
     logger.info(compiled_line(figures))
 
-    run: Callable[..., Any] = stitched.function
+    run = restoring_autocast(stitched.function, traced.graph.graph)
     if around is not None:
         wrappers.append(around.wrap(run))
         run = wrappers[-1]

@@ -25,7 +25,7 @@ from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
 from graphrt.compile.private_torch import compiler_caches_apart, storage_identity
 from graphrt.compile.split import Piece, fingerprint, returned_count, splits_at, written_between
-from graphrt.compile.trace import value_of
+from graphrt.compile.trace import is_number, value_of
 from graphrt.core.base import GraphRTError, logger
 
 _KEY_LENGTH = 16
@@ -92,6 +92,9 @@ class Compiler:
             _check_inputs(piece)
             if copies_what_it_writes(piece.graph):
                 return self._uncompiled(piece)
+            if self._partition_at is None and _passes_numbers_on(piece):
+                logger.warning("%s passes on numbers of tensors: it runs uncompiled", piece.name)
+                return self._as_it_is(piece)
         key = fingerprint(piece.graph)
         self.kept_as[piece.name] = self._name(key)
         if key not in self._made:
@@ -126,6 +129,9 @@ class Compiler:
                 advice="leave use_inductor_graph_partition out: such a piece then runs uncompiled",
             )
         logger.warning("%s: it runs uncompiled, as Inductor would lose the old value", text)
+        return self._as_it_is(piece)
+
+    def _as_it_is(self, piece: Piece) -> Callable[..., Any]:
         self.kept_as[piece.name] = "nothing, it runs as it is"
         forward: Callable[..., Any] = piece.graph.forward
         return forward
@@ -233,6 +239,17 @@ def _check_inputs(piece: Piece) -> None:
                 expected="one tensor, and views of it made in the forward",
                 advice="keep one of them in the module, or use backend='eager'",
             )
+
+
+def _passes_numbers_on(piece: Piece) -> bool:
+    """Whether a piece returns a number that it reads from a tensor, or is given one that is no
+    size: the operator that stands for compiled code has no such results and arguments."""
+    nodes = piece.graph.graph.nodes
+    returned = next(iter(reversed(nodes))).all_input_nodes
+    given = (value_of(node) for node in nodes if node.op == "placeholder")
+    return any(map(is_number, returned)) or any(
+        isinstance(value, float | torch.SymFloat | torch.SymBool) for value in given
+    )
 
 
 def _not_compiled(backend: str, name: str, error: Exception) -> CompileError:

@@ -137,7 +137,7 @@ def static_inputs(piece: fx.GraphModule, symbol: Any, size: int) -> list[Any]:
 
 
 def _symbols(value: Any) -> set[Any]:
-    if isinstance(value, torch.SymInt):
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return set(expressions(value)[0].free_symbols)
     if isinstance(value, torch.Tensor):
         return set().union(*map(_symbols, (*value.shape, *value.stride())))

@@ -26,6 +26,11 @@ _VERSION = NAMES.declare(
     "torch.Tensor._version", without="arguments that share memory are not told apart"
 )
 _STORAGE = NAMES.declare("torch.UntypedStorage._cdata", without="pieces cannot be compared")
+_AUTOCAST = NAMES.declare("torch.amp.autocast_mode._enter_autocast", without=_NO_SPLIT)
+_NO_AUTOCAST = NAMES.declare("torch.amp.autocast_mode._exit_autocast", without=_NO_SPLIT)
+_INFERENCE = NAMES.declare("torch.autograd.grad_mode._enter_inference_mode", without=_NO_SPLIT)
+_NO_INFERENCE = NAMES.declare("torch.autograd.grad_mode._exit_inference_mode", without=_NO_SPLIT)
+_WRAPPED = NAMES.declare("torch._C._functorch.is_functorch_wrapped_tensor", without=_NO_SPLIT)
 
 
 def overload_name(target: object) -> str | None:
@@ -106,6 +111,24 @@ def held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str
 def storage_identity(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too, as long as they live."""
     return int(own(tensor.untyped_storage(), "_cdata", _STORAGE.without))
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a transform of `torch.func`, such as a row of `vmap`, which has no
+    memory that can be asked for."""
+    return bool(_WRAPPED.find()(tensor))
+
+
+@cache
+def autocast_calls() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What a traced graph calls to enter autocast, and to leave it."""
+    return _AUTOCAST.find(), _NO_AUTOCAST.find()
+
+
+@cache
+def inference_mode_calls() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What a traced graph calls to enter inference mode, and to leave it."""
+    return _INFERENCE.find(), _NO_INFERENCE.find()
 
 
 @cache

@@ -122,7 +122,7 @@ def relied_on(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(guard.expr for guard in own(env, "guards", _NO_TRACE))
 
 
-def expressions(size: torch.SymInt) -> tuple[Any, Any]:
+def expressions(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> tuple[Any, Any]:
     """A size as sympy has it: with what the trace found out about its symbols, and without."""
     return size.node.expr, own(size.node, "_expr", _NO_TRACE)
 

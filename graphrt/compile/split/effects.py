@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphrt.compile.errors import CompileError
-from graphrt.compile.private_torch import is_higher_order, operator_names, written_arguments
+from graphrt.compile.private_torch import (
+    is_higher_order,
+    is_transformed,
+    operator_names,
+    written_arguments,
+)
+from graphrt.compile.trace import value_of
 
 _I = ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub")
 _IN_PLACE = frozenset(
@@ -51,6 +58,20 @@ def check_metadata(graph: fx.Graph) -> None:
                 got=node.format_node(),
                 expected="a new view",
                 advice=f"write x = x.{name.removesuffix('_')}(...) in place of x.{name}(...)",
+            )
+
+
+def check_transforms(graph: fx.Graph) -> None:
+    """Raise `CompileError` for a transform of `torch.func` inside of the forward: whose memory its
+    tensors are is not known, and a piece could end in the middle of it."""
+    for node in graph.nodes:
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and is_transformed(value):
+            raise CompileError(
+                "the forward transforms a function: torch.vmap, torch.func.grad or another one",
+                got=node.format_node(),
+                expected="operators on tensors",
+                advice="take it into an opaque operator, or write it without the transform",
             )
 
 

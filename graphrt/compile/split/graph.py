@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from graphrt.compile.split.aliases import check_roots, forward_updates
-from graphrt.compile.split.effects import check_metadata, written
+from graphrt.compile.split.contexts import close_autocast, drop_inference_mode
+from graphrt.compile.split.effects import check_metadata, check_transforms, written
 from graphrt.compile.split.groups import NodeGroup, Roles, partition
 from graphrt.compile.split.lines import remember_lines
 from graphrt.compile.trace import is_number
@@ -72,9 +73,12 @@ def split(whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]) -> lis
     """
     graph = whole.graph
     check_metadata(graph)
+    check_transforms(graph)
+    drop_inference_mode(graph)
     forward_updates(graph)
     roles = Roles.of(graph, is_splitting)
     check_roots(graph, roles.views)
+    is_splitting = close_autocast(graph, is_splitting, roles)
     return _Cut(whole, partition(graph, is_splitting, roles), roles).pieces()
 
 

@@ -1,0 +1,165 @@
+"""Contexts that a forward enters: none is open where a piece ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphrt.compile.errors import CompileError
+from graphrt.compile.private_torch import autocast_calls, inference_mode_calls
+from graphrt.compile.split.effects import written
+from graphrt.compile.split.groups import Roles, is_allocation
+from graphrt.compile.trace import value_of
+
+
+def drop_inference_mode(graph: fx.Graph) -> None:
+    """Let a graph run without inference mode: it computes without gradients as it is, and a
+    compiler that fails inside of that mode leaves the thread unable to run any operator."""
+    for node in reversed(graph.nodes):
+        if node.target in inference_mode_calls():
+            graph.erase_node(node)
+
+
+def close_autocast(
+    graph: fx.Graph, is_splitting: Callable[[fx.Node], bool], roles: Roles
+) -> Callable[[fx.Node], bool]:
+    """Let each side of a splitting operator enter and leave the autocast around it by itself, and
+    the operator too; returns `is_splitting` for the nodes that do so as well.
+
+    A replay runs the operator alone: what the graph before it has entered at its capture is not
+    entered then. And no compiler takes a context as an argument.
+    """
+    if not _enters(graph):
+        return is_splitting
+    own = _Contexts(graph, is_splitting)
+    free = roles.numbers | roles.views | roles.elements
+    for node in list(graph.nodes):
+        if node.op == "output":
+            own.close(0)
+        elif not own.notes(node) and node not in free and _computes(node):
+            own.settle(node)
+            own.check({*written(node), *roles.roots(n for n in written(node) if n in free)}, node)
+    for node in reversed(own.replaced):
+        graph.erase_node(node)
+    return lambda node: own.sides[node] if node in own.sides else is_splitting(node)
+
+
+def restoring_autocast(run: Callable[..., Any], graph: fx.Graph) -> Callable[..., Any]:
+    """`run`, after which autocast is as before if it raises: traced code has no `finally`."""
+    kinds = {str(node.args[0]) for node in _enters(graph)}
+    if not kinds:
+        return run
+
+    @wraps(run)
+    def restoring(*args: Any, **kwargs: Any) -> Any:
+        before = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ]
+        cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
+        try:
+            return run(*args, **kwargs)
+        except BaseException:
+            for kind, enabled, dtype in before:
+                torch.set_autocast_enabled(kind, enabled)
+                torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_cache_enabled(cached)
+            for _ in range(_autocast_depth() - depth):
+                torch.autocast_decrement_nesting()
+            if depth == 0:
+                torch.clear_autocast_cache()
+            raise
+
+    return restoring
+
+
+class _Contexts:
+    """Enters and leaves, by nodes that are made, what the nodes `replaced` did."""
+
+    def __init__(self, graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> None:
+        self.sides: dict[fx.Node, bool] = {}
+        self.replaced: list[fx.Node] = []
+        self._graph = graph
+        self._is_splitting = is_splitting
+        self._enter, self._exit = autocast_calls()
+        self._wanted: list[fx.Node] = []
+        self._times: Counter[fx.Node] = Counter()
+        self._writers: dict[fx.Node, fx.Node] = {}
+        self._entered: list[tuple[fx.Node, fx.Node]] = []
+        self._last: fx.Node | None = None
+        self._side = False
+
+    def notes(self, node: fx.Node) -> bool:
+        """Whether a node enters or leaves autocast, which is done where something needs it."""
+        if node.target is self._enter:
+            self._wanted.append(node)
+        elif node.target is self._exit:
+            self._wanted.remove(node.all_input_nodes[0])
+        else:
+            return False
+        self.replaced.append(node)
+        return True
+
+    def settle(self, node: fx.Node) -> None:
+        """Have entered before a node what is wanted there, and nothing else."""
+        side = self._is_splitting(node)
+        kept = _shared([each for each, _ in self._entered], self._wanted)
+        self.close(kept if side is self._side else 0)
+        self._side = side
+        with self._graph.inserting_before(node):
+            for each in self._wanted[len(self._entered) :]:
+                made = self._graph.node_copy(each)
+                self.sides[made] = side
+                self._times[each] += 1
+                self._entered.append((each, made))
+        self._last = node
+
+    def check(self, changed: set[fx.Node], node: fx.Node) -> None:
+        """Raise `CompileError` where a weight is written inside of autocast that has to be entered
+        more than once: autocast keeps the cast of a weight until it is left."""
+        values = map(value_of, changed)
+        if any(isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf for v in values):
+            self._writers.update(dict.fromkeys(self._wanted, node))
+        for each in self._wanted:
+            if self._times[each] > 1 and each in self._writers:
+                raise CompileError(
+                    "the forward writes a parameter under autocast with a splitting operator in it",
+                    got=self._writers[each].format_node(),
+                    expected="parameters that stay as they are while autocast is on",
+                    advice="write it outside of autocast, or make it a buffer",
+                )
+
+    def close(self, kept: int) -> None:
+        """Leave, behind the last node that needed them, all contexts but the first `kept`."""
+        while len(self._entered) > kept:
+            assert self._last is not None
+            _, made = self._entered.pop()
+            with self._graph.inserting_after(self._last):
+                self._last = self._graph.call_function(self._exit, (made,))
+            self.sides[self._last] = self._side
+
+
+def _enters(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is autocast_calls()[0]]
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method", "call_module") and not is_allocation(node)
+
+
+def _shared(one: Sequence[fx.Node], other: Sequence[fx.Node]) -> int:
+    count = 0
+    while count < min(len(one), len(other)) and one[count] is other[count]:
+        count += 1
+    return count
+
+
+def _autocast_depth() -> int:
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth - 1

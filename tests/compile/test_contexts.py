@@ -1,0 +1,169 @@
+"""What a forward enters around an opaque operator: the operator runs inside of it, at replays too,
+and nothing of it is left when a call ends."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphrt
+from graphrt import Batch, CompileOptions, GraphMode, GraphPool, GraphRunner, InputSpec
+from graphrt.compile import CompileError, compile_module
+
+WIDTH = 8
+BACKENDS = [
+    "eager",
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++"),
+    ),
+]
+fails: list[str] = []
+
+
+@graphrt.opaque("tests_contexts::product", mutates=["out"])
+def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    if fails:
+        raise ValueError(fails[0])
+    out.copy_(x @ weight)
+
+
+def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    product(x, weight, out)
+    return out
+
+
+class Mixed(nn.Module):
+    """Autocast that begins and ends in the middle of pieces, and one inside of it that is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = multiplied(x + 1, self.layer.weight)
+            twice = multiplied(multiplied(x, self.layer.weight), self.layer.weight)
+            with torch.autocast("cpu", enabled=False):
+                exact = multiplied(self.layer(twice), self.layer.weight)
+            x = self.layer(exact).float()
+        return multiplied(x, self.layer.weight)
+
+
+class Inferring(Mixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            x = multiplied(self.layer(x), self.layer.weight) + 1
+        return self.layer(x)
+
+
+def runner_of(model: Any, pool: GraphPool) -> GraphRunner:
+    return GraphRunner(
+        model,
+        mode="PIECEWISE",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        pool=pool,
+    )
+
+
+def rows(seed: int, count: int = 4) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [Mixed, Inferring])
+def test_an_operator_runs_in_the_context_around_it(kind, backend, tmp_path):
+    model, pool = kind().eval(), GraphPool("cpu")
+    given = CompileOptions(backend=backend, cache_dir=str(tmp_path))
+    compiled = compile_module(model, ["x"], pool=pool, options=given, in_place=False)
+    near = {"rtol": 0, "atol": 0} if backend == "eager" else {"rtol": 1e-2, "atol": 1e-2}
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(rows(0, 3)), model(rows(0, 3)), **near)
+        with runner_of(compiled, pool) as runner:
+            runner.capture()
+            for step in range(3):
+                found = runner(Batch(4, 4, 1), x=rows(step)).clone()
+                assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+                torch.testing.assert_close(found, model(rows(step)), **near)
+
+
+@pytest.mark.parametrize("made", ["as it is", "compiled without a pool"])
+def test_an_eager_part_of_a_breakable_capture_runs_in_the_autocast_around_it(made):
+    model, pool = Mixed().eval(), GraphPool("cpu")
+    forward: Any = model
+    if made != "as it is":
+        forward = compile_module(model, ["x"], in_place=False)
+    with torch.no_grad(), runner_of(forward, pool) as runner:
+        runner.capture()
+        for step in range(3):
+            assert torch.equal(runner(Batch(4, 4, 1), x=rows(step)), model(rows(step)))
+            assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+
+
+def test_autocast_of_the_caller_stays_that_of_an_eager_part():
+    part = graphrt.eager_break(lambda x: x @ x.t())
+    runner = runner_of(lambda x: part(x) + 1, GraphPool("cpu"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        runner.capture()
+        found = runner(Batch(4, 4, 1), x=rows(0))
+    assert found.dtype is torch.bfloat16
+
+
+def test_autocast_is_as_before_after_a_call_that_fails():
+    model = Mixed().eval()
+    compiled = compile_module(model, ["x"], in_place=False)
+    compiled(rows(0))
+    fails.append("not now")
+    try:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="not now"):
+                compiled(rows(1))
+    finally:
+        fails.clear()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
+    with torch.no_grad():
+        assert torch.equal(compiled(rows(2)), model(rows(2)))
+
+
+class Writing(Mixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = multiplied(self.layer(x).float(), torch.eye(WIDTH))
+            with torch.no_grad():
+                self.layer.weight[0].mul_(2)
+            return self.layer(x)  # autocast has the old weight
+
+
+def test_a_parameter_that_is_written_under_autocast_around_an_operator_is_refused():
+    with pytest.raises(CompileError, match="writes a parameter under autocast"):
+        compile_module(Writing(), ["x"])(rows(0))
+
+
+def test_a_piece_that_is_given_a_number_of_a_tensor_has_no_code_for_one_size():
+    def forward(x, scale):
+        by = scale.item()
+        return multiplied(x, torch.eye(WIDTH)) * by
+
+    compiled = compile_module(forward, ["x"], options=CompileOptions(compile_sizes=(4,)))
+    assert torch.equal(compiled(rows(0), torch.tensor(2.5)), rows(0) * 2.5)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: torch.vmap(lambda row: row * row.sum())(x),
+        lambda x: torch.func.grad(lambda y: y.tanh().sum())(x),
+    ],
+    ids=["vmap", "grad"],
+)
+def test_a_transform_of_functions_is_refused(forward):
+    with pytest.raises(CompileError, match="transforms a function"):
+        compile_module(forward, ["x"])(rows(0))
