@@ -177,13 +177,17 @@ def names_at_hand() -> dict[str, Any]:
 
 
 def built(program: Program, device: str) -> tuple[Any, dict[str, torch.Tensor], list[torch.Tensor]]:
-    """A forward of the program, its state, and all tensors that it holds."""
+    """A forward of the program, its state, and all tensors that it holds. Weights are state too: a
+    program may write them through a view."""
     source = program.source()
     name = f"program_{program.seed}.py"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     scope = names_at_hand()
     exec(compile(source, name, "exec"), scope)
     forward, state, held = scope["make"](device)
+    own = {id(tensor) for tensor in state.values()}
+    weights = [tensor for tensor in held if id(tensor) not in own]
+    state |= {f"weight {number}": tensor for number, tensor in enumerate(weights)}
     return forward, state, held
 
 

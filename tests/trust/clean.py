@@ -106,17 +106,6 @@ def positions_cached_at_the_largest_size(device):
 
 
 @defect("clean", "right")
-def last_output_kept_and_never_read(device):
-    model = SimpleNamespace(last=None)
-
-    def forward(x):
-        model.last = torch.relu(x)
-        return model.last * 2
-
-    return Scenario(forward)
-
-
-@defect("clean", "right")
 def weight_converted_at_the_first_call(device):
     class Lazy(nn.Module):
         def __init__(self) -> None:

@@ -32,6 +32,8 @@ def watched(
         reads=Reads(forward) if watch else None,
         warmed_up={} if warmed_up is None else warmed_up,
         device_type="cpu",
+        is_in_graphs=lambda _: False,
+        each_warmed_up=True,
         **arguments,
     )
 
@@ -67,7 +69,7 @@ def test_what_warm_ups_write_and_draw_is_put_back_and_what_they_build_stays(time
         state.restore()
         assert model.state.tolist() == [0.0, 0.0]
     table = model.table
-    state.settle()
+    state.settle(lambda: None)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
@@ -86,7 +88,7 @@ def test_a_number_that_only_the_first_run_moves_stays():
     state = watched(forward)
     for _ in range(2):
         run(state, forward)
-    state.settle()
+    state.settle(lambda: None)
     assert (model.built, model.calls) == (True, 0)
 
 
@@ -103,7 +105,7 @@ def test_a_tensor_that_every_run_replaces_is_put_back_and_one_of_the_first_stays
     state = watched(forward)
     for _ in range(3):
         run(state, forward)
-    state.settle()
+    state.settle(lambda: None)
     assert model.last is before and model.table.tolist() == [1.0, 1.0]
 
 
@@ -123,7 +125,7 @@ def test_without_watching_a_run_is_only_run():
     assert run(state, model) is not None
     state.restore()
     assert model.state.sum() != 0 and model.calls == 1
-    state.settle()
+    state.settle(lambda: None)
     assert model.calls == 1
 
 
@@ -206,11 +208,11 @@ def test_memory_that_cannot_be_saved_is_looked_at_in_the_end(pads, ok):
     state = watched(model, limit_bytes=15, pads=pads)
     run(state, lambda: model.rows.put_(torch.tensor([2 * 4]), torch.ones(1)))
     if ok:
-        state.settle()
+        state.settle(lambda: None)
         assert "rows 2 written by padding" in state._reads.protected[0]
         return
     with pytest.raises(StateTooLargeError, match="rows 2"):
-        state.settle()
+        state.settle(lambda: None)
 
 
 # State that a warm-up makes ----------------------------------------------------------------------

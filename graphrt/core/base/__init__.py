@@ -16,6 +16,8 @@ from graphrt.core.base._warnings import (
     GraphsDroppedWarning,
     InputRingWarning,
     PlanChangedWarning,
+    StaleTensorWarning,
+    warn_caller,
 )
 from graphrt.core.base.errors import (
     BakedScalarError,
@@ -206,6 +208,7 @@ __all__ = [
     "RowsMixedError",
     "SideDoorError",
     "StaleInputError",
+    "StaleTensorWarning",
     "StateTooLargeError",
     "StreamBudgetError",
     "TaskContractError",
@@ -270,6 +273,7 @@ __all__ = [
     "torch_import",
     "tree",
     "unseen",
+    "warn_caller",
     "warn_if_untested",
     "whole",
     "without_dispatch_modes",

@@ -1,6 +1,10 @@
-"""Every warning that graphrt gives on purpose."""
+"""Every warning that graphrt gives on purpose, and giving one."""
 
 from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
 
 
 class InputRingWarning(UserWarning):
@@ -15,5 +19,18 @@ class GraphsDroppedWarning(UserWarning):
     """Graphs of a plan did not fit on the device; their sizes run eagerly."""
 
 
+class StaleTensorWarning(UserWarning):
+    """A forward leaves tensors of its graphs in Python, where no replay makes new ones."""
+
+
 class GraphQuarantinedWarning(UserWarning):
     """Graphs that failed a check; their batches run eagerly from now on."""
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warn of the line outside of graphrt that led here, through however many of its functions."""
+    level, frame = 1, sys._getframe(0)
+    caller: FrameType | None = frame
+    while caller is not None and str(caller.f_globals.get("__name__")).startswith("graphrt."):
+        level, caller = level + 1, caller.f_back
+    warnings.warn(text, category, stacklevel=level)

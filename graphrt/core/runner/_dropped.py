@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from graphrt.core.base import GraphsDroppedWarning, ResourceExhaustedError
+from graphrt.core.base import GraphsDroppedWarning, ResourceExhaustedError, warn_caller
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.plan import alike
 
@@ -31,11 +30,10 @@ def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool)
             advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
             "serves",
         )
-    warnings.warn(
+    warn_caller(
         f"{len(dropped)} of {planned} graphs did not fit on the device, and batches that no other "
         "serves run eagerly:" + "".join(f"\n  {line}" for line in lines),
         GraphsDroppedWarning,
-        stacklevel=4,
     )
 
 

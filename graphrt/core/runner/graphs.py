@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import CaptureError, OutputError, ResourceExhaustedError, Undo, logger
+from graphrt.core.base import CaptureError, GraphRTError, ResourceExhaustedError, Undo, logger
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import (
     Captured,
@@ -216,6 +216,8 @@ class GraphSet:
             warmed_up=self.warmed_up,
             pads=self._inputs.padding.addresses,
             device_type=self._pool.platform.device_type,
+            is_in_graphs=partial(self._pool.platform.owns, self._pool.memory),
+            each_warmed_up=self._options.warm_up_each,
         )
 
     def _compile(self, step: PaddedStep | None, saved: WatchedState) -> None:
@@ -267,8 +269,7 @@ class GraphSet:
 
     def _settle(self, saved: WatchedState | None, more: bool) -> None:
         """Find the batch axes of the outputs, if need be and `saved` is there with eager steps, and
-        prepare what hands them out; then what the forward reads, and what its steps are to check.
-        """
+        prepare what hands them out; then what the forward reads, and what steps are to check."""
 
         def probe(tokens: int, reqs: int) -> None:
             assert saved is not None
@@ -276,14 +277,10 @@ class GraphSet:
             self._see(self._step(GraphMode.NONE, rows), saved)
 
         query_len = self._query_len
-        try:
-            self._outputs.resolve(None if saved is None else probe, query_len=query_len)
-        except BaseException:
-            if saved is not None:
-                saved.restore_random()
-            raise
-        if saved is not None:
-            saved.settle()
+        if saved is None:
+            self._outputs.resolve(None, query_len=query_len)
+        else:
+            saved.settle(partial(self._outputs.resolve, probe, query_len=query_len))
         if self.reads is not None:
             self.reads.settle()
         self.checks.captured(self.dispatcher.published, more=more)
@@ -300,7 +297,7 @@ class GraphSet:
         try:
             with self._host.around_capture():
                 self._settle(saved, more)
-        except OutputError:
+        except GraphRTError:
             self.release()
 
     def _step(self, mode: GraphMode, descriptor: BatchDescriptor) -> PaddedStep:
@@ -349,7 +346,7 @@ class GraphSet:
             del self._kept[slot]
 
     def _add(self, graph: PlannedGraph, record: GraphRecord) -> None:
-        self.steps.extend([None] * (graph.slot + 1 - len(self.steps)))
+        self.steps += [None] * (graph.slot + 1 - len(self.steps))
         self.steps[graph.slot] = graph.step
         self.records.append(record)
         logger.debug("%s [%s] in %.3f s", graph.mode.name, graph.descriptor, record.capture_s)

@@ -6,8 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from graphrt.core.base import PythonStateError, Undo, without_kept_casts
 from graphrt.core.capture import SavedState
+from graphrt.core.trust._left import say_what_is_left
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import places_of
@@ -50,7 +53,11 @@ class WatchedState:
         warmed_up: dict[Hashable, WarmedUp],
         pads: Sequence[int],
         device_type: str,
+        is_in_graphs: Callable[[torch.Tensor], bool],
+        each_warmed_up: bool,
     ) -> None:
+        """`is_in_graphs` says whether a tensor lies in graph memory, `each_warmed_up` whether no
+        size is captured without a run of its own."""
         self._declared = declared
         self._forward = forward
         self._reads = reads
@@ -64,6 +71,9 @@ class WatchedState:
         self._outside: set[int] = set()
         self._watched: set[Hashable] = set()
         self._generators = Generators(device_type)
+        self._is_in_graphs = is_in_graphs
+        self._each_warmed_up = each_warmed_up
+        self._left: list[str] = []
         self.inputs_written: dict[int, Use] = {}
         """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
@@ -185,15 +195,38 @@ class WatchedState:
             self._of_size.restore()
             self._saves.restore()
 
-    def restore_random(self) -> None:
-        """Put back random numbers alone."""
-        self._generators.restore()
+    def settle(self, last_runs: Callable[[], None]) -> None:
+        """After captures, and after `last_runs` of the forward: put back random numbers and what
+        still moves in Python, look at memory that only padding protects, and warn of tensors of
+        graphs that are left in Python.
 
-    def settle(self) -> None:
-        """Put back random numbers and what still moves in Python, and look at memory that only
-        padding protects."""
+        Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
+        # First: these leave others there.
+        self._note_left()
+        try:
+            last_runs()
+        except BaseException:
+            self._generators.restore()
+            raise
         self._generators.restore()
         if self._moving is not None:
             self._moving.settle()
         if self._reads is not None:
             self._reads.protected += self._saves.check_protected(self._pads)
+        if self._left and self._moving is not None:
+            if not self._each_warmed_up:
+                # Or eager steps would read there what no graph has computed yet.
+                self._moving.restore()
+            say_what_is_left(self._left, each_warmed_up=self._each_warmed_up)
+
+    def _note_left(self) -> None:
+        if self._reads is None or self._moving is None:
+            return
+        # What was refused once is, though it was taken back.
+        self._left += [
+            place.path
+            for place, tensor in places_of(self._forward).tensors
+            if (key := storage_key(tensor)) is not None
+            and key not in self._outside
+            and self._is_in_graphs(tensor)
+        ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal
 
-from graphrt.core.base import GraphQuarantinedWarning, VerificationError
+from graphrt.core.base import GraphQuarantinedWarning, VerificationError, warn_caller
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.dispatch import Dispatch, Reason
@@ -206,7 +205,7 @@ class Checks:
             record = self.records[slot]
             record.status, record.failure = "quarantined", str(failure)
         self._note_pending()
-        self._say(failure, 9)
+        self._say(failure)
 
     def _note_pending(self) -> None:
         pending = {}
@@ -240,12 +239,10 @@ class Checks:
         self._look_at(repeat(True))
         self.quarantine([*self.records], reads.stale(moved))
 
-    def _say(self, failure: Exception, stacklevel: int = 7) -> None:
+    def _say(self, failure: Exception) -> None:
         if self.strict:
             raise failure
         text = str(failure)
         if text not in self._warned_of:
             self._warned_of.add(text)
-            warnings.warn(
-                f"steps run eagerly from here on: {text}", GraphQuarantinedWarning, stacklevel
-            )
+            warn_caller(f"steps run eagerly from here on: {text}", GraphQuarantinedWarning)

@@ -1,0 +1,137 @@
+"""Tensors of graphs that a forward leaves in Python, where no replay makes new ones."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
+from graphrt.errors import PythonStateError, StaleTensorWarning
+
+X = InputSpec(torch.float32, ("tokens", 4))
+
+
+def runner(forward: Any, mode: str = "FULL", **options: Any) -> GraphRunner:
+    return GraphRunner(
+        forward,
+        inputs={"x": X},
+        outputs=("tokens", 4),
+        sizes=[1, 2, 4],
+        mode=mode,
+        platform="cpu",
+        options=GraphOptions(**options),
+    )
+
+
+class Leaves(torch.nn.Module):
+    """Leaves a tensor by one of the ways to do so."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.hidden: Any = None
+        self.by_name: dict[str, torch.Tensor] = {}
+        self.seen: list[torch.Tensor] = []
+        self.placed = torch.zeros(4, 4)
+        self.scale = torch.nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * self.scale
+        if self.way == "attribute":
+            self.hidden = h
+        if self.way == "new attribute":
+            self.late = h
+        if self.way == "dict":
+            self.by_name["h"] = h
+        if self.way == "list":
+            self.seen.append(h)
+        if self.way == "in place":
+            self.placed[: len(h)].copy_(h)
+        if self.way == "table" and self.hidden is None:
+            self.hidden = torch.arange(4.0)
+        if self.way == "eager part":
+            h = self.note(h)
+        if self.way == "kept by an eager part":
+            h = self.keep(h)
+        return h + 1
+
+    @eager_break
+    def note(self, h: torch.Tensor) -> torch.Tensor:
+        self.hidden = h.clone()
+        return h * 1
+
+    @eager_break
+    def keep(self, h: torch.Tensor) -> torch.Tensor:
+        self.hidden = h
+        return h * 1
+
+
+@pytest.mark.parametrize(
+    ("way", "path"),
+    [
+        ("attribute", r"model\.hidden"),
+        ("new attribute", r"model\.late"),
+        ("dict", r"model\.by_name\['h'\]"),
+        ("list", r"model\.seen\[\d\]"),
+        ("kept by an eager part", r"model\.hidden"),
+    ],
+)
+def test_what_a_forward_leaves_is_named_at_the_capture(way: str, path: str) -> None:
+    mode = "PIECEWISE" if "eager" in way else "FULL"
+    run = runner(Leaves(way), mode)
+    with pytest.warns(StaleTensorWarning, match=path) as told:
+        run.capture()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    x = torch.randn(3, 4)
+    assert torch.equal(run(x=x), x * 2 + 1)
+
+
+@pytest.mark.parametrize("way", ["in place", "table", "eager part", "nothing"])
+def test_what_steps_write_anew_or_nobody_leaves_is_not_warned_of(way: str) -> None:
+    forward = Leaves(way)
+    run = runner(forward, "PIECEWISE" if "eager" in way else "FULL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaleTensorWarning)
+        run.capture()
+        x = torch.randn(3, 4)
+        for _ in range(3):
+            assert torch.equal(run(x=x), x * 2 + 1)
+    if way == "eager part":
+        assert torch.equal(forward.hidden[:3], x * 2)
+
+
+def test_a_second_capture_does_not_warn_of_what_the_first_has_left() -> None:
+    forward = Leaves("dict")
+    run = runner(forward)
+    with pytest.warns(StaleTensorWarning):
+        assert run.capture_next() is not None
+    forward.way = "nothing"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaleTensorWarning)
+        run.capture()
+
+
+def test_a_table_of_a_size_that_was_not_warmed_up_is_refused_and_taken_back() -> None:
+    """It lies in graph memory: an eager step of its size would read what other graphs wrote."""
+    tables: dict[int, torch.Tensor] = {}
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        if rows not in tables:
+            tables[rows] = torch.arange(rows, dtype=torch.float32)[:, None] * 2 + 1
+        return torch.sin(x) * tables[rows]
+
+    run = runner(forward, warm_up_each=False)
+    with pytest.raises(PythonStateError, match=r"tables.*\[2\]"):
+        run.capture()
+    assert not tables
+    assert not run.report().graphs
+    x = torch.randn(2, 4)
+    assert torch.equal(run(x=x), torch.sin(x) * torch.tensor([[1.0], [3.0]]))
+    whole = runner(forward)
+    whole.capture()
+    assert torch.equal(whole(x=x), torch.sin(x) * torch.tensor([[1.0], [3.0]]))
