@@ -67,3 +67,18 @@ def test_weights_written_in_place_reach_graphs_captured_under_autocast(
             assert run.last_dispatch is not None
             assert run.last_dispatch.reason is Reason.HIT
     assert torch.is_autocast_cache_enabled()
+
+
+def test_without_autocast_code_that_torch_compiled_stays_what_it_was() -> None:
+    """Torch guards compiled code by this setting, and compiles it anew for another one."""
+    seen = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.is_autocast_cache_enabled())
+        return x * 2
+
+    specs = {"x": InputSpec(torch.float32, ("tokens", 8))}
+    with GraphRunner(forward, mode="FULL", sizes=[2, 4], inputs=specs, platform="cpu") as run:
+        run.capture()
+        run(x=torch.ones(2, 8))
+    assert set(seen) == {True}

@@ -122,7 +122,8 @@ class _Contexts:
     def check(self, changed: set[fx.Node], node: fx.Node) -> None:
         """Raise `CompileError` where a weight is written inside of autocast that has to be entered
         more than once: autocast keeps the cast of a weight until it is left."""
-        values = map(value_of, changed)
+        # Of others no cast is kept; to ask a view whether it is a leaf may raise.
+        values = [value_of(each) for each in changed if each.op in ("placeholder", "get_attr")]
         if any(isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf for v in values):
             self._writers.update(dict.fromkeys(self._wanted, node))
         for each in self._wanted:

@@ -215,11 +215,21 @@ def without_gradients(function: Callable[[], T]) -> T:
 def without_kept_casts(undo: Undo) -> None:
     """Until `undo`: autocast keeps no casts, and has none. It makes one of each weight and keeps it
     as long as it is on: what reads that one never sees a weight that is written later, and one that
-    a capture has made lies in memory of its graph."""
+    a capture has made lies in memory of its graph. Nothing is changed where autocast is not on: one
+    that is entered inside gives its casts up at its end."""
+    if not _keeps_casts():
+        return
     undo.later(partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
     torch.set_autocast_cache_enabled(False)
     undo.later(torch.clear_autocast_cache)
     torch.clear_autocast_cache()
+
+
+def _keeps_casts() -> bool:
+    entered = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    # It can be turned on without being entered.
+    return entered > 1 or any(map(torch.is_autocast_enabled, _AUTOCAST.values()))
 
 
 def set_for_capture(undo: Undo) -> None:
