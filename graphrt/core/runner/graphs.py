@@ -277,12 +277,12 @@ class GraphSet:
             self._see(self._step(GraphMode.NONE, rows), saved)
 
         query_len = self._query_len
-        if saved is None:
-            self._outputs.resolve(None, query_len=query_len)
-        else:
+        if saved is not None:
             saved.settle(partial(self._outputs.resolve, probe, query_len=query_len))
-        if self.reads is not None:
-            self.reads.settle()
+        else:
+            self._outputs.resolve(None, query_len=query_len)
+            if self.reads is not None:
+                self.reads.settle()
         self.checks.captured(self.dispatcher.published, more=more)
         if self.eager_launch or self._options.outputs == "clone":
             return

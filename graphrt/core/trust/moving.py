@@ -112,6 +112,13 @@ class Moving:
             if not _is_in(held, key) and place.get() is held:
                 yield place, held, memory
 
+    def anew(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The paths at which more than one run has put a tensor of its own, and the last one."""
+        for place, _, _ in (*self._moved.values(), *self._replaced):
+            now = place.get()
+            if self._changes[place.path][0] > 1 and isinstance(now, torch.Tensor):
+                yield place.path, now
+
     def settle(self) -> None:
         """After several runs: put back what more than one of them has moved, and leave what was
         made once, such as a table that the first run builds. Containers stay as they are: what is

@@ -3,7 +3,7 @@ protected without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -74,6 +74,7 @@ class WatchedState:
         self._is_in_graphs = is_in_graphs
         self._each_warmed_up = each_warmed_up
         self._left: list[str] = []
+        self._is_left_to_look_at = False
         self.inputs_written: dict[int, Use] = {}
         """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
@@ -86,6 +87,7 @@ class WatchedState:
         self.inputs_written = {}
         if self._reads is None:
             return function()
+        self._look_at_left()
         undo = Undo()
         try:
             # A weight is read, and named, where a cast of it would be.
@@ -197,36 +199,46 @@ class WatchedState:
 
     def settle(self, last_runs: Callable[[], None]) -> None:
         """After captures, and after `last_runs` of the forward: put back random numbers and what
-        still moves in Python, look at memory that only padding protects, and warn of tensors of
-        graphs that are left in Python.
+        still moves in Python, look at memory that only padding protects, find what graphs read, and
+        warn of tensors of graphs that are left in Python.
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
-        # First: these leave others there.
-        self._note_left()
+        self._is_left_to_look_at = True
         try:
             last_runs()
         except BaseException:
             self._generators.restore()
             raise
         self._generators.restore()
+        if self._reads is None:
+            return
         if self._moving is not None:
+            self._note_left(self._moving.anew())
             self._moving.settle()
-        if self._reads is not None:
-            self._reads.protected += self._saves.check_protected(self._pads)
-        if self._left and self._moving is not None:
+        self._reads.protected += self._saves.check_protected(self._pads)
+        places = self._reads.settle()
+        if self._moving is None:
+            return
+        self._note_left((place.path, tensor) for place, tensor in places.tensors)
+        if self._left:
             if not self._each_warmed_up:
                 # Or eager steps would read there what no graph has computed yet.
                 self._moving.restore()
             say_what_is_left(self._left, each_warmed_up=self._each_warmed_up)
 
-    def _note_left(self) -> None:
-        if self._reads is None or self._moving is None:
-            return
+    def _look_at_left(self) -> None:
+        """Before a last run, which leaves other tensors where those of graphs are."""
+        if self._is_left_to_look_at and self._moving is not None:
+            self._is_left_to_look_at = False
+            self._note_left((p.path, tensor) for p, tensor in places_of(self._forward).tensors)
+
+    def _note_left(self, found: Iterable[tuple[str, torch.Tensor]]) -> None:
         # What was refused once is, though it was taken back.
         self._left += [
-            place.path
-            for place, tensor in places_of(self._forward).tensors
-            if (key := storage_key(tensor)) is not None
+            path
+            for path, tensor in found
+            if path not in self._left
+            and (key := storage_key(tensor)) is not None
             and key not in self._outside
             and self._is_in_graphs(tensor)
         ]
