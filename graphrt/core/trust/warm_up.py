@@ -209,24 +209,27 @@ class WatchedState:
             self._generators.restore()
             raise
         self._generators.restore()
-        if self._moving is not None:
-            self._moving.settle()
+        put_back = set() if self._moving is None else self._moving.settle()
         if self._reads is not None:
             self._reads.protected += self._saves.check_protected(self._pads)
         if self._left and self._moving is not None:
-            if not self._each_warmed_up:
+            # What every run makes anew, such as a weight that a hook computes, is no table.
+            kept = [path for path in self._left if path not in put_back]
+            refused = bool(kept) and not self._each_warmed_up
+            if refused:
                 # Or eager steps would read there what no graph has computed yet.
                 self._moving.restore()
-            say_what_is_left(self._left, each_warmed_up=self._each_warmed_up)
+            say_what_is_left(kept if refused else self._left, each_warmed_up=not refused)
 
     def _note_left(self) -> None:
         if self._reads is None or self._moving is None:
             return
         # What was refused once is, though it was taken back.
-        self._left += [
+        found = [
             place.path
             for place, tensor in places_of(self._forward).tensors
             if (key := storage_key(tensor)) is not None
             and key not in self._outside
             and self._is_in_graphs(tensor)
         ]
+        self._left = list(dict.fromkeys([*self._left, *found]))
