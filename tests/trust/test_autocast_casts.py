@@ -78,14 +78,14 @@ MADE_EARLIER = half()
 
 
 class KeepsCasts(Model):
-    """Under an object that was made while casts were kept, and says so again when it is entered."""
+    """One that was made earlier, while casts were kept, says so again when it is entered."""
 
-    def __init__(self, between: str) -> None:
+    def __init__(self, way: str, made: str) -> None:
         super().__init__()
-        self.way = between
+        self.way, self.made = way, made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with MADE_EARLIER:
+        with MADE_EARLIER if self.made == "earlier" else half():
             hidden = getattr(self, self.way)(x)
             return self.first(hidden).float()
 
@@ -99,11 +99,14 @@ class KeepsCasts(Model):
         return out
 
 
+@pytest.mark.parametrize("made", ["earlier", "in the forward"])
 @pytest.mark.parametrize(
     ("way", "mode"), [("operator", "FULL"), ("operator", "PIECEWISE"), ("part", "PIECEWISE")]
 )
-def test_a_graph_reads_no_cast_that_code_outside_of_it_has_made(way: str, mode: str) -> None:
-    model = KeepsCasts(way).eval()
+def test_a_graph_reads_no_cast_that_code_outside_of_it_has_made(
+    way: str, mode: str, made: str
+) -> None:
+    model = KeepsCasts(way, made).eval()
     run = GraphRunner(
         model.forward,
         mode=mode,
