@@ -45,6 +45,17 @@ def test_a_view_of_it_is_refused_too() -> None:
         run.capture()
 
 
+def test_another_shape_of_it_in_place_is_no_write() -> None:
+    def forward(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return x @ table.view(4, 4).t_()
+
+    run = runner(forward, x=ROWS, table=InputSpec(torch.float32, (16,)))
+    run.capture()
+    for rows in (4, 2, 3):
+        x, table = torch.randn(rows, 4), torch.randn(16)
+        assert torch.equal(run(x=x, table=table)[:rows], forward(x, table))
+
+
 def test_what_has_no_batch_axis_may_be_read_beside_rows_that_are_written() -> None:
     def forward(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         x.add_(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
+from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break, opaque
 
 
 class Model(torch.nn.Module):
@@ -82,3 +82,60 @@ def test_without_autocast_code_that_torch_compiled_stays_what_it_was() -> None:
         run.capture()
         run(x=torch.ones(2, 8))
     assert set(seen) == {True}
+
+
+@opaque("tests_autocast_casts::product", mutates=["out"])
+def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x @ weight)
+
+
+MADE_EARLIER = half()
+
+
+class KeepsCasts(Model):
+    """One that was made earlier, while casts were kept, says so again when it is entered."""
+
+    def __init__(self, way: str, made: str) -> None:
+        super().__init__()
+        self.way, self.made = way, made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with MADE_EARLIER if self.made == "earlier" else half():
+            hidden = getattr(self, self.way)(x)
+            return self.first(hidden).float()
+
+    @eager_break
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).float()
+
+    def operator(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        product(x, self.first.weight, out)
+        return out
+
+
+@pytest.mark.parametrize("made", ["earlier", "in the forward"])
+@pytest.mark.parametrize(
+    ("way", "mode"), [("operator", "FULL"), ("operator", "PIECEWISE"), ("part", "PIECEWISE")]
+)
+def test_a_graph_reads_no_cast_that_code_outside_of_it_has_made(
+    way: str, mode: str, made: str
+) -> None:
+    model = KeepsCasts(way, made).eval()
+    run = GraphRunner(
+        model.forward,
+        mode=mode,
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        platform="cpu",
+    )
+    run.capture()
+    for step in range(8):
+        if step > 3:
+            with torch.no_grad():
+                model.first.weight.mul_(1.5)
+        x = torch.randn(4 - step % 3, 8)
+        with torch.no_grad():
+            assert torch.equal(run(x=x), model(x)), step
+        assert run.last_dispatch is not None
+        assert run.last_dispatch.reason is Reason.HIT

@@ -135,3 +135,28 @@ def test_a_table_of_a_size_that_was_not_warmed_up_is_refused_and_taken_back() ->
     whole = runner(forward)
     whole.capture()
     assert torch.equal(whole(x=x), torch.sin(x) * torch.tensor([[1.0], [3.0]]))
+
+
+def test_a_weight_that_a_hook_computes_in_every_run_is_no_table() -> None:
+    layer = torch.nn.Linear(4, 4)
+    first = layer.weight.detach().clone()
+    layer.source = torch.nn.Parameter(first.clone())
+    del layer.weight
+    layer.weight = first
+
+    def compute(module: Any, _: Any) -> None:
+        module.weight = module.source * 2
+
+    layer.register_forward_pre_hook(compute)
+    run = runner(lambda x: layer(x), warm_up_each=False)
+    with pytest.warns(StaleTensorWarning, match=r"layer\.weight"):
+        run.capture()
+    assert layer.weight is first
+    with torch.no_grad():
+        for rows in (4, 2, 1, 3):
+            x = torch.randn(rows, 4)
+            expected = torch.nn.functional.linear(x, layer.source * 2, layer.bias)
+            assert torch.equal(run(x=x), expected)
+        layer.source.mul_(3)
+        expected = torch.nn.functional.linear(x, layer.source * 2, layer.bias)
+        assert torch.equal(run(x=x), expected)

@@ -137,7 +137,12 @@ def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
         with conjugation_resolved():
             for kind in cast:  # until the guard ends
                 torch.set_autocast_enabled(kind, True)
-            return handler(self, func, *args, **kwargs)
+            result = handler(self, func, *args, **kwargs)
+        if inside:
+            # A forward's own torch.autocast, made earlier, keeps casts again: a graph that has the
+            # operator as a whole would read those that were made inside of it.
+            torch.clear_autocast_cache()
+        return result
 
     return handle
 

@@ -119,13 +119,16 @@ class Moving:
             if self._changes[place.path][0] > 1 and isinstance(now, torch.Tensor):
                 yield place.path, now
 
-    def settle(self) -> None:
+    def settle(self) -> set[str]:
         """After several runs: put back what more than one of them has moved, and leave what was
         made once, such as a table that the first run builds. Containers stay as they are: what is
-        in them may be the host's own notes."""
-        for place, was, _ in (*self._moved.values(), *self._replaced):
-            if place.writable and self._changes[place.path][0] > 1:
+        in them may be the host's own notes. Returns where something was put back."""
+        moved = [(place, was) for place, was, _ in (*self._moved.values(), *self._replaced)]
+        back = [each for each in moved if self._changes[each[0].path][0] > 1]
+        for place, was in back:
+            if place.writable:
                 _set(place, was)
+        return {place.path for place, was in back if place.get() is was}
 
     def restore(self) -> None:
         """Put back what was there at first."""

@@ -212,19 +212,23 @@ class WatchedState:
         self._generators.restore()
         if self._reads is None:
             return
+        put_back = set()
         if self._moving is not None:
             self._note_left(self._moving.anew())
-            self._moving.settle()
+            put_back = self._moving.settle()
         self._reads.protected += self._saves.check_protected(self._pads)
         places = self._reads.settle()
         if self._moving is None:
             return
         self._note_left((place.path, tensor) for place, tensor in places.tensors)
         if self._left:
-            if not self._each_warmed_up:
+            # What every run makes anew, such as a weight that a hook computes, is no table.
+            kept = [path for path in self._left if path not in put_back]
+            refused = bool(kept) and not self._each_warmed_up
+            if refused:
                 # Or eager steps would read there what no graph has computed yet.
                 self._moving.restore()
-            say_what_is_left(self._left, each_warmed_up=self._each_warmed_up)
+            say_what_is_left(kept if refused else self._left, each_warmed_up=not refused)
 
     def _look_at_left(self) -> None:
         """Before a last run, which leaves other tensors where those of graphs are."""
@@ -233,12 +237,9 @@ class WatchedState:
             self._note_left((p.path, tensor) for p, tensor in places_of(self._forward).tensors)
 
     def _note_left(self, found: Iterable[tuple[str, torch.Tensor]]) -> None:
-        # What was refused once is, though it was taken back.
-        self._left += [
-            path
-            for path, tensor in found
-            if path not in self._left
-            and (key := storage_key(tensor)) is not None
-            and key not in self._outside
-            and self._is_in_graphs(tensor)
-        ]
+        for path, tensor in found:
+            key = storage_key(tensor)
+            is_news = key is not None and key not in self._outside
+            # What was refused once is, though it was taken back.
+            if is_news and path not in self._left and self._is_in_graphs(tensor):
+                self._left.append(path)

@@ -91,7 +91,11 @@ class SideDoors:
         outer = in_eager_part.get()
         try:
             in_eager_part.set(frozenset(given))
+            # A torch.autocast that the forward has made earlier keeps casts of weights. They are
+            # for one side alone: graph and part each make their own at a replay.
+            torch.clear_autocast_cache()
             result = watch.around(partial(function, *args, **kwargs))
+            torch.clear_autocast_cache()
             in_eager_part.set(outer)
             return result
         except BaseException:

@@ -204,7 +204,8 @@ class Watch(ThreadMode):
             if key is None or key in self._born:
                 continue
             if self._is_own(tensor):
-                self.own_written.setdefault(tensor.data_ptr(), Use.of(tensor, str(func)))
+                if torch.Tag.inplace_view not in func.tags:
+                    self.own_written.setdefault(tensor.data_ptr(), Use.of(tensor, str(func)))
                 continue
             use = self.uses.get(key)
             if use is None:
