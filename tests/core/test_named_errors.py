@@ -418,6 +418,17 @@ def test_a_model_with_a_wrapper_in_it_is_not_copied_by_half():
         copy.deepcopy(model)
 
 
+@pytest.mark.parametrize("device", ["xpu:0", "mps", "maia", "no such", 1.5])
+def test_buffers_on_a_device_that_there_is_not(device):
+    with pytest.raises(InvalidOptionError, match="device"):
+        runner(device=device, platform="cpu")
+
+
+def test_only_a_function_is_marked_as_an_eager_break():
+    with pytest.raises(InvalidOptionError, match="def"):
+        eager_break(3)
+
+
 def test_breaks_in_a_marked_function_are_not_disturbed():
     @eager_break
     def middle(x):
