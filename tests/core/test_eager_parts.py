@@ -11,18 +11,19 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from graphrt import GraphRunner, InputSpec, eager_break
-from graphrt.core.base import BakedScalarError, SideDoorError
+from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
+from graphrt.core.base import BakedScalarError, CaptureError, SideDoorError
 from graphrt.core.capture.bridges import Bridges
 
 
-def captured(forward: Callable[..., Any], mode: str = "PIECEWISE") -> GraphRunner:
+def captured(forward: Callable[..., Any], mode: str = "PIECEWISE", **more: Any) -> GraphRunner:
     made = GraphRunner(
         forward,
         mode=mode,
         sizes=[2],
         inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
         platform="cpu",
+        **more,
     )
     made.capture()
     return made
@@ -114,3 +115,25 @@ def test_a_tensor_of_tensors_is_followed_to_those_that_hold_its_memory():
     assert torch.equal(run(x=x), (x * 2 + (x + 1) * 2) * 2)
     with pytest.raises(SideDoorError, match="did not return"):
         captured(lambda x: part(x) + held[0].b)
+
+
+# Transforms --------------------------------------------------------------------------------------
+
+
+TRANSFORMS = [torch.vmap, torch.func.functionalize, lambda f: lambda x: torch.func.vjp(f, x)[0]]
+
+
+@pytest.mark.parametrize("warmups", [0, 1])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=["vmap", "functionalize", "vjp"])
+def test_an_eager_part_inside_of_a_transform_is_refused(transform, warmups):
+    part = eager_break(lambda x: x + 1)
+    with pytest.raises(CaptureError, match="transform"):
+        captured(lambda x: transform(part)(x * 2), options=GraphOptions(warmups=warmups))
+
+
+def test_an_eager_part_may_contain_a_transform_of_an_eager_part():
+    inner = eager_break(lambda x: x + 1)
+    outer = eager_break(lambda x: torch.vmap(inner)(x))
+    run = captured(lambda x: outer(x * 2))
+    for value in (1.0, 3.0):
+        assert torch.equal(run(x=torch.full((2, 4), value)), torch.full((2, 4), value * 2 + 1))

@@ -142,6 +142,7 @@ from graphrt.core.base.torch_names import (
     storage_use_count,
     tensor_guards,
     tensor_over,
+    transform_under_way,
     without_dispatch_modes,
 )
 
@@ -271,6 +272,7 @@ __all__ = [
     "thaw_garbage",
     "told",
     "torch_import",
+    "transform_under_way",
     "tree",
     "unseen",
     "warn_caller",

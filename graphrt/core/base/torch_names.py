@@ -112,6 +112,12 @@ def conjugation_resolved() -> AbstractContextManager[object]:
 
 # Operators ---------------------------------------------------------------------------------------
 
+transform_under_way: Callable[[], object] = NAMES.take(
+    "torch._C._functorch.peek_interpreter_stack",
+    without="an eager part inside of torch.func's transforms fails with an error of torch's",
+    seen=("2.11", "2.13"),
+)
+"""What stands for the innermost transform of `torch.func` that this thread is in, or None."""
 schemas_of_operator: Callable[[str], list[Any]] = NAMES.take(
     "torch._C._jit_get_schemas_for_operator", without=_NO_BREAKS
 )

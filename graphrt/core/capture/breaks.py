@@ -20,7 +20,7 @@ from graphrt.core.base import (
     remove_dispatch_mode,
     schemas_of_operator,
 )
-from graphrt.core.capture.refusals import Copies, Given, SideDoors, side_doors
+from graphrt.core.capture.refusals import Copies, Given, SideDoors, refuse_transform, side_doors
 from graphrt.core.replay import Recording, counted, current_capture
 
 P = ParamSpec("P")
@@ -44,6 +44,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         capture = current_capture()
         if capture is not None and capture.breakable:
+            refuse_transform(function)
             return cast(R, capture.run_eagerly(function, args, kwargs))
         work = counted.get()
         if work is not None:
