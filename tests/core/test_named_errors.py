@@ -407,7 +407,7 @@ def test_what_holds_graphs_is_neither_copied_nor_pickled(how, what):
         "slot": lambda: runner().slot(Batch(2)),
         "copied by itself": lambda: CPUGraphWrapper(CopiesItself(), "FULL"),
     }
-    with pytest.raises(CopyError, match="a (Graph|InputSlot)"):
+    with pytest.raises(CopyError, match=r"a (Graph|InputSlot)"):
         how(made[what]())
 
 

@@ -9,6 +9,7 @@ import torch
 
 from graphrt.core.base import state_guard
 
+_cudnn: Any = torch.backends.cudnn
 _SETTINGS: dict[str, Callable[[str], object]] = {
     "autocast": torch.is_autocast_enabled,
     "autocast dtype": torch.get_autocast_dtype,
@@ -17,8 +18,8 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
     "deterministic algorithms": lambda _: torch.are_deterministic_algorithms_enabled(),
     # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
     "TF32 in matmul": lambda _: torch.backends.cuda.matmul.fp32_precision == "tf32",
-    "TF32 in cudnn": lambda _: torch.backends.cudnn.conv.fp32_precision == "tf32",
-    "TF32 in RNNs of cudnn": lambda _: torch.backends.cudnn.rnn.fp32_precision == "tf32",
+    "TF32 in cudnn": lambda _: _cudnn.conv.fp32_precision == "tf32",
+    "TF32 in RNNs of cudnn": lambda _: _cudnn.rnn.fp32_precision == "tf32",
     "reduced precision sums of float16": lambda _: (
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     ),

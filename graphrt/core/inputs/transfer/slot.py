@@ -58,7 +58,9 @@ class InputSlot(Mapping[str, torch.Tensor], Uncopied):
     """
 
     _holds = "memory of its runner's"
-    _instead = "runner.slot(batch) for each step; {name: rows.clone() for name, rows in slot.items()}"
+    _instead = (
+        "runner.slot(batch) for each step; {name: rows.clone() for name, rows in slot.items()}"
+    )
     __slots__ = (
         "_tensors",
         "batch",
