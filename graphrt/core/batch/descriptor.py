@@ -166,9 +166,9 @@ class Batch(_Fields):
 
     `num_tokens` (at least 1) and `num_reqs` (None: unknown) count what is live. `query_len` is the
     tokens of each request when all have equally many, else None; one that the counts contradict is
-    taken for None. `bounds` are what this step needs
-    of a graph's bounds, in their order. `num_active_loras` and `variant` are as in the descriptor.
-    `exclude` holds runtime modes that must not serve this batch (cascade attention: FULL).
+    taken for None. `bounds` are what this step needs of a graph's bounds, in their order.
+    `num_active_loras` and `variant` are as in the descriptor. `exclude` holds runtime modes that
+    must not serve this batch (cascade attention: FULL).
 
     The counts are ints, or integers of NumPy or in tensors, which become ints here. Raises
     `InvalidBatchError` for others; what the rest holds is looked at when it is dispatched.
