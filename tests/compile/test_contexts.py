@@ -4,11 +4,15 @@ and nothing of it is left when a call ends."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphrt
 from graphrt import Batch, CompileOptions, GraphMode, GraphPool, GraphRunner, InputSpec
@@ -131,6 +135,70 @@ def test_autocast_is_as_before_after_a_call_that_fails():
     assert torch.autocast_decrement_nesting() == 0
     with torch.no_grad():
         assert torch.equal(compiled(rows(2)), model(rows(2)))
+
+
+class Setting(Mixed):
+    def __init__(self, around: Any, inside: bool) -> None:
+        super().__init__()
+        self.around = around
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.around():
+            x = multiplied(self.layer(x), self.layer.weight) if self.inside else self.layer(x)
+            with self.around():
+                x = x + 1
+        x = multiplied(x, self.layer.weight)
+        with self.around():
+            return self.layer(x)
+
+
+def attention() -> Any:
+    return sdpa_kernel([SDPBackend.MATH])
+
+
+@contextmanager
+def determinism() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+class _Raising(TorchDispatchMode):
+    """The first product fails, which is inside of the setting."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "addmm" in str(func):
+            raise ZeroDivisionError
+        return func(*args, **(kwargs or {}))
+
+
+SETTINGS = pytest.mark.parametrize("around", [attention, determinism])
+
+
+@SETTINGS
+def test_a_setting_around_a_splitting_operator_is_refused(around):
+    with pytest.raises(CompileError, match="setting of torch around a splitting operator"):
+        compile_module(Setting(around, inside=True), ["x"])(rows(0))
+
+
+@SETTINGS
+def test_a_setting_between_splitting_operators_is_as_before_after_a_call_that_fails(around):
+    def found() -> list[Any]:
+        return [_cur_sdpa_kernel_backends(), torch.are_deterministic_algorithms_enabled()]
+
+    model = Setting(around, inside=False).eval()
+    compiled = compile_module(model, ["x"], in_place=False)
+    with torch.no_grad():
+        assert torch.equal(compiled(rows(0)), model(rows(0)))
+    before = found()
+    raising = _Raising()
+    with raising, pytest.raises(ZeroDivisionError):
+        compiled(rows(1))
+    assert found() == before
 
 
 class Writing(Mixed):

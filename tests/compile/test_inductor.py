@@ -225,3 +225,29 @@ def test_a_sum_over_the_batch_has_one_code_for_few_rows_and_for_many(tmp_path, c
         for got, expected in zip(compiled(x), forward(x.double()), strict=True):
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-9)
     assert "runs uncompiled" not in caplog.text
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x * 2)
+
+
+@needs_compiler
+def test_batch_norm_that_trains_takes_the_number_of_rows_of_each_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch.manual_seed(0)
+    model = Normed().train()
+    given = options(tmp_path, splitting_ops=[])
+    compiled = compile_module(copy.deepcopy(model), ["x"], options=given, in_place=False)
+    with torch.no_grad():
+        for rows in (4, 7, 16, 2):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(compiled(x), model(x))
+    held = {name: each for name, each in compiled.weights().items() if "running" in name}
+    assert held
+    for name, each in held.items():
+        torch.testing.assert_close(each, model.get_buffer(name))

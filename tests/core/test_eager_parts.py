@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import BaseTorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from graphrt import GraphRunner, InputSpec, eager_break
-from graphrt.core.base import BakedScalarError, SideDoorError
+from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
+from graphrt.core.base import BakedScalarError, CaptureError, SideDoorError
 from graphrt.core.capture.bridges import Bridges
 
 
-def captured(forward: Callable[..., Any], mode: str = "PIECEWISE") -> GraphRunner:
+def captured(forward: Callable[..., Any], mode: str = "PIECEWISE", **more: Any) -> GraphRunner:
     made = GraphRunner(
         forward,
         mode=mode,
         sizes=[2],
         inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
         platform="cpu",
+        **more,
     )
     made.capture()
     return made
@@ -114,3 +118,130 @@ def test_a_tensor_of_tensors_is_followed_to_those_that_hold_its_memory():
     assert torch.equal(run(x=x), (x * 2 + (x + 1) * 2) * 2)
     with pytest.raises(SideDoorError, match="did not return"):
         captured(lambda x: part(x) + held[0].b)
+
+
+# Transforms --------------------------------------------------------------------------------------
+
+
+TRANSFORMS = [torch.vmap, torch.func.functionalize, lambda f: lambda x: torch.func.vjp(f, x)[0]]
+
+
+@pytest.mark.parametrize("warmups", [0, 1])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=["vmap", "functionalize", "vjp"])
+def test_an_eager_part_inside_of_a_transform_is_refused(transform, warmups):
+    part = eager_break(lambda x: x + 1)
+    with pytest.raises(CaptureError, match="inside of a transform"):
+        captured(lambda x: transform(part)(x * 2), options=GraphOptions(warmups=warmups))
+
+
+def test_an_eager_part_may_contain_a_transform_of_an_eager_part():
+    inner = eager_break(lambda x: x + 1)
+    outer = eager_break(lambda x: torch.vmap(inner)(x))
+    run = captured(lambda x: outer(x * 2))
+    for value in (1.0, 3.0):
+        assert torch.equal(run(x=torch.full((2, 4), value)), torch.full((2, 4), value * 2 + 1))
+
+
+# Settings that the forward enters around an eager part -------------------------------------------
+
+
+@contextmanager
+def dtype_is(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def attribute_is(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+ENTERED = {
+    "attention": lambda: sdpa_kernel([SDPBackend.MATH]),
+    "attention, in an order": lambda: sdpa_kernel(
+        [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True
+    ),
+    "device": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+REFUSED = {
+    "dtype": lambda: dtype_is(torch.float64),
+    "deterministic": deterministic,
+    "precision": lambda: attribute_is(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "mode": lambda: BaseTorchFunctionMode(),
+}
+
+
+def settings() -> list[Any]:
+    return [
+        torch._C._get_sdp_priority_order(),
+        torch.nn.attention._cur_sdpa_kernel_backends(),
+        torch.get_default_device(),
+        torch.is_autocast_enabled("cpu"),
+    ]
+
+
+@pytest.mark.parametrize("name", ENTERED)
+def test_a_setting_around_an_eager_part_is_on_in_it_at_replays_and_off_after_an_error(name):
+    seen: list[list[Any]] = []
+    fails = False
+
+    @eager_break
+    def part(x):
+        seen.append(settings())
+        if fails:
+            raise ZeroDivisionError
+        return x + 1
+
+    def forward(x):
+        with ENTERED[name]():
+            y = part(x)
+        return y * 2
+
+    before = settings()
+    run = captured(forward)
+    with ENTERED[name]():
+        entered = settings()
+    run(x=torch.ones(2, 4))  # tried, with all that Python knows put back
+    seen.clear()
+    assert entered != before
+    assert torch.equal(run(x=torch.ones(2, 4)), torch.full((2, 4), 4.0))
+    assert seen == [entered] and settings() == before
+    fails = True
+    with pytest.raises(ZeroDivisionError):
+        run(x=torch.ones(2, 4))
+    assert settings() == before
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_around_an_eager_part_that_a_replay_does_not_enter_is_refused(name):
+    part = eager_break(lambda x: x + 1)
+
+    def forward(x):
+        with REFUSED[name]():
+            y = part(x)
+        return y * 2
+
+    with pytest.raises(CaptureError, match="setting"):
+        captured(forward)
+    x = torch.ones(2, 4)
+    with REFUSED[name]():
+        assert torch.equal(captured(lambda x: part(x) * 2)(x=x), torch.full((2, 4), 4.0))

@@ -12,6 +12,7 @@ from test_runner import INPUTS, rows, runner
 
 from graphrt import (
     Batch,
+    GraphDispatcher,
     GraphMode,
     GraphOptions,
     GraphPool,
@@ -394,15 +395,19 @@ class CopiesItself:
 
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("what", ["runner", "wrapper", "pool", "copied by itself"])
+@pytest.mark.parametrize(
+    "what", ["runner", "wrapper", "pool", "dispatcher", "slot", "copied by itself"]
+)
 def test_what_holds_graphs_is_neither_copied_nor_pickled(how, what):
     made: dict[str, Any] = {
         "runner": runner,
         "wrapper": lambda: CPUGraphWrapper(torch.relu, "FULL"),
         "pool": lambda: GraphPool("cpu"),
+        "dispatcher": lambda: GraphDispatcher("FULL"),
+        "slot": lambda: runner().slot(Batch(2)),
         "copied by itself": lambda: CPUGraphWrapper(CopiesItself(), "FULL"),
     }
-    with pytest.raises(CopyError, match="a Graph"):
+    with pytest.raises(CopyError, match=r"a (Graph|InputSlot)"):
         how(made[what]())
 
 
@@ -411,6 +416,17 @@ def test_a_model_with_a_wrapper_in_it_is_not_copied_by_half():
     model.step = CPUGraphWrapper(model[0], "FULL")
     with pytest.raises(CopyError):
         copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("device", ["xpu:0", "mps", "maia", "no such", 1.5])
+def test_buffers_on_a_device_that_there_is_not(device):
+    with pytest.raises(InvalidOptionError, match="device"):
+        runner(device=device, platform="cpu")
+
+
+def test_only_a_function_is_marked_as_an_eager_break():
+    with pytest.raises(InvalidOptionError, match="def"):
+        eager_break(3)
 
 
 def test_breaks_in_a_marked_function_are_not_disturbed():

@@ -763,3 +763,24 @@ def test_what_is_not_dense_is_not_returned_by_a_forward_or_an_eager_part():
     # One that stays where it is may be given to eager parts.
     run = runner(lambda x: multiplied(weight, x) + 1, mode="PIECEWISE")
     assert torch.equal(run(x=rows(3)), rows(3) + 1)
+
+
+class Labelled(torch.Tensor):
+    """What torch makes of it is of its kind."""
+
+
+@pytest.mark.parametrize("options", [{}, {"outputs": "clone"}], ids=repr)
+def test_a_subclass_that_a_weight_makes_of_results_is_refused_as_replays_return_plain_tensors(
+    options,
+):
+    weight = torch.nn.Parameter(torch.ones(4, 4).as_subclass(Labelled), requires_grad=False)
+    made = GraphRunner(
+        lambda x: x @ weight,
+        mode="FULL",
+        sizes=[2],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        options=GraphOptions(**options),
+        platform="cpu",
+    )
+    with pytest.raises(OutputError, match="tensor subclass"):
+        made.capture()

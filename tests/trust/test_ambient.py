@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from graphrt.core.trust import Ambient
+from graphrt.core.trust.compare import rounding_of
 from tests.trust.twins import ambient_state_put_back
 
 # As a module: the package has the class under another name, and no attribute of this one.
@@ -24,7 +25,9 @@ def _put_back():
     )
     with ambient_state_put_back():
         torch.set_autocast_enabled("cpu", False)
+        before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
         yield
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before
         torch.set_default_device(None)
         torch.set_deterministic_debug_mode("default")
         matmul.allow_fp16_reduced_precision_reduction = reduced[0]
@@ -41,6 +44,13 @@ def way(request, monkeypatch):
 
 def attribute(owner: object, name: str) -> Callable[[], None]:
     return lambda: setattr(owner, name, not getattr(owner, name))
+
+
+def toggled(owner: object) -> Callable[[], None]:
+    def toggle() -> None:
+        owner.fp32_precision = "ieee" if owner.fp32_precision == "tf32" else "tf32"
+
+    return toggle
 
 
 SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
@@ -61,7 +71,8 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         lambda: torch.use_deterministic_algorithms(False),
     ),
     "TF32 in matmul": (attribute(matmul, "allow_tf32"),) * 2,
-    "TF32 in cudnn": (attribute(cudnn, "allow_tf32"),) * 2,
+    "TF32 in cudnn": (toggled(cudnn.conv),) * 2,
+    "TF32 in RNNs of cudnn": (toggled(cudnn.rnn),) * 2,
     "reduced precision sums of float16": (
         attribute(matmul, "allow_fp16_reduced_precision_reduction"),
     )
@@ -86,9 +97,9 @@ def also(name: str) -> list[str]:
 def seen_by(request, way):
     """Marks what torch's guard does not look at."""
     name = request.node.callspec.params["name"]
-    if name == "TF32 in cudnn" and torch.backends.flags_frozen():
+    if "cudnn" in name and torch.backends.flags_frozen():
         pytest.skip("torch's own test helpers, once imported, let nobody write cudnn's settings")
-    if way == "guard" and name in ("default device", "TF32 in cudnn"):
+    if way == "guard" and (name == "default device" or "cudnn" in name):
         reason = f"torch's guard does not look at it, so no step compares it: {name}"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
 
@@ -116,6 +127,18 @@ def test_settings_of_the_capture_are_what_is_compared_with(name, seen_by):
     back()
     assert not ambient.holds()
     assert [each.partition(":")[0] for each in ambient.differences()] == [name, *also(name)]
+
+
+def test_tf32_by_the_newer_of_torchs_settings_is_compared(way):
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        ambient = Ambient("cpu")
+        assert ambient.holds() and rounding_of([torch.float32]) <= 1e-2
+        matmul.fp32_precision = "ieee"
+        assert ambient.differences() == ["TF32 in matmul: False, True at capture"]
+    finally:
+        matmul.fp32_precision = before
 
 
 def test_the_dtype_of_autocast_counts_where_autocast_is_on(way):

@@ -13,9 +13,9 @@ from graphrt.compile.backend.assumed import size_conditions
 from graphrt.compile.backend.elements import select_elements
 from graphrt.compile.backend.libraries import keep_libraries, kept_libraries, recorded_libraries
 from graphrt.compile.backend.process import (
+    code_for_any_size,
     new_directory,
     own_directory,
-    sums_of_any_length,
     tuned_before,
     tuned_kernels,
 )
@@ -54,7 +54,7 @@ class InductorBackend:
         select_elements(graph.graph)
         with (
             tuned_kernels(),
-            sums_of_any_length(),
+            code_for_any_size(),
             recorded_libraries() as libraries,
             size_conditions(inputs) as found,
         ):

@@ -19,6 +19,7 @@ from graphrt.compile.private_torch import (
     compiler_directory,
     kernels_loaded_as_tuned,
     one_code_for_sums,
+    sizes_of_floats,
 )
 
 
@@ -69,9 +70,10 @@ def tuned_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sums_of_any_length() -> Iterator[None]:
-    """Code that is compiled in the block for a batch of any size sums over any of them."""
-    with taking_turns(), one_code_for_sums():
+def code_for_any_size() -> Iterator[None]:
+    """Code that is compiled in the block for a batch of any size sums over any of them, and makes
+    floats of them."""
+    with taking_turns(), one_code_for_sums(), sizes_of_floats():
         yield
 
 

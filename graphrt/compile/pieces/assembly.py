@@ -25,7 +25,7 @@ from graphrt.compile.pieces.wrapping import Wrapping, nothing_to_wrap, wrapped_p
 from graphrt.compile.split import (
     DEFAULT_SPLITTING_OPS,
     Piece,
-    restoring_autocast,
+    restoring_settings,
     split,
     splits_at,
     splitting_names,
@@ -139,7 +139,7 @@ def build(
     figures.compile_s = time.perf_counter() - started
     logger.info(compiled_line(figures))
 
-    run = restoring_autocast(stitched.function, traced.graph.graph)
+    run = restoring_settings(stitched.function, traced.graph.graph)
     if around is not None:
         wrappers.append(around.wrap(run))
         run = wrappers[-1]

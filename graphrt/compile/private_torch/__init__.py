@@ -55,6 +55,7 @@ from graphrt.compile.private_torch.patches import (
     load_library,
     one_code_for_sums,
     partitions_taken,
+    sizes_of_floats,
 )
 from graphrt.compile.private_torch.registered import (
     has_compiled_kernels,
@@ -142,6 +143,7 @@ __all__ = [
     "returns",
     "side_effects",
     "size_oblivious",
+    "sizes_of_floats",
     "storage_identity",
     "tables_of_others",
     "torch_check",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
 from graphrt.core.base import MissingTorchNameError, PrivateName, logger
@@ -32,6 +33,12 @@ _LOAD_KERNELS = NAMES.declare(
 _CHUNKS = NAMES.declare(
     "torch._inductor.codegen.cpp.CppKernel.need_use_acc_helper",
     without="sums over a batch run uncompiled at sizes of another kind, after a warning",
+)
+_SCALARS = NAMES.declare(
+    "torch._functorch._aot_autograd.graph_compile.tensorify_python_scalars",
+    without="what computes with a float made of batch sizes (batch norm that trains) is no code of "
+    "Inductor's, after a warning",
+    seen=("2.11", "2.13"),
 )
 _PARTITION_HOOK = NAMES.declare(
     "torch._inductor.utils._unstable_customized_partition_wrapper", without=_NO_PARTITION
@@ -123,6 +130,43 @@ def one_code_for_sums() -> Iterator[None]:
 
     with _replaced(_CHUNKS, replace):
         yield
+
+
+@contextmanager
+def sizes_of_floats() -> Iterator[None]:
+    """Floats that are made of batch sizes can be made of tensors, as torch does before Inductor.
+
+    It takes for granted that a node gives each symbol, as graphs of Dynamo's have an argument for
+    each. A piece has those that it computes with, and nobody sees that a decomposition will.
+    """
+
+    def replace(original: Any) -> Any:
+        def tensorify(module: fx.GraphModule, *more: Any) -> Any:
+            if any(isinstance(node.meta.get("val"), torch.SymFloat) for node in module.graph.nodes):
+                _give_symbols(module.graph)
+            return original(module, *more)
+
+        return tensorify
+
+    with _replaced(_SCALARS, replace):
+        yield
+
+
+def _give_symbols(graph: fx.Graph) -> None:
+    """Have a node for each symbol that is a size of an argument."""
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    values = [(node, node.meta.get("val")) for node in given]
+    known = {value.node.expr for _, value in values if isinstance(value, torch.SymInt)}
+    for node, value in values:
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if not isinstance(size, torch.SymInt) or size.node.expr in known:
+                continue
+            if size.node.expr.is_symbol:
+                known.add(size.node.expr)
+                with graph.inserting_before(first):
+                    made = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                made.meta["val"] = size
 
 
 def lacks_partitions() -> bool:

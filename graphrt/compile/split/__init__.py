@@ -1,6 +1,6 @@
 """Splitting: opaque operators, cutting a traced graph at them, and which pieces are the same."""
 
-from graphrt.compile.split.contexts import restoring_autocast
+from graphrt.compile.split.contexts import restoring_settings
 from graphrt.compile.split.define import opaque
 from graphrt.compile.split.effects import name_of, written
 from graphrt.compile.split.graph import Piece, attribute_of, returned_count, split, written_between
@@ -20,7 +20,7 @@ __all__ = [
     "name_of",
     "names_of",
     "opaque",
-    "restoring_autocast",
+    "restoring_settings",
     "returned_count",
     "split",
     "splits_at",

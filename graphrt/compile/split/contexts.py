@@ -15,6 +15,12 @@ from graphrt.compile.private_torch import autocast_calls, inference_mode_calls
 from graphrt.compile.split.effects import written
 from graphrt.compile.split.groups import Roles, is_allocation
 from graphrt.compile.trace import value_of
+from graphrt.core.base import (
+    attention_kernels,
+    attention_order,
+    set_attention_kernels,
+    set_attention_order,
+)
 
 
 def drop_inference_mode(graph: fx.Graph) -> None:
@@ -49,8 +55,35 @@ def close_autocast(
     return lambda node: own.sides[node] if node in own.sides else is_splitting(node)
 
 
-def restoring_autocast(run: Callable[..., Any], graph: fx.Graph) -> Callable[..., Any]:
-    """`run`, after which autocast is as before if it raises: traced code has no `finally`."""
+def check_settings(graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> None:
+    """Raise `CompileError` for a splitting operator where another setting of torch is on than
+    around the forward: a replay runs the operator alone."""
+    calls = [node for node in graph.nodes if _sets(node)]
+    # What a forward sets at last is what it found, if it sets something twice.
+    last = {node.target: _told(node) for node in calls}
+    times = Counter(node.target for node in calls)
+    on: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if _sets(node):
+            if times[node.target] == 1 or _told(node) != last[node.target]:
+                on[node.target] = node
+            else:
+                on.pop(node.target, None)
+        elif on and is_splitting(node):
+            raise CompileError(
+                "the forward enters another setting of torch around a splitting operator, which a "
+                "replay runs by itself",
+                got=f"{next(iter(on.values())).format_node()} before {node.format_node()}",
+                expected="settings that are as around the forward where an operator splits it",
+                advice="enter it in the body of the operator, or around the whole forward",
+            )
+
+
+def restoring_settings(run: Callable[..., Any], graph: fx.Graph) -> Callable[..., Any]:
+    """`run`, after which autocast, and what else it sets, is as before if it raises: traced code
+    has no `finally`."""
+    if any(map(_sets, graph.nodes)):
+        run = _restoring_rest(run)
     kinds = {str(node.args[0]) for node in _enters(graph)}
     if not kinds:
         return run
@@ -76,6 +109,54 @@ def restoring_autocast(run: Callable[..., Any], graph: fx.Graph) -> Callable[...
             raise
 
     return restoring
+
+
+def _restoring_rest(run: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(run)
+    def restoring(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_default_dtype()
+        strict = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        kernels, order = attention_kernels(), attention_order()
+        try:
+            return run(*args, **kwargs)
+        except BaseException:
+            torch.set_default_dtype(dtype)
+            torch.use_deterministic_algorithms(strict, warn_only=warns)
+            set_attention_kernels(kernels)
+            set_attention_order(order)
+            raise
+
+    return restoring
+
+
+def _sets(node: fx.Node) -> bool:
+    """Whether a node calls a function of torch's that sets something for all that follows.
+
+    Whether there are gradients is not among it: nothing compiled has any.
+    """
+    if node.op != "call_function" or node.users:
+        return False
+    name = str(getattr(node.target, "__name__", ""))
+    module = str(getattr(node.target, "__module__", None))
+    return (
+        module.partition(".")[0] == "torch"
+        and (name.startswith(("set_", "_set_", "use_")) or node.target is set_attention_kernels)
+        and name not in ("_set_grad_enabled", "set_grad_enabled")
+    )
+
+
+def _told(node: fx.Node) -> str:
+    """A call as text: its target and its arguments, those that nodes make in full."""
+
+    def told(value: object) -> str:
+        if isinstance(value, fx.Node):
+            return _told(value)
+        if isinstance(value, list | tuple):
+            return str([told(each) for each in value])
+        return repr(value)
+
+    return f"{node.target}({told(node.args)}, {told([*node.kwargs.items()])})"
 
 
 class _Contexts:

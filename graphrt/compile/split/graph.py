@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphrt.compile.split.aliases import check_roots, forward_updates
-from graphrt.compile.split.contexts import close_autocast, drop_inference_mode
+from graphrt.compile.split.contexts import check_settings, close_autocast, drop_inference_mode
 from graphrt.compile.split.effects import check_metadata, check_transforms, written
 from graphrt.compile.split.groups import NodeGroup, Roles, partition
 from graphrt.compile.split.lines import remember_lines
@@ -74,6 +74,7 @@ def split(whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]) -> lis
     graph = whole.graph
     check_metadata(graph)
     check_transforms(graph)
+    check_settings(graph, is_splitting)
     drop_inference_mode(graph)
     forward_updates(graph)
     roles = Roles.of(graph, is_splitting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 
 class GraphRTError(Exception):
@@ -327,6 +327,13 @@ class CheckpointError(GraphRTError):
 class Uncopied:
     """Base of what holds graphs: a copy would share them, and their memory, with the original."""
 
+    __slots__ = ()
+    _holds: ClassVar = "graphs"
+    _instead: ClassVar = (
+        "create another one, of the same plan; copy or pickle the plan and the model, "
+        "without what was made of them"
+    )
+
     def __copy__(self) -> NoReturn:
         self._refuse("copied")
 
@@ -339,11 +346,10 @@ class Uncopied:
     def _refuse(self, how: str) -> NoReturn:
         kind = next(c.__name__ for c in type(self).__mro__ if Uncopied in c.__bases__)
         raise CopyError(
-            f"a {kind} holds graphs, which cannot be {how}",
+            f"a {kind} holds {self._holds}, which cannot be {how}",
             got=type(self).__name__,
             expected="one owner of each graph and its memory",
-            advice="create another one, of the same plan; copy or pickle the plan and the model, "
-            "without what was made of them",
+            advice=self._instead,
         )
 
 

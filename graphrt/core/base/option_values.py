@@ -123,14 +123,14 @@ def check_kind(name: str, value: object, kind: type, *, optional: bool = True) -
         )
 
 
-def check_callable(name: str, value: object) -> None:
+def check_callable(name: str, value: object, advice: str | None = None) -> None:
     """Raise `InvalidOptionError` for an argument that cannot be called."""
     if not callable(value):
         raise InvalidOptionError(
             f"the argument {name!r} cannot be called",
             got=shown(value),
             expected="a function, a module or another callable",
-            advice=f"{name}=lambda **inputs: ...",
+            advice=advice or f"{name}=lambda **inputs: ...",
         )
 
 

@@ -110,8 +110,46 @@ def conjugation_resolved() -> AbstractContextManager[object]:
     return dispatch_keys(included, resolved)
 
 
+# Settings ----------------------------------------------------------------------------------------
+
+_NO_ATTENTION = "sdpa_kernel() entered around an eager part is not on in it at replay"
+attention_kernels: Any = NAMES.take(
+    "torch.nn.attention._cur_sdpa_kernel_backends", without=_NO_ATTENTION, seen=("2.11", "2.13")
+)
+set_attention_kernels: Any = NAMES.take(
+    "torch.nn.attention._sdpa_kernel", without=_NO_ATTENTION, seen=("2.11", "2.13")
+)
+attention_order: Any = NAMES.take(
+    "torch._C._get_sdp_priority_order", without=_NO_ATTENTION, seen=("2.11", "2.13")
+)
+set_attention_order: Any = NAMES.take(
+    "torch._C._set_sdp_priority_order", without=_NO_ATTENTION, seen=("2.11", "2.13")
+)
+_NO_FUNCTION_MODES = "a torch function mode around an eager part is not on in it at replay"
+_function_modes: Any = NAMES.take(
+    "torch.overrides._get_current_function_mode_stack",
+    without=_NO_FUNCTION_MODES,
+    seen=("2.11", "2.13"),
+)
+_DEFAULT_DEVICE = NAMES.declare(
+    "torch.utils._device.DeviceContext", without=_NO_FUNCTION_MODES, seen=("2.11", "2.13")
+)
+
+
+def function_modes() -> list[Any]:
+    """The torch function modes of this thread, but those that set a default device."""
+    modes = _function_modes() if _function_modes else []
+    return [each for each in modes if not isinstance(each, _DEFAULT_DEVICE.find())]
+
+
 # Operators ---------------------------------------------------------------------------------------
 
+transform_under_way: Any = NAMES.take(
+    "torch._C._functorch.peek_interpreter_stack",
+    without="an eager part inside of torch.func's transforms fails with an error of torch's",
+    seen=("2.11", "2.13"),
+)
+"""What stands for the innermost transform of `torch.func` that this thread is in, or None."""
 schemas_of_operator: Callable[[str], list[Any]] = NAMES.take(
     "torch._C._jit_get_schemas_for_operator", without=_NO_BREAKS
 )

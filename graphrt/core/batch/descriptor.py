@@ -165,9 +165,10 @@ class Batch(_Fields):
     """What the host knows about this step; a tuple, because one is built for every step.
 
     `num_tokens` (at least 1) and `num_reqs` (None: unknown) count what is live. `query_len` is the
-    tokens of each request when all have equally many, else None. `bounds` are what this step needs
-    of a graph's bounds, in their order. `num_active_loras` and `variant` are as in the descriptor.
-    `exclude` holds runtime modes that must not serve this batch (cascade attention: FULL).
+    tokens of each request when all have equally many, else None; one that the counts contradict is
+    taken for None. `bounds` are what this step needs of a graph's bounds, in their order.
+    `num_active_loras` and `variant` are as in the descriptor. `exclude` holds runtime modes that
+    must not serve this batch (cascade attention: FULL).
 
     The counts are ints, or integers of NumPy or in tensors, which become ints here. Raises
     `InvalidBatchError` for others; what the rest holds is looked at when it is dispatched.

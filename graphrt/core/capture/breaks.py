@@ -13,13 +13,14 @@ from graphrt.core.base import (
     InvalidOptionError,
     MissedBreakError,
     ThreadMode,
+    check_callable,
     dispatch_modes,
     has_kernel,
     is_taken_apart,
     remove_dispatch_mode,
     schemas_of_operator,
 )
-from graphrt.core.capture.refusals import Copies, Given, SideDoors, side_doors
+from graphrt.core.capture.refusals import Copies, Given, SideDoors, refuse_transform, side_doors
 from graphrt.core.replay import Recording, counted, current_capture
 
 P = ParamSpec("P")
@@ -33,8 +34,9 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     from step to step it must read from `current_context()`. A fresh tensor that it returns is
     copied into a fixed buffer. One that it leaves elsewhere (in a list, an attribute) is for other
     eager parts: where a graph reads it, the capture raises `SideDoorError`. Outside of a breakable
-    capture (and under FULL) it is just called.
+    capture (and under FULL) it is just called. Raises `InvalidOptionError` for what is no function.
     """
+    check_callable("function", function, "@eager_break above the function's def")
 
     @functools.wraps(function)
     def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -42,6 +44,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         capture = current_capture()
         if capture is not None and capture.breakable:
+            refuse_transform(function)
             return cast(R, capture.run_eagerly(function, args, kwargs))
         work = counted.get()
         if work is not None:

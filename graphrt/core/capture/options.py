@@ -38,27 +38,37 @@ _MOST_WARMUPS = 1000
 class GraphOptions:
     """How graphs are captured and replayed. What batches there are is the `Plan`'s.
 
-    `outputs`: "pool" hands out pool memory, valid until the pool's next step; "static" copies
-    inside the graph into one buffer of the largest size; "clone" copies after every replay.
-    `breaks` are operators ("ns::op" or "ns::op.overload") at which breakable capture breaks, and
-    which may not be captured in a PIECEWISE step at all. `lazy` captures a graph at the first step
-    that asks for it, until `seal()`. `strict` raises where a step would run eagerly after `seal()`
-    though it should have a graph, and where the mode that runs, or what is captured, is less than
-    was asked for. `check` is how much is done to find out whether graphs stand for their forward:
-    see `docs/trust.md`; `GRAPHRT_CHECK` sets it for a whole process. `share_executables`
-    trades a switch between graphs of equal structure for the memory of an executable each.
-    `host_arguments` says what becomes of tensors among the arguments that lie on the host, where
-    graphs are of a device: "refuse" raises where one is read, as every replay would have its
-    numbers of the capture; "bake" has them so, for hosts whose descriptors tell those apart.
-    `eager_after_failed_update` runs a step eagerly, once more, whose
-    update of tasks raised: for forwards that may run twice on the same inputs.
+    - `outputs` ("pool"): "pool" hands out pool memory, valid until the pool's next step; "static"
+      copies inside the graph into one buffer of the largest size; "clone" copies after each replay.
+    - `breaks` (none): operators, "ns::op" or "ns::op.overload", at which breakable capture breaks,
+      and which may not be captured in a PIECEWISE step at all.
+    - `lazy` (False): capture a graph at the first step that asks for it, until `seal()`.
+    - `strict` (False): raise where a step would run eagerly after `capture()` or `seal()` though it
+      should have a graph, and where the mode, or what is captured, is less than was asked for.
+      Before that steps are eager all the same.
+    - `check` ("capture"): how much is done to find out whether graphs stand for their forward; each
+      level does what those before it do. "off": nothing; "capture": warm-ups are watched, graphs
+      tried, settings compared at every step; "first": the first step of every graph is tried;
+      "sample": one step in 64 is, and all that graphs read is looked at in every step; "always":
+      every step is. See `docs/trust.md`; `GRAPHRT_CHECK` sets it for a whole process.
+    - `share_executables` (False): trade a switch between graphs of equal structure for the memory
+      of an executable each.
+    - `eager_after_failed_update` (False): run a step eagerly, once more, whose update of tasks
+      raised: for forwards that may run twice on the same inputs.
+    - `host_arguments` ("refuse"): of tensors among the arguments that lie on the host, where graphs
+      are of a device. "refuse" raises where one is read, as every replay would have its numbers of
+      the capture; "bake" has them so, for hosts whose descriptors tell those apart.
 
-    Of runners alone: `warmups` is how often a forward runs before it is captured, at most 1000;
-    with `warm_up_each=False` only the largest graph of each kind is warmed up, and another one
-    only if its capture fails without. `launch="eager"` runs every step eagerly, padded as its graph
-    would be. `max_padding` is the largest ratio of a graph's tokens to the batch's, 1 or more.
-    `state_limit_bytes` is how much state is saved, declared or found. `inputs_in_graph` lets graphs
-    fetch a step's inputs themselves, where the platform can; else they are copied before.
+    Of runners alone:
+
+    - `warmups` (1): how often a forward runs before it is captured, 0 to 1000.
+    - `warm_up_each` (True): False warms up only the largest graph of each kind, and another one
+      only if its capture fails without.
+    - `launch` ("graph"): "eager" runs every step eagerly, padded as its graph would be.
+    - `max_padding` (None): the largest ratio of a graph's tokens to the batch's, 1 or more.
+    - `state_limit_bytes` (67108864, 64 MiB): how much state is saved, declared or found, in bytes.
+    - `inputs_in_graph` (True): graphs fetch a step's inputs themselves, where the platform can;
+      else they are copied before.
 
     Values are checked when the options are made; raises `InvalidOptionError`.
     """

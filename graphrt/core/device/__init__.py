@@ -2,7 +2,13 @@
 
 from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
-from graphrt.core.device._devices import capture_lock, device_of, no_other_capture
+from graphrt.core.device._devices import (
+    asked_device,
+    capture_lock,
+    check_memory,
+    device_of,
+    no_other_capture,
+)
 from graphrt.core.device._input_ring import InputRing, RingFormat, slot_bytes
 from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
@@ -80,8 +86,10 @@ __all__ = [
     "StreamRoom",
     "TaskUpdate",
     "UpdateFigures",
+    "asked_device",
     "capture_lock",
     "captured_pool",
+    "check_memory",
     "check_platform",
     "current_platform",
     "device_of",

@@ -50,7 +50,7 @@ def device_of(platform: Platform, device: torch.device | str | int | None) -> to
     Raises `InvalidOptionError` for one of another kind, and for an index that there is not.
     """
     kind = platform.device_type
-    asked = _asked(kind, device)
+    asked = asked_device(kind, device)
     if asked.type != kind:
         raise InvalidOptionError(
             "the device is of another kind than the platform's",
@@ -70,7 +70,9 @@ def device_of(platform: Platform, device: torch.device | str | int | None) -> to
     return torch.device(kind) if current is None else torch.device(kind, index)
 
 
-def _asked(kind: str, device: object) -> torch.device:
+def asked_device(kind: str, device: object) -> torch.device:
+    """The device that an argument names, or one of `kind`; raises `InvalidOptionError` where it
+    names none."""
     if device is None:
         return torch.device(kind)
     try:
@@ -82,6 +84,21 @@ def _asked(kind: str, device: object) -> torch.device:
     except (RuntimeError, ValueError, OverflowError) as error:
         raise _no_device(kind, device) from error
     raise _no_device(kind, device)
+
+
+def check_memory(platform: Platform, device: torch.device) -> None:
+    """Raise `InvalidOptionError` for a device of another kind than the platform's that has no
+    memory for tensors: torch was built without it, or there is none."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise InvalidOptionError(
+            "no tensor can be made on the device",
+            got=f"{device}: {' '.join(str(error).split())[:200]}",
+            expected=f"a device that this torch has, such as {platform.device_type!r}, where "
+            f"platform {platform.name!r} captures",
+            advice="leave device= out; `graphrt doctor` says which platforms can be used here",
+        ) from error
 
 
 def _no_device(kind: str, device: object) -> InvalidOptionError:

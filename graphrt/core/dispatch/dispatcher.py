@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from graphrt.core.base import Uncopied
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, graphs_off
 from graphrt.core.dispatch._counted import Counted
 from graphrt.core.dispatch.index import NOT_BUILT, NOT_FOUND, GraphIndex
@@ -50,7 +51,7 @@ def _stays(batch: Batch) -> bool:
     )
 
 
-class GraphDispatcher(Counted):
+class GraphDispatcher(Counted, Uncopied):
     """Finds the best captured graph for a batch, where best is least in the order of DESIGN 6:
     FULL before PIECEWISE, tokens, active LoRAs, uniform before general, bounds, requests.
 

@@ -115,6 +115,14 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
             expected="a plain tensor",
             advice="return the tensors in it, as to_local() does of a DTensor",
         )
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        # Of a weight that is one, say, torch makes results that are; pool memory is none.
+        raise OutputError(
+            f"the forward returns a tensor subclass, and replays plain tensors{at_path(path)}",
+            got=type(tensor).__qualname__,
+            expected="a plain tensor at every step",
+            advice="return result.as_subclass(torch.Tensor)",
+        )
 
 
 def check_containers(outputs: Any) -> None:

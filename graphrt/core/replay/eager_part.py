@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from graphrt.core.base import BakedScalarError, BreakError, BreakShapeError, told, tree
+from graphrt.core.replay._settings import settings_now, under
 
 
 class EagerPart:
@@ -19,7 +19,7 @@ class EagerPart:
     arguments in tensors that nobody else has, see `settle`. It is made where the forward calls it.
     """
 
-    __slots__ = ("_aliased", "_apart", "_args", "_autocast", "_function", "_kwargs", "_recorded")
+    __slots__ = ("_aliased", "_apart", "_args", "_function", "_kwargs", "_recorded", "_settings")
 
     def __init__(
         self,
@@ -36,16 +36,16 @@ class EagerPart:
         self._recorded = recorded
         self._aliased = aliased
         self._apart: tuple[tuple[Any, ...], dict[str, Any]] | None = apart
-        self._autocast = _autocast()
+        self._settings = settings_now()
 
     def settle(self) -> None:
         """At the end of a capture: be called with tensors of its own if the forward has given one
-        of its another shape, or other memory, since; and under the autocast of the forward if it is
-        another one than around it."""
+        of its another shape, or other memory, since; and under the settings of the forward where
+        they are others than around it."""
         if self._apart is not None:
-            if (around := _autocast()) != self._autocast:
-                inside = {k: dtype for k, dtype in self._autocast.items() if dtype != around[k]}
-                self._function = _under_autocast(self._function, inside)
+            name = name_of(self._function)
+            self._function = under(self._function, name, self._settings, settings_now())
+            self._settings = {}
             given, apart = tree.tensors((self._args, self._kwargs)), tree.tensors(self._apart)
             if any(_has_moved(one, other) for one, other in zip(given, apart, strict=True)):
                 self._args, self._kwargs = self._apart
@@ -100,29 +100,6 @@ def deliver(
                 expected=told(before),
                 advice="return it as a tensor, or read it from current_context() where it is used",
             )
-
-
-def _autocast() -> dict[str, torch.dtype | None]:
-    """What autocast casts to on which kind of device; None where it is off."""
-    device = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if device is None else ["cpu", device.type]
-    return {
-        kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in kinds
-    }
-
-
-def _under_autocast(
-    function: Callable[..., Any], inside: dict[str, torch.dtype | None]
-) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for kind, dtype in inside.items():
-                stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
-            return function(*args, **kwargs)
-
-    return called
 
 
 def _has_moved(tensor: torch.Tensor, alias: torch.Tensor) -> bool:

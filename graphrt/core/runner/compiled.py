@@ -13,7 +13,7 @@ from graphrt.core.base import (
     check_callable,
 )
 from graphrt.core.capture import GraphOptions
-from graphrt.core.device import Platform, resolve_platform
+from graphrt.core.device import Platform, asked_device, check_memory, resolve_platform
 from graphrt.core.plan import CompiledFacts, SavedFacts, compiled_in
 from graphrt.core.replay import GraphPool, SegmentHooks
 
@@ -134,19 +134,23 @@ def pool_for(
     """The pool of a runner with these modules, the device of its buffers, and whether the pool is
     the runner's own.
 
-    Raises `InvalidOptionError` for a pool of another platform, or of another device.
+    Raises `InvalidOptionError` for a pool of another platform, or of another device, and for a
+    device that there is not.
     """
-    found, is_own = pool_of(modules, pool), False
-    asked = None if device is None else torch.device(device)
+    found = pool_of(modules, pool)
+    is_own = found is None
     if found is None:
         platform = resolve_platform(platform)
-        own = asked if asked is not None and asked.type == platform.device_type else None
-        found, is_own = GraphPool(platform, device=own), True
-    elif platform is not None:
-        found.check_platform(platform)
-    if asked is not None and asked.type != found.device.type:
+        asked = asked_device(platform.device_type, device)
+        found = GraphPool(platform, device=asked if asked.type == platform.device_type else None)
+    else:
+        asked = asked_device(found.device.type, device)
+        if platform is not None:
+            found.check_platform(platform)
+    if asked.type != found.device.type:
+        check_memory(found.platform, asked)
         return found, asked, is_own
-    if asked is not None and asked.index is not None:
+    if asked.index is not None:
         found.check_device(asked)
     return found, found.device, is_own
 

@@ -9,14 +9,17 @@ import torch
 
 from graphrt.core.base import state_guard
 
+_cudnn: Any = torch.backends.cudnn
 _SETTINGS: dict[str, Callable[[str], object]] = {
     "autocast": torch.is_autocast_enabled,
     "autocast dtype": torch.get_autocast_dtype,
     "default dtype": lambda _: torch.get_default_dtype(),
     "default device": lambda _: torch.get_default_device(),
     "deterministic algorithms": lambda _: torch.are_deterministic_algorithms_enabled(),
-    "TF32 in matmul": lambda _: torch.backends.cuda.matmul.allow_tf32,
-    "TF32 in cudnn": lambda _: torch.backends.cudnn.allow_tf32,
+    # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
+    "TF32 in matmul": lambda _: torch.backends.cuda.matmul.fp32_precision == "tf32",
+    "TF32 in cudnn": lambda _: _cudnn.conv.fp32_precision == "tf32",
+    "TF32 in RNNs of cudnn": lambda _: _cudnn.rnn.fp32_precision == "tf32",
     "reduced precision sums of float16": lambda _: (
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     ),

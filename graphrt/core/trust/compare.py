@@ -44,7 +44,7 @@ def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
     of these dtypes by other kernels."""
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     rounding = max((_ROUNDING.get(dtype, 1e-1) for dtype in floats), default=2e-4)
-    tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
+    tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return max(rounding, _ROUNDING_OF_TF32) if tf32 else rounding
 
 

@@ -6,6 +6,7 @@ from graphrt.core.capture.refusals.metadata import hand_back, withhold
 from graphrt.core.capture.refusals.nested import inside_capture
 from graphrt.core.capture.refusals.side_doors import SideDoors, in_eager_part, side_doors
 from graphrt.core.capture.refusals.source import Source, source_of, stands_for, user_source
+from graphrt.core.capture.refusals.transforms import refuse_transform
 
 __all__ = [
     "Copies",
@@ -15,6 +16,7 @@ __all__ = [
     "hand_back",
     "in_eager_part",
     "inside_capture",
+    "refuse_transform",
     "side_doors",
     "source_of",
     "stands_for",

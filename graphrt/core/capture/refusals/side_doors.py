@@ -18,6 +18,7 @@ from graphrt.core.base import (
     tree,
 )
 from graphrt.core.capture.refusals.source import Source, user_source
+from graphrt.core.capture.refusals.transforms import refuse_transform
 from graphrt.core.replay import name_of
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -86,6 +87,7 @@ class SideDoors:
         """
         if any(isinstance(mode, _MakingWatch) and mode.doors is self for mode in dispatch_modes()):
             return function(*args, **kwargs)
+        refuse_transform(function)
         given = _memory((args, kwargs))
         watch = _MakingWatch(self, name_of(function), hidden, before, given)
         outer = in_eager_part.get()

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from graphrt.core.base import InputSlotError, InvalidInputError
+from graphrt.core.base import InputSlotError, InvalidInputError, Uncopied
 from graphrt.core.batch import Batch, GraphMode
 from graphrt.core.inputs.layout import StepMoves
 
@@ -47,7 +47,7 @@ class Arrays(Mapping[str, Any]):
         return len(self._tensors)
 
 
-class InputSlot(Mapping[str, torch.Tensor]):
+class InputSlot(Mapping[str, torch.Tensor], Uncopied):
     """Where the host writes the inputs of one step, of `batch`, in place: `slot[name]` is the live
     rows of an input, by its (dotted) name, as a CPU tensor, `slot.numpy[name]` as an array.
 
@@ -57,6 +57,10 @@ class InputSlot(Mapping[str, torch.Tensor]):
     `InputSlotError`, and what is written to it after that, unseen, may be read by a later step.
     """
 
+    _holds = "memory of its runner's"
+    _instead = (
+        "runner.slot(batch) for each step; {name: rows.clone() for name, rows in slot.items()}"
+    )
     __slots__ = (
         "_tensors",
         "batch",
