@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,13 +38,13 @@ class EagerPart:
         self._apart: tuple[tuple[Any, ...], dict[str, Any]] | None = apart
         self._settings = settings_now()
 
-    def settle(self) -> None:
+    def settle(self, around: Mapping[str, Any]) -> None:
         """At the end of a capture: be called with tensors of its own if the forward has given one
         of its another shape, or other memory, since; and under the settings of the forward where
-        they are others than around it."""
+        they are others than those `around` it."""
         if self._apart is not None:
             name = name_of(self._function)
-            self._function = under(self._function, name, self._settings, settings_now())
+            self._function = under(self._function, name, self._settings, around)
             self._settings = {}
             given, apart = tree.tensors((self._args, self._kwargs)), tree.tensors(self._apart)
             if any(_has_moved(one, other) for one, other in zip(given, apart, strict=True)):
@@ -64,9 +64,10 @@ class EagerPart:
 
 def settle(parts: Iterable[object]) -> None:
     """`settle` the eager ones among the parts of a capture that has ended."""
-    for part in parts:
-        if isinstance(part, EagerPart):
-            part.settle()
+    eager = [part for part in parts if isinstance(part, EagerPart)]
+    around = settings_now() if eager else {}
+    for part in eager:
+        part.settle(around)
 
 
 def deliver(
