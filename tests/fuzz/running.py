@@ -17,7 +17,7 @@ from tests.fuzz.eager import Seen, Twin, random_state, saved, set_random_state, 
 from tests.fuzz.growing import grown
 from tests.fuzz.hosts import RunnerHost, WrapperHost
 from tests.fuzz.program import Program, Step
-from tests.fuzz.values import Values, grad_mode, padded, values_of
+from tests.fuzz.values import Values, blank, grad_mode, padded, values_of
 
 DEFECTS = ("wrong", "raw", "crash")
 """Outcomes that must not be."""
@@ -100,7 +100,7 @@ class _Run:
         for host, twin in self.pairs:
             before = Seen(None, saved(twin.state), random_state(self.device))
             with self._modes(setup.capture_gradients):
-                self._capture(host)
+                self._capture(host, twin)
             now = Seen(None, saved(host.state), random_state(self.device))
             self._compare("the capture", now, [before])
         kept: dict[int, tuple[Any, Any]] = {}
@@ -108,14 +108,19 @@ class _Run:
             for at, (host, twin) in enumerate(self.pairs):
                 if number == setup.recapture_at:
                     with self._modes(setup.capture_gradients):
-                        self._capture(host, again=True)
+                        self._capture(host, twin, again=True)
                 kept[at] = self._step(number, step, host, twin, kept.get(at))
 
-    def _capture(self, host: Any, *, again: bool = False) -> None:
+    def _capture(self, host: Any, twin: Twin, *, again: bool = False) -> None:
         try:
             host.recapture() if again else host.capture()
         except GraphRTError as error:
             self.refused = error
+        except Exception as error:
+            # Other gradients than those of the steps, under which the program may be none.
+            size = max(self.program.setup.sizes)
+            _check_eager(twin, blank(self.program.specs(), size, size), error)
+            raise
 
     def _step(self, number: int, step: Step, host: Any, twin: Twin, last: Any) -> Any:
         setup, specs = self.program.setup, self.program.specs()
