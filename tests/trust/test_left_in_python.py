@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,12 +16,14 @@ from graphrt.errors import PythonStateError, StaleTensorWarning
 X = InputSpec(torch.float32, ("tokens", 4))
 
 
-def runner(forward: Any, mode: str = "FULL", **options: Any) -> GraphRunner:
+def runner(
+    forward: Any, mode: str = "FULL", sizes: Sequence[int] = (1, 2, 4), **options: Any
+) -> GraphRunner:
     return GraphRunner(
         forward,
         inputs={"x": X},
         outputs=("tokens", 4),
-        sizes=[1, 2, 4],
+        sizes=sizes,
         mode=mode,
         platform="cpu",
         options=GraphOptions(**options),
@@ -88,6 +92,14 @@ def test_what_a_forward_leaves_is_named_at_the_capture(way: str, path: str) -> N
     assert told[0].filename == __file__
     x = torch.randn(3, 4)
     assert torch.equal(run(x=x), x * 2 + 1)
+
+
+def test_a_path_that_is_there_before_and_after_the_last_runs_is_named_once() -> None:
+    run = runner(Leaves("list"), sizes=[4])
+    with pytest.warns(StaleTensorWarning) as told:
+        run.capture()
+    paths = re.findall(r"model\.seen\[\d+\]", str(told[0].message))
+    assert len(paths) == len(set(paths)) > 0
 
 
 @pytest.mark.parametrize("way", ["in place", "table", "eager part", "nothing"])
