@@ -1,4 +1,4 @@
-"""The house plan (docs/architecture.md): doors, layers, imports one way, files of one purpose."""
+"""The house plan (docs/architecture.md): layers, imports one way, a word on each folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "graphrt"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
-MOST_LINES = 360
-MOST_DOORS = 10
 
 LAYERS = (
     "base", "batch", "device", "plan", "dispatch", "inputs", "replay", "capture", "trust", "runner"
@@ -126,18 +124,9 @@ def test_imports_go_one_way_and_through_doors(module: str) -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_folder_has_few_doors_and_says_what_it_exports(folder: Path) -> None:
-    entries = (entry for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir())
-    doors = [entry.name for entry in entries if not entry.name.startswith("_")]
-    assert len(doors) <= MOST_DOORS, doors
+def test_a_folder_says_what_it_is_for(folder: Path) -> None:
     init = folder / "__init__.py"
     assert init.exists() and ast.get_docstring(ast.parse(init.read_text(encoding="utf-8")))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_is_too_long(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MOST_LINES, f"{lines} lines; split it by what it is for"
 
 
 def test_no_modules_import_each_other() -> None:
