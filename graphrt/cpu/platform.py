@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import CaptureError, InvalidOptionError, ResourceExhaustedError
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
     CONTRACT_VERSION,
@@ -94,6 +94,18 @@ class CpuPlatform(Platform):
 
     def release_memory(self, memory: Arena) -> None:
         memory.release()
+
+    def explain(self, error: BaseException) -> CaptureError:
+        if isinstance(error, CaptureError):
+            return error
+        # torch raises a plain RuntimeError where malloc gives nothing: only its text tells.
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+            return ResourceExhaustedError(
+                "the machine ran out of memory during a capture",
+                got=" ".join(str(error).split()) or None,
+                advice="capture fewer or smaller sizes, or leave caches less memory",
+            )
+        return super().explain(error)
 
     def debug_dump(self, graph: TapeGraph, path: str) -> None:
         graph.debug_dump(path)
