@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -83,6 +83,12 @@ class Harness:
         # A step that is no multiple of the ways, so that all of them have their turn.
         step = max(len(found) // count, 1) | 1
         return found[::step][:count]
+
+    def doubled(self, count: int) -> list[Fault]:
+        """As many faults, each followed by a second one while graphrt recovers."""
+        return [
+            replace(fault, second=1 + number % 5) for number, fault in enumerate(self.sample(count))
+        ]
 
     def inject(self, fault: Fault) -> Finding:
         """Run the scenario with one fault and judge what came of it."""

@@ -28,15 +28,21 @@ OUT_OF_MEMORY = {
 
 @dataclass(frozen=True)
 class Fault:
-    """The action number `at` of a kind fails: in its place, or `late`, right after it was done."""
+    """The action number `at` of a kind fails: in its place, or `late`, right after it was done.
+
+    With `second`, so does the action that comes so many actions later, of whatever kind: 1 is the
+    first thing that is done to recover.
+    """
 
     kind: str
     at: int
     error: str
     late: bool = False
+    second: int = 0
 
     def __str__(self) -> str:
-        return f"{self.error}{' after' if self.late else ' in place of'} {self.kind} {self.at}"
+        first = f"{self.error}{' after' if self.late else ' in place of'} {self.kind} {self.at}"
+        return f"{first}, and the action {self.second} after it" if self.second else first
 
 
 WAYS = (("runtime", False), ("memory", False), ("interrupt", False), ("interrupt", True))
@@ -51,6 +57,8 @@ class Faults:
         self.seen: Counter[str] = Counter()
         self.where = ""
         self.happened: type[BaseException] | None = None
+        self.happened_again = False
+        self._since = 0
         self._device_type = device_type
         self._fault: Fault | None = None
 
@@ -59,6 +67,7 @@ class Faults:
         """Count, and let `fault` happen, inside of the block."""
         self.seen.clear()
         self._fault, self.happened, self.where = fault, None, ""
+        self.happened_again, self._since = False, 0
         self.on = True
         try:
             yield
@@ -71,6 +80,11 @@ class Faults:
             return _nothing
         place, fault = self.seen[kind], self._fault
         self.seen[kind] += 1
+        if self.happened is not None:
+            self._since += 1
+            if fault is not None and self._since == fault.second:
+                self.happened_again = True
+                self._raise()
         if fault is None or fault.kind != kind or fault.at != place:
             return _nothing
         if fault.late:

@@ -41,13 +41,24 @@ class Undo:
         return manager.__enter__()
 
     def now(self) -> None:
-        """Undo what is noted, the last change first; all of it, even where some of it raises."""
-        failed: Exception | None = None
+        """Undo what is noted, the last change first; all of it, even where some of it raises.
+
+        The first error is raised when all is done; an interrupt goes before errors.
+        """
+        failed: BaseException | None = None
+        cut_short: Callable[[], object] | None = None
         while self._left:
+            undo = self._left[-1]
             try:
-                self._left[-1]()
+                undo()
             except Exception as error:
                 failed = failed or error
+            except BaseException as error:
+                # A second Ctrl-C, while the first one is undone: the rest still has to be.
+                failed = error
+                if undo is not cut_short:
+                    cut_short = undo
+                    continue
             # Only now: an interrupt before this has it undone once more.
             self._left.pop()
         if failed is not None:
