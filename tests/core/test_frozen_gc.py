@@ -19,12 +19,19 @@ def test_nested_freezes_end_with_the_outermost():
     assert gc.get_freeze_count() == 0
 
 
-def test_a_collector_that_was_off_stays_off_and_an_error_restores():
-    gc.disable()
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_as_it_was_after_an_error(was_on):
+    if not was_on:
+        gc.disable()
+    before = gc.get_freeze_count()
     try:
         with pytest.raises(ValueError, match="x"), frozen_gc():
+            assert not gc.isenabled()
+            assert gc.get_freeze_count() > before
             raise ValueError("x")
-        assert not gc.isenabled()
+        assert gc.isenabled() == was_on
+        # Thawing thaws all, also the few hundred that Python itself has frozen.
+        assert gc.get_freeze_count() <= before
     finally:
         gc.enable()
 

@@ -7,7 +7,8 @@ fed the same tokens; encoders take batches of 1 to 4. Columns:
 
 - full: one graph for a whole step, over a `StaticCache`;
 - full length: the same with cache layers that keep every token, for families that slide;
-- pieces: the model's own attention between two segments, by `eager_break`.
+- pieces: the model's own attention, in plain PyTorch, between two segments by `eager_break`;
+- sdpa pieces: the same with PyTorch's SDPA and the mask that transformers makes for it.
 
 A cell says HIT if every step was replayed and equal, else what graphrt said. Each cell has its own
 process, since a wrong graph may end the process on a GPU.
@@ -34,7 +35,7 @@ from tests.models.families import FAMILIES, SHARED, VOCAB, WINDOW, Family
 
 ROWS = 2
 STEPS = 14
-COLUMNS = ("full", "full length", "pieces")
+COLUMNS = ("full", "full length", "pieces", "sdpa pieces")
 BROKEN = "graphrt_table_break"
 
 _HEADS = {"head_dim": 16}
@@ -172,13 +173,19 @@ class Cell:
         return f"{wrong}{hits} of {self.steps} replayed: {said}"
 
 
-def new_model(family: Family, device: str, broken: bool) -> Any:
+def new_model(family: Family, device: str, column: str) -> Any:
     import transformers
 
     config = getattr(transformers, family.config)(**{**SHARED, **family.extra})
     torch.manual_seed(0)
     model = getattr(transformers, family.model)(config).eval().to(device)
-    if broken:
+    if column == "pieces":
+        model.set_attn_implementation("eager")
+        module = sys.modules[type(model).__module__]
+        own = getattr(module, "eager_attention_forward", None)
+        if own is not None and not hasattr(own, "__wrapped__"):
+            module.eager_attention_forward = eager_break(own)
+    elif column == "sdpa pieces":
         model.set_attn_implementation(BROKEN)
     return model
 
@@ -198,12 +205,12 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 def decoder_step(name: str, device: str, column: str) -> Step:
     """A decode step of `ROWS` tokens, after an eager prompt."""
-    model = new_model(DECODERS[name], device, column == "pieces")
+    model = new_model(DECODERS[name], device, column)
     prompt = _random((ROWS, 5), device)
     if name.startswith("mamba"):
         cache = model(prompt, use_cache=True).cache_params
         return lambda tokens: model(tokens[:, None], cache_params=cache).logits[:, -1]
-    full_length = column == "full length" or (column == "pieces" and name in SLIDING)
+    full_length = name in SLIDING and column != "full"
     cache = (full_length_cache if full_length else static_cache)(model.config)
     model(prompt, past_key_values=cache, use_cache=True)
     return lambda tokens: model(tokens[:, None], past_key_values=cache).logits[:, -1]
@@ -211,23 +218,26 @@ def decoder_step(name: str, device: str, column: str) -> Step:
 
 def speech_or_text_step(name: str, device: str, column: str) -> Step:
     """A step of the decoder beside an encoder that has run."""
-    from transformers import EncoderDecoderCache
+    from transformers import EncoderDecoderCache, StaticCache
 
-    model = new_model(SPEECH_AND_TEXT[name], device, column == "pieces")
+    model = new_model(SPEECH_AND_TEXT[name], device, column)
     if name == "t5":
         states = model.get_encoder()(_random((ROWS, 6), device)).last_hidden_state
     else:
         generator = torch.Generator().manual_seed(1)
         sound = torch.randn(ROWS, 16, 24, generator=generator).to(device)
         states = model.get_encoder()(sound).last_hidden_state
-    cache = EncoderDecoderCache(static_cache(model.config), static_cache(model.config))
+    length = states.shape[1]
+    cache = EncoderDecoderCache(
+        static_cache(model.config), StaticCache(config=model.config, max_cache_len=length)
+    )
     call = {"encoder_outputs": (states,), "past_key_values": cache, "use_cache": True}
     model(decoder_input_ids=_random((ROWS, 3), device), **call)
     return lambda tokens: model(decoder_input_ids=tokens[:, None], **call).logits[:, -1]
 
 
 def encoder_step(name: str, device: str, column: str) -> Step:
-    model = new_model(ENCODERS[name], device, column == "pieces")
+    model = new_model(ENCODERS[name], device, column)
     return lambda rows: model(rows).last_hidden_state
 
 
@@ -252,7 +262,7 @@ def run(name: str, device: str, column: str) -> Cell:
     register_break()
     torch.backends.cuda.matmul.allow_tf32 = False
     cell = Cell()
-    mode = "PIECEWISE" if column == "pieces" else "FULL"
+    mode = "PIECEWISE" if column.endswith("pieces") else "FULL"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
