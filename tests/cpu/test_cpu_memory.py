@@ -42,7 +42,8 @@ with warnings.catch_warnings(record=True) as caught:
         print("refused", "1 of 3" in str(error))
 told = [str(each.message) for each in caught if each.category is GraphsDroppedWarning]
 print(len(told), len(runner.report().graphs), len(runner.report().dropped))
-print(runner(x=torch.full((2, 4), 3.0)).tolist() == [[3.0] * 4] * 2, runner.last_dispatch.reason.name)
+out = runner(x=torch.full((2, 4), 3.0))
+print(out.tolist() == [[3.0] * 4] * 2, runner.last_dispatch.reason.name)
 """
 
 
