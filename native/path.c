@@ -4,17 +4,18 @@
 #include "native.h"
 
 /* What it is made of, by Python. `slow` does a whole step, `checked` one whose graph is not clear to
-   be replayed, `by_context` one that is more than its graph. */
+   be replayed, `by_context` one that is more than its graph; `failed` is told of one that raised.
+   `owner` is who has the turn of `pool` in a step. */
 enum {
-    SLOW, CHECKED, BY_CONTEXT, PATH, DISPATCHER, SEALING, CHECKS, BY_SLOT, ELSEWHERE, UNDER_WAY,
-    NO_LIMITS, NOT_ALONE, SAME, GRAPHS, STEPS, PARTS
+    SLOW, CHECKED, BY_CONTEXT, FAILED, POOL, OWNER, PATH, DISPATCHER, SEALING, CHECKS, BY_SLOT,
+    ELSEWHERE, UNDER_WAY, NO_LIMITS, NOT_ALONE, SAME, GRAPHS, STEPS, PARTS
 };
 
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *of[PARTS];
-    Py_ssize_t last, last_dispatch, live_tokens, may_capture, batches, found, replay;
+    Py_ssize_t pool_owner, last, last_dispatch, live_tokens, may_capture, batches, found, replay;
 } Path;
 
 static PyObject *name_version, *name_pending, *name_looks, *name_live;
@@ -93,6 +94,21 @@ static PyObject *replayed(const Path *self, Py_ssize_t slot, PyObject *batch, Py
     return outputs;
 }
 
+/* As StepPath.failed: the step is no HIT. Its error stays set. */
+static void tell_failed(const Path *self, PyObject *found) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyObject *told = PyObject_CallOneArg(self->of[FAILED], found);
+    if (told == NULL) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(trace);
+        return;
+    }
+    Py_DECREF(told);
+    PyErr_Restore(type, error, trace);
+}
+
 /* The step, of which `found` is told. */
 static PyObject *run_found(Path *self, PyObject *const *args, PyObject *batch, PyObject *found) {
     PyObject *slot = PyTuple_GetItem(found, 3), *tokens = PyTuple_GetItem(batch, 0);
@@ -105,6 +121,7 @@ static PyObject *run_found(Path *self, PyObject *const *args, PyObject *batch, P
     if (!clear) return PyObject_Vectorcall(self->of[CHECKED], given, 6, NULL);
     set_slot(self->of[PATH], self->last_dispatch, found);
     PyObject *outputs = replayed(self, place, batch, args[VALUES]);
+    if (outputs == NULL) tell_failed(self, found);
     if (outputs == self->of[NOT_ALONE]) {
         Py_DECREF(outputs);
         return PyObject_Vectorcall(self->of[BY_CONTEXT], given, 5, NULL);
@@ -123,6 +140,19 @@ static PyObject *run_again(Path *self, PyObject *const *args, PyObject *last) {
     return outputs;
 }
 
+/* The step in a turn of the pool: 1 with what it returned, 0 where Python has to do it, or -1. */
+static int run_in_turn(Path *self, PyObject *const *args, PyObject **outputs) {
+    PyObject *last = Py_XNewRef(in_slot(self->of[PATH], self->last));
+    if (last == NULL) return 0;
+    int again = is_again(self, args, last);
+    if (again > 0) {
+        *outputs = run_again(self, args, last);
+        if (*outputs == NULL) again = -1;
+    }
+    Py_DECREF(last);
+    return again;
+}
+
 /* run(batch, values, updates, metadata, limits) */
 static PyObject *path_call(PyObject *callable, PyObject *const *args, size_t flags,
                            PyObject *names) {
@@ -132,12 +162,14 @@ static PyObject *path_call(PyObject *callable, PyObject *const *args, size_t fla
         PySet_GET_SIZE(self->of[UNDER_WAY]) == 0) {
         int here = is_here(self);
         if (here < 0) return NULL;
-        PyObject *last = here ? Py_XNewRef(in_slot(self->of[PATH], self->last)) : NULL;
-        if (last != NULL) {
-            int again = is_again(self, args, last);
-            PyObject *outputs = again > 0 ? run_again(self, args, last) : NULL;
-            Py_DECREF(last);
-            if (again != 0) return outputs;
+        /* First, so that nothing is looked up that may go: see Turn. From the look to the store
+           nothing gives the interpreter away. */
+        if (here && in_slot(self->of[POOL], self->pool_owner) == Py_None) {
+            PyObject *outputs = NULL;
+            set_slot(self->of[POOL], self->pool_owner, self->of[OWNER]);
+            int done = run_in_turn(self, args, &outputs);
+            set_slot(self->of[POOL], self->pool_owner, Py_None);
+            if (done != 0) return outputs;
         }
     }
     return PyObject_Vectorcall(self->of[SLOW], args, (size_t)PyVectorcall_NARGS(flags), names);
@@ -149,6 +181,7 @@ static int find_all(Path *self) {
         const char *name;
         Py_ssize_t *into;
     } slots[] = {
+        {(PyObject *)Py_TYPE(self->of[POOL]), "owner", &self->pool_owner},
         {(PyObject *)Py_TYPE(self->of[PATH]), "_last", &self->last},
         {(PyObject *)Py_TYPE(self->of[PATH]), "last_dispatch", &self->last_dispatch},
         {(PyObject *)Py_TYPE(self->of[PATH]), "live_tokens", &self->live_tokens},
@@ -165,16 +198,17 @@ static int find_all(Path *self) {
 }
 
 static PyObject *path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"slow",       "checked",   "by_context", "path",      "dispatcher",
-                               "sealing",    "checks",    "by_slot",    "elsewhere", "under_way",
-                               "no_limits",  "not_alone", "same",       "graphs",    "steps", NULL};
+    static char *keywords[] = {"slow",    "checked", "by_context", "failed",    "pool",
+                               "owner",   "path",    "dispatcher", "sealing",   "checks",
+                               "by_slot", "elsewhere", "under_way", "no_limits", "not_alone",
+                               "same",    "graphs",  "steps",      NULL};
     PyObject *of[PARTS];
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOOO!OO!OOO!O!O!", keywords, &of[SLOW], &of[CHECKED],
-            &of[BY_CONTEXT], &of[PATH], &of[DISPATCHER], &of[SEALING], &of[CHECKS], &PyList_Type,
-            &of[BY_SLOT], &of[ELSEWHERE], &PySet_Type, &of[UNDER_WAY], &of[NO_LIMITS],
-            &of[NOT_ALONE], &SameType, &of[SAME], &PyType_Type, &of[GRAPHS], &PyType_Type,
-            &of[STEPS]))
+            args, kwargs, "OOOOOOOOOOO!OO!OOO!O!O!", keywords, &of[SLOW], &of[CHECKED],
+            &of[BY_CONTEXT], &of[FAILED], &of[POOL], &of[OWNER], &of[PATH], &of[DISPATCHER],
+            &of[SEALING], &of[CHECKS], &PyList_Type, &of[BY_SLOT], &of[ELSEWHERE], &PySet_Type,
+            &of[UNDER_WAY], &of[NO_LIMITS], &of[NOT_ALONE], &SameType, &of[SAME], &PyType_Type,
+            &of[GRAPHS], &PyType_Type, &of[STEPS]))
         return NULL;
     Path *self = (Path *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;

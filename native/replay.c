@@ -16,14 +16,13 @@ typedef struct {
     PyObject *slow, *look, *hot, *entry, *pool, *inputs, *ring, *fetch, *graph, *shell, *stream;
     Shells shells;
     Py_ssize_t place, count;
-    Py_ssize_t by_slot, unchecked, closed, owner, step, stream_id, generation, turn, alike;
+    Py_ssize_t by_slot, unchecked, closed, step, stream_id, generation, turn, alike;
     Py_ssize_t pending, ring_count, unsure;
     /* The last batch, and what is known of it. */
     PyObject *batch, *moves, *shape;
 } Replay;
 
-static PyObject *a_step, *name_replay, *name_give_up, *name_anew, *name_data, *name_data_ptr,
-    *name_dict, *name_busy_error;
+static PyObject *name_replay, *name_give_up, *name_anew, *name_data, *name_data_ptr, *name_dict;
 
 static int is_equal(PyObject *one, PyObject *other) {
     return one == NULL || other == NULL ? 0 : PyObject_RichCompareBool(one, other, Py_EQ);
@@ -122,15 +121,14 @@ static int look_up(Replay *self, PyObject *batch, PyObject **moves, PyObject **s
     return known;
 }
 
-/* Whether the pool is nobody's, and the entry is still the one to replay. */
-static int is_free(const Replay *self) {
+/* Whether the entry is still the one to replay. Whose turn it is in the pool the caller knows. */
+static int is_usable(const Replay *self) {
     PyObject *by_slot = in_slot(self->hot, self->by_slot), *pool = self->pool;
     return by_slot != NULL && PyList_CheckExact(by_slot) &&
            self->place < PyList_GET_SIZE(by_slot) &&
            PyList_GET_ITEM(by_slot, self->place) == self->entry &&
            in_slot(self->entry, self->unchecked) == Py_False &&
-           in_slot(pool, self->closed) == Py_False && in_slot(pool, self->owner) == Py_None &&
-           in_slot(pool, self->step) == Py_None;
+           in_slot(pool, self->closed) == Py_False && in_slot(pool, self->step) == Py_None;
 }
 
 /* Whether the stream is the one that the pool's last step ran on, or there are none: 1, 0 or -1. */
@@ -144,8 +142,7 @@ static int is_same_stream(const Replay *self) {
 }
 
 /* The outputs; NULL with an error set, or without one where Python has to do the step. */
-static PyObject *run(Replay *self, PyObject *owner, PyObject *moves, PyObject *shape,
-                     PyObject *values) {
+static PyObject *run(Replay *self, PyObject *moves, PyObject *shape, PyObject *values) {
     PyObject *pool = self->pool, *ring = self->ring;
     if (is_same_stream(self) <= 0) return NULL;
     PyObject *alike = in_slot(moves, self->alike);
@@ -164,14 +161,6 @@ static PyObject *run(Replay *self, PyObject *owner, PyObject *moves, PyObject *s
     PyObject *launched = PyObject_CallMethodNoArgs(self->graph, name_replay);
     if (launched == NULL) return NULL;
     Py_DECREF(launched);
-    if (in_slot(pool, self->owner) != owner) {
-        /* A launch lets other threads run. */
-        PyObject *busy = PyObject_CallMethodOneArg(pool, name_busy_error, owner);
-        if (busy == NULL) return NULL;
-        PyErr_SetObject((PyObject *)Py_TYPE(busy), busy);
-        Py_DECREF(busy);
-        return NULL;
-    }
     set_slot(ring, self->pending, Py_None);
     if (add_to_slot(ring, self->ring_count, 1) < 0) return NULL;
     set_slot(ring, self->unsure, Py_False);
@@ -183,15 +172,7 @@ static PyObject *run_common(Replay *self, PyObject *batch, PyObject *values) {
     PyObject *moves, *shape, *found = NULL;
     if (!PyDict_CheckExact(values) || PyDict_GET_SIZE(values) != self->count) return NULL;
     if (look_up(self, batch, &moves, &shape) <= 0) return NULL;
-    /* Before `is_free`: it may collect garbage, which can run anything. From there on nothing gives
-       the interpreter away until the pool is owned. */
-    PyObject *owner = PyTuple_Pack(2, a_step, batch);
-    if (owner != NULL && is_free(self)) {
-        set_slot(self->pool, self->owner, owner);
-        found = run(self, owner, moves, shape, values);
-        set_slot(self->pool, self->owner, Py_None);
-    }
-    Py_XDECREF(owner);
+    if (is_usable(self)) found = run(self, moves, shape, values);
     Py_DECREF(moves);
     Py_DECREF(shape);
     return found;
@@ -213,10 +194,9 @@ int prepare_replay(void) {
     struct {
         PyObject **into;
         const char *text;
-    } names[] = {{&a_step, "a step"},          {&name_replay, "replay"},
-                 {&name_give_up, "give_up"},   {&name_anew, "_anew"},
-                 {&name_data, "data"},         {&name_data_ptr, "data_ptr"},
-                 {&name_dict, "__dict__"},     {&name_busy_error, "busy_error"}};
+    } names[] = {{&name_replay, "replay"}, {&name_give_up, "give_up"},
+                 {&name_anew, "_anew"},    {&name_data, "data"},
+                 {&name_data_ptr, "data_ptr"}, {&name_dict, "__dict__"}};
     for (size_t each = 0; each < sizeof(names) / sizeof(*names); each++) {
         *names[each].into = PyUnicode_InternFromString(names[each].text);
         if (*names[each].into == NULL) return -1;
@@ -233,7 +213,6 @@ static int find_all(Replay *self, PyObject *moves_type) {
         {Py_TYPE(self->hot), "by_slot", &self->by_slot},
         {Py_TYPE(self->entry), "unchecked", &self->unchecked},
         {Py_TYPE(self->pool), "closed", &self->closed},
-        {Py_TYPE(self->pool), "owner", &self->owner},
         {Py_TYPE(self->pool), "step", &self->step},
         {Py_TYPE(self->pool), "stream_id", &self->stream_id},
         {Py_TYPE(self->pool), "generation", &self->generation},

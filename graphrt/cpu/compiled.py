@@ -16,6 +16,7 @@ from graphrt.core.base import (
     dispatch_keys,
     dispatch_keys_now,
     dispatch_modes,
+    fork_safe,
     tree,
 )
 from graphrt.core.capture import user_source
@@ -42,7 +43,7 @@ _NEEDED_CELLS = frozenset({"fn", "self"})
 
 # Inductor's code that is called in any other way (compile_fx, standalone_compile, AOTInductor, a
 # Dynamo that cannot be hooked) is refused as it runs.
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 # Those that are open, by name and not counted: closing twice changes nothing.
 _open: set[int] = set()
 _restores: list[Callable[[], None]] = []

@@ -36,6 +36,7 @@ class CpuPlatform(Platform):
             Capability.TASK_UPDATE,
             Capability.RANDOM,
             Capability.HOST_POOL,
+            Capability.FORK,
         }
     )
     capture_executes = True

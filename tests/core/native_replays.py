@@ -37,7 +37,6 @@ HANDS: dict[str, Kept] = {
 FAULTS = (
     "launch fails",
     "interrupted",
-    "taken meanwhile",
     "busy",
     "wrong dtype",
     "wrong rows",
@@ -82,8 +81,6 @@ def _launch(graph: RingGraph) -> None:
     if fault == "interrupted":
         raise KeyboardInterrupt
     _replay(graph)
-    if fault == "taken meanwhile":
-        Device.pool.owner = "a step of another thread"
 
 
 def _mark(cdata: int, message: str) -> None:

@@ -3,6 +3,7 @@
 # First: it imports torch, and explains what makes that fail.
 from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt.core.base import torch_import, tree
+from graphrt.core.base._fork import after_forks, fork_safe, tell_of_forks
 from graphrt.core.base._native_door import (
     MOST_INPUTS,
     NativePath,
@@ -63,6 +64,7 @@ from graphrt.core.base.errors import (
     PoolClosedError,
     PoolError,
     PoolExhaustedError,
+    PoolLeftBehindError,
     PythonStateError,
     RefusedOpError,
     ResourceExhaustedError,
@@ -206,6 +208,7 @@ __all__ = [
     "PoolClosedError",
     "PoolError",
     "PoolExhaustedError",
+    "PoolLeftBehindError",
     "PrivateName",
     "PrivateNames",
     "PythonStateError",
@@ -231,6 +234,7 @@ __all__ = [
     "UntrackedWeightsError",
     "UpdateRefusedError",
     "VerificationError",
+    "after_forks",
     "attention_kernels",
     "attention_order",
     "can_make_tensor_over",
@@ -246,6 +250,7 @@ __all__ = [
     "dispatch_keys_now",
     "dispatch_modes",
     "flag",
+    "fork_safe",
     "freeze_garbage",
     "frozen_gc",
     "function_modes",
@@ -276,6 +281,7 @@ __all__ = [
     "storage_at",
     "storage_of_weak",
     "storage_use_count",
+    "tell_of_forks",
     "tensor_guards",
     "tensor_over",
     "text",

@@ -269,6 +269,10 @@ class PoolClosedError(PoolError):
     """The pool, wrapper or runner was closed and cannot be used again."""
 
 
+class PoolLeftBehindError(PoolError):
+    """A child of the process that made the pool cannot use it: see `docs/hosts.md`."""
+
+
 class GraphsCapturedError(PoolError):
     """What only goes without graphs was asked of a wrapper that has some."""
 

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from graphrt.core.base._fork import after_forks, fork_safe
+
 # Process-wide because the collector is: captures may be nested and concurrent. They are kept by
 # name and not counted, so that leaving twice, or without having come in, changes nothing.
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 _users: set[int] = set()
 _FROZEN_BY_NOBODY = 5000
 """Python 3.12 has 375 objects frozen at its start: to thaw so few costs nothing."""
@@ -44,12 +46,26 @@ def thaw_garbage(user: object) -> None:
     """End what `freeze_garbage` began for this user, if it did; the last one restores all."""
     with _lock:
         if _users == {id(user)}:
-            enabled, thaw = _restore
-            if thaw:
-                gc.unfreeze()
-            if enabled:
-                gc.enable()
+            _put_back()
         _users.discard(id(user))
+
+
+def _put_back() -> None:
+    enabled, thaw = _restore
+    if thaw:
+        gc.unfreeze()
+    if enabled:
+        gc.enable()
+
+
+def _forked() -> None:
+    """The captures of other threads, which would have thawed it, do not exist in a child."""
+    if _users:
+        _put_back()
+        _users.clear()
+
+
+after_forks(_forked)
 
 
 @contextmanager

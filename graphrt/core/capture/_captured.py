@@ -35,7 +35,7 @@ def capture_entry(
         if owner.options.outputs != "static":
             _hold_loosely(pool, outputs, result)
         if transaction is not None:
-            transaction.add(owner, partial(owner.drop, descriptor))
+            transaction.add(owner, partial(owner.destroy_graphs, descriptor))
         # The one store from which on it is captured.
         kept.entries[descriptor] = entry
     except BaseException:

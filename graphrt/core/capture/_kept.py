@@ -35,7 +35,6 @@ class Kept:
         check_kind("pool", new, GraphPool, optional=False)
         new.check_open()
         new.check_like(old)
-        old.check_idle()
         if self.entries:
             raise GraphsCapturedError(
                 "a wrapper cannot be moved to another pool: its graphs lie in this one",

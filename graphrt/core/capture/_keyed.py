@@ -24,6 +24,7 @@ from graphrt.core.replay import (
     GraphPool,
     SegmentHooks,
     Updates,
+    in_turn,
     is_inside_capture,
     under_way,
 )
@@ -99,7 +100,7 @@ class KeyedGraphs(Uncopied):
             captured = bool(transaction.captured)
             if not captured:
                 kept = self._eager.graphs
-                transaction.add(self._wrapper, partial(self._eager.drop, descriptor))
+                transaction.add(self._wrapper, partial(self._eager.destroy_graphs, descriptor))
                 self._eager.graphs[descriptor] = _EagerGraph(forward, outputs)
             graph = self._graphs[key] = KeyedGraph(key, self._wrapper, descriptor, slot, kept)
             transaction.commit()
@@ -114,19 +115,22 @@ class KeyedGraphs(Uncopied):
         return self[key].replay(updates)
 
     def drop(self, key: Hashable) -> None:
-        """Destroy the graph of a key, if there is one; waits for captures of other threads."""
+        """Destroy the graph of a key, if there is one; waits for captures of other threads, and
+        raises `PoolBusyError` while a step is under way in the pool."""
         with self.pool.capture_lock:
             graph = self._graphs.get(key)
             if graph is not None:
-                self._destroy(graph)
+                in_turn(self.pool, "KeyedGraphs.drop()", partial(self._destroy, graph))
 
     def clear_graphs(self) -> None:
         """Destroy every graph; raises `PoolBusyError` while a step is under way in the pool."""
-        self.pool.check_idle()
         with self.pool.capture_lock:
-            self._wrapper.clear_graphs()
-            self._eager.clear_graphs()
-            self._forget_destroyed()
+            in_turn(self.pool, "KeyedGraphs.clear_graphs()", self._destroy_all)
+
+    def _destroy_all(self) -> None:
+        self._wrapper.destroy_graphs(None)
+        self._eager.destroy_graphs(None)
+        self._forget_destroyed()
 
     def __getitem__(self, key: Hashable) -> KeyedGraph:
         graph = self._graphs[key]
@@ -152,8 +156,8 @@ class KeyedGraphs(Uncopied):
 
     def _destroy(self, graph: KeyedGraph) -> None:
         """Destroy a graph, or what is left of it; its key is free afterwards."""
-        self._wrapper.drop(graph.descriptor)
-        self._eager.drop(graph.descriptor)
+        self._wrapper.destroy_graphs(graph.descriptor)
+        self._eager.destroy_graphs(graph.descriptor)
         # Another graph may come to have its key, its descriptor and its slot.
         graph._context.descriptor = None
         self._graphs.pop(graph.key, None)
@@ -166,11 +170,15 @@ class KeyedGraphs(Uncopied):
         eager = None if context.descriptor is None else self._eager.graphs.get(context.descriptor)
         if eager is not None:
             return eager.call(context)
-        raise MissingGraphError(
-            "a graph was replayed that has been destroyed",
-            expected=", ".join(map(repr, self)) or "a key: there are no graphs at all",
-            advice="capture it again",
-        )
+        raise _destroyed(", ".join(map(repr, self)) or "a key: there are no graphs at all")
+
+
+def _destroyed(expected: str) -> MissingGraphError:
+    return MissingGraphError(
+        "a graph was replayed that has been destroyed",
+        expected=expected,
+        advice="capture it again",
+    )
 
 
 class _KeyedCapture(CaptureTransaction):
@@ -214,14 +222,14 @@ class _EagerGraphs:
         self.graphs: dict[BatchDescriptor, _EagerGraph] = {}
         pool.add_holder(self)
 
-    def drop(self, descriptor: BatchDescriptor) -> None:
-        self.graphs.pop(descriptor, None)
+    def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
+        if descriptor is None:
+            self.graphs.clear()
+        else:
+            self.graphs.pop(descriptor, None)
 
     def look_again(self, descriptor: BatchDescriptor) -> None:
         pass
-
-    def clear_graphs(self) -> None:
-        self.graphs.clear()
 
     def in_session(self, begun: bool) -> None:
         pass
@@ -279,7 +287,18 @@ class KeyedGraph:
                 expected="its forward in its place",
                 advice="call the forward itself where something else is captured",
             )
+        if not self.alive:
+            raise _destroyed("one that is alive")
         context = self._context
-        context.updates = updates
-        with context:
-            return self._wrapper()
+        # Before the context is touched: it is one for all threads.
+        turn = self._wrapper.pool.turn(context)
+        try:
+            turn.__enter__()
+            context.updates = updates
+            with context:
+                outputs = self._wrapper()
+            turn.__exit__()
+            return outputs
+        except BaseException:
+            turn.__exit__()
+            raise

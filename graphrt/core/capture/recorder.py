@@ -128,6 +128,7 @@ class Capture:
             undo.later(partial(under_way.discard, id(self)))
             under_way.add(id(self))
             active.set(self)
+            self.pool.will_put_back("a capture", undo.later)
             # A collection may destroy the graphs of others, which no device allows meanwhile.
             undo.later(partial(setattr, self, "_watch", None))  # each knows the other
             undo.later(partial(thaw_garbage, self))
@@ -150,15 +151,13 @@ class Capture:
             raise self._platform.explain(error).at(source_of(error)) from error
 
     def _enter_pool(self, undo: Undo) -> None:
-        """Make the capture stream current, behind all that was done in the pool, and own the pool.
+        """Make the capture stream current, behind all that was done in the pool.
 
         Undone, the caller's stream is current and behind the capture, and it counts as the last
         that used the pool: a step on any other one waits for it.
         """
         pool = self.pool
         pool.check_open()
-        undo.later(partial(pool.give_back, pool.check_free(self.context)))
-        pool.owner = self.context
         pool.enter_capture(self.context)
         pool.follow_stream()
         work = None if self.context.capture is None else self.context.capture.work

@@ -41,6 +41,7 @@ from graphrt.core.replay import (
     SegmentHooks,
     Updates,
     check_arguments,
+    in_turn,
     is_inside_capture,
     under_way,
     waiting_step,
@@ -119,59 +120,67 @@ class GraphWrapper(Uncopied):
             return self.runnable(*args, **kwargs)
         if context.mode is not hot.mode or (under_way and is_inside_capture()):
             return self.runnable(*args, **kwargs)
-        try:
-            entry = hot.by_slot[context.slot]
-        except IndexError:
-            entry = None
-        if entry is None or entry.descriptor is not context.descriptor:
-            entry = self._entry_or_none(context)
-            if entry is None:
-                return self._first_call(context, args, kwargs)
-        if entry.unchecked and self._is_behind_a_miss(entry, context, args, kwargs):
-            return self.runnable(*args, **kwargs)
+        # A turn of the context, written out: see `Turn`.
         pool = hot.pool
-        owner = pool.owner
-        if owner is not None and owner is not context:
+        outer = pool.owner
+        if outer is not None and outer is not context:
             raise pool.busy_error(context)
+        captured = False
         try:
             pool.owner = context
-            if hot.one_call_a_step:
-                if pool.step is not None:
-                    pool.leave_step(context)
-                pool.generation += 1
-                if pool.handed_out:
-                    pool.expire_outputs()
-            elif pool.step is not context.token or context.token is None:
-                pool.enter_step(context)
-            if hot.read_stream_id is not None:
-                stream_id = hot.read_stream_id()
-                if stream_id != pool.stream_id:
-                    pool.change_stream(stream_id)
-            graph = entry.graph
-            if graph is None:
-                try:
-                    entry.launch(context, all_tasks=hot.one_call_a_step)
-                    owner = entry.deferred or owner
-                except Exception as error:
-                    outputs = self._repeat_eagerly(entry, context, error, args, kwargs)
-                    pool.owner = owner
-                    return outputs
-            else:
-                graph.replay()
-            if pool.owner is not context:
-                # The check and the store above are two steps: a thread may slip in between.
-                raise pool.busy_error(context)
-            outputs = entry.outputs
-            if hot.clones:
-                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-            elif entry.fresh is not None and hot.fresh_containers:
-                outputs = entry.fresh()
-            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
-            pool.owner = owner
-            return outputs
+            try:
+                entry = hot.by_slot[context.slot]
+            except IndexError:
+                entry = None
+            if entry is None or entry.descriptor is not context.descriptor:
+                entry = self._entry_or_none(context)
+            if entry is None:
+                captured = self._may_capture(context)
+                if captured:
+                    outputs = self._capture(context, args, kwargs)
+            elif entry.unchecked and self._is_behind_a_miss(entry, context, args, kwargs):
+                entry = None
+            if entry is not None:
+                if hot.one_call_a_step:
+                    if pool.step is not None:
+                        pool.leave_step(context)
+                    pool.generation += 1
+                    if pool.handed_out:
+                        pool.expire_outputs()
+                elif pool.step is not context.token or context.token is None:
+                    pool.enter_step(context)
+                if hot.read_stream_id is not None:
+                    stream_id = hot.read_stream_id()
+                    if stream_id != pool.stream_id:
+                        pool.change_stream(stream_id)
+                graph = entry.graph
+                if graph is None:
+                    try:
+                        entry.launch(context, all_tasks=hot.one_call_a_step)
+                        outer = entry.deferred or outer
+                    except Exception as error:
+                        outputs = self._repeat_eagerly(entry, context, error, args, kwargs)
+                        pool.owner = outer
+                        return outputs
+                else:
+                    graph.replay()
+                outputs = entry.outputs
+                if hot.clones:
+                    outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+                elif entry.fresh is not None and hot.fresh_containers:
+                    outputs = entry.fresh()
+                # Inside of `try`, and no `finally`: an interrupt on the way out must not keep it.
+                pool.owner = outer
+                return outputs
+            pool.owner = outer
         except BaseException:
-            pool.owner = owner
+            pool.owner = outer
             raise
+        # Out of the turn: what the host calls there may step and capture in the pool itself.
+        if captured:
+            self._tell_pool(context)
+            return outputs
+        return self.runnable(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":
@@ -232,21 +241,21 @@ class GraphWrapper(Uncopied):
         in its pool, and `InvalidOptionError` for a pool of another platform or device.
         """
         if pool is not self.pool:
-            self._kept.check_move(self.pool, pool)
-            self.pool.remove_holder(self)
-            self._hot.use(pool)
-            self.pool = pool
-            pool.add_holder(self)
+            in_turn(self.pool, "move_to()", functools.partial(self._move_to, pool))
+
+    def _move_to(self, pool: GraphPool) -> None:
+        self._kept.check_move(self.pool, pool)
+        self.pool.remove_holder(self)
+        self._hot.use(pool)
+        self.pool = pool
+        pool.add_holder(self)
 
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again.
 
         Raises `PoolBusyError` while a step is under way in the pool.
         """
-        self.pool.check_idle()
-        self.pool.reset_graphs(self._kept.take_all())
-        self._kept.clear_buffers()
-        self._sealing.open()
+        in_turn(self.pool, "clear_graphs()", functools.partial(self.destroy_graphs, None))
 
     def update(self, updates: Updates) -> None:
         """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
@@ -254,9 +263,17 @@ class GraphWrapper(Uncopied):
         waiting_step(self.pool, self._kept.entries.values()).end(self.pool, updates)
 
     def drop(self, descriptor: BatchDescriptor) -> None:
-        """Destroy the graph of one descriptor, if there is one."""
-        self.pool.reset_graphs(self._kept.take(descriptor))
-        self._kept.clear_buffers()
+        """Destroy the graph of one descriptor, if there is one. Raises `PoolBusyError` while a step
+        is under way in the pool."""
+        in_turn(self.pool, "drop()", functools.partial(self.destroy_graphs, descriptor))
+
+    def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
+        """The same for who has the pool's turn; all of them, if none is named."""
+        kept = self._kept
+        self.pool.reset_graphs(kept.take_all() if descriptor is None else kept.take(descriptor))
+        kept.clear_buffers()
+        if descriptor is None:
+            self._sealing.open()
 
     def look_again(self, descriptor: BatchDescriptor) -> None:
         """See `GraphPool.missed`."""
@@ -291,25 +308,23 @@ class GraphWrapper(Uncopied):
         self._kept.find_at(context.slot, entry)
         return entry
 
-    def _first_call(
-        self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        descriptor = context.descriptor
+    def _may_capture(self, context: ForwardContext) -> bool:
+        """Whether a call without a graph captures one; it runs eagerly, and counts so, if not."""
         if self._off:
-            return self.runnable(*args, **kwargs)
+            return False
         allowed = context.capture is not None or self._sealing.may_capture
-        if descriptor is None or not allowed:
-            reason = self._sealing.miss(context, self._kept.entries)
-            self.eager_calls_after_seal += reason is Reason.SEALED
-            self.calls_without_graph += reason is Reason.MISSING_GRAPH
-            self.pool.missed(context)
-            return self.runnable(*args, **kwargs)
-        return self._capture(context, descriptor, args, kwargs)
+        if context.descriptor is not None and allowed:
+            return True
+        reason = self._sealing.miss(context, self._kept.entries)
+        self.eager_calls_after_seal += reason is Reason.SEALED
+        self.calls_without_graph += reason is Reason.MISSING_GRAPH
+        self.pool.missed(context)
+        return False
 
-    def _capture(
-        self, context: ForwardContext, descriptor: BatchDescriptor, args: Any, kwargs: Any
-    ) -> Any:
+    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
+        descriptor = context.descriptor
         check_kind("descriptor", descriptor, BatchDescriptor)
+        assert descriptor is not None
         capture = Capture(
             self.pool,
             self._kept.bridges,
@@ -333,9 +348,12 @@ class GraphWrapper(Uncopied):
         transaction = context.capture
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
         self._kept.find_at(-1 if transaction is None else transaction.slot, entry)
-        if transaction is None or transaction.tells_pool:
-            self.pool.captured(self, descriptor)
         return tree.map_tensors(torch.Tensor.clone, result) if self._hot.clones else result
+
+    def _tell_pool(self, context: ForwardContext) -> None:
+        transaction = context.capture
+        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
+            self.pool.captured(self, context.descriptor)
 
     def _repeat_eagerly(
         self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any

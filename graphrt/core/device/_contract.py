@@ -38,6 +38,8 @@ class Capability(enum.Enum):
     """`new_input_ring`."""
     HOST_POOL = "host_pool"
     """`adopt_memory` and `memory_handle`."""
+    FORK = "fork"
+    """Graphs and their memory live on in a child of the process that captured them."""
 
 
 def check_contract(platform: Any) -> None:

@@ -8,20 +8,20 @@ from contextlib import contextmanager
 
 import torch
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, fork_safe
 from graphrt.core.device.platform import Platform
 
 # Process-wide because devices are: two captures on one device at the same time see each other's
 # work, whoever they belong to.
 _locks: dict[tuple[str, int | None], threading.RLock] = {}
-_making = threading.Lock()
+_making = fork_safe(threading.Lock())
 
 
 def capture_lock(device: torch.device) -> threading.RLock:
     """The lock of a device that is held by the thread that captures on it."""
     key = device.type, device.index
     with _making:
-        return _locks.setdefault(key, threading.RLock())
+        return _locks.setdefault(key, fork_safe(threading.RLock()))
 
 
 @contextmanager

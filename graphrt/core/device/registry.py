@@ -16,6 +16,7 @@ from graphrt.core.base import (
     PlatformUnavailableError,
     PluginBlockedError,
     UnknownPlatformError,
+    fork_safe,
 )
 from graphrt.core.device._allowed import AllowedPlugins, normalized
 from graphrt.core.device._contract import check_contract
@@ -79,7 +80,7 @@ class PlatformRegistry:
         self._built_in_found: list[FoundPlatform] = []
         self._discovered = False
         self._stood_in_for: set[str] = set()
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
 
     def register(self, plugin: object, name: str | None = None) -> str:
         """Add a plugin (a module or object with the hook) of this process; returns its name.

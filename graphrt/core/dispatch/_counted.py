@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+from graphrt.core.base import fork_safe
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.dispatch.reasons import NOT_REPLAYED, OF_BATCHES, Dispatch, Reason
 from graphrt.core.dispatch.tables import Count, Reserved
@@ -15,12 +16,14 @@ class Counted:
     """The graphs that a dispatcher knows, and what became of its batches."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
         self._graphs: list[Reserved] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._misses = {reason: Count() for reason in OF_BATCHES}
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
         self._told: object = None
+        # How many of them were not replayed, of all graphs and for all reasons.
+        self.counted_otherwise = 0
 
     def not_replayed(self, context: ForwardContext) -> None:
         """Count the step of this context, which was announced as a HIT, as MISSING_GRAPH.
@@ -32,14 +35,25 @@ class Counted:
             known = context.announced and context.slot < len(self._graphs)
             if step is not self._told and known:
                 self._told = step
-                self._not_replayed[context.slot, Reason.MISSING_GRAPH] += 1
+                self._count(context.slot, Reason.MISSING_GRAPH)
 
     def run_eagerly(self, found: Dispatch, batch: Batch, reason: Reason) -> Dispatch:
         """Count a batch that was dispatched to a graph but is not replayed; returns how it runs
         instead."""
         with self._lock:
-            self._not_replayed[found.slot, reason] += 1
+            self._count(found.slot, reason)
         return Dispatch(GraphMode.NONE, unpadded(checked_batch(batch)), reason)
+
+    def failed(self, found: Dispatch) -> Dispatch:
+        """Count a batch whose step by a graph raised, so that no graph has served it; returns what
+        became of it."""
+        with self._lock:
+            self._count(found.slot, Reason.FAILED)
+        return found._replace(reason=Reason.FAILED)
+
+    def _count(self, slot: int, reason: Reason) -> None:
+        self._not_replayed[slot, reason] += 1
+        self.counted_otherwise += 1
 
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""

@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 
+from graphrt.core.base import fork_safe
 from graphrt.core.batch import Batch
 from graphrt.core.dispatch.limits import EXCLUDED_BITS
 from graphrt.core.dispatch.order import bound_of, preference
@@ -122,7 +123,7 @@ class GraphIndex:
         self, graphs: Sequence[Reserved], published: Collection[int], *, off: bool
     ) -> None:
         """With `off` whatever has no graph is told MODE_NONE."""
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
         self._off = off
         self._published = frozenset(published)
         named = [graph.found.descriptor for graph in graphs]

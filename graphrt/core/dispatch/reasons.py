@@ -11,7 +11,7 @@ from graphrt.core.batch import BatchDescriptor, GraphMode
 class Reason(enum.Enum):
     """Why a step runs the way it does; the last three are of single calls inside of a step, which
     wrappers count (`GraphWrapper.eager_calls`). Dispatch gives the others; MISSING_GRAPH,
-    QUARANTINED and SETTINGS_CHANGED take the place of a HIT that was not replayed."""
+    QUARANTINED, SETTINGS_CHANGED and FAILED take the place of a HIT that was not replayed."""
 
     HIT = "a captured graph serves the batch"
     TOO_LARGE = "more tokens than any captured graph has"
@@ -24,6 +24,7 @@ class Reason(enum.Enum):
     MISSING_GRAPH = "the step was announced as one of a graph that the wrapper does not have"
     QUARANTINED = "the graph of the batch failed a check"
     SETTINGS_CHANGED = "a setting such as autocast is not what it was at capture"
+    FAILED = "the step of a graph raised"
     NO_CONTEXT = "the call was made outside of a forward context"
     SEALED = "an unseen descriptor after seal() ran eagerly"
     UPDATE_FAILED = "the update of a replay's tasks failed, and the step was repeated eagerly"
@@ -46,7 +47,12 @@ class Dispatch(NamedTuple):
 OF_CALLS = (Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
 """The reasons that wrappers count."""
 
-NOT_REPLAYED = (Reason.MISSING_GRAPH, Reason.QUARANTINED, Reason.SETTINGS_CHANGED)
+NOT_REPLAYED = (
+    Reason.MISSING_GRAPH,
+    Reason.QUARANTINED,
+    Reason.SETTINGS_CHANGED,
+    Reason.FAILED,
+)
 """The reasons why a batch that had a graph was not replayed."""
 
 OF_BATCHES: tuple[Reason, ...] = tuple(

@@ -3,6 +3,7 @@
 from graphrt.core.replay._between import check_between_steps
 from graphrt.core.replay._deferred import DEFERRED, Deferred, waiting_step
 from graphrt.core.replay._session import CaptureSession
+from graphrt.core.replay._turn import Doing, in_turn
 from graphrt.core.replay.arguments import arguments_of, check_arguments, pooled_paths
 from graphrt.core.replay.eager_part import (
     EagerPart,
@@ -44,6 +45,7 @@ __all__ = [
     "CaptureSession",
     "CapturedTask",
     "Deferred",
+    "Doing",
     "EagerPart",
     "Entry",
     "GraphPool",
@@ -72,6 +74,7 @@ __all__ = [
     "graphs_of",
     "handing_out",
     "handout_of",
+    "in_turn",
     "is_inside_capture",
     "is_spare",
     "name_of",

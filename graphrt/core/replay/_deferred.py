@@ -69,7 +69,7 @@ class Deferred(AwaitsUpdates):
 
     def end_by(self, pool: GraphPool, update: Callable[[TaskedSegment], object]) -> None:
         """The same, by a function that brings the segment to its end."""
-        pool.owner = None
+        pool.end_turn_of(self)
         self._is_over = True
         update(self.segment)
         self._updated()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import Token
+from functools import partial
 from threading import get_ident
 from typing import Any, Final
 
@@ -13,6 +15,8 @@ import torch
 
 from graphrt.core.base import CaptureError, GraphRTError, PoolBusyError, tree
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.replay._left_behind import LeftBehind
+from graphrt.core.replay._turn import Turn
 from graphrt.core.replay.handout import HandedOut, expire
 
 _CAPTURED: Final = object()
@@ -54,11 +58,13 @@ class PoolSteps:
         self.generation = 0
         # What steps of runners have handed out and no step has overwritten yet.
         self.handed_out: HandedOut = []
-        # The wrapper's replay path reads and writes the following directly. The owner is the
-        # context of the step, or the capture, that is under way; `step` the token of the last step
-        # of pieces that replayed something.
+        # The wrapper's replay path reads and writes the following directly. The owner is whose
+        # turn it is (see `Turn`); `step` the token of the last step of pieces that replayed
+        # something.
         self.owner: object | None = None
         self.step: object = None
+        # What would put state back at its end: a capture, or a trial. None, mostly.
+        self.puts_back: str | None = None
         # The last step of pieces that replayed or captured, and its token.
         self.step_context: ForwardContext | None = None
         self._begun: object = None
@@ -72,20 +78,18 @@ class PoolSteps:
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
-    def check_free(self, owner: object) -> object | None:
-        """What owns the pool now: nothing, or `owner` itself, else raises `PoolBusyError`.
+    def turn(
+        self, owner: object, within: object = None, *, idle: bool = False
+    ) -> AbstractContextManager[None]:
+        """A turn of `owner`, which may be inside of that of `within`: meanwhile nobody else steps,
+        captures or destroys graphs in the pool. With `idle` it is refused between the pieces of a
+        step too. Raises `PoolBusyError` where it is entered."""
+        return Turn(self, owner, within, idle=idle)
 
-        Who takes the pool stores itself as `owner`, and afterwards what this returned, even if the
-        step fails: stores that an interrupt can neither split nor lose.
-        """
-        outer = self.owner
-        if outer is not None and outer is not owner:
-            raise self.busy_error(owner)
-        return outer
-
-    def give_back(self, outer: object | None) -> None:
-        """Let `outer`, which `check_free` returned, own the pool again."""
-        self.owner = outer
+    def end_turn_of(self, waiting: object) -> None:
+        """End the turn of a launched step, whose updates came or never will."""
+        if self.owner is waiting:
+            self.owner = None
 
     def enter_step(self, context: ForwardContext) -> None:
         """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
@@ -143,7 +147,7 @@ class PoolSteps:
             reference, descriptor = self._captured_in_step[-1]
             wrapper = reference()
             if wrapper is not None:
-                wrapper.drop(descriptor)
+                wrapper.destroy_graphs(descriptor)
             self._captured_in_step.pop()
 
     def hold_loosely(self, aliases: Iterable[torch.Tensor]) -> None:
@@ -173,6 +177,18 @@ class PoolSteps:
         """Whether a piece of the same step has run eagerly."""
         return context.token is not None and context.token is self.without_graph
 
+    def will_put_back(self, what: str, later: Callable[[Callable[[], object]], object]) -> None:
+        """Note that `what` changes state until all is undone that it was given as `later`: a child
+        of the process, in which nobody undoes it, cannot go on."""
+        later(partial(setattr, self, "puts_back", self.puts_back))
+        self.puts_back = what
+
+    def forget_steps(self) -> None:
+        """Forget the steps of threads that a child of the process does not have."""
+        self.owner = self.puts_back = None
+        self.step = self._begun = self._replayed = self.step_context = None
+        self._captured_in_step.clear()
+
     def expire_outputs(self) -> None:
         """Make what runners have handed out unreadable: its memory is about to be written."""
         if self.handed_out:
@@ -196,8 +212,10 @@ class PoolSteps:
         """Why `context` cannot use the pool. A step of this thread that waits for its updates is
         ended, so that the next one can."""
         waiting = self.owner
+        if isinstance(waiting, LeftBehind):
+            return waiting.error()
         if isinstance(waiting, AwaitsUpdates) and waiting.thread == get_ident():
-            self.owner = None
+            self.end_turn_of(waiting)
             return waiting.abandon()
         return PoolBusyError(
             "two steps use one graph pool at the same time",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, PoolClosedError, Uncopied
+from graphrt.core.base import InvalidOptionError, PoolClosedError, Uncopied, tell_of_forks
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.device import (
     Capability,
@@ -21,22 +22,25 @@ from graphrt.core.device import (
     device_of,
     resolve_platform,
 )
+from graphrt.core.replay._left_behind import LeftBehind, in_capture, without_device
 from graphrt.core.replay._session import CaptureSession, OpenSession, tell
 from graphrt.core.replay._steps import PoolSteps
+from graphrt.core.replay._turn import in_turn
 from graphrt.core.replay.handout import expire
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
 """What is called after a capture, with the wrapper and the descriptor."""
 
 
+# Process-wide because a device's context is: platforms that a child of the process has no use of.
+_lost_platforms: set[str] = set()
+
+
 class HoldsGraphs(Protocol):
     """What has graphs in a pool, such as a wrapper."""
 
-    def clear_graphs(self) -> None:
-        """Destroy them all."""
-
-    def drop(self, descriptor: BatchDescriptor) -> None:
-        """Destroy those of one descriptor."""
+    def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
+        """Destroy those of one descriptor, or all of them: in a turn of the pool."""
 
     def look_again(self, descriptor: BatchDescriptor) -> None:
         """The graph of a descriptor must not be replayed before its arguments were compared."""
@@ -76,22 +80,27 @@ class GraphPool(PoolSteps, Uncopied):
         entered, and the named errors of platforms.
         """
         self.platform = resolve_platform(platform)
+        if self.platform.name in _lost_platforms:
+            raise without_device(self.platform.name).error()
         self.device = device_of(self.platform, device)
         # Whether another device is this thread's current one; None where there is one alone.
         self.elsewhere: Callable[[], bool] | None = None
         if self.platform.device_count() > 1:
             own, current = self.device.index, self.platform.current_device
-            self.elsewhere = lambda: current() != own
+            # A child of the process must not ask the device, which raises errors of its own.
+            self.elsewhere = lambda: not _lost_platforms and current() != own
         super().__init__()
         self.captures = 0
         self.on_capture: OnCapture | None = None
         # It would outlive the memory.
+        tell_of_forks(self)
         weakref.finalize(self, expire, self.handed_out).atexit = False
         # The wrapper's replay path reads and writes the following directly.
         self.read_stream_id: Callable[[], int] | None = None
         self.last_stream: Any = None
         self._holders: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
         self._sessions: list[CaptureSession] = []
+        self._released = False
         with self.on_device():
             new, adopt = self.platform.new_stream, self.platform.adopt_stream
             self.stream: Any = new() if stream is None else adopt(stream)
@@ -154,16 +163,16 @@ class GraphPool(PoolSteps, Uncopied):
         Memory that the host shares stays the pool's, for what is captured next; other memory is the
         allocator's again. Raises `PoolBusyError` while a step is under way.
         """
-        self.check_idle()
-        for holder in list(self._holders):
-            holder.clear_graphs()
+        in_turn(self, "GraphPool.clear_graphs()", partial(self._destroy_graphs, None))
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graphs of one descriptor of every wrapper in the pool, so that the pieces of
         its step can be captured again. Raises `PoolBusyError` while a step is under way."""
-        self.check_idle()
+        in_turn(self, "GraphPool.drop()", partial(self._destroy_graphs, descriptor))
+
+    def _destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         for holder in list(self._holders):
-            holder.drop(descriptor)
+            holder.destroy_graphs(descriptor)
 
     def missed(self, context: ForwardContext) -> None:
         """Note that a piece of a step runs eagerly: what it leaves lies elsewhere than what its
@@ -175,9 +184,27 @@ class GraphPool(PoolSteps, Uncopied):
             for holder in list(self._holders):
                 holder.look_again(descriptor)
 
+    def forked(self) -> None:
+        """In a child of the process, which has none of the threads that were in the pool: it is
+        free there, or refuses every turn with `PoolLeftBehindError`."""
+        owner, puts_back = self.owner, self.puts_back
+        self.forget_steps()
+        if Capability.FORK not in self.platform.capabilities:
+            self.owner = without_device(self.platform.name)
+            _lost_platforms.add(self.platform.name)
+        elif owner is not None and puts_back is not None:
+            self.owner = in_capture(puts_back)
+        elif isinstance(owner, LeftBehind):
+            self.owner = owner
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether this process is a child that cannot use the pool: nothing is left to close."""
+        return isinstance(self.owner, LeftBehind)
+
     def on_device(self) -> AbstractContextManager[object]:
         """Makes its device the current one of this thread, if there are several."""
-        if self.elsewhere is None:
+        if self.elsewhere is None or self.left_behind:
             return nullcontext()
         return self.platform.on_device(self.device.index)
 
@@ -247,14 +274,21 @@ class GraphPool(PoolSteps, Uncopied):
     def close(self) -> None:
         """Destroy all graphs of the pool and give its memory back, or its share of the host's.
 
-        Raises `PoolBusyError` while a step is under way.
+        Raises `PoolBusyError` while a step is under way. Interrupted, a second call ends it.
         """
-        if not self.closed:
-            self.clear_graphs()
-            self.closed = True
-            self.leave_step(None)
-            with self.capture_lock, self.on_device():
-                self.platform.release_memory(self.memory)
+        if self.left_behind:
+            self.closed = self._released = True
+        if not self._released:
+            in_turn(self, "GraphPool.close()", self._close)
+
+    def _close(self) -> None:
+        self._destroy_graphs(None)
+        self.closed = True
+        self.leave_step(None)
+        with self.capture_lock, self.on_device():
+            self.platform.release_memory(self.memory)
+        # Last: before it, an interrupt would leave memory that no further call gives back.
+        self._released = True
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`."""

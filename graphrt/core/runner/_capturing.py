@@ -8,7 +8,7 @@ from typing import Any
 
 from graphrt.core.batch import Batch
 from graphrt.core.inputs import Limits
-from graphrt.core.replay import GraphPool
+from graphrt.core.replay import GraphPool, in_turn
 from graphrt.core.runner._devices import on_own_device
 from graphrt.core.runner._meanwhile import Meanwhile
 from graphrt.core.runner._path import StepPath
@@ -30,6 +30,7 @@ class Capturing:
     _meanwhile: Meanwhile
     _updates: LastUpdates
     _owns_pool: bool
+    _is_closed = False
 
     @on_own_device
     def capture(self, progress: Progress | None = None) -> None:
@@ -77,21 +78,38 @@ class Capturing:
         self._time_steps()
 
     def release(self) -> None:
-        """Destroy all graphs, keeping the plan; batches run eagerly until `recapture()`."""
+        """Destroy all graphs, keeping the plan; batches run eagerly until `recapture()`. Raises
+        `PoolBusyError` while a step is under way in the pool."""
+        try:
+            in_turn(self.pool, self.graphs.owner, self._release)
+        finally:
+            self._time_steps()
+
+    @on_own_device
+    def recapture(self, progress: Progress | None = None) -> None:
+        """Destroy all graphs and capture them again, for weights that have moved: in one turn of
+        the pool, so no step comes between."""
+        self._path.check_open()
+
+        def again() -> None:
+            self._release()
+            self._rounds.all_in_turn(progress)
+
+        try:
+            in_turn(self.pool, self.graphs.owner, again)
+        finally:
+            self._time_steps()
+
+    def _release(self) -> None:
         self.graphs.release()
         self._updates.forget_graphs()
         self._meanwhile.end()
-        self._time_steps()
-
-    def recapture(self, progress: Progress | None = None) -> None:
-        """Destroy all graphs and capture them again, for weights that have moved."""
-        self.release()
-        self.capture(progress)
 
     def weights_changed(self) -> None:
-        """Declare that weights were written; raises `StaleInputError` if they moved, and
-        `UntrackedWeightsError` if graphs read what nobody owns. Then as `module_changed`."""
-        self.graphs.check_weights()
+        """Declare that weights were written; raises `StaleInputError` if they moved,
+        `UntrackedWeightsError` if graphs read what nobody owns, and `PoolBusyError` while a step is
+        under way in the pool. Then as `module_changed`."""
+        in_turn(self.pool, self.graphs.owner, self.graphs.check_weights)
         self.module_changed()
 
     def module_changed(self) -> None:
@@ -102,13 +120,23 @@ class Capturing:
     def close(self) -> None:
         """Destroy the graphs, and the pool if it is this runner's own.
 
-        Must come before the host tears down the communicators that graphs hold.
+        Must come before the host tears down the communicators that graphs hold. Raises
+        `PoolBusyError` while a step is under way in the pool.
         """
-        if not self._path.closed:
-            self.graphs.release()
+        if self._is_closed:
+            return
+        if self.pool.left_behind:
             self._path.closed = True
-            if self._owns_pool:
-                self.pool.close()
+        else:
+            in_turn(self.pool, self.graphs.owner, self._close)
+        if self._owns_pool:
+            self.pool.close()
+        # Last: interrupted before it, a second call does what is left.
+        self._is_closed = True
+
+    def _close(self) -> None:
+        self.graphs.release()
+        self._path.closed = True
 
     def _time_steps(self) -> None:
         """Have steps timed while graphs are missing; no step looks for that itself."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -50,8 +52,9 @@ class Meanwhile:
         self.wanted: Counter[int] = Counter()
         self._dispatcher = dispatcher
         self._inputs = inputs
-        # The thread whose step is timed: what is called in it is a part of that step.
-        self._thread: int | None = None
+        # The threads whose steps are timed: what is called in one is a part of its step.
+        self._threads: set[int] = set()
+        self._order = itertools.count()
         self._seen: StepsMeanwhile | None = None
         self._slowest: list[tuple[float, int, SlowStep]] = []
 
@@ -77,7 +80,7 @@ class Meanwhile:
     ) -> Any:
         """Run a step; it is timed if nothing around it is, and noted if it did not raise."""
         me = get_ident()
-        if not self.on or self._thread == me or is_inside_capture():
+        if not self.on or me in self._threads or is_inside_capture():
             # Its time is not its own.
             return self._within(me, step)
         started = time.perf_counter()
@@ -96,10 +99,12 @@ class Meanwhile:
         return self._seen
 
     def _within(self, me: int, step: Callable[..., Any]) -> Any:
-        undo, outer = Undo(), self._thread
+        if me in self._threads:
+            return step()
+        undo = Undo()
         try:
-            undo.later(lambda: setattr(self, "_thread", outer))
-            self._thread = me
+            undo.later(partial(self._threads.discard, me))
+            self._threads.add(me)
             outputs = step()
             undo.now()
             return outputs
@@ -109,11 +114,12 @@ class Meanwhile:
 
     def _note(self, batch: Batch, found: Dispatch, seconds: float, limits: Limits) -> None:
         seen = self._seen or StepsMeanwhile()
-        step = SlowStep(batch, found.mode, found.reason, seconds)
+        # Numbered, as steps cannot be compared.
+        slow = seconds, next(self._order), SlowStep(batch, found.mode, found.reason, seconds)
         if len(self._slowest) < _KEPT:
-            heapq.heappush(self._slowest, (seconds, seen.steps, step))
+            heapq.heappush(self._slowest, slow)
         else:
-            heapq.heappushpop(self._slowest, (seconds, seen.steps, step))
+            heapq.heappushpop(self._slowest, slow)
         self._seen = StepsMeanwhile(
             seen.steps + 1,
             seen.eager + (found.mode is GraphMode.NONE),

@@ -27,6 +27,7 @@ class StepPath:
         "_graphs",
         "_inputs",
         "_last",
+        "_owner",
         "_pool",
         "_sealing",
         "_slots",
@@ -57,11 +58,11 @@ class StepPath:
         self._inputs = inputs
         self._pool = pool
         self._elsewhere = pool.elsewhere
+        self._owner = graphs.owner
         self._steps = steps
         self._slots = steps.slots
         self._updates = updates
-        # The last batch that a graph served, by which version, and the graph. One store: what
-        # steps of two threads leave there belongs together.
+        # The last batch that a graph served, by which version, and the graph.
         self._last: tuple[Any, object, Any] = None, None, None
 
     def check_open(self) -> None:
@@ -72,12 +73,16 @@ class StepPath:
     def entrance(self) -> Callable[..., Any]:
         """`run`, or what does the same faster. Kept by the runner: here it would be a cycle, and
         graphs live until garbage is collected."""
-        if NativePath is None or NativeSame is None:
+        if NativePath is None or NativeSame is None or type(self._pool) is not GraphPool:
+            # A pool of the host's may have properties in place of what is read where it lies.
             return self.run
         return NativePath(
             slow=self.run,
             checked=self._run_checked,
             by_context=self._run_by_context,
+            failed=self.failed,
+            pool=self._pool,
+            owner=self._owner,
             path=self,
             dispatcher=self._dispatcher,
             sealing=self._sealing,
@@ -104,6 +109,35 @@ class StepPath:
         if self._elsewhere is not None and self._elsewhere():
             with self._pool.on_device():
                 return self.run(batch, values, updates, metadata, limits)
+        if under_way and is_inside_capture():
+            if batch is None:
+                batch = (
+                    values.batch if type(values) is InputSlot else batch_of(self._inputs, values)
+                )
+            return self._steps.unpadded.run_as_part(batch, values, updates, metadata)
+        # A turn, written out: see `Turn`. First, so that nothing is looked up that may go.
+        pool = self._pool
+        if pool.owner is not None:
+            raise pool.busy_error(self._owner)
+        try:
+            pool.owner = self._owner
+            outputs = self._run(batch, values, updates, metadata, limits)
+            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
+            pool.owner = None
+            return outputs
+        except BaseException:
+            pool.owner = None
+            raise
+
+    def _run(
+        self,
+        batch: Batch | None,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+        limits: Limits,
+    ) -> Any:
+        """A step that has its turn."""
         found: Dispatch | None = None
         if batch is None:
             if type(values) is InputSlot:
@@ -111,8 +145,6 @@ class StepPath:
                 found, values = self._slots.open(values)
             else:
                 batch = batch_of(self._inputs, values)
-        if under_way and is_inside_capture():
-            return self._steps.unpadded.run_as_part(batch, values, updates, metadata)
         if found is None:
             if limits is NO_LIMITS:
                 last, version, graph = self._last
@@ -146,11 +178,22 @@ class StepPath:
         if updates is None and found.slot >= 0:
             alone = self._by_slot[found.slot]
             if alone is not None and alone.replay is not None:
-                outputs = alone.replay(alone.live, batch, values)
+                try:
+                    outputs = alone.replay(alone.live, batch, values)
+                except BaseException:
+                    self.failed(found)
+                    raise
                 if outputs is not NOT_ALONE:
                     self.live_tokens += batch[0]
                     return outputs
         return self._run_by_context(batch, found, values, updates, metadata)
+
+    def failed(self, found: Dispatch, told: int | None = None) -> None:
+        """Count a step that raised as one that no graph has served; `told` is how many steps were
+        counted otherwise before it: it may be one of those since."""
+        dispatcher = self._dispatcher
+        if found.slot >= 0 and told in (None, dispatcher.counted_otherwise):
+            self.last_dispatch = dispatcher.failed(found)
 
     def _run_checked(
         self,
@@ -163,7 +206,13 @@ class StepPath:
     ) -> Any:
         """A step that is tried, or whose graph may not be replayed any more."""
         agreed = limits[0] > 0 or limits[1] is not None
-        found, outputs = self._steps.checked.run(batch, found, values, updates, metadata, agreed)
+        told = self._dispatcher.counted_otherwise
+        try:
+            run = self._steps.checked.run
+            found, outputs = run(batch, found, values, updates, metadata, agreed)
+        except BaseException:
+            self.failed(found, told)
+            raise
         self.last_dispatch = found
         self.live_tokens += batch[0] if found.slot >= 0 else 0
         return outputs
@@ -179,6 +228,7 @@ class StepPath:
         """A step without a graph, or of one that is more than one graph, or has tasks."""
         slot = -1 if self._eager_launch else found.slot
         given = None
+        told = self._dispatcher.counted_otherwise
         try:
             if updates is not None:
                 step = None if slot < 0 else self._by_slot[slot]
@@ -192,6 +242,7 @@ class StepPath:
             outputs = self._steps.padded.run(batch, found, values, context, eager=False)
         except BaseException:
             self._updates.step_failed(updates)
+            self.failed(found, told)
             raise
         self.live_tokens += batch[0]
         return outputs

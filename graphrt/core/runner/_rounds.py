@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from graphrt.core.base import InvalidOptionError, count_of, items_of, logger, number_of, shown
+from graphrt.core.capture import inside_capture
 from graphrt.core.plan import CaptureKey, Plan
-from graphrt.core.replay import GraphPool, check_between_steps
+from graphrt.core.replay import GraphPool, check_between_steps, current_capture, in_turn
 from graphrt.core.runner._dropped import tell_dropped
 from graphrt.core.runner._meanwhile import Meanwhile
 from graphrt.core.runner.graphs import GraphSet
@@ -58,6 +59,12 @@ class Rounds:
 
     def all(self, progress: Progress | None) -> None:
         """Capture everything that is missing, what was dropped or has failed included."""
+        if current_capture() is not None:
+            raise inside_capture()
+        in_turn(self._pool, self._graphs.owner, partial(self.all_in_turn, progress))
+
+    def all_in_turn(self, progress: Progress | None) -> None:
+        """The same in a turn of the graphs' owner."""
         graphs = self._graphs
         graphs.dropped.clear()
         captured = {(found.mode, found.descriptor) for found in graphs.dispatcher.published}
@@ -74,6 +81,10 @@ class Rounds:
         budget_s = number_of("budget_s", budget_s, "the budget, in seconds,")
         sizes = self._checked_sizes(prefer)
         check_between_steps(self._pool, "capture_next()")
+        turn = partial(self._next, began, budget_s, sizes)
+        return in_turn(self._pool, self._graphs.owner, turn)
+
+    def _next(self, began: float, budget_s: float, sizes: Sequence[int]) -> CaptureProgress:
         graphs, left = self._graphs, self._left(sizes)
         before = len(graphs.records)
         if left:

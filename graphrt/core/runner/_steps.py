@@ -44,7 +44,14 @@ def steps_of(
     """What runs the steps of `forward`, whose graphs are `graphs`."""
     clones = options.outputs == "clone"
     unpadded = UnpaddedSteps(
-        graphs.run_forward, graphs.sealing, plan, host.bind, inputs, pool, clones=clones
+        graphs.run_forward,
+        graphs.sealing,
+        plan,
+        host.bind,
+        inputs,
+        pool,
+        graphs.owner,
+        clones=clones,
     )
     padded = PaddedSteps(
         graphs.steps,
@@ -53,6 +60,7 @@ def steps_of(
         inputs,
         pool,
         graphs.dispatcher,
+        graphs.owner,
         clones=clones,
         eager_launch=graphs.eager_launch,
     )
@@ -69,5 +77,5 @@ def steps_of(
         at_bound=host.metadata,
         keep_touched=partial(keep_touched, graphs, pool, inputs),
     )
-    slots = Slots(graphs.dispatcher, graphs.steps, graphs.sealing, inputs, pool)
+    slots = Slots(graphs.dispatcher, graphs.steps, graphs.sealing, inputs, pool, graphs.owner)
     return Steps(unpadded, padded, checked, slots)

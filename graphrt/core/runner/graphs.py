@@ -16,12 +16,11 @@ from graphrt.core.capture import (
     SavedState,
     Sealing,
     as_states,
-    inside_capture,
 )
 from graphrt.core.dispatch import GraphDispatcher
 from graphrt.core.inputs import OutputAxes, OutputLayout, StaticInputs
 from graphrt.core.plan import CaptureKey, Plan
-from graphrt.core.replay import WORST_CASE, GraphPool, current_capture
+from graphrt.core.replay import WORST_CASE, Doing, GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner._lazy import LazyCaptures
 from graphrt.core.runner._reads import check_reads
@@ -66,6 +65,8 @@ class GraphSet:
         for key in plan.keys:
             self.dispatcher.reserve(*key)
         self.state = tuple(host.state)
+        # Of the pool, in every step and in whatever changes the graphs: see `Turn`.
+        self.owner = Doing("a step, or a capture, of a runner")
         self._plan = plan
         self._host = host
         self._options = options
@@ -104,10 +105,22 @@ class GraphSet:
         progress: Progress | None = None,
         enough: Enough | None = None,
     ) -> None:
-        """Capture and publish the graphs of `keys` in their order, until there are `enough`."""
-        if current_capture() is not None:
-            raise inside_capture()
-        self._pool.check_idle()
+        """Capture and publish the graphs of `keys` in their order, until there are `enough`.
+
+        This and whatever else changes the graphs is called in a turn of `owner`.
+        """
+        undo = Undo()
+        try:
+            self._pool.will_put_back("a capture", undo.later)
+            self._capture(keys, progress, enough)
+            undo.now()
+        except BaseException:
+            undo.now()
+            raise
+
+    def _capture(
+        self, keys: Iterable[CaptureKey], progress: Progress | None, enough: Enough | None
+    ) -> None:
         # What is saved, and what is padded, may be in use by steps on another stream.
         self._pool.follow_stream()
         # What an interrupted release has left.
@@ -145,6 +158,7 @@ class GraphSet:
                 take_back=self._take_back,
                 drop=self._drop,
                 settle=partial(self._settle, saved, more),
+                owner=self.owner,
                 progress=progress,
                 enough=enough,
             )
@@ -183,7 +197,6 @@ class GraphSet:
 
     def release(self) -> None:
         """Destroy all graphs of this set; every key stays reserved."""
-        self._pool.check_idle()
         self.dispatcher.withdraw_all()
         self.records.clear()
         self.dropped.clear()
@@ -202,7 +215,8 @@ class GraphSet:
     def owners(self) -> list[GraphOwner]:
         """The own wrappers, and whatever inside the forward captured a piece."""
         found: dict[int, GraphOwner] = {id(own): own for own in self._wrappers.values()}
-        for kept in self._kept.values():
+        # A copy: a report may be asked for in another thread than captures.
+        for kept in list(self._kept.values()):
             found.update((id(each.owner), each.owner) for each in kept)
         return list(found.values())
 
@@ -253,8 +267,7 @@ class GraphSet:
         try:
             undo.later(self._inputs.reset)
             undo.later(saved.restore)
-            undo.later(partial(self._pool.give_back, self._pool.owner))
-            self._pool.owner = context
+            undo.enter(self._pool.turn(context, within=self.owner))
             undo.later(context.leave)
             with context:
                 self._prepare(step, "warmup")

@@ -22,7 +22,7 @@ from graphrt.core.inputs import (
     batch_of,
 )
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import GraphPool
+from graphrt.core.replay import GraphPool, in_turn
 from graphrt.core.runner._capturing import Capturing
 from graphrt.core.runner._devices import on_own_device
 from graphrt.core.runner._meanwhile import Meanwhile
@@ -220,8 +220,22 @@ class GraphRunner(Capturing, Uncopied):
     ) -> Any:
         """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
         refuse_inside_capture("run_padded_eagerly()")
+        run = partial(self._run_padded_eagerly, batch, found, values, updates, metadata)
+        return in_turn(self.pool, self.graphs.owner, run)
+
+    def _run_padded_eagerly(
+        self,
+        batch: Batch,
+        found: Dispatch,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+    ) -> Any:
         if found.slot < 0:
             raise no_graph_to_pad_to(found.reason)
+        if found.slot >= len(self._steps) or self._steps[found.slot] is None:
+            # Its graph has gone since.
+            raise no_graph_to_pad_to(Reason.NOT_CAPTURED)
         if updates is not None:
             step = self._steps[found.slot]
             updates = self._updates.resolve(updates, step, -1, self._steps, batch)
@@ -249,6 +263,12 @@ class GraphRunner(Capturing, Uncopied):
         capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
+        verify = partial(self._verify, batch, values, updates, metadata)
+        return in_turn(self.pool, self.graphs.owner, verify)
+
+    def _verify(
+        self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any
+    ) -> Any:
         if batch is None:
             batch = batch_of(self.inputs, values)
         found = self.dispatcher.dispatch(batch)

@@ -73,6 +73,7 @@ def capture_graphs(
     take_back: Callable[[PlannedGraph, CaptureTransaction], None],
     drop: Callable[[PlannedGraph, ResourceExhaustedError], None],
     settle: Callable[[], None],
+    owner: object,
     progress: Progress | None = None,
     enough: Enough | None = None,
 ) -> None:
@@ -84,13 +85,13 @@ def capture_graphs(
     may fit.
     `take_back` undoes what a graph's capture, and `publish`, came to. `enlist` is asked about every
     compiled module that takes part. `state` is restored after every
-    forward, so that each starts from it. `settle` is called when all are captured. The pool is held
-    all the time: a step of another thread would read buffers that a capture fills.
+    forward, so that each starts from it. `settle` is called when all are captured. `owner` has the
+    pool's turn all the time: a step of another thread would read buffers that a capture fills.
     """
     graphs = list(planned)
     if not graphs:
         return
-    session = _Session(pool, warm_ups, bind, enlist, state, host)
+    session = _Session(pool, owner, warm_ups, bind, enlist, state, host)
     undo = Undo()
     try:
         undo.enter(pool.on_device())
@@ -98,8 +99,6 @@ def capture_graphs(
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
         undo.later(partial(thaw_garbage, session))
         freeze_garbage(session)
-        undo.later(partial(pool.give_back, pool.check_free(session)))
-        pool.owner = session
         with host.around_capture():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             pool.follow_stream()
@@ -185,11 +184,12 @@ class WarmUps:
 
 
 class _Session:
-    """One `capture()`; it owns the pool between the forwards."""
+    """One `capture()`, in a turn of `owner`."""
 
     def __init__(
         self,
         pool: GraphPool,
+        owner: object,
         warm_ups: WarmUps,
         bind: Callable[[PaddedStep, Phase], None],
         enlist: Callable[[Any], None],
@@ -197,6 +197,7 @@ class _Session:
         host: Host,
     ) -> None:
         self._pool = pool
+        self._owner = owner
         self._warm_ups = warm_ups
         self._bind = bind
         self._enlist = enlist
@@ -207,9 +208,6 @@ class _Session:
         # and to see that takes longer than small operators do.
         self.has_doors = True
         self._streams = StreamLedger(pool.platform, warm_ups.breaks)
-
-    def __repr__(self) -> str:
-        return "capture()"
 
     def capture(self, graph: PlannedGraph, transaction: CaptureTransaction) -> GraphRecord:
         """Warm up and capture one graph, in `transaction`, which can take it back."""
@@ -277,8 +275,7 @@ class _Session:
         undo = Undo()
         try:
             undo.later(self._state.restore)
-            undo.later(partial(self._pool.give_back, self))
-            self._pool.owner = context
+            undo.enter(self._pool.turn(context, within=self._owner))
             undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
             torch.set_grad_enabled(False)
             undo.later(partial(warming_up.set, warming_up.get()))

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphrt.core.base import CaptureSyncError, RefusedOpError
+from graphrt.core.base import CaptureSyncError, RefusedOpError, fork_safe
 from graphrt.core.capture import user_source
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
@@ -160,7 +160,7 @@ _HOST_READS = (
 _WRAPPERS = ("frombuffer", "from_dlpack", "load")
 """They make tensors of memory that no operator wrote."""
 
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 # Those that are open, by name and not counted: closing twice changes nothing.
 _open: set[int] = set()
 _restores: list[Callable[[], None]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,9 +56,6 @@ class CheckedSteps:
         self._unpadded = unpadded
         self._updates = updates
         self._limit_bytes = limit_bytes
-
-    def __repr__(self) -> str:
-        return "a trial"
 
     def run(
         self,
@@ -183,10 +179,10 @@ class CheckedSteps:
         replayed = self._resolved(updates, found, batch, replayed=True)
 
         def run_padded(context: ForwardContext, **how: Any) -> Any:
-            return padded.run(batch, found, values, context, holder=self, **how)
+            return padded.run(batch, found, values, context, **how)
 
         def run_unpadded(around: Callable[[Callable[[], Any]], Any]) -> Any:
-            return unpadded.run(batch, alone, values, given, metadata, holder=self, around=around)
+            return unpadded.run(batch, alone, values, given, metadata, around=around)
 
         return PaddedTrial(
             batch,
@@ -223,9 +219,7 @@ class CheckedSteps:
         )
         pool, undo = self._padded.pool, Undo()
         try:
-            # All the time: a step of another thread would come between two runs.
-            undo.later(partial(pool.give_back, pool.check_free(self)))
-            pool.owner = self
+            pool.will_put_back("a trial", undo.later)
             without_kept_casts(undo)
             verdict = trial.run(undone=undone)
             undo.now()

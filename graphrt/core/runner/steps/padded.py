@@ -29,11 +29,13 @@ class PaddedSteps:
         inputs: StaticInputs,
         pool: GraphPool,
         dispatcher: GraphDispatcher,
+        owner: object,
         *,
         clones: bool,
         eager_launch: bool,
     ) -> None:
-        """`steps` are those of graphs, by slot."""
+        """`steps` are those of graphs, by slot; `owner` has the pool's turn in every step."""
+        self._owner = owner
         self.inputs = inputs
         self.pool = pool
         self._bind = bind
@@ -52,12 +54,11 @@ class PaddedSteps:
         *,
         eager: bool,
         probe: Probe | None = None,
-        holder: object = None,
     ) -> Any:
         """Run a step in `context`; returns the live rows of the outputs.
 
-        `probe` runs the forward in its own way; `holder` owns the pool already. Raises
-        `InvalidInputError`, `InvalidBatchError` and `PoolBusyError`.
+        `probe` runs the forward in its own way. Raises `InvalidInputError` and
+        `InvalidBatchError`.
         """
         step = self._steps[found.slot]
         assert step is not None
@@ -72,36 +73,29 @@ class PaddedSteps:
             context.query_len = live_query_len(batch)
         if self.pool.closed:
             self.pool.check_open()
-        # Held from here, so that nothing else fills the buffers between our fill and our replay.
         pool = self.pool
-        outer = pool.check_free(holder or context)
         try:
-            pool.owner = context
-            stream = pool.follow_stream()
-            ring = None if eager else step.ring
-            self.inputs.fill(values, step.layout, tokens, reqs, stream, ring is not None)
-            if pool.handed_out:
-                # Not before: they may have been among the inputs.
-                pool.expire_outputs()
-            if self._bind is not None:
-                phase: Phase = "eager" if eager or self._eager_launch else "replay"
-                self._bind(step.readable, step.descriptor, phase)
-            call = self._run_forward if eager else step.call
-            runs = call is self._run_forward
-            arguments = step.fresh_arguments() if runs else step.arguments()
-            with context:
-                outputs = (
-                    call(**arguments) if probe is None else probe.run(partial(call, **arguments))
-                )
-            if ring is not None:
-                ring.launched()
-            if self._clones and runs:
-                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-            outputs = step.live(outputs, tokens, reqs, pool)
-            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
-            pool.owner = outer
-            return outputs
+            with pool.turn(context, within=self._owner):
+                stream = pool.follow_stream()
+                ring = None if eager else step.ring
+                self.inputs.fill(values, step.layout, tokens, reqs, stream, ring is not None)
+                if pool.handed_out:
+                    # Not before: they may have been among the inputs.
+                    pool.expire_outputs()
+                if self._bind is not None:
+                    phase: Phase = "eager" if eager or self._eager_launch else "replay"
+                    self._bind(step.readable, step.descriptor, phase)
+                call = self._run_forward if eager else step.call
+                runs = call is self._run_forward
+                arguments = step.fresh_arguments() if runs else step.arguments()
+                run = partial(call, **arguments)
+                with context:
+                    outputs = run() if probe is None else probe.run(run)
+                if ring is not None:
+                    ring.launched()
+                if self._clones and runs:
+                    outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+                return step.live(outputs, tokens, reqs, pool)
         except BaseException:
-            pool.owner = outer
             context.leave()
             raise

@@ -54,8 +54,8 @@ def replay_of(
 
     It is given what makes of the outputs what the caller gets, and does not keep it alive; of
     outputs that are one tensor `alone` hands that out, in shapes that are known. It returns
-    `NOT_ALONE` once the wrapper has another entry. Raises `InvalidInputError`, `InvalidBatchError`
-    and `PoolBusyError`.
+    `NOT_ALONE` once the wrapper has another entry. Its caller has the pool's turn. Raises
+    `InvalidInputError` and `InvalidBatchError`.
     """
     hot, entry = hot_of(wrapper), wrapper.entries[descriptor]
     graph, outputs = entry.graph, entry.outputs
@@ -71,7 +71,7 @@ def replay_of(
     handed_out, count = pool.handed_out, len(layout.fields)
     # Where the wrapper itself would look for it.
     slot = hot.by_slot.index(entry)
-    # What is known of the last batch's rows. One store, for steps of two threads.
+    # What is known of the last batch's rows.
     seen: tuple[Any, ...] = None, 0, 0, None, None
 
     def replay(live: Live, batch: Batch, values: Mapping[str, Any]) -> Any:
@@ -87,57 +87,41 @@ def replay_of(
             live_shapes = shapes.get((tokens, live_reqs))
             if moves is not None and live_shapes is not None and batch[1] is not None:
                 seen = batch, tokens, live_reqs, moves, live_shapes
-        # Of this call alone, so that one of another thread is told from it. Before the entry is
-        # looked at: to make it may collect garbage, which can run anything.
-        owner = ("a step", batch)
         by_slot = hot.by_slot
         if slot >= len(by_slot) or by_slot[slot] is not entry or entry.unchecked:
             return NOT_ALONE
         if pool.closed:
             pool.check_open()
-        if pool.owner is not None:
-            raise pool.busy_error(owner)
-        try:
-            # Held from here, so that nothing else fills the buffers between our fill and replay.
-            pool.owner = owner
-            if read_stream_id is None or read_stream_id() == pool.stream_id:
-                stream = pool.last_stream
-            else:
-                stream = follow_stream()
-            alike = None if moves is None else moves.alike
-            if type(values) is InputSlot and values.moves is moves is not None:
-                fill_from(values, layout, moves, stream, in_graph)
-            elif alike is None or type(values) is InputSlot or len(values) != count:
+        if pool.step is not None:
+            pool.leave_step(None)
+        if read_stream_id is None or read_stream_id() == pool.stream_id:
+            stream = pool.last_stream
+        else:
+            stream = follow_stream()
+        alike = None if moves is None else moves.alike
+        if type(values) is InputSlot and values.moves is moves is not None:
+            fill_from(values, layout, moves, stream, in_graph)
+        elif alike is None or type(values) is InputSlot or len(values) != count:
+            fill(values, layout, tokens, live_reqs, stream, in_graph)
+        else:
+            # First: slots that were handed out are given up, whatever comes of the step.
+            inputs.turn += 1
+            if not alike(values, fetch, in_graph):
                 fill(values, layout, tokens, live_reqs, stream, in_graph)
-            else:
-                # First: slots that were handed out are given up, whatever comes of the step.
-                inputs.turn += 1
-                if not alike(values, fetch, in_graph):
-                    fill(values, layout, tokens, live_reqs, stream, in_graph)
-            if handed_out:
-                # Not before: they may have been among the inputs.
-                expire(handed_out)
-            if bind is not None:
-                bind(views, descriptor, "replay")
-            if pool.step is not None:
-                pool.leave_step(None)
-            pool.generation += 1
-            graph.replay()
-            if pool.owner is not owner:
-                # The check and the store above are two steps: a thread may slip in between.
-                raise pool.busy_error(owner)
-            if ring is not None:
-                ring.launched()
-            if hand_out is None or live_shapes is None:
-                handed = live(outputs, tokens, live_reqs, pool)
-            else:
-                handed = hand_out(live_shapes[0], handed_out)
-            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
-            pool.owner = None
-            return handed
-        except BaseException:
-            pool.owner = None
-            raise
+        if handed_out:
+            # Not before: they may have been among the inputs.
+            expire(handed_out)
+        if bind is not None:
+            bind(views, descriptor, "replay")
+        pool.generation += 1
+        graph.replay()
+        if ring is not None:
+            ring.launched()
+        if hand_out is None or live_shapes is None:
+            handed = live(outputs, tokens, live_reqs, pool)
+        else:
+            handed = hand_out(live_shapes[0], handed_out)
+        return handed
 
     def look(batch: Batch) -> tuple[StepMoves, Shape] | None:
         tokens, live_reqs = batch[0], batch[1]

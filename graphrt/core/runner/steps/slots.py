@@ -33,23 +33,37 @@ class Slots:
         sealing: Sealing,
         inputs: StaticInputs,
         pool: GraphPool,
+        owner: object,
     ) -> None:
+        self._owner = owner
         self._dispatcher = dispatcher
         self._steps = steps
         self._sealing = sealing
         self._inputs = inputs
         self._pool = pool
         # The last batch that a graph served, by which version, the graph, and what is known of its
-        # step. One store, for slots of two threads.
+        # step.
         self._last: tuple[Any, ...] = None, None, None, None, None
 
     def make(self, batch: Batch, limits: Limits) -> InputSlot:
         """A slot for the inputs of `batch`, where the graph is that serves it."""
         if under_way:
             refuse_inside_capture("slot()")
-        inputs, pool = self._inputs, self._pool
+        # A turn, written out: see `Turn`.
+        pool = self._pool
         if pool.owner is not None:
-            pool.check_idle()
+            raise pool.busy_error(self._owner)
+        try:
+            pool.owner = self._owner
+            slot = self._make(batch, limits)
+            pool.owner = None
+            return slot
+        except BaseException:
+            pool.owner = None
+            raise
+
+    def _make(self, batch: Batch, limits: Limits) -> InputSlot:
+        inputs, pool = self._inputs, self._pool
         if limits is NO_LIMITS:
             last, version, graph, step, known = self._last
             if version is self._dispatcher.version and same(batch, last):

@@ -36,9 +36,12 @@ class UnpaddedSteps:
         bind: Bind | None,
         inputs: StaticInputs,
         pool: GraphPool,
+        owner: object,
         *,
         clones: bool,
     ) -> None:
+        """`owner` has the pool's turn in every step."""
+        self._owner = owner
         self._run_forward = run_forward
         self._sealing = sealing
         self._plan = plan
@@ -54,13 +57,11 @@ class UnpaddedSteps:
         values: Mapping[str, Any],
         updates: Any,
         metadata: Any,
-        holder: object = None,
         around: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> Any:
         """Run a step; nothing that is done to what it returns reaches the forward's next one.
 
-        `holder` owns the pool already, `around` calls the forward. Raises what `strict` says,
-        `InvalidInputError` and `PoolBusyError`.
+        `around` calls the forward. Raises what `strict` says, and `InvalidInputError`.
         """
         sealing, inputs, pool = self._sealing, self._inputs, self._pool
         if sealing.refuses and self._should_have_a_graph(batch, found):
@@ -80,27 +81,23 @@ class UnpaddedSteps:
             compared=around is not None,
             live=batch,
         )
-        outer = pool.check_free(holder or context)
         try:
-            pool.owner = context
-            stream = pool.follow_stream()
-            if tokens <= inputs.tokens and reqs <= inputs.reqs:
-                layout = inputs.layout(tokens, reqs)
-                inputs.fill(values, layout, tokens, reqs, stream)
-                views = {name: view.detach() for name, view in layout.views.items()}
-            else:
-                views = inputs.copies(values, tokens, reqs)
-            pool.expire_outputs()
-            if self._bind is not None:
-                self._bind(MappingProxyType(views), found.descriptor, "eager")
-            forward = partial(self._run_forward, **(nest(views) if inputs.nested else views))
-            with context:
-                outputs = forward() if around is None else around(forward)
-            outputs = tree.map_tensors(self._handed_out, outputs)
-            pool.owner = outer
-            return outputs
+            with pool.turn(context, within=self._owner):
+                stream = pool.follow_stream()
+                if tokens <= inputs.tokens and reqs <= inputs.reqs:
+                    layout = inputs.layout(tokens, reqs)
+                    inputs.fill(values, layout, tokens, reqs, stream)
+                    views = {name: view.detach() for name, view in layout.views.items()}
+                else:
+                    views = inputs.copies(values, tokens, reqs)
+                pool.expire_outputs()
+                if self._bind is not None:
+                    self._bind(MappingProxyType(views), found.descriptor, "eager")
+                forward = partial(self._run_forward, **(nest(views) if inputs.nested else views))
+                with context:
+                    outputs = forward() if around is None else around(forward)
+                return tree.map_tensors(self._handed_out, outputs)
         except BaseException:
-            pool.owner = outer
             context.leave()
             raise
 

@@ -1,0 +1,99 @@
+"""`Turn`: who has a pool to itself, from before a graph is looked up until its outputs are out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from graphrt.core.base import GraphRTError, Undo
+
+T = TypeVar("T")
+
+
+class Taken(Protocol):
+    """A pool, as far as its turns go."""
+
+    owner: object | None
+
+    @property
+    def entered(self) -> object | None:
+        """A step of which some pieces are to come."""
+
+    def busy_error(self, context: object) -> GraphRTError:
+        """Why `context` cannot use the pool."""
+
+
+class Turn:
+    """A turn of `owner` in a pool: meanwhile nobody else steps, captures or destroys graphs in it.
+
+    A step takes its turn first. Then it dispatches, is checked, fills its buffers, launches and
+    hands out. Whoever captures, publishes, quarantines, drops or closes takes one too. So no step
+    sees half of a change, and what finds the pool taken raises `PoolBusyError` and has done
+    nothing. A turn never waits, so locks may be taken in one.
+
+    Inside of a turn the pool goes to the context of a forward: `pool.turn(context, within=owner)`.
+    Wrappers that are called in this context know by it that the step is theirs.
+
+    `__exit__` may be called twice, and without `__enter__`, so `Undo` can enter a turn. Between
+    the look at the owner and the store there is no call: Python switches threads, and delivers
+    interrupts, at calls and backward jumps only. Three callers are on the way of every step, and a
+    `with` would cost them 0.2 us: `StepPath.run` (and its twin in native/path.c), `Slots.make` and
+    `GraphWrapper.__call__` write the same look and stores out.
+    """
+
+    __slots__ = ("_idle", "_outer", "_owner", "_pool", "_taken", "_within")
+
+    def __init__(self, pool: Taken, owner: object, within: object, *, idle: bool) -> None:
+        self._pool = pool
+        self._owner = owner
+        self._within = within
+        self._idle = idle
+        self._outer: object = None
+        self._taken = False
+
+    def __enter__(self) -> None:
+        pool = self._pool
+        outer = pool.owner
+        if outer is not None and outer is not self._within:
+            raise pool.busy_error(self._owner)
+        self._outer = outer
+        self._taken = True
+        pool.owner = self._owner
+        if self._idle and pool.entered is not None:
+            self.__exit__()
+            raise pool.busy_error(self._owner)
+
+    def __exit__(self, *error: object) -> None:
+        if self._taken:
+            self._taken = False
+            # A launched step that waits for its updates keeps the pool.
+            if self._pool.owner is self._owner:
+                self._pool.owner = self._outer
+
+
+class Doing:
+    """The name of what owns a pool, for the message of who finds it taken."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+def in_turn(pool: Taken, owner: object, call: Callable[[], T]) -> T:
+    """Call what changes the graphs of a pool, in a turn of `owner`; an interrupt loses no turn.
+
+    Raises `PoolBusyError` while a step is under way, or has pieces to come.
+    """
+    undo = Undo()
+    try:
+        undo.enter(Turn(pool, owner, None, idle=True))
+        result = call()
+        undo.now()
+        return result
+    except BaseException:
+        undo.now()
+        raise

@@ -1,0 +1,58 @@
+"""A child of a process whose other threads step and capture serves right, or says why not."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.threads.forks import NAMED, RIGHT, SCENARIOS
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPECTED = {
+    "in_an_eager_step": RIGHT,
+    "in_a_capture": NAMED,
+    "in_a_lazy_capture": NAMED,
+    "in_a_trial": NAMED,
+    "in_a_capture_elsewhere": RIGHT,
+    "closed_in_a_child": RIGHT,
+}
+
+
+def told_by(scenario: str) -> str:
+    """What a scenario prints, in a process of its own: children of pytest's would be pytest."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.threads.forks", scenario],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def test_all_of_them_are_expected() -> None:
+    assert {*EXPECTED, "of_a_device", "in_the_middle"} == {*SCENARIOS}
+
+
+@pytest.mark.parametrize("scenario", EXPECTED)
+def test_a_child_serves_right_or_says_why_it_cannot(scenario: str) -> None:
+    assert told_by(scenario) == EXPECTED[scenario]
+
+
+def test_a_child_never_asks_a_device_that_its_parent_had() -> None:
+    assert ast.literal_eval(told_by("of_a_device")) == [*[NAMED] * 5, RIGHT]
+
+
+def test_children_that_are_forked_at_any_time_neither_hang_nor_are_wrong() -> None:
+    found = ast.literal_eval(told_by("in_the_middle"))
+    assert found[RIGHT] >= 2 and not {*found} - {RIGHT, NAMED}, found

@@ -1,0 +1,326 @@
+"""A step, and whatever changes graphs, has the pool to itself from its first look to its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    GraphWrapper,
+    Host,
+    InputSpec,
+    KeyedGraphs,
+    Reason,
+)
+from graphrt.errors import InvalidInputError, PoolBusyError, PoolClosedError, VerificationError
+from tests.threads.load import KINDS, run
+
+FULL = GraphMode.FULL
+
+
+def runner_of(forward: Callable[..., Any], **arguments: Any) -> GraphRunner:
+    return GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        platform=arguments.pop("platform", "cpu"),
+        **arguments,
+    )
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What `call` returned or raised in another thread."""
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert found, "it hangs"
+    return found[0]
+
+
+CHANGES: dict[str, Callable[[GraphRunner], object]] = {
+    "release": GraphRunner.release,
+    "capture": GraphRunner.capture,
+    "capture_next": GraphRunner.capture_next,
+    "recapture": GraphRunner.recapture,
+    "close": GraphRunner.close,
+    "weights_changed": GraphRunner.weights_changed,
+    "verify": lambda runner: runner.verify(x=torch.ones(2, 4)),
+    "slot": lambda runner: runner.slot(Batch(2)),
+    "step": lambda runner: runner(x=torch.ones(3, 4)),
+    "pool.clear_graphs": lambda runner: runner.pool.clear_graphs(),
+    "pool.drop": lambda runner: runner.pool.drop(BatchDescriptor(2)),
+    "pool.close": lambda runner: runner.pool.close(),
+    "wrapper.drop": lambda runner: runner.graphs.owners()[0].drop(BatchDescriptor(2)),
+    "wrapper.clear_graphs": lambda runner: runner.graphs.owners()[0].clear_graphs(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("rows", [2, 9])
+def test_nothing_changes_between_a_steps_dispatch_and_its_end(
+    monkeypatch: pytest.MonkeyPatch, change: str, rows: int
+) -> None:
+    runner = runner_of(lambda x: x * 2)
+    runner.capture()
+    runner(x=torch.ones(2, 4))
+    dispatch, found = runner.dispatcher.dispatch, []
+
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        answer = dispatch(*args, **kwargs)
+        monkeypatch.undo()
+        found.append(in_thread(lambda: CHANGES[change](runner)))
+        return answer
+
+    monkeypatch.setattr(runner.dispatcher, "dispatch", dispatched)
+    x = torch.rand(rows, 4)
+    assert torch.equal(runner(x=x), x * 2)
+    assert isinstance(found[0], PoolBusyError)
+    assert runner.last_dispatch.reason is (Reason.HIT if rows == 2 else Reason.TOO_LARGE)
+    assert runner.pool.owner is None and torch.equal(runner(x=x), x * 2)
+    assert sum(runner.report().reasons.values()) == 3
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_comes_into_a_capture(change: str) -> None:
+    found: list[Any] = []
+
+    def forward(x: Tensor) -> Tensor:
+        if threading.current_thread() is threading.main_thread() and asks:
+            found.append(in_thread(lambda: CHANGES[change](runner)))
+        return x * 2
+
+    asks = False
+    runner = runner_of(forward)
+    runner.capture()
+    asks = True
+    runner.recapture()
+    asks = False
+    assert found and all(isinstance(each, PoolBusyError) for each in found)
+    x = torch.rand(3, 4)
+    assert torch.equal(runner(x=x), x * 2)
+
+
+def test_a_step_that_finds_the_pool_taken_has_done_nothing() -> None:
+    runner = runner_of(lambda x: x * 2, options=GraphOptions(check="off"))
+    runner.capture()
+    slot = runner.slot(Batch(2))
+    slot["x"].fill_(3)
+    before = runner.dispatcher.counts(), runner.report().live_tokens, runner.last_dispatch
+    with runner.pool.turn("another"), pytest.raises(PoolBusyError, match="another"):
+        runner(slot)
+    assert before == (
+        runner.dispatcher.counts(),
+        runner.report().live_tokens,
+        runner.last_dispatch,
+    )
+    assert runner(slot).tolist() == [[6.0] * 4] * 2
+
+
+def test_a_wrapper_looks_its_graph_up_in_its_turn() -> None:
+    pool = GraphPool("cpu")
+    context = ForwardContext(FULL, BatchDescriptor(4))
+    found: list[Any] = []
+
+    class Slots(list):
+        """Has another thread destroy the graph as it is looked up."""
+
+        def __getitem__(self, slot: Any) -> Any:
+            entry = super().__getitem__(slot)
+            found.append(in_thread(lambda: wrapper.drop(BatchDescriptor(4))))
+            return entry
+
+    wrapper = GraphWrapper(
+        lambda x: x + 1,
+        FULL,
+        pool=pool,
+        read_context=lambda: context,
+        options=GraphOptions(lazy=True),
+    )
+    x = torch.zeros(4)
+    wrapper(x)
+    wrapper(x)
+    wrapper._hot.by_slot = Slots(wrapper._hot.by_slot)
+    assert wrapper(x).tolist() == [1] * 4
+    assert isinstance(found[0], PoolBusyError) and wrapper.entries
+
+
+def test_one_key_that_two_threads_replay_is_refused_by_name() -> None:
+    graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
+    graph = graphs.capture("key", lambda: x + 1)
+    with graphs.pool.turn(graph._context), pytest.raises(PoolBusyError):
+        graph.replay()
+    assert graph.replay().tolist() == [1] * 4
+    errors: list[BaseException] = []
+
+    def replay() -> None:
+        for _ in range(2000):
+            try:
+                graph.replay()
+            except PoolBusyError:
+                pass
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=replay) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not errors and graphs.pool.owner is None
+
+
+# Steps that raised -------------------------------------------------------------------------------
+
+
+class Raises(Exception):
+    pass
+
+
+class Failing:
+    """A runner whose forward and bind raise when they are told to."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.now = False
+        self.runner = runner_of(self.forward, host=Host(bind=self.bind), **arguments)
+        self.runner.capture()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def bind(self, *what: Any) -> None:
+        if self.now:
+            raise Raises
+
+
+@pytest.mark.parametrize("check", ["off", "capture", "always"])
+@pytest.mark.parametrize("outputs", ["pool", "clone"])
+def test_a_step_that_raised_is_no_hit(check: str, outputs: str) -> None:
+    failing = Failing(options=GraphOptions(check=check, outputs=outputs))
+    runner, x = failing.runner, torch.ones(2, 4)
+    for _ in range(3):
+        runner(x=x)
+    hits = runner.report().reasons[Reason.HIT]
+    failing.now = True
+    with pytest.raises(Raises):
+        runner(x=x)
+    with pytest.raises(InvalidInputError):
+        runner(Batch(2), x=torch.ones(1, 4))
+    reasons = runner.report().reasons
+    assert (reasons[Reason.HIT], reasons[Reason.FAILED]) == (hits, 2)
+    assert runner.last_dispatch.reason is Reason.FAILED
+    assert sum(runner.report().steps.values()) == hits
+    failing.now = False
+    assert runner(x=x).tolist() == [[2.0] * 4] * 2
+    assert runner.report().reasons[Reason.HIT] == hits + 1
+    assert runner.report().live_tokens == 2 * (hits + 1)
+
+
+def test_a_step_of_a_graph_in_quarantine_that_raised_is_counted_once() -> None:
+    number = [1]
+
+    def forward(x: Tensor) -> Tensor:
+        if number[0] == 3:
+            raise Raises
+        return x * number[0]
+
+    runner = runner_of(forward, options=GraphOptions(strict=True))
+    runner.capture()
+    number[0] = 2
+    for _ in range(2):
+        with pytest.raises(VerificationError):
+            runner(x=torch.ones(2, 4))
+    reasons = runner.report().reasons
+    assert reasons[Reason.HIT] == 0 and sum(reasons.values()) == 2
+    runner = runner_of(forward)
+    runner.capture()
+    number[0] = 1
+    with pytest.warns(match="eagerly from here on"):
+        runner(x=torch.ones(2, 4))
+    number[0] = 3
+    with pytest.raises(Raises):
+        runner(x=torch.ones(2, 4))
+    reasons = runner.report().reasons
+    assert (reasons[Reason.HIT], reasons[Reason.QUARANTINED]) == (0, 2)
+    assert sum(reasons.values()) == 2
+
+
+# Ends that were interrupted ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["reset_graphs", "release_memory"])
+def test_a_second_close_ends_what_an_interrupted_one_began(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    runner = runner_of(lambda x: x * 2)
+    runner.capture()
+    pool, platform = runner.pool, runner.platform
+
+    def interrupted(*what: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(platform, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.close()
+    assert pool.owner is None
+    released = []
+    monkeypatch.setattr(platform, "release_memory", released.append)
+    runner.close()
+    assert pool.closed and released == [pool.memory]
+    runner.close()
+    assert len(released) == 1
+    with pytest.raises(PoolClosedError):
+        runner(x=torch.ones(2, 4))
+
+
+# All of it at once -------------------------------------------------------------------------------
+
+
+def check(steps: int, kinds: list[str], device: str = "cpu") -> None:
+    found = run(steps, kinds, device=device)
+    assert not found.wrong, str(found)
+    assert found.steps == steps and {*found.done} == {
+        "capture_next",
+        "release",
+        "recapture",
+        "verify",
+    }, str(found)
+
+
+@pytest.mark.parametrize("kinds", [["lazy"], ["full"], ["pieces"], list(KINDS)], ids=" ".join)
+def test_threads_beside_graphs_that_appear_and_go_get_the_right_values(kinds: list[str]) -> None:
+    check(2000, kinds)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [["lazy"], list(KINDS)], ids=["1 runner", "4 runners"])
+def test_100_000_steps_of_8_threads_are_right(kinds: list[str]) -> None:
+    check(100_000, kinds)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kinds", [["lazy"], list(KINDS)], ids=["1 runner", "4 runners"])
+def test_20_000_steps_of_8_threads_on_a_gpu_are_right(kinds: list[str]) -> None:
+    check(20_000, kinds, "cuda")
