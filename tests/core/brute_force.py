@@ -175,10 +175,12 @@ LIMITS = st.builds(
 """Without what ranks agreed on: `agreeing` adds a graph."""
 
 
-def agreeing(draw: random.Random, limits: Limits, keys: Collection[Key]) -> Limits:
-    """The same, or agreed on one of `keys`, or on what another rank was told."""
-    if not keys or draw.random() < 0.5:
+def agreeing(draw: random.Random, batch: Batch, limits: Limits, keys: Collection[Key]) -> Limits:
+    """The same, or agreed on one of `keys`, as a rule one that can serve the batch, or on what
+    another rank was told."""
+    if not keys or draw.random() < 0.4:
         return limits
-    mode, graph = draw.choice(sorted(keys, key=repr))
+    fitting = able(keys, batch, Limits()) if draw.random() < 0.7 else []
+    mode, graph = draw.choice(sorted(fitting or keys, key=repr))
     told = Dispatch(draw.choice([mode, mode, NONE]), graph, Reason.HIT, 99)
     return limits._replace(agreed=draw.choice([graph, told]))

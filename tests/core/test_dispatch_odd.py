@@ -148,8 +148,10 @@ def test_modes_are_excluded_by_any_collection(exclude):
     ],
 )
 def test_what_excludes_no_runtime_modes_is_a_named_error(exclude):
+    dispatcher = ladder()
+    dispatcher.dispatch(Batch(3), exclude={FULL})
     with pytest.raises(InvalidModeError):
-        ladder().dispatch(Batch(3), exclude=exclude)
+        dispatcher.dispatch(Batch(3), exclude=exclude)
     with pytest.raises(InvalidModeError):
         ladder().dispatch(Batch(3, exclude=exclude))
 

@@ -16,6 +16,7 @@ from brute_force import (
     agreeing,
     batches,
     brute_force,
+    normalised,
     preference,
     reason_of,
 )
@@ -47,7 +48,7 @@ def test_dispatch_finds_what_brute_force_finds_and_says_why(
     for key in reserved:
         dispatcher.reserve(*key)
     planned, told = reserved - keys, Counter()
-    cases = [(batch, agreeing(drawn, limits, keys | reserved)) for batch, limits in cases]
+    cases = [(batch, agreeing(drawn, batch, limits, keys | reserved)) for batch, limits in cases]
     # Twice, because answers are remembered.
     for batch, limits in 2 * cases:
         for case, given_limits in (
@@ -78,6 +79,27 @@ def test_dispatch_finds_what_brute_force_finds_and_says_why(
                 assert (step.mode, step.descriptor, step.slot) == (found[0], found[1], found[3])
             told[found.reason] += 4
     assert +Counter(dispatcher.counts()) == told
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches(), st.sampled_from([None, 0, -1]), st.sampled_from([0, -2]))
+def test_the_descriptor_of_a_batch_without_a_graph_says_what_the_batch_says(batch, reqs, loras):
+    reqs_, query_len = normalised(batch)
+    numbers = batch.num_active_loras, batch.bounds, batch.variant
+    own = BatchDescriptor(
+        batch.num_tokens,
+        reqs_,
+        uniform=query_len is not None,
+        has_lora=batch.num_active_loras > 0,
+        num_active_loras=numbers[0],
+        query_len=query_len,
+        bounds=numbers[1],
+        variant=numbers[2],
+    )
+    assert unpadded(batch) == own
+    assert type(own) is type(unpadded(batch))
+    odd = Batch(batch.num_tokens, reqs, None, num_active_loras=loras)
+    assert unpadded(odd) == BatchDescriptor(batch.num_tokens)
 
 
 def test_requests_decide_among_many_graphs_of_one_kind():
@@ -114,6 +136,17 @@ def test_a_mixed_batch_where_only_decode_has_graphs_has_no_graph_whatever_its_si
     dispatcher.publish(FULL, BatchDescriptor(8, 8, uniform=True, query_len=1))
     assert dispatcher.dispatch(Batch(64, 3)).reason is Reason.NO_GRAPH
     assert dispatcher.dispatch(Batch(64, 64, 1)).reason is Reason.TOO_LARGE
+
+
+def test_counts_start_anew():
+    dispatcher = ladder()
+    for batch in (Batch(3), Batch(9), Batch(3)):
+        dispatcher.dispatch(batch)
+    assert dispatcher.counts()[Reason.HIT] == 2
+    dispatcher.reset_counts()
+    assert not any(dispatcher.counts().values()) and not any(dispatcher.hits().values())
+    dispatcher.dispatch(Batch(9))
+    assert dispatcher.counts()[Reason.TOO_LARGE] == 1
 
 
 def test_a_hit_returns_the_same_prebuilt_object():

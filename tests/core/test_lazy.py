@@ -101,7 +101,7 @@ def test_what_is_planned_for_a_batch_is_what_dispatch_would_find_were_it_capture
         dispatcher.publish(*key)
     for key in planned - published:
         dispatcher.reserve(*key)
-    limits = agreeing(drawn, Limits(max_padding=max_padding), published | planned)
+    limits = agreeing(drawn, batch, Limits(max_padding=max_padding), published | planned)
     agreed = limits.agreed
     best = brute_force(planned - published, batch, limits)
     wanted = dispatcher.planned_for(batch, agreed=agreed)

@@ -37,13 +37,14 @@ def live_query_len(batch: Batch) -> int | None:
 def settled(batch: Batch) -> Batch:
     """A checked batch with its requests where they follow from the rest; without a query length
     that its counts contradict."""
-    tokens, reqs, query_len = batch[:3]
-    if query_len is None or (reqs is not None and reqs * query_len == tokens and query_len > 0):
+    if batch.query_len is None:
         return batch
     query_len = live_query_len(batch)
     if query_len is None:
         return batch._replace(query_len=None)
-    return batch._replace(num_reqs=tokens // query_len)
+    if batch.num_reqs is None:
+        return batch._replace(num_reqs=batch.num_tokens // query_len)
+    return batch
 
 
 def unpadded(batch: Batch) -> BatchDescriptor:
