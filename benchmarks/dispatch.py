@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import environment, finish, show
 from graphrt import Batch, BatchDescriptor, GraphDispatcher, GraphMode
 
-FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 BATCHES, MANY = 64, 2048
 Case = tuple[Callable[[Batch], object], list[Batch]]
 """What is called, and with which batches."""
@@ -66,6 +66,9 @@ def limited_cases(graphs: int) -> dict[str, Case]:
     between = [Batch(size - 1, size - 1, 1) for size in range(8, most + 1, 8)][:BATCHES]
     others, _ = ladder(graphs, ({},))
     mixed = [Batch(most + 1 + step, 3) for step in range(MANY)]
+    sizes = range(1, most + 1)
+    within = [Batch(tokens, reqs) for reqs in range(1, MANY // most + 2) for tokens in sizes]
+    agreed, missing = BatchDescriptor(most), BatchDescriptor(most - 3)
     one, both = {FULL}, frozenset({FULL, PIECEWISE})
     reserved = GraphDispatcher("FULL_AND_PIECEWISE")
     for each in dispatcher.published:
@@ -73,8 +76,7 @@ def limited_cases(graphs: int) -> dict[str, Case]:
     return {
         "hit": (lambda batch: dispatch(batch), inside),
         "hit, exclude= a set": (lambda batch: dispatch(batch, exclude=one), inside),
-        "hit, at_least=": (lambda batch: dispatch(batch, at_least=most - 3), inside),
-        "hit, at_most_mode=": (lambda batch: dispatch(batch, at_most_mode=PIECEWISE), inside),
+        "hit, agreed=": (lambda batch: dispatch(batch, agreed=agreed), inside),
         "hit, max_padding=": (lambda batch: dispatch(batch, max_padding=8.0), inside),
         "hit, excluded in the batch": (
             lambda batch: dispatch(batch),
@@ -83,13 +85,17 @@ def limited_cases(graphs: int) -> dict[str, Case]:
         "miss, too large": (lambda batch: dispatch(batch), above),
         "miss, not captured": (lambda batch: reserved.dispatch(batch), inside),
         "miss, exclude= a frozenset": (lambda batch: dispatch(batch, exclude=both), inside),
-        "miss, at_least=": (lambda batch: dispatch(batch, at_least=most + 1), inside),
-        "miss, at_most_mode=": (lambda batch: dispatch(batch, at_most_mode=NONE), inside),
+        "miss, agreed=": (lambda batch: dispatch(batch, agreed=missing), inside),
         "miss, max_padding=": (lambda batch: dispatch(batch, max_padding=1.0), between),
         "miss, too large, first time": (lambda batch: others.dispatch(batch), mixed),
-        "miss, at_least=, first time": (
-            lambda batch: others.dispatch(batch, at_least=1 << 20),
+        "miss, agreed=, first time": (
+            lambda batch: others.dispatch(batch, agreed=missing),
             mixed,
+        ),
+        "hit, first time": (lambda batch: others.dispatch(batch), within),
+        "hit, agreed=, first time": (
+            lambda batch: others.dispatch(batch, agreed=agreed),
+            within,
         ),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphrt.core.batch import AllowedCapture, Announcer, Axis
+from graphrt.core.dispatch import Agreed
 from graphrt.core.inputs import OutputAxes
 from graphrt.core.plan import (
     CaptureSizes,
@@ -32,6 +33,7 @@ from graphrt.core.runner import (
 from graphrt.core.trust import Parameters, Tensors, TensorUse, UnknownBlock, UnknownMemory
 
 __all__ = [
+    "Agreed",
     "AllowedCapture",
     "Announcer",
     "AroundCapture",

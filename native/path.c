@@ -8,7 +8,7 @@
    `owner` is who has the turn of `pool` in a step. */
 enum {
     SLOW, CHECKED, BY_CONTEXT, FAILED, POOL, OWNER, PATH, DISPATCHER, SEALING, CHECKS, BY_SLOT,
-    ELSEWHERE, UNDER_WAY, NO_LIMITS, NOT_ALONE, SAME, GRAPHS, STEPS, PARTS
+    ELSEWHERE, UNDER_WAY, NOT_ALONE, SAME, GRAPHS, STEPS, PARTS
 };
 
 typedef struct {
@@ -20,8 +20,8 @@ typedef struct {
 
 static PyObject *name_version, *name_pending, *name_looks, *name_live;
 
-/* batch, values, updates, metadata, limits; `last` and `graph` are owned by who calls. */
-enum { BATCH, VALUES, UPDATES, METADATA, LIMITS, ARGUMENTS };
+/* batch, values, updates, metadata, agreed; `last` and `graph` are owned by who calls. */
+enum { BATCH, VALUES, UPDATES, METADATA, AGREED, ARGUMENTS };
 enum { LAST_BATCH, LAST_VERSION, LAST_GRAPH, LASTS };
 
 /* Whether an attribute is this object; -1 with an error set. */
@@ -115,7 +115,7 @@ static PyObject *run_found(Path *self, PyObject *const *args, PyObject *batch, P
     Py_ssize_t place = slot == NULL ? -1 : PyLong_AsSsize_t(slot);
     long long rows = tokens == NULL || PyErr_Occurred() ? -1 : PyLong_AsLongLong(tokens);
     if (PyErr_Occurred()) return NULL;
-    PyObject *given[] = {batch, found, args[VALUES], args[UPDATES], args[METADATA], args[LIMITS]};
+    PyObject *given[] = {batch, found, args[VALUES], args[UPDATES], args[METADATA], args[AGREED]};
     int clear = is_clear(self, slot, tokens);
     if (clear < 0) return NULL;
     if (!clear) return PyObject_Vectorcall(self->of[CHECKED], given, 6, NULL);
@@ -153,12 +153,12 @@ static int run_in_turn(Path *self, PyObject *const *args, PyObject **outputs) {
     return again;
 }
 
-/* run(batch, values, updates, metadata, limits) */
+/* run(batch, values, updates, metadata, agreed) */
 static PyObject *path_call(PyObject *callable, PyObject *const *args, size_t flags,
                            PyObject *names) {
     Path *self = (Path *)callable;
     if (PyVectorcall_NARGS(flags) == ARGUMENTS && names == NULL &&
-        args[LIMITS] == self->of[NO_LIMITS] && args[UPDATES] == Py_None &&
+        args[AGREED] == Py_None && args[UPDATES] == Py_None &&
         PySet_GET_SIZE(self->of[UNDER_WAY]) == 0) {
         int here = is_here(self);
         if (here < 0) return NULL;
@@ -198,17 +198,17 @@ static int find_all(Path *self) {
 }
 
 static PyObject *path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"slow",    "checked", "by_context", "failed",    "pool",
-                               "owner",   "path",    "dispatcher", "sealing",   "checks",
-                               "by_slot", "elsewhere", "under_way", "no_limits", "not_alone",
-                               "same",    "graphs",  "steps",      NULL};
+    static char *keywords[] = {"slow",       "checked", "by_context", "failed",    "pool",
+                               "owner",      "path",    "dispatcher", "sealing",   "checks",
+                               "by_slot",    "elsewhere", "under_way", "not_alone", "same",
+                               "graphs",     "steps",   NULL};
     PyObject *of[PARTS];
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOOOOOO!OO!OOO!O!O!", keywords, &of[SLOW], &of[CHECKED],
+            args, kwargs, "OOOOOOOOOOO!OO!OO!O!O!", keywords, &of[SLOW], &of[CHECKED],
             &of[BY_CONTEXT], &of[FAILED], &of[POOL], &of[OWNER], &of[PATH], &of[DISPATCHER],
             &of[SEALING], &of[CHECKS], &PyList_Type, &of[BY_SLOT], &of[ELSEWHERE], &PySet_Type,
-            &of[UNDER_WAY], &of[NO_LIMITS], &of[NOT_ALONE], &SameType, &of[SAME], &PyType_Type,
-            &of[GRAPHS], &PyType_Type, &of[STEPS]))
+            &of[UNDER_WAY], &of[NOT_ALONE], &SameType, &of[SAME], &PyType_Type, &of[GRAPHS],
+            &PyType_Type, &of[STEPS]))
         return NULL;
     Path *self = (Path *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Collection
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
 from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.dispatch import Reason
+from graphrt.core.dispatch import Dispatch, Reason
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 LEVEL = {NONE: 0, PIECEWISE: 1, FULL: 2}
@@ -62,7 +63,7 @@ def normalised(batch: Batch) -> tuple[int | None, int | None]:
     return reqs, None
 
 
-def compatible(graph: BatchDescriptor, batch: Batch, at_least: int) -> bool:
+def compatible(graph: BatchDescriptor, batch: Batch) -> bool:
     reqs, query_len = normalised(batch)
     capacity = graph.num_active_loras or (math.inf if graph.has_lora else 0)
     bounds_fit = all(
@@ -70,7 +71,7 @@ def compatible(graph: BatchDescriptor, batch: Batch, at_least: int) -> bool:
         for place, bound in enumerate(graph.bounds)
     )
     return (
-        graph.num_tokens >= max(batch.num_tokens, at_least)
+        graph.num_tokens >= batch.num_tokens
         and (graph.num_reqs is None or reqs is None or graph.num_reqs >= reqs)
         and (not graph.uniform or graph.query_len == query_len)
         and capacity >= batch.num_active_loras
@@ -96,25 +97,28 @@ class Limits(NamedTuple):
     """What a dispatch is limited to besides the batch; its names are those of the arguments."""
 
     exclude: frozenset[GraphMode] = frozenset()
-    at_least: int = 0
-    at_most_mode: GraphMode | None = None
+    agreed: BatchDescriptor | Dispatch | None = None
     max_padding: float | None = None
 
 
-def able(
-    keys: Collection[Key], batch: Batch, limits: Limits, *, own_tokens: bool = False
-) -> list[Key]:
-    """The graphs that may serve a batch; with `own_tokens` whatever other ranks have agreed on."""
-    agreed = 0 if own_tokens else limits.at_least
-    live = max(batch.num_tokens, limits.at_least if not own_tokens else 0)
-    highest = FULL if own_tokens or limits.at_most_mode is None else limits.at_most_mode
+def is_agreed(key: Key, agreed: BatchDescriptor | Dispatch) -> bool:
+    if isinstance(agreed, Dispatch):
+        return key == (agreed.mode, agreed.descriptor)
+    return key[1] == agreed
+
+
+def able(keys: Collection[Key], batch: Batch, limits: Limits) -> list[Key]:
+    """The graphs that may serve a batch; what ranks agreed on is padded to as far as need be."""
+    most = math.inf
+    if limits.max_padding is not None and limits.agreed is None:
+        most = batch.num_tokens * limits.max_padding
     return [
         (mode, graph)
         for mode, graph in keys
-        if compatible(graph, batch, agreed)
+        if compatible(graph, batch)
         and mode not in limits.exclude | batch.exclude
-        and LEVEL[mode] <= LEVEL[highest]
-        and (limits.max_padding is None or graph.num_tokens <= live * limits.max_padding)
+        and (limits.agreed is None or is_agreed((mode, graph), limits.agreed))
+        and graph.num_tokens <= most
     ]
 
 
@@ -129,18 +133,18 @@ def reason_of(
     """Why a batch has the graph that it has, or none: the first of these that is true."""
     if able(published, batch, limits):
         return Reason.HIT
+    if limits.agreed is not None:
+        return Reason.RANKS_DISAGREE
     any_padding = limits._replace(max_padding=None)
     if able(published, batch, any_padding):
         return Reason.PADDING
-    if able(published, batch, limits, own_tokens=True):
-        return Reason.RANKS_DISAGREE
     any_mode = Limits()
     excluded = limits.exclude | batch.exclude
     whole = batch._replace(exclude=frozenset())
     if any(mode in excluded for mode, _ in able(published, whole, any_mode)):
         return Reason.EXCLUDED
-    live = max(batch.num_tokens, limits.at_least)
-    later = able(planned, batch, any_padding, own_tokens=True)
+    live = batch.num_tokens
+    later = able(planned, batch, any_padding)
     if later:
         ratio = limits.max_padding
         fits = ratio is None or any(graph.num_tokens <= live * ratio for _, graph in later)
@@ -156,7 +160,7 @@ def alike(graph: BatchDescriptor, batch: Batch, query_len: int | None) -> bool:
     """Whether a batch of the same kind could have this graph if it had few enough tokens."""
     tokens = 1 if query_len is None else query_len
     smaller = batch._replace(num_tokens=tokens, num_reqs=None, query_len=query_len)
-    return compatible(graph._replace(num_tokens=tokens * graph.num_tokens), smaller, 0)
+    return compatible(graph._replace(num_tokens=tokens * graph.num_tokens), smaller)
 
 
 KEYS = st.tuples(st.sampled_from([FULL, PIECEWISE]), descriptors())
@@ -165,7 +169,18 @@ KEYS = st.tuples(st.sampled_from([FULL, PIECEWISE]), descriptors())
 LIMITS = st.builds(
     Limits,
     st.frozensets(st.sampled_from([FULL, PIECEWISE, NONE])),
-    st.sampled_from([0, 0, 5, 30]),
-    st.sampled_from([None, None, NONE, PIECEWISE, FULL]),
+    st.none(),
     st.sampled_from([None, None, 1.0, 1.5, 3.0]),
 )
+"""Without what ranks agreed on: `agreeing` adds a graph."""
+
+
+def agreeing(draw: random.Random, batch: Batch, limits: Limits, keys: Collection[Key]) -> Limits:
+    """The same, or agreed on one of `keys`, as a rule one that can serve the batch, or on what
+    another rank was told."""
+    if not keys or draw.random() < 0.4:
+        return limits
+    fitting = able(keys, batch, Limits()) if draw.random() < 0.7 else []
+    mode, graph = draw.choice(sorted(fitting or keys, key=repr))
+    told = Dispatch(draw.choice([mode, mode, NONE]), graph, Reason.HIT, 99)
+    return limits._replace(agreed=draw.choice([graph, told]))

@@ -197,7 +197,8 @@ def done(runner: GraphRunner, rng: random.Random, batch: Batch, values: Any, old
     if way < 0.25 and old is not None:
         return runner(old)
     if way < 0.3:
-        return runner.step(batch, values, at_least=rng.randint(0, 4))
+        planned = [None, *(descriptor for _, descriptor in runner.plan.keys)]
+        return runner.step(batch, values, agreed=rng.choice(planned))
     if way < 0.35:
         return runner(None, **values)
     if way < 0.4:

@@ -491,8 +491,6 @@ def test_what_only_compares_like_the_last_batch_is_looked_at(warm):
     runner, given = warm
     for wrong in (
         tuple(BATCH),
-        BATCH._replace(num_tokens=3.0),
-        BATCH._replace(query_len="1"),
         BATCH._replace(variant=[1]),
     ):
         with pytest.raises(InvalidBatchError):
@@ -521,10 +519,12 @@ def test_a_variant_that_cannot_be_compared_is_no_equal_batch(warm):
 
 def test_what_ranks_agree_on_is_dispatched_at_every_step(warm):
     runner, given = warm
+    named = [found.descriptor for found in runner.dispatcher.published]
+    eight = next(each for each in named if each.num_tokens == 8)
     for _ in range(3):
         assert torch.equal(runner.step(BATCH, given), padded(given, 4))
-        assert torch.equal(runner.step(BATCH, given, at_least=7), padded(given, 8))
-        eager = runner.step(BATCH, given, at_most_mode=GraphMode.PIECEWISE)
+        assert torch.equal(runner.step(BATCH, given, agreed=eight), padded(given, 8))
+        eager = runner.step(BATCH, given, agreed=eight._replace(num_tokens=7, num_reqs=7))
         assert torch.equal(eager, padded(given, 3))
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,12 +15,19 @@ from hypothesis import strategies as st
 
 from graphrt.core.base import InvalidModeError, InvalidOptionError, ModeNotSupportedError
 from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.plan import Budget, CaptureKey, GraphCost, ModeResolution, capture_sizes
+from graphrt.core.plan import (
+    Budget,
+    CaptureKey,
+    GraphCost,
+    ModeResolution,
+    Plan,
+    capture_sizes,
+)
 from graphrt.core.plan.budget import CostModel, Fitted, fit
 from graphrt.core.plan.resolution import resolve_mode
 from graphrt.core.plan.sizes import descriptors_for, mixed_sizes
 from graphrt.core.plan.text import budget_lines
-from graphrt.core.plan.traffic import by_worth
+from graphrt.core.plan.traffic import best_sizes, by_worth
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 BOTH = GraphMode.FULL_AND_PIECEWISE
@@ -202,8 +212,8 @@ def test_the_ends_come_first_then_landmarks() -> None:
 
 
 def test_traffic_decides() -> None:
-    assert by_worth([1, 2, 4, 8, 16, 32], {3: 0.9, 30: 0.1})[:3] == (32, 1, 4)
-    assert by_worth([1, 2, 4, 8, 16, 32], {7: 1})[:3] == (32, 1, 8)
+    assert by_worth([1, 2, 4, 8, 16, 32], {3: 0.9, 30: 0.1})[:2] == (32, 4)
+    assert by_worth([1, 2, 4, 8, 16, 32], {7: 1})[:2] == (32, 8)
 
 
 @pytest.mark.parametrize(
@@ -221,25 +231,138 @@ def padding(kept: list[int], traffic: dict[int, float]) -> float:
     )
 
 
-@given(
-    st.sets(st.integers(1, 60), min_size=3, max_size=9),
-    st.dictionaries(st.integers(1, 60), st.floats(0.1, 1), min_size=1, max_size=8),
-    st.data(),
+TRAFFIC = st.dictionaries(st.integers(1, 60), st.integers(0, 9), min_size=1, max_size=9).filter(
+    lambda traffic: any(traffic.values())
 )
-def test_the_choice_is_close_to_the_best_one(
-    sizes: set[int], traffic: dict[int, float], data: st.DataObject
+
+
+@given(st.sets(st.integers(1, 60), min_size=1, max_size=9), TRAFFIC, st.integers(1, 9))
+def test_the_choice_by_traffic_is_the_best_one(
+    sizes: set[int], traffic: dict[int, float], count: int
 ) -> None:
-    largest, smallest = max(sizes), min(sizes)
-    traffic = {min(live, largest): share for live, share in traffic.items()}
-    ranked = by_worth(sizes, traffic)
-    assert sorted(ranked) == sorted(sizes)
-    count = data.draw(st.integers(2, len(sizes)))
-    got = padding(sorted(ranked[:count]), traffic)
-    inner = sizes - {largest, smallest}
+    got = best_sizes(sizes, traffic, count)
+    largest, count = max(sizes), min(count, len(sizes))
+    served = {live: share for live, share in traffic.items() if live <= largest}
     best = min(
-        padding(sorted({largest, smallest, *chosen}), traffic)
-        for chosen in itertools.combinations(inner, count - 2)
+        padding(sorted({largest, *others}), served)
+        for others in itertools.combinations(sizes, count - 1)
     )
-    none = padding(sorted({smallest, largest}), traffic)
-    # It is greedy, so that a smaller budget keeps a part of what a larger one keeps.
-    assert got - best <= 0.5 * (none - best) + 1e-9
+    assert padding(list(got), served) == best
+    assert got[-1] == largest and set(got) <= sizes and len(got) <= count
+    assert list(got) == sorted(set(got))
+
+
+@pytest.mark.parametrize("count", [2, 4, 7])
+def test_the_choice_by_traffic_is_the_best_one_among_many(count: int) -> None:
+    drawn = random.Random(count)
+    traffic = {size: drawn.random() ** 4 for size in range(1, 300)}
+    got = best_sizes(range(1, 301), traffic, count)
+    # Each size is the best one between its neighbours.
+    for at in range(len(got) - 1):
+        before, after = (0, *got)[at], got[at + 1]
+        served = {live: share for live, share in traffic.items() if before < live <= after}
+        best = min(padding([size, after], served) for size in range(before + 1, after))
+        assert padding([got[at], after], served) == pytest.approx(best)
+    assert len(got) == count
+
+
+def test_the_sizes_of_many_batches_are_found_in_no_time() -> None:
+    traffic = {size: 1 / size for size in range(1, 8193)}
+    started = time.process_time()
+    assert len(best_sizes(traffic, traffic, 51)) == 51
+    assert len(best_sizes(range(1, 60_000), dict.fromkeys(range(1, 60_000), 1), 10)) == 10
+    assert time.process_time() - started < 5
+
+
+BIMODAL = {9: 0.5, 33: 0.3, 70: 0.15, 200: 0.05}
+
+
+def planned(**arguments: Any) -> Plan:
+    return Plan(
+        "FULL_DECODE_ONLY", max_num_reqs=256, max_num_tokens=2048, platform="cpu", **arguments
+    )
+
+
+def sizes_of(plan: Plan) -> list[int]:
+    return sorted(descriptor.num_tokens for _, descriptor in plan.keys)
+
+
+def test_traffic_alone_gives_as_many_sizes_as_the_default_ladder_has() -> None:
+    default, fitted = sizes_of(planned()), sizes_of(planned(traffic=BIMODAL))
+    assert len(default) == len(fitted) and default[-1] == fitted[-1] == 256
+    assert set(BIMODAL) <= set(fitted)
+    drawn = random.Random(3)
+    traffic = {size: drawn.random() for size in range(1, 257)}
+    fitted = sizes_of(planned(traffic=traffic))
+    assert len(fitted) == len(default)
+    assert padding(fitted, traffic) < padding(default, traffic)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
+def test_a_budget_keeps_the_sizes_that_pad_the_traffic_least(count: int) -> None:
+    plan = planned(traffic=BIMODAL, budget=Budget(graphs=count))
+    kept = sizes_of(plan)
+    candidates = [*BIMODAL, 256]
+    best = min(
+        padding(sorted({256, *others}), BIMODAL)
+        for others in itertools.combinations(candidates, min(count, 5) - 1)
+    )
+    assert padding(kept, BIMODAL) == pytest.approx(best)
+    assert (len(kept), kept[-1], plan.total.graphs) == (count, 256, count)
+    assert all(each.padded_to for each in plan.left_out)
+
+
+def test_a_budget_keeps_to_the_list_of_a_host() -> None:
+    own = [8, 16, 32, 64, 256]
+    plan = planned(sizes=own, traffic=BIMODAL, budget=Budget(graphs=3))
+    assert sizes_of(plan) == [16, 64, 256]
+    assert sizes_of(planned(sizes=own, traffic=BIMODAL)) == own
+
+
+def test_of_long_requests_the_sizes_by_traffic_are_whole_requests() -> None:
+    traffic = {7: 0.5, 50: 0.5}
+    plan = planned(query_lens=(1, 4), traffic=traffic, budget=Budget(graphs=6))
+    for _, descriptor in plan.keys:
+        assert descriptor.query_len is not None and descriptor.num_reqs is not None
+        assert descriptor.num_tokens == descriptor.num_reqs * descriptor.query_len
+    by_length = {q: [d.num_tokens for _, d in plan.keys if d.query_len == q] for q in (1, 4)}
+    assert by_length == {1: [256, 50, 7], 4: [512, 52, 8]}
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.lists(st.integers(1, 64), min_size=1, max_size=8, unique=True),
+    st.tuples(st.integers(1, 160), st.integers(0, 60)),
+    st.integers(0, 3),
+)
+def test_a_larger_budget_keeps_what_a_smaller_one_held(
+    full: int, pieces: int, sizes: list[int], graphs: tuple[int, int], fewest: int
+) -> None:
+    keys = keys_of(BOTH, *sizes, reqs=64)
+    cost = {FULL: GraphCost(graphs=full), PIECEWISE: GraphCost(graphs=pieces)}
+    least = max(graphs[0], full)
+    small, large = (
+        fit(keys, Budget(graphs=each, cost=cost, min_piecewise=fewest), mode=BOTH)
+        for each in (least, least + graphs[1])
+    )
+    assert set(small.keys) <= set(large.keys)
+    assert small.mode is large.mode or large.mode is BOTH
+
+
+def test_pieces_that_are_cheap_do_not_come_and_go_with_the_room_that_full_graphs_leave() -> None:
+    cost = {FULL: GraphCost(graphs=9), PIECEWISE: GraphCost(graphs=1)}
+    held = {}
+    for graphs in (5, 9, 11, 18, 36, 38, 40):
+        budget = Budget(graphs=graphs, cost=cost)
+        found = fit(keys_of(BOTH, 1, 2, 4, 8), budget, mode=BOTH)
+        held[graphs] = found.mode.name, tokens(found, FULL), tokens(found, PIECEWISE)
+    assert held == {
+        5: ("PIECEWISE", [], [8, 4, 2, 1]),
+        9: ("FULL_DECODE_ONLY", [8], []),
+        11: ("FULL_DECODE_ONLY", [8], []),
+        18: ("FULL_DECODE_ONLY", [8, 1], []),
+        36: ("FULL_DECODE_ONLY", [8, 4, 2, 1], []),
+        38: ("FULL_AND_PIECEWISE", [8, 4, 2, 1], [8, 1]),
+        40: ("FULL_AND_PIECEWISE", [8, 4, 2, 1], [8, 4, 2, 1]),
+    }

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from graphrt import Batch, BatchDescriptor, GraphDispatcher, GraphMode, Reason
-from graphrt.core.dispatch import index
-from graphrt.core.dispatch.index import MOST_BYTES, GraphIndex
+from graphrt.core.dispatch import dispatcher as dispatcher_module
+from graphrt.core.dispatch.dispatcher import REMEMBERED
 
 FULL = GraphMode.FULL
 SIZES = tuple(range(1, 13))
@@ -27,25 +27,30 @@ def many_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def test_an_index_that_is_built_during_a_publish_does_not_outlive_it(monkeypatch):
+@pytest.mark.parametrize("agreed", [False, True])
+def test_what_is_looked_up_during_a_publish_does_not_outlive_it(monkeypatch, agreed):
     dispatcher = GraphDispatcher("FULL")
     dispatcher.publish(FULL, BatchDescriptor(2))
-    publishing: list[threading.Thread] = []
-    built = GraphIndex.built
+    told, publishing = {}, []
+    limits = {"agreed": BatchDescriptor(8)} if agreed else {}
+    renew = GraphDispatcher._renew
 
-    def slow(self: GraphIndex, *args: Any) -> Any:
-        found = built(self, *args)
-        if not publishing:
-            thread = threading.Thread(target=dispatcher.publish, args=(FULL, BatchDescriptor(8)))
-            publishing.append(thread)
-            thread.start()
-            thread.join(0.2)
-        return found
+    def slow(self: GraphDispatcher) -> None:
+        """The new version is there, and its graph is not published yet."""
+        renew(self)
+        if threading.current_thread() is publishing[0]:
+            other = threading.Thread(
+                target=lambda: told.update(during=dispatcher.dispatch(Batch(5), **limits))
+            )
+            other.start()
+            other.join(0.2)
 
-    monkeypatch.setattr(GraphIndex, "built", slow)
-    dispatcher.dispatch(Batch(1))
+    publishing.append(threading.Thread(target=dispatcher.publish, args=(FULL, BatchDescriptor(8))))
+    dispatcher.reserve(FULL, BatchDescriptor(8))
+    monkeypatch.setattr(GraphDispatcher, "_renew", slow)
+    publishing[0].start()
     publishing[0].join()
-    assert dispatcher.dispatch(Batch(5)).reason is Reason.HIT
+    assert dispatcher.dispatch(Batch(5), **limits).reason is Reason.HIT
 
 
 def test_a_batch_without_a_graph_is_not_remembered_beyond_a_publish():
@@ -54,7 +59,9 @@ def test_a_batch_without_a_graph_is_not_remembered_beyond_a_publish():
         dispatcher.publish(FULL, BatchDescriptor(size))
         for _ in range(3):
             assert dispatcher.dispatch(Batch(8)).reason is reason
-            assert dispatcher.dispatch(Batch(8), at_least=3).reason is reason
+            exactly = Reason.RANKS_DISAGREE if reason is not Reason.HIT else reason
+            agreed = BatchDescriptor(8)
+            assert dispatcher.dispatch(Batch(8), agreed=agreed).reason is exactly
     dispatcher.reserve(FULL, BatchDescriptor(16))
     for _ in range(3):
         assert dispatcher.dispatch(Batch(12)).reason is Reason.NOT_CAPTURED
@@ -81,14 +88,12 @@ def best(sizes: frozenset[int], tokens: int) -> int | None:
 
 
 @pytest.mark.usefixtures("many_switches")
-@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 0], ids=["tables", "search"])
+@pytest.mark.parametrize("remembered", [REMEMBERED, 3])
 @pytest.mark.parametrize("limits", [{}, {"max_padding": 100.0, "exclude": {GraphMode.PIECEWISE}}])
 def test_threads_dispatch_what_is_published_while_another_changes_it(
-    limits, most_bytes, monkeypatch
+    limits, remembered, monkeypatch
 ):
-    monkeypatch.setattr(index, "MOST_BYTES", most_bytes)
-    monkeypatch.setattr(index, "_SEARCHES", 50)
-    monkeypatch.setattr(index, "_REMEMBERED", 3)
+    monkeypatch.setattr(dispatcher_module, "REMEMBERED", remembered)
     dispatcher = GraphDispatcher("FULL")
     known, wrong, done = Published(), [], threading.Event()
 

@@ -9,14 +9,24 @@ from contextlib import suppress
 import interrupts
 import pytest
 import torch
-from brute_force import KEYS, LIMITS, Limits, batches, brute_force, preference, reason_of
+from brute_force import (
+    KEYS,
+    LIMITS,
+    Limits,
+    agreeing,
+    batches,
+    brute_force,
+    normalised,
+    preference,
+    reason_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphrt.core.base import InvalidBatchError, InvalidOptionError
 from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason, index, unpadded
-from graphrt.core.dispatch.search import SearchedView
+from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason, unpadded
+from graphrt.core.dispatch.dispatcher import REMEMBERED
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 
@@ -27,49 +37,27 @@ FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
     st.sets(KEYS, max_size=4),
     st.lists(st.tuples(batches(), LIMITS), min_size=1, max_size=8),
     st.sampled_from([None, None, 2.0]),
+    st.randoms(use_true_random=False),
 )
-def test_dispatch_finds_what_brute_force_finds_and_says_why(keys, reserved, cases, max_padding):
-    check_against_brute_force(keys, reserved, cases, max_padding)
-
-
-@pytest.mark.parametrize(("most_bytes", "searches"), [(0, 1 << 30), (3000, 4), (8000, 20)])
-def test_the_same_is_found_with_little_memory_for_tables(monkeypatch, most_bytes, searches):
-    monkeypatch.setattr(index, "MOST_BYTES", most_bytes)
-    monkeypatch.setattr(index, "_SEARCHES", searches)
-    searched = []
-    monkeypatch.setattr(
-        index, "SearchedView", lambda *args, **off: searched.append(1) or SearchedView(*args, **off)
-    )
-
-    @settings(max_examples=120, deadline=None)
-    @given(
-        st.sets(KEYS, max_size=24),
-        st.sets(KEYS, max_size=4),
-        st.lists(st.tuples(batches(), LIMITS), min_size=1, max_size=8),
-        st.sampled_from([None, None, 2.0]),
-    )
-    def check(keys, reserved, cases, max_padding):
-        check_against_brute_force(keys, reserved, cases, max_padding)
-
-    check()
-    assert searched
-
-
-def check_against_brute_force(keys, reserved, cases, max_padding):
+def test_dispatch_finds_what_brute_force_finds_and_says_why(
+    keys, reserved, cases, max_padding, drawn
+):
     dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", max_padding=max_padding)
     for key in keys:
         dispatcher.publish(*key)
     for key in reserved:
         dispatcher.reserve(*key)
     planned, told = reserved - keys, Counter()
-    # Twice, because what no graph serves is remembered.
+    cases = [(batch, agreeing(drawn, batch, limits, keys | reserved)) for batch, limits in cases]
+    # Twice, because answers are remembered.
     for batch, limits in 2 * cases:
         for case, given_limits in (
             (batch._replace(exclude=frozenset()), Limits()),
             (batch, limits),
         ):
             kept = {name: value for name, value in given_limits._asdict().items() if value}
-            found = dispatcher.dispatch(case, **kept)
+            found = dispatcher.peek(case, **kept)
+            assert dispatcher.dispatch(case, **kept) == found
             if given_limits.max_padding is None:
                 given_limits = given_limits._replace(max_padding=max_padding)
             assert found.reason is reason_of(keys, planned, case, given_limits)
@@ -81,9 +69,7 @@ def check_against_brute_force(keys, reserved, cases, max_padding):
             else:
                 assert preference(found.mode, found.descriptor) == best
             later = given_limits._replace(exclude=frozenset(), max_padding=max_padding)
-            wanted = dispatcher.planned_for(
-                case, at_least=later.at_least, at_most_mode=later.at_most_mode
-            )
+            wanted = dispatcher.planned_for(case, agreed=later.agreed)
             best = brute_force(planned, case, later)
             assert best == (wanted and preference(wanted.mode, wanted.descriptor))
             # A step looks by itself, and knows a batch that it is given again: it finds the same,
@@ -95,9 +81,28 @@ def check_against_brute_force(keys, reserved, cases, max_padding):
     assert +Counter(dispatcher.counts()) == told
 
 
-@pytest.mark.parametrize("most_bytes", [index.MOST_BYTES, 0], ids=["tables", "search"])
-def test_requests_decide_among_many_graphs_of_one_kind(monkeypatch, most_bytes):
-    monkeypatch.setattr(index, "MOST_BYTES", most_bytes)
+@settings(max_examples=200, deadline=None)
+@given(batches(), st.sampled_from([None, 0, -1]), st.sampled_from([0, -2]))
+def test_the_descriptor_of_a_batch_without_a_graph_says_what_the_batch_says(batch, reqs, loras):
+    reqs_, query_len = normalised(batch)
+    numbers = batch.num_active_loras, batch.bounds, batch.variant
+    own = BatchDescriptor(
+        batch.num_tokens,
+        reqs_,
+        uniform=query_len is not None,
+        has_lora=batch.num_active_loras > 0,
+        num_active_loras=numbers[0],
+        query_len=query_len,
+        bounds=numbers[1],
+        variant=numbers[2],
+    )
+    assert unpadded(batch) == own
+    assert type(own) is type(unpadded(batch))
+    odd = Batch(batch.num_tokens, reqs, None, num_active_loras=loras)
+    assert unpadded(odd) == BatchDescriptor(batch.num_tokens)
+
+
+def test_requests_decide_among_many_graphs_of_one_kind():
     drawn = random.Random(5)
     for _ in range(20):
         keys = {
@@ -118,20 +123,6 @@ def test_requests_decide_among_many_graphs_of_one_kind(monkeypatch, most_bytes):
                 assert preference(found.mode, found.descriptor) == best
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.sets(KEYS, max_size=12), batches())
-def test_tables_above_the_dense_limit_find_the_same_graphs(keys, batch):
-    far = BatchDescriptor(1 << 20, 1 << 20)
-    small, large = GraphDispatcher("FULL"), GraphDispatcher("FULL")
-    for mode, descriptor in keys:
-        small.publish(mode, descriptor)
-        large.publish(mode, descriptor)
-    large.publish(PIECEWISE, far)
-    found, sparse = small.dispatch(batch), large.dispatch(batch)
-    if found.reason is Reason.HIT and found.mode is FULL:
-        assert (sparse.mode, sparse.descriptor) == (found.mode, found.descriptor)
-
-
 def ladder() -> GraphDispatcher:
     dispatcher = GraphDispatcher("FULL_AND_PIECEWISE")
     for size in (1, 2, 4, 8):
@@ -145,6 +136,17 @@ def test_a_mixed_batch_where_only_decode_has_graphs_has_no_graph_whatever_its_si
     dispatcher.publish(FULL, BatchDescriptor(8, 8, uniform=True, query_len=1))
     assert dispatcher.dispatch(Batch(64, 3)).reason is Reason.NO_GRAPH
     assert dispatcher.dispatch(Batch(64, 64, 1)).reason is Reason.TOO_LARGE
+
+
+def test_counts_start_anew():
+    dispatcher = ladder()
+    for batch in (Batch(3), Batch(9), Batch(3)):
+        dispatcher.dispatch(batch)
+    assert dispatcher.counts()[Reason.HIT] == 2
+    dispatcher.reset_counts()
+    assert not any(dispatcher.counts().values()) and not any(dispatcher.hits().values())
+    dispatcher.dispatch(Batch(9))
+    assert dispatcher.counts()[Reason.TOO_LARGE] == 1
 
 
 def test_a_hit_returns_the_same_prebuilt_object():
@@ -171,10 +173,9 @@ def test_the_callers_sets_are_left_alone():
         (Batch(3, 3, 1, exclude=frozenset({FULL, PIECEWISE})), {}, NONE, Reason.EXCLUDED),
         (Batch(5, 5, 1), {"max_padding": 1.5}, NONE, Reason.PADDING),
         (Batch(5, 5, 1), {"max_padding": 1.6}, FULL, Reason.HIT),
-        (Batch(3, 3, 1), {"at_most_mode": PIECEWISE}, PIECEWISE, Reason.HIT),
-        (Batch(3, 3, 1), {"at_most_mode": NONE}, NONE, Reason.RANKS_DISAGREE),
-        (Batch(3, 3, 1), {"at_least": 9}, NONE, Reason.RANKS_DISAGREE),
-        (Batch(3, 3, 1), {"at_least": 5}, FULL, Reason.HIT),
+        (Batch(3, 3, 1), {"agreed": BatchDescriptor(8)}, PIECEWISE, Reason.HIT),
+        (Batch(3, 3, 1), {"agreed": BatchDescriptor(6)}, NONE, Reason.RANKS_DISAGREE),
+        (Batch(3, 3, 1), {"agreed": BatchDescriptor(2)}, NONE, Reason.RANKS_DISAGREE),
     ],
 )
 def test_every_result_carries_its_reason(batch, limits, mode, reason):
@@ -241,6 +242,17 @@ def test_a_step_goes_by_the_dispatch_of_a_subclass():
         dispatcher.publish(mode, BatchDescriptor(4))
     for _ in range(2):
         assert dispatcher.step(Batch(4)).mode is PIECEWISE
+
+
+def test_a_thousand_answers_are_kept_and_those_after_them_are_right():
+    dispatcher = ladder()
+    for _ in range(2):
+        for tokens in range(1, 3 * REMEMBERED):
+            found = dispatcher.dispatch(Batch(tokens, tokens, 1))
+            assert (found.mode is FULL) is (tokens <= 8)
+            assert found.mode is FULL or found.descriptor.num_tokens == tokens
+            assert len(dispatcher.version.answers) <= REMEMBERED
+    assert dispatcher.counts()[Reason.TOO_LARGE] == 2 * (3 * REMEMBERED - 9)
 
 
 def test_the_same_batch_is_dispatched_anew_when_graphs_or_limits_have_changed():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from brute_force import KEYS, Limits, batches, brute_force, preference
+from brute_force import KEYS, Limits, agreeing, batches, brute_force, preference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +52,8 @@ def test_a_planned_graph_that_would_pad_too_much_is_why_a_batch_has_none():
     assert dispatcher.dispatch(Batch(3)).reason is Reason.PADDING
     assert dispatcher.dispatch(Batch(4)).reason is Reason.NOT_CAPTURED
     assert dispatcher.planned_for(Batch(3)) is None
-    assert dispatcher.planned_for(Batch(3), at_least=4) is not None
+    assert dispatcher.planned_for(Batch(3), agreed=BatchDescriptor(8)) is not None
+    assert dispatcher.planned_for(Batch(3), agreed=BatchDescriptor(4)) is None
 
 
 def test_a_batch_without_loras_gets_the_planned_graph_without():
@@ -74,11 +75,14 @@ def test_a_batch_of_short_contexts_gets_the_planned_graph_of_the_smaller_bound()
     assert runner.last_dispatch.descriptor.bounds == (64,)
 
 
-@pytest.mark.parametrize("mode", ["FULL", "full", FULL])
-def test_a_lazy_step_takes_what_ranks_agreed_on_by_name(mode):
-    runner = lazy()
-    runner.step(Batch(3, 3, 1), {"x": torch.ones(3, 4)}, at_most_mode=mode)
-    assert runner.last_dispatch.mode is FULL
+def test_a_lazy_step_captures_what_ranks_agreed_on():
+    runner = lazy(sizes=[4, 8])
+    agreed = next(key for key in runner.plan.keys if key[1].num_tokens == 8)[1]
+    runner.step(Batch(3, 3, 1), {"x": torch.ones(3, 4)}, agreed=agreed)
+    assert runner.last_dispatch.descriptor == agreed
+    runner.step(Batch(3, 3, 1), {"x": torch.ones(3, 4)}, agreed=agreed._replace(num_tokens=16))
+    assert runner.last_dispatch.reason is Reason.RANKS_DISAGREE
+    assert [graph.descriptor for graph in runner.report().graphs] == [agreed]
 
 
 @settings(max_examples=200, deadline=None)
@@ -86,29 +90,29 @@ def test_a_lazy_step_takes_what_ranks_agreed_on_by_name(mode):
     st.sets(KEYS, max_size=16),
     st.sets(KEYS, max_size=16),
     batches(),
-    st.sampled_from([0, 5, 30]),
-    st.sampled_from([None, GraphMode.NONE, PIECEWISE, FULL]),
     st.sampled_from([None, 1.0, 1.5, 3.0]),
+    st.randoms(use_true_random=False),
 )
 def test_what_is_planned_for_a_batch_is_what_dispatch_would_find_were_it_captured(
-    published, planned, batch, at_least, at_most, max_padding
+    published, planned, batch, max_padding, drawn
 ):
     dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", max_padding=max_padding)
     for key in published:
         dispatcher.publish(*key)
     for key in planned - published:
         dispatcher.reserve(*key)
-    limits = Limits(frozenset(), at_least, at_most, max_padding)
+    limits = agreeing(drawn, batch, Limits(max_padding=max_padding), published | planned)
+    agreed = limits.agreed
     best = brute_force(planned - published, batch, limits)
-    wanted = dispatcher.planned_for(batch, at_least=at_least, at_most_mode=at_most)
+    wanted = dispatcher.planned_for(batch, agreed=agreed)
     assert (None if wanted is None else preference(*wanted[:2])) == best
-    found = dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most)
+    found = dispatcher.dispatch(batch, agreed=agreed)
     if wanted is None:
-        assert found.reason is not Reason.NOT_CAPTURED or at_least or at_most is not None
+        assert found.reason is not Reason.NOT_CAPTURED
         return
     better = found.reason is not Reason.HIT or preferred(wanted, found)
     dispatcher.publish(wanted.mode, wanted.descriptor)
-    again = dispatcher.dispatch(batch, at_least=at_least, at_most_mode=at_most)
+    again = dispatcher.dispatch(batch, agreed=agreed)
     assert (again.slot == wanted.slot) is better or preference(*again[:2]) == best
 
 

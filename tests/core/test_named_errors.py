@@ -12,6 +12,7 @@ from test_runner import INPUTS, rows, runner
 
 from graphrt import (
     Batch,
+    BatchDescriptor,
     GraphDispatcher,
     GraphMode,
     GraphOptions,
@@ -249,7 +250,7 @@ def test_what_is_no_batch_is_refused_by_position(run, call, given):
     with pytest.raises(InvalidBatchError, match="Batch"):
         getattr(run, call)(given, x=rows(2))
     with pytest.raises(InvalidBatchError, match="Batch"):
-        run.step(given, {"x": rows(2)}, at_least=1)
+        run.step(given, {"x": rows(2)}, agreed=BatchDescriptor(2))
     assert torch.equal(run(x=rows(2)), rows(2, 2.0))
 
 

@@ -261,7 +261,9 @@ def test_a_query_length_without_graphs_is_a_warning(caplog: pytest.LogCaptureFix
 def slow_by_worth(sizes: list[int], traffic: dict[int, float] | None) -> tuple[int, ...]:
     """By definition: what saves least of what is left is dropped, one after another."""
     kept = sorted(sizes)
-    fixed = [kept[-1], kept[0]]
+    # By traffic the smallest is one among others.
+    fixed = [kept[-1]] if traffic is not None else [kept[-1], kept[0]]
+    kept = kept if traffic is None else [0, *kept]
 
     def share(size: int) -> tuple[float, ...]:
         even = by_worth.__globals__["_even"](size)
@@ -304,10 +306,8 @@ def test_more_sizes_than_anybody_captures_are_refused() -> None:
     with pytest.raises(InvalidSizesError, match="mistake"):
         mixed_sizes(10**12, max_num_reqs=1, max_num_tokens=10**12)
     with pytest.raises(InvalidSizesError, match="mistake"):
-        decode_sizes(1, max_num_reqs=10**12, limit=10**12)
-    with pytest.raises(InvalidSizesError, match="mistake"):
         plan(sizes=itertools.count(1))
-    assert decode_sizes(1, max_num_reqs=10**12, limit=16) == (1, 2, 4, 8, 16)
+    assert decode_sizes([1, 9], 4, max_num_reqs=10**12, limit=16) == (4, 12)
     assert plan(max_num_tokens=10**12, max_num_reqs=10**12).keys
 
 

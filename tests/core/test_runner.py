@@ -11,6 +11,7 @@ import torch
 
 from graphrt import (
     Batch,
+    BatchDescriptor,
     Budget,
     GraphCost,
     GraphMode,
@@ -31,6 +32,7 @@ from graphrt.core.base import (
     GraphQuarantinedWarning,
     GraphRTError,
     GraphsDroppedWarning,
+    InputSlotError,
     InvalidBatchError,
     InvalidInputError,
     InvalidModeError,
@@ -100,10 +102,16 @@ def test_excluded_modes_and_agreements_of_ranks_reach_the_dispatcher():
     captured.capture()
     captured(Batch(1, 1, 1, exclude=frozenset({GraphMode.FULL})), x=rows(1))
     assert captured.last_dispatch.reason is Reason.EXCLUDED
-    captured.step(Batch(1, 1, 1), {"x": rows(1)}, at_most_mode=GraphMode.NONE)
+    captured.step(Batch(1, 1, 1), {"x": rows(1)}, agreed=BatchDescriptor(3))
     assert captured.last_dispatch.reason is Reason.RANKS_DISAGREE
-    captured.step(Batch(1, 1, 1), {"x": rows(1)}, at_least=3)
-    assert captured.last_dispatch.descriptor.num_tokens == 4
+    agreed = captured.dispatcher.peek(Batch(4, 4, 1))
+    captured.step(Batch(1, 1, 1), {"x": rows(1)}, agreed=agreed)
+    assert captured.last_dispatch == agreed
+    captured(captured.slot(Batch(1, 1, 1), agreed=agreed.descriptor))
+    assert captured.last_dispatch == agreed
+    with pytest.raises(InputSlotError, match="agree"):
+        captured(captured.slot(Batch(1, 1, 1)), agreed=agreed)
+    assert captured.dispatcher.counts()[Reason.HIT] == 3
 
 
 def test_strict_refuses_a_batch_that_no_graph_serves_after_capture():

@@ -12,7 +12,6 @@ from graphrt.core.plan import capture_sizes, check_sizes
 from graphrt.core.plan.sizes import (
     CaptureSizes,
     capture_limit,
-    decode_sizes,
     descriptors_for,
     mixed_sizes,
 )
@@ -77,7 +76,7 @@ def test_vllm_lists(reqs: int, q: int, expected: list[int]) -> None:
 def test_mixed_list_and_ladder_are_separate() -> None:
     sizes = plan(8, q=3)
     assert sizes.mixed == (1, 2, 4, 8, 16, 24, 32, 40, 48)
-    assert sizes.decode == {3: (3, 6, 12, 24)}
+    assert sizes.decode == {3: (3, 6, 9, 18, 24)}
 
 
 def test_hundred_requests_are_a_size_of_their_own() -> None:
@@ -98,12 +97,28 @@ def test_mixed_list_is_the_definition(reqs: int, tokens: int, q: int, cap: int) 
     assert list(got) == sorted({*ref_steps(limit), *extra})
 
 
-@given(REQS, st.integers(1, 9), st.integers(1, 1024))
-def test_ladder_is_the_definition(reqs: int, q: int, limit: int) -> None:
-    got = decode_sizes(q, max_num_reqs=reqs, limit=limit)
-    top = min(reqs * q, limit)
-    counts = {*ref_steps(reqs), reqs}
-    assert list(got) == sorted(n * q for n in counts if n * q <= top)
+@given(REQS, TOKENS, st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_ladder_is_the_definition(reqs: int, tokens: int, query_lens: list[int]) -> None:
+    tokens = max(tokens, *query_lens)
+    sizes = capture_sizes(max_num_reqs=reqs, max_num_tokens=tokens, query_lens=query_lens)
+    for q, got in sizes.decode.items():
+        rounded = {(size + q - 1) // q * q for size in sizes.mixed} | {reqs * q}
+        assert list(got) == sorted(size for size in rounded if size <= min(reqs * q, sizes.limit))
+
+
+def mean_padding(sizes: CaptureSizes, q: int) -> float:
+    """Of decode batches of any number of requests, each as often."""
+    ladder = sizes.decode[q]
+    live = [n * q for n in range(1, sizes.max_num_reqs + 1)]
+    padded = [next(size for size in ladder if size >= tokens) for tokens in live]
+    return sum(padded) / sum(live) - 1
+
+
+def test_a_ladder_of_long_requests_pads_no_more_than_the_mixed_list() -> None:
+    assert plan(32, q=8).decode == {8: tuple(range(8, 257, 8))}
+    assert mean_padding(plan(32, q=8), 8) == 0.0
+    for reqs, q in ((32, 4), (64, 2), (64, 7), (100, 5)):
+        assert mean_padding(plan(reqs, q=q), q) < 0.05, (reqs, q)
 
 
 def possible(
@@ -206,7 +221,7 @@ def test_decode_above_the_limit_is_told_beforehand() -> None:
 def test_several_query_lengths() -> None:
     sizes = capture_sizes(max_num_reqs=8, max_num_tokens=BIG, query_lens=(4, 3, 4))
     assert sizes.limit == 64
-    assert sizes.decode == {3: (3, 6, 12, 24), 4: (4, 8, 16, 32)}
+    assert sizes.decode == {3: (3, 6, 9, 18, 24), 4: (4, 8, 16, 24, 32)}
 
 
 # Bad sizes ---------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
 """Which captured graph serves a batch."""
 
-from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.index import NOT_FOUND
-from graphrt.core.dispatch.order import preferred
-from graphrt.core.dispatch.reasons import NOT_REPLAYED, Dispatch, Reason
-from graphrt.core.dispatch.tables import Reserved
-from graphrt.core.dispatch.uniform import live_query_len, unpadded
+from graphrt.core.dispatch.asked import live_query_len, unpadded
+from graphrt.core.dispatch.dispatcher import NOT_FOUND, GraphDispatcher, Reserved
+from graphrt.core.dispatch.ladders import preferred
+from graphrt.core.dispatch.reasons import NOT_REPLAYED, Agreed, Dispatch, Reason
 
 __all__ = [
     "NOT_FOUND",
     "NOT_REPLAYED",
+    "Agreed",
     "Dispatch",
     "GraphDispatcher",
     "Reason",

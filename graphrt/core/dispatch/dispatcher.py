@@ -2,56 +2,78 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from graphrt.core.base import Uncopied
+from graphrt.core.base import Uncopied, fork_safe
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, graphs_off
-from graphrt.core.dispatch._counted import Counted
-from graphrt.core.dispatch.index import NOT_BUILT, NOT_FOUND, GraphIndex
-from graphrt.core.dispatch.limits import (
-    COLLECTIONS,
-    DISAGREED_BITS,
-    EXCLUDED_BIT,
-    EXCLUDED_BITS,
-    MOST_PADDING,
+from graphrt.core.dispatch.asked import (
     NO_MODES,
-    checked_ratio,
-    limits_of,
-    plain_ratio,
-)
-from graphrt.core.dispatch.order import checked_key
-from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.dispatch.tables import Reserved
-from graphrt.core.dispatch.uniform import (
+    checked_agreed,
     checked_batch,
-    checked_uniform,
+    checked_key,
+    checked_modes,
+    checked_ratio,
     live_query_len,
+    named,
+    settled,
     unpadded,
 )
-from graphrt.core.dispatch.view import View
+from graphrt.core.dispatch.ladders import Ladders
+from graphrt.core.dispatch.reasons import NOT_REPLAYED, OF_BATCHES, Agreed, Dispatch, Reason
 
+NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
+"""What a look for a remembered batch raises where it is not what it should be."""
+REMEMBERED = 1024
+"""So many answers are kept: a host whose batches never come again cannot make them grow."""
+_INF = float("inf")
 _new_tuple = tuple.__new__
+_COLLECTIONS = frozenset({frozenset, set, list, tuple})
+_AGREED = frozenset({BatchDescriptor, Dispatch, type(None)})
+_RATIOS = frozenset({float, int, type(None)})
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
-_NO_BOUNDS = Batch(1).bounds
-_COUNT = (int, type(None))
 
 
-def _stays(batch: Batch) -> bool:
-    """Whether nobody can change what is in a batch."""
-    tokens, reqs, query_len, bounds, loras, variant, exclude = batch
-    return (
-        tokens.__class__ is loras.__class__ is int
-        and reqs.__class__ in _COUNT
-        and query_len.__class__ in _COUNT
-        and bounds is _NO_BOUNDS
-        and variant is None
-        and exclude.__class__ is frozenset
-    )
+class Count:
+    """How many batches were told the same."""
+
+    __slots__ = ("batches",)
+
+    def __init__(self) -> None:
+        self.batches = 0
 
 
-class GraphDispatcher(Counted, Uncopied):
+class Reserved(Count):
+    """A reserved graph: what batches are told, how many it has served, the context of its steps,
+    itself alone where ranks have agreed on it."""
+
+    __slots__ = ("alone", "context", "found")
+
+    def __init__(self, found: Dispatch, context: ForwardContext) -> None:
+        super().__init__()
+        self.found = found
+        self.context = context
+        self.alone = Ladders([found])
+
+
+class _Version:
+    """What is published and planned between two changes, and what batches were told of it.
+
+    The ladders are built at the first batch that needs them: capture publishes graphs one by one.
+    """
+
+    __slots__ = ("answers", "ladders", "max_padding")
+
+    def __init__(self, max_padding: float | None) -> None:
+        self.max_padding = max_padding
+        self.answers: dict[Any, tuple[Count, Dispatch]] = {}
+        self.ladders: tuple[Ladders, Ladders | None] | None = None
+
+
+class GraphDispatcher(Uncopied):
     """Finds the best captured graph for a batch, where best is least in the order of DESIGN 6:
     FULL before PIECEWISE, tokens, active LoRAs, uniform before general, bounds, requests.
 
@@ -70,34 +92,30 @@ class GraphDispatcher(Counted, Uncopied):
         self._off = graphs_off()
         if self._off:
             self.mode = GraphMode.NONE
-        super().__init__()
-        self._most_padding = checked_ratio(max_padding)
+        self._lock = fork_safe(threading.RLock())
+        self._graphs: list[Reserved] = []
+        self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
+        self._misses = {reason: Count() for reason in OF_BATCHES}
+        self._not_replayed: Counter[tuple[int, Reason]] = Counter()
+        self._told: object = None
+        # How many of them were not replayed, of all graphs and for all reasons.
+        self.counted_otherwise = 0
         self._last_context = ForwardContext(GraphMode.NONE)
-        # The last batch of `step`; and one that came twice in turn, and that nobody can change: by
-        # which version it was found which graph. Hosts that make one for each step pay a compare.
-        self._last_batch: object = None
-        self._again: tuple[Batch | None, object, Any] = None, None, None
-        # Whether `step` may look a batch up by itself: not past the `dispatch` of a subclass.
-        self._looks = type(self).dispatch is GraphDispatcher.dispatch
-        self._reindex()
+        # Another one whenever a batch may be told something else than before. It is made before
+        # the change, under the lock: whatever interrupts that, no answer outlives what it is of.
+        self.version = _Version(checked_ratio(max_padding))
 
     @property
     def max_padding(self) -> float | None:
         """The largest allowed ratio of a graph's tokens to the batch's."""
-        return self._most_padding
+        return self.version.max_padding
 
     @max_padding.setter
     def max_padding(self, ratio: float | None) -> None:
         checked = checked_ratio(ratio)
         with self._lock:
-            # First, or an interrupt of the second would leave batches what they are told now; and
-            # again, as meanwhile other threads are told by the ratio of before.
-            self._reindex()
-            try:
-                self._most_padding = checked
-            finally:
-                self._reindex()
+            self.version = _Version(checked)
 
     def reserve(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> int:
         """The slot of a planned graph; the same one when it is reserved again.
@@ -111,10 +129,9 @@ class GraphDispatcher(Counted, Uncopied):
             if slot is None:
                 slot = len(self._graphs)
                 context = ForwardContext(mode, descriptor, slot, dispatcher=self)
-                found = Dispatch(mode, descriptor, Reason.HIT, slot)
-                # First: whatever interrupts this, no index outlives what is reserved.
-                self._reindex()
-                self._graphs.append(Reserved(found, context))
+                graph = Reserved(Dispatch(mode, descriptor, Reason.HIT, slot), context)
+                self._renew()
+                self._graphs.append(graph)
                 self._slots[key] = slot
             return slot
 
@@ -126,39 +143,22 @@ class GraphDispatcher(Counted, Uncopied):
         with self._lock:
             slot = self.reserve(mode, descriptor)
             if not self._off:
-                # First: whatever interrupts this, no index outlives what is published.
-                self._reindex()
+                self._renew()
                 self._published.add(slot)
             return self._graphs[slot].found
 
     def withdraw(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> None:
         """Stop serving batches with this graph; it stays reserved. Raises what `reserve` does."""
         with self._lock:
-            self._reindex()
-            self._published.discard(self.reserve(mode, descriptor))
+            slot = self.reserve(mode, descriptor)
+            self._renew()
+            self._published.discard(slot)
 
     def withdraw_all(self) -> None:
         """Stop serving; every graph stays reserved."""
         with self._lock:
-            self._reindex()
+            self._renew()
             self._published.clear()
-
-    def planned_for(
-        self,
-        batch: Batch,
-        *,
-        at_least: int = 0,
-        at_most_mode: GraphMode | str | None = None,
-    ) -> Dispatch | None:
-        """The best graph for `batch` among those that are reserved but not published, and that
-        dispatch would take: None if it would pad more than allowed. Raises what `dispatch` does."""
-        batch = checked_batch(batch)
-        limits = limits_of(batch, NO_MODES, at_least, at_most_mode, self._most_padding)
-        view, reqs = self._view(self._built(), batch)
-        if view.planned is None:
-            return None
-        found = view.planned.find(limits.narrowed, limits.tokens, reqs, limits.most_tokens)
-        return None if found is None else found.found
 
     @property
     def published(self) -> tuple[Dispatch, ...]:
@@ -171,122 +171,56 @@ class GraphDispatcher(Counted, Uncopied):
         batch: Batch,
         *,
         exclude: Collection[GraphMode | str] = NO_MODES,
-        at_least: int = 0,
-        at_most_mode: GraphMode | str | None = None,
+        agreed: Agreed | None = None,
         max_padding: float | None = None,
     ) -> Dispatch:
         """The best captured graph for `batch`, else NONE with the unpadded batch and the reason.
 
-        `exclude` takes runtime modes out for this batch. `at_least` (tokens) and `at_most_mode` (a
-        runtime mode) take what ranks have agreed on. Never raises for a batch of at least one
-        token; raises `InvalidBatchError` for one of none, or with counts that are no integers, and
+        `exclude` takes runtime modes out for this batch. `agreed` is the graph that ranks have
+        agreed on, by its descriptor or what one of them was told: that one whatever it pads, or
+        none, with RANKS_DISAGREE. Never raises for a batch of at least one token; raises
+        `InvalidBatchError` for one of none, or with counts that are no integers, and
         `InvalidModeError` and `InvalidOptionError` for limits that are none.
         """
-        # One index for all of it: what is published meanwhile serves the next batch.
-        index = self._index
-        try:
-            tokens, reqs, query_len, bounds, loras, variant, excluded = batch
-            if query_len is not None and (reqs is None or reqs * query_len != tokens):
-                reqs, query_len = checked_uniform(tokens, reqs, query_len)
-            if bounds or loras or variant is not None:
-                view = index.views(bounds, loras, variant)[query_len]
-            else:
-                view = index.plain[query_len]
-            narrowed, agreed, ratio = 0, tokens, self._most_padding
-            if excluded:
-                narrowed = EXCLUDED_BITS[excluded]
-            if exclude:
-                if exclude.__class__ is frozenset:
-                    narrowed |= EXCLUDED_BITS[exclude]
-                elif exclude.__class__ in COLLECTIONS:
-                    for mode in exclude:
-                        narrowed |= EXCLUDED_BIT[mode]
-                else:
-                    raise TypeError(exclude)
-            if at_most_mode is not None:
-                narrowed |= DISAGREED_BITS[at_most_mode]
-            if at_least != 0:
-                if at_least.__class__ is not int:
-                    raise TypeError(at_least)
-                if at_least > tokens:
-                    agreed = at_least
-            if max_padding is not None:
-                if max_padding.__class__ is not float or not 1.0 <= max_padding < MOST_PADDING:
-                    max_padding = plain_ratio(max_padding)
-                ratio = max_padding
-            if tokens > 0 and agreed <= view.last:
-                graph = view.rows[narrowed][view.places[agreed]]
-                if (
-                    graph is not None
-                    and (reqs is None or reqs <= graph.reqs)
-                    and (ratio is None or graph.tokens <= agreed * ratio)
-                    and batch.__class__ is Batch
-                ):
-                    graph.batches += 1
-                    return graph.found
-            key = batch if ratio is None and agreed == tokens else (batch, agreed, ratio)
-            answers = index.answers[narrowed]
-            known = answers.get(key)
-            if known is not None and batch.__class__ is Batch and tokens.__class__ is int:
-                count, found = known
-                count.batches += 1
-                return found
-            if (
-                batch.__class__ is Batch
-                and tokens.__class__ is int
-                and tokens > 0
-                and (reqs is None or (reqs.__class__ is int and reqs > 0))
-                and loras.__class__ is int
-                and loras >= 0
-                and bounds.__class__ is tuple
-                and excluded.__class__ is frozenset
-            ):
-                answer = view.answer(narrowed, tokens, agreed, reqs, ratio)
-                if isinstance(answer, Reserved):
-                    answer.batches += 1
-                    return answer.found
-                numbers = tokens, reqs, query_len is not None, loras > 0, loras, query_len
-                # By their own calls all would be checked once more.
-                own = _new_tuple(BatchDescriptor, (*numbers, bounds, variant))
-                found = _new_tuple(Dispatch, (_NONE, own, answer, -1))
-                count = self._misses[answer]
-                count.batches += 1
-                if index.answers_left <= 0:
-                    index.forget_answers()
-                index.answers_left -= 1
-                answers[key] = count, found
-                return found
-        except NOT_FOUND:
-            # No error is lost: everything is looked at again, and what is wrong is named.
-            pass
-        return self._dispatch_checked(batch, exclude, at_least, at_most_mode, max_padding)
+        count, found = self._answer(batch, exclude, agreed, max_padding)
+        count.batches += 1
+        return found
+
+    def peek(
+        self,
+        batch: Batch,
+        *,
+        exclude: Collection[GraphMode | str] = NO_MODES,
+        agreed: Agreed | None = None,
+        max_padding: float | None = None,
+    ) -> Dispatch:
+        """What `dispatch` would say now, which is not counted as a step."""
+        return self._answer(batch, exclude, agreed, max_padding)[1]
+
+    def planned_for(self, batch: Batch, *, agreed: Agreed | None = None) -> Dispatch | None:
+        """The best graph for `batch` among those that are reserved but not published, and that
+        dispatch would take: None if it would pad more than allowed. Raises what `dispatch` does."""
+        asked, version = settled(checked_batch(batch)), self.version
+        excluded = checked_modes(batch.exclude)
+        if agreed is not None:
+            return self._agreed_on(asked, excluded, agreed, published=False)
+        planned, ratio = self._ladders(version)[1], version.max_padding
+        if planned is None:
+            return None
+        return planned.find(asked, excluded, _INF if ratio is None else asked.num_tokens * ratio)[0]
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
 
-        Contexts are used again, so one thread at a time may do this with one dispatcher. A `Batch`
-        that is kept, and given again as long as it is true, is found faster than an equal one.
+        Contexts are used again, so one thread at a time may do this with one dispatcher.
         """
-        again, version, graph = self._again
-        if batch is again and version is self.version:
-            graph.batches += 1
-        else:
-            version = self.version
-            graph = self._index.hit(batch, self._most_padding) if self._looks else None
-            if batch is not self._last_batch:
-                self._last_batch = batch
-            elif graph is not None and _stays(batch):
-                self._again = batch, version, graph
-        found = self.dispatch(batch) if graph is None else graph.found
-        if graph is None and found.slot >= 0:
-            graph = self._graphs[found.slot]
-        if graph is None or graph.context.token is not None:
-            mode, descriptor, _, slot = found
+        mode, descriptor, _, slot = self.dispatch(batch)
+        context = self._graphs[slot].context if slot >= 0 else None
+        if context is None or context.token is not None:
             context = ForwardContext(
                 mode, descriptor, slot, updates, metadata, dispatcher=self, live=batch
             )
         else:
-            context = graph.context
             last = self._last_context
             if last is not context and last.token is None:
                 # Or every graph would keep what its last step was given.
@@ -295,7 +229,7 @@ class GraphDispatcher(Counted, Uncopied):
             context.updates = updates
             context.metadata = metadata
             context.live = batch
-        if context.mode is _PIECEWISE:
+        if mode is _PIECEWISE:
             context.query_len = live_query_len(batch)
         return context
 
@@ -303,50 +237,183 @@ class GraphDispatcher(Counted, Uncopied):
         """The graph in a slot: what its batches are told (`found`), and how many (`batches`)."""
         return self._graphs[slot]
 
-    def _dispatch_checked(
+    def not_replayed(self, context: ForwardContext) -> None:
+        """Count the step of this context, which was announced as a HIT, as MISSING_GRAPH.
+
+        Wrappers say so, where the context has its `dispatcher`; of one step once.
+        """
+        step = context.token or context
+        with self._lock:
+            known = context.announced and context.slot < len(self._graphs)
+            if step is not self._told and known:
+                self._told = step
+                self._count(context.slot, Reason.MISSING_GRAPH)
+
+    def run_eagerly(self, found: Dispatch, batch: Batch, reason: Reason) -> Dispatch:
+        """Count a batch that was dispatched to a graph but is not replayed; returns how it runs
+        instead."""
+        with self._lock:
+            self._count(found.slot, reason)
+        return Dispatch(_NONE, unpadded(batch), reason)
+
+    def failed(self, found: Dispatch) -> Dispatch:
+        """Count a batch whose step by a graph raised, so that no graph has served it; returns what
+        became of it."""
+        with self._lock:
+            self._count(found.slot, Reason.FAILED)
+        return found._replace(reason=Reason.FAILED)
+
+    def _count(self, slot: int, reason: Reason) -> None:
+        self._not_replayed[slot, reason] += 1
+        self.counted_otherwise += 1
+
+    def counts(self) -> dict[Reason, int]:
+        """How many batches were dispatched for each reason so far."""
+        with self._lock:
+            counts = {reason: missed.batches for reason, missed in self._misses.items()}
+            hits = sum(graph.batches for graph in self._graphs)
+            counts[Reason.HIT] = hits - self._not_replayed.total()
+            counts.update(dict.fromkeys(NOT_REPLAYED, 0))
+            for (_, reason), count in self._not_replayed.items():
+                counts[reason] += count
+            return counts
+
+    def hits(self, *, announced: bool = False) -> dict[tuple[GraphMode, BatchDescriptor], int]:
+        """How many batches each reserved graph has served; with `announced`, those too that ran
+        padded as it would be, because a wrapper did not have it (MISSING_GRAPH)."""
+        with self._lock:
+            hits = [graph.batches for graph in self._graphs]
+            for (slot, reason), count in self._not_replayed.items():
+                padded = announced and reason is Reason.MISSING_GRAPH
+                hits[slot] -= 0 if padded else count
+            return {key: hits[slot] for key, slot in self._slots.items()}
+
+    def reset_counts(self) -> None:
+        """Start counting anew."""
+        with self._lock:
+            for missed in self._misses.values():
+                missed.batches = 0
+            self._not_replayed.clear()
+            for graph in self._graphs:
+                graph.batches = 0
+
+    def _answer(
         self,
         batch: Batch,
         exclude: Collection[GraphMode | str],
-        at_least: int,
-        at_most_mode: GraphMode | str | None,
+        agreed: Agreed | None,
         max_padding: float | None,
-    ) -> Dispatch:
-        """The same where something is not as it should be, or the index is not built."""
-        batch = checked_batch(batch)
-        ratio = self._most_padding if max_padding is None else checked_ratio(max_padding)
-        limits = limits_of(batch, exclude, at_least, at_most_mode, ratio)
-        index = self._built()
-        view, reqs = self._view(index, batch)
-        answer = view.answer(limits.narrowed, batch.num_tokens, limits.tokens, reqs, ratio)
-        if isinstance(answer, Reserved):
-            answer.batches += 1
-            return answer.found
-        self._misses[answer].batches += 1
-        return Dispatch(_NONE, unpadded(batch), answer)
+    ) -> tuple[Count, Dispatch]:
+        """What a batch is told, and where that is counted."""
+        # One version for all of it: what is published meanwhile serves the next batch.
+        version, key = self.version, None
+        try:
+            # Of these classes alone: a tuple that equals a batch is none, nor is True a ratio.
+            if batch.__class__ is Batch:
+                if exclude is NO_MODES and agreed is None and max_padding is None:
+                    key = batch
+                elif (
+                    exclude.__class__ in _COLLECTIONS
+                    and agreed.__class__ in _AGREED
+                    and max_padding.__class__ in _RATIOS
+                ):
+                    key = batch, frozenset(exclude), agreed, max_padding
+                known = version.answers.get(key)
+                if known is not None:
+                    return known
+        except NOT_FOUND:
+            # No error is lost: everything is looked at again, and what is wrong is named.
+            key = None
+        return self._search(version, key, batch, exclude, agreed, max_padding)
 
-    def _view(self, index: GraphIndex, batch: Batch) -> tuple[View, int | None]:
-        """The graphs for batches of this kind, and the requests of this one."""
-        reqs, query_len = batch.num_reqs, batch.query_len
-        if query_len is not None:
-            reqs, query_len = checked_uniform(batch.num_tokens, reqs, query_len)
-        views = index.views(batch.bounds, batch.num_active_loras, batch.variant)
-        return views[query_len], reqs
+    def _search(
+        self,
+        version: _Version,
+        key: Any,
+        batch: Batch,
+        exclude: Collection[GraphMode | str],
+        agreed: Agreed | None,
+        max_padding: float | None,
+    ) -> tuple[Count, Dispatch]:
+        """The same for a batch that was not seen before, or cannot be remembered."""
+        checked = checked_batch(batch)
+        asked = settled(checked)
+        ratio = version.max_padding if max_padding is None else checked_ratio(max_padding)
+        excluded = NO_MODES if batch.exclude is NO_MODES else checked_modes(batch.exclude)
+        if exclude is not NO_MODES:
+            excluded |= checked_modes(exclude)
+        found, reason = self._best(version, asked, excluded, agreed, ratio)
+        if found is None:
+            # As all of a `Dispatch`, which takes as long as its descriptor.
+            told = _new_tuple(Dispatch, (_NONE, named(asked), reason, -1))
+            answer = self._misses[reason], told
+        else:
+            answer = self._graphs[found.slot], found
+        # Not of what a host may change in place.
+        if key is not None and checked is batch and batch.exclude.__class__ is frozenset:
+            if len(version.answers) >= REMEMBERED:
+                version.answers.clear()
+            version.answers[key] = answer
+        return answer
 
-    def _reindex(self) -> None:
-        """Have the index built anew at the next dispatch: capture publishes graphs one by one."""
-        self._index: GraphIndex = NOT_BUILT
-        # Another one whenever a batch may be told something else than before. After the index: who
-        # knows it dispatches by the new one.
-        self.version = object()
+    def _best(
+        self,
+        version: _Version,
+        asked: Batch,
+        excluded: frozenset[GraphMode],
+        agreed: Agreed | None,
+        ratio: float | None,
+    ) -> tuple[Dispatch | None, Reason]:
+        """The best graph, or why there is none: the first of these that is true."""
+        off = self.mode is _NONE
+        if agreed is not None:
+            found = self._agreed_on(asked, excluded, agreed, published=True)
+            return found, Reason.MODE_NONE if off else Reason.RANKS_DISAGREE
+        published, planned = version.ladders or self._ladders(version)
+        most = _INF if ratio is None else asked.num_tokens * ratio
+        best, pads, left_out, largest = published.find(asked, excluded, most)
+        reason = Reason.TOO_LARGE if 0 < largest < asked.num_tokens else Reason.NO_GRAPH
+        if best is not None or off:
+            reason = Reason.MODE_NONE
+        elif pads:
+            reason = Reason.PADDING
+        elif left_out:
+            reason = Reason.EXCLUDED
+        elif planned is not None:
+            later, pads, _, _ = planned.find(asked, excluded, most)
+            if later is not None:
+                reason = Reason.NOT_CAPTURED
+            elif pads:
+                reason = Reason.PADDING
+        return best, reason
 
-    def _built(self) -> GraphIndex:
-        index = self._index
-        if index is NOT_BUILT:
-            # Under the lock of `publish`, or an index of before it could take the place of none.
-            with self._lock:
-                index = self._index
-                if index is NOT_BUILT:
-                    off = self.mode is GraphMode.NONE
-                    index = GraphIndex(self._graphs, self._published, off=off)
-                    self._index = index
-        return index
+    def _agreed_on(
+        self, asked: Batch, excluded: frozenset[GraphMode], agreed: Agreed, *, published: bool
+    ) -> Dispatch | None:
+        """The graph that ranks have agreed on, if it can serve the batch and is (not) published."""
+        modes, descriptor = checked_agreed(agreed)
+        # Or what is being published would be missed, and the answer remembered.
+        with self._lock:
+            for mode in modes:
+                slot = self._slots.get((mode, descriptor))
+                if slot is None or (slot in self._published) is not published:
+                    continue
+                found = self._graphs[slot].alone.find(asked, excluded, _INF)[0]
+                if found is not None:
+                    return found
+        return None
+
+    def _renew(self) -> None:
+        self.version = _Version(self.version.max_padding)
+
+    def _ladders(self, version: _Version) -> tuple[Ladders, Ladders | None]:
+        """The graphs that are published, and those that are only planned."""
+        # Under the lock of `publish`, whose version this may be before it has published.
+        with self._lock:
+            if version.ladders is None:
+                here: list[Dispatch] = []
+                planned: list[Dispatch] = []
+                for graph in self._graphs:
+                    (here if graph.found.slot in self._published else planned).append(graph.found)
+                version.ladders = Ladders(here), Ladders(planned) if planned else None
+            return version.ladders

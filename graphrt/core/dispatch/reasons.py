@@ -44,6 +44,9 @@ class Dispatch(NamedTuple):
     slot: int = -1
 
 
+Agreed = BatchDescriptor | Dispatch
+"""What ranks agree on: a graph by its descriptor, or by what one of them was told."""
+
 OF_CALLS = (Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
 """The reasons that wrappers count."""
 

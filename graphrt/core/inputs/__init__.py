@@ -7,20 +7,19 @@ from graphrt.core.inputs.output_axes import OutputAxes, at_path, check_tensor
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 from graphrt.core.inputs.shapes import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.inputs.transfer import NO_LIMITS, InputSlot, Limits, SlotRing
+from graphrt.core.inputs.transfer import InputSlot, SlotRing, agreed_too_late
 
 __all__ = [
-    "NO_LIMITS",
     "BatchDims",
     "InputLayout",
     "InputSlot",
     "InputSpec",
-    "Limits",
     "OutputAxes",
     "OutputLayout",
     "SlotRing",
     "StaticInputs",
     "StepMoves",
+    "agreed_too_late",
     "at_path",
     "batch_of",
     "check_tensor",

@@ -12,7 +12,7 @@ from graphrt.core.inputs.spec import InputSpec
 
 _LARGE_BYTES = 1 << 30
 """Buffers of less are made unasked."""
-_RESERVED = {"metadata", "self", "updates"}
+_RESERVED = {"agreed", "metadata", "self", "updates"}
 """What a call of a runner, or of a wrapper, takes itself."""
 
 

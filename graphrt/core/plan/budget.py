@@ -11,8 +11,8 @@ from typing import NamedTuple
 from graphrt.core.base import MOST, InvalidOptionError, count_of, items_of, number_of, only_known
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.plan.resolution import ModeResolution
-from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.plan.traffic import Traffic, by_worth
+from graphrt.core.plan.sizes import CaptureKey, capture_order
+from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth, live_sizes
 
 RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
@@ -176,18 +176,23 @@ def fit(
     mode: ModeResolution | GraphMode | str,
     traffic: Traffic | None = None,
     landmarks: Collection[int] = (),
+    own: bool = False,
 ) -> Fitted:
     """Choose which of `keys` (in capture order) to capture within `budget`.
 
-    FULL graphs come first, because pieces take many times as much. Within a mode the largest size
-    is kept before the smallest, then those of `landmarks` (a full decode batch), then the most
-    valuable by `traffic` (see `by_worth`); what does not fit is left out, and smaller graphs after
-    it may still fit. Where the graphs of a mode cost alike, a smaller budget or a higher cost
-    keeps a part of what it kept before, never another size.
+    FULL graphs come first, because pieces take many times as much: there are pieces where all FULL
+    graphs fit. Within a mode the largest size is kept before the smallest, then those of
+    `landmarks` (a full decode batch), then the most valuable (see `by_worth`); what does not fit is
+    left out, and smaller graphs after it may still fit. Where the graphs of a mode cost alike, a
+    larger budget keeps what a smaller one held, and more.
+
+    With `traffic` as many sizes as fit are those that pad its batches least (`best_sizes`), the
+    largest among them: of the sizes of `keys` if these are a host's `own`, else of any. A larger
+    budget may then keep others.
 
     Fewer than `budget.min_piecewise` PIECEWISE sizes (or than were asked for) turn
-    FULL_AND_PIECEWISE into FULL_DECODE_ONLY; where no graph fits at all, the mode becomes NONE.
-    Raises `InvalidOptionError` for bad traffic.
+    FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
+    fits at all, the mode becomes NONE. Raises `InvalidOptionError` for bad traffic.
     """
     if not isinstance(mode, ModeResolution):
         parsed = GraphMode.parse(mode)
@@ -205,9 +210,15 @@ def fit(
         why = f"the budget holds {held} of {len(pieces)} piecewise sizes, fewer than {fewest}"
         mode = mode.stepped(BUDGET_RULE, GraphMode.FULL_DECODE_ONLY, why)
         kept = _fill([key for key in order if key[0] is GraphMode.FULL], costs, budget)
+    no_full = len(pieces) < len(keys) and held == len(kept)
+    if mode.mode is GraphMode.FULL_AND_PIECEWISE and held and no_full:
+        mode = mode.stepped(BUDGET_RULE, GraphMode.PIECEWISE, "the budget holds no FULL graph")
     if keys and not kept:
         mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")
-    captured = tuple(PlannedCapture(*key, costs[key]) for key in keys if key in kept)
+    if traffic is not None and 0 < len(kept) < len(keys):
+        kept = _refitted(keys, kept, costs, budget, traffic, own=own)
+    chosen = [*(key for key in keys if key in kept), *kept.difference(keys)]
+    captured = tuple(PlannedCapture(*key, costs[key]) for key in sorted(chosen, key=capture_order))
     used = _total(each.cost for each in captured)
     serving: dict[object, list[int]] = {}
     for key in kept:
@@ -243,10 +254,9 @@ def by_priority(
             for sizes in families.values()
         ]
         turns = [key for turn in zip_longest(*ranked) for key in turn if key is not None]
-        ends = [
-            max(turns, key=lambda key: key[1].num_tokens),
-            min(turns, key=lambda key: key[1].num_tokens),
-        ]
+        ends = [max(turns, key=lambda key: key[1].num_tokens)]
+        if traffic is None:
+            ends.append(min(turns, key=lambda key: key[1].num_tokens))
         order += dict.fromkeys([*ends, *turns])
     return order
 
@@ -262,12 +272,62 @@ def _fill(
     order: Iterable[CaptureKey], costs: dict[CaptureKey, GraphCost], budget: Budget
 ) -> set[CaptureKey]:
     kept: set[CaptureKey] = set()
-    used = _total(())
+    used = nothing = _total(())
+    waiting = False
     for key in order:
+        if waiting and key[0] is GraphMode.PIECEWISE:
+            # Or a larger budget, for another FULL graph, would have fewer pieces.
+            continue
         if budget.lacks(used, costs[key]) is None:
             kept.add(key)
             used += costs[key]
+        elif key[0] is GraphMode.FULL and budget.lacks(nothing, costs[key]) is None:
+            waiting = True
     return kept
+
+
+def _refitted(
+    keys: Sequence[CaptureKey],
+    kept: set[CaptureKey],
+    costs: dict[CaptureKey, GraphCost],
+    budget: Budget,
+    traffic: Traffic,
+    *,
+    own: bool,
+) -> set[CaptureKey]:
+    """`kept`, with as many sizes of each kind that pad the batches of `traffic` least, where these
+    fit as well; notes what they cost in `costs`."""
+    kinds: dict[object, list[CaptureKey]] = {}
+    for key in keys:
+        kinds.setdefault(_family(key), []).append(key)
+    for kind in kinds.values():
+        held = [key for key in kind if key in kept]
+        if not held or len(held) == len(kind):
+            continue
+        most = max(kind, key=lambda key: key[1].num_tokens)
+        largest = max(key[1].num_tokens for key in held)
+        candidates: Iterable[int] = {key[1].num_tokens for key in kind}
+        if not own:
+            candidates = live_sizes(traffic, largest, most[1].query_len or 1)
+        best = best_sizes([size for size in candidates if size <= largest], traffic, len(held))
+        others = [_resized(most, size) for size in best]
+        others += [key for key in held if key not in others][: len(held) - len(others)]
+        for key in others:
+            costs.setdefault(key, budget.cost_of(*key))
+        rest = kept.difference(held)
+        if budget.lacks(_total(costs[key] for key in rest), _total(costs[key] for key in others)):
+            continue
+        kept = rest.union(others)
+    return kept
+
+
+def _resized(key: CaptureKey, size: int) -> CaptureKey:
+    """The largest key of a kind, at another size."""
+    mode, named = key
+    reqs = named.num_reqs
+    if reqs is not None:
+        reqs = size // named.query_len if named.query_len else min(size, reqs)
+    return mode, named._replace(num_tokens=size, num_reqs=reqs)
 
 
 def _why(
@@ -275,6 +335,8 @@ def _why(
 ) -> str:
     name = budget.lacks(used, cost)
     wanted = mode.mode is GraphMode.NONE or key[0] in mode.mode.runtime_modes
+    if name is None and wanted:
+        return "FULL graphs come first, and not all of them fit"
     if name is None or not wanted:
         return f"mode {mode.mode.name} captures no {key[0].name} graphs"
     limit = getattr(budget, name)

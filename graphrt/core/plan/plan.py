@@ -84,8 +84,9 @@ class Plan:
         one itself.
 
         There is a graph for each of `loras` (active adapters, None for any number), `variants` and,
-        for FULL, `bounds`. `budget` limits what is captured, and `traffic` (size in tokens: share
-        of the steps) says which sizes are worth most then. `platform` is where the graphs will be,
+        for FULL, `bounds`. `budget` limits what is captured. `traffic` (size in tokens: share of
+        the steps) says what is padded least: the default lists have as many sizes as without it,
+        and a budget keeps as many as it holds. `platform` is where the graphs will be,
         by default the current one; it says the largest size that is captured by default.
 
         No size may be so large that no batch needs it. `GRAPHRT_MODE=NONE` in the environment makes
@@ -128,6 +129,7 @@ class Plan:
             sizes=own["sizes"],
             max_size=own["max_size"],
             cap=self.platform.default_max_size(),
+            traffic=own["traffic"],
         )
         check_decode(resolution.mode, self.sizes)
         keys = descriptors_for(
@@ -143,6 +145,7 @@ class Plan:
             mode=resolution,
             traffic=own["traffic"],
             landmarks=self._landmarks,
+            own=own["sizes"] is not None,
         )
         self.resolution: ModeResolution = self._fitted.resolution
         self.resolution.log_steps()

@@ -14,6 +14,7 @@ from graphrt.core.base import (
     shown,
 )
 from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.plan.traffic import Traffic, fitted_sizes
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]
 
@@ -66,15 +67,18 @@ def mixed_sizes(
     return tuple(sorted({*_steps(limit), *(size for size in landmarks if size <= limit)}))
 
 
-def decode_sizes(query_len: int, *, max_num_reqs: int, limit: int) -> tuple[int, ...]:
-    """The default ladder, in tokens, of uniform batches whose requests have `query_len` tokens.
+def decode_sizes(
+    mixed: Iterable[int], query_len: int, *, max_num_reqs: int, limit: int
+) -> tuple[int, ...]:
+    """The default ladder, in tokens, of uniform batches whose requests have `query_len` tokens: the
+    sizes of `mixed` in whole requests, and a full decode batch.
 
     Empty where not even one request fits under `limit`.
     """
     _check_positive(query_len=query_len, max_num_reqs=max_num_reqs, limit=limit)
-    most = min(max_num_reqs, limit // query_len)
-    counts = {*_steps(most), *((max_num_reqs,) if max_num_reqs == most else ())}
-    return tuple(sorted(n * query_len for n in counts))
+    full = max_num_reqs * query_len
+    whole = {-(-size // query_len) * query_len for size in mixed}
+    return tuple(sorted(size for size in {*whole, full} if size <= min(full, limit)))
 
 
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -127,11 +131,13 @@ def capture_sizes(
     sizes: Iterable[int] | None = None,
     max_size: int | None = None,
     cap: int = _CAP,
+    traffic: Traffic | None = None,
 ) -> CaptureSizes:
     """The sizes of a host, by default or from its own list.
 
     `max_size` is the largest size to capture: it takes the place of the default limit (not of
-    the token budget) and cuts the host's own list.
+    the token budget) and cuts the host's own list. With `traffic` the default lists have as many
+    sizes as without, and those that pad its batches least.
     """
     query_lens = _check_query_lens(query_lens)
     longest = max(query_lens)
@@ -152,9 +158,16 @@ def capture_sizes(
         mixed = mixed_sizes(
             limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=longest
         )
-        ladders = {q: decode_sizes(q, max_num_reqs=max_num_reqs, limit=limit) for q in query_lens}
-        # A graph for any batch serves decode as well, so it is captured at decode's sizes too.
-        general = tuple(sorted({*mixed, *itertools.chain.from_iterable(ladders.values())}))
+        ladders = {
+            q: decode_sizes(mixed, q, max_num_reqs=max_num_reqs, limit=limit) for q in query_lens
+        }
+        # A graph for any batch serves decode as well: there are steps of whole requests too.
+        steps = {n * q for q in query_lens for n in _steps(min(max_num_reqs, limit // q))}
+        full = {max_num_reqs * q for q in query_lens if max_num_reqs * q <= limit}
+        general = tuple(sorted({*mixed, *steps, *full}))
+        if traffic is not None:
+            mixed, general = fitted_sizes(mixed, traffic), fitted_sizes(general, traffic)
+            ladders = {q: fitted_sizes(ladder, traffic, q) for q, ladder in ladders.items()}
         return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
 
     _check_reached(own, max_num_tokens)
@@ -197,7 +210,7 @@ def descriptors_for(
         for key in keys
         for case in _cases(key, loras, bounds if key[0] is GraphMode.FULL else ((),), variants)
     ]
-    return tuple(sorted(dict.fromkeys(cases), key=_capture_order))
+    return tuple(sorted(dict.fromkeys(cases), key=capture_order))
 
 
 def _cases(
@@ -223,7 +236,8 @@ def _cases(
         )
 
 
-def _capture_order(key: CaptureKey) -> tuple[object, ...]:
+def capture_order(key: CaptureKey) -> tuple[object, ...]:
+    """Pieces before FULL, largest first."""
     mode, descriptor = key
     widest = tuple(-bound for bound in descriptor.bounds)
     return (

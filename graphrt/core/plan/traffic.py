@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate, pairwise
 
@@ -16,6 +16,8 @@ Traffic = Mapping[int, float]
 Share = Callable[[int], float]
 """The share of all steps whose batch is not larger than so many tokens."""
 
+_EXACT = 8192
+"""Of so many sizes the best are found; of more, of every so-manieth."""
 _EULER_GAMMA = 0.5772156649015329
 
 
@@ -24,20 +26,137 @@ def by_worth(
 ) -> tuple[int, ...]:
     """`sizes` in tokens, the most valuable first.
 
-    The largest comes first (without it the largest batches run eagerly), then the smallest, then
-    those of `landmarks`, largest first. The others follow so that what is left after any cut adds
-    little padding: what a size saves is the share of the steps that it serves, times the tokens to
-    the next larger size. Without `traffic` every doubling of the batch is as likely as the next.
+    The largest comes first (without it the largest batches run eagerly). The others follow so that
+    what is left after any cut adds little padding: what a size saves is the share of the steps that
+    it serves, times the tokens to the next larger size. Without `traffic` every doubling of the
+    batch is as likely as the next; then the smallest and those of `landmarks`, largest first, come
+    before the others.
 
     Raises `InvalidOptionError` for traffic that is empty, negative or not of positive sizes.
     """
     kept = sorted(set(sizes))
-    fixed = dict.fromkeys([*kept[-1:], *kept[:1], *_present(landmarks, kept)])
+    fixed = dict.fromkeys(kept[-1:])
     shares: list[Share] = [_even]
-    if traffic is not None:
+    if traffic is None:
+        fixed |= dict.fromkeys([*kept[:1], *_present(landmarks, kept)])
+    else:
         # Sizes that no traffic tells apart are still ranked by what an even one would need.
         shares.insert(0, _cumulative(check_traffic(traffic)))
     return (*fixed, *reversed(_by_savings(kept, fixed, shares)))
+
+
+def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple[int, ...]:
+    """The `count` of `candidates` that pad the batches of `traffic` least, ascending; the largest
+    is one of them. Fewer where fewer pad nothing.
+
+    Dynamic programming: of so many sizes, the last of which is this one, what pads least.
+    """
+    sizes, served = _that_serve(sorted(candidates), traffic)
+    if len(sizes) <= count:
+        return tuple(sizes)
+    weights = list(accumulate(weight for weight, _ in served))
+    tokens = list(accumulate(live for _, live in served))
+    # What is padded to each size, were it the only one up to there.
+    alone = [size * weights[at] - tokens[at] for at, size in enumerate(sizes)]
+    least, before = alone, []
+    for _ in range(count - 1):
+        least, chosen = _one_more(sizes, weights, tokens, alone, least)
+        before.append(chosen)
+    at = len(sizes) - 1
+    found = [at]
+    for chosen in reversed(before):
+        at = chosen[at]
+        if at < 0:
+            break
+        found.append(at)
+    return tuple(sizes[each] for each in reversed(found))
+
+
+def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
+    """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` least;
+    all of them multiples of a number. Those that no batch of it needs are of `default`."""
+    if not default:
+        return default
+    fitted = set(best_sizes(live_sizes(traffic, default[-1], multiple), traffic, len(default)))
+    for size in by_worth(default):
+        if len(fitted) < len(default):
+            fitted.add(size)
+    return tuple(sorted(fitted))
+
+
+def live_sizes(traffic: Traffic, largest: int, multiple: int = 1) -> set[int]:
+    """The sizes of the batches, in multiples of a number, and the `largest`."""
+    live = {-(-size // multiple) * multiple for size, share in traffic.items() if share > 0}
+    return {size for size in live if size < largest} | {largest}
+
+
+def _that_serve(
+    candidates: list[int], traffic: Traffic
+) -> tuple[list[int], list[tuple[float, float]]]:
+    """The sizes that are the next one for some batch, and the last; the weight of each one's
+    batches, and their tokens."""
+    served: dict[int, tuple[float, float]] = {candidates[-1]: (0.0, 0.0)}
+    for live, share in traffic.items():
+        place = bisect_left(candidates, live)
+        if share > 0 and place < len(candidates):
+            weight, tokens = served.get(candidates[place], (0.0, 0.0))
+            served[candidates[place]] = weight + share, tokens + share * live
+    sizes = sorted(served)
+    if len(sizes) > _EXACT:
+        # Nobody can tell so many apart: every so-manieth, from the largest down.
+        step = -(-len(sizes) // _EXACT)
+        return _that_serve(sizes[::-1][::step][::-1], traffic)
+    return sizes, [served[size] for size in sizes]
+
+
+def _one_more(
+    sizes: list[int],
+    weights: list[float],
+    tokens: list[float],
+    alone: list[float],
+    least: list[float],
+) -> tuple[list[float], list[int]]:
+    """The least padding up to each size with one size more than in `least`, and the place of the
+    size before it (-1 for none).
+
+    As a function of the last size, what is padded after a choice of the one before is a line: it
+    falls by the weight that is served up to there. The lines that are lowest somewhere are kept; as
+    sizes ascend, those that were lowest are passed over for good.
+    """
+    padded, before = [alone[0]], [-1]
+    lines: list[tuple[float, float, int]] = []
+    first = 0
+    for at in range(1, len(sizes)):
+        slope, height = -weights[at - 1], least[at - 1] + tokens[at - 1]
+        while len(lines) > first and _is_passed(lines, first, slope, height):
+            lines.pop()
+        lines.append((slope, height, at - 1))
+        size = sizes[at]
+        while first + 1 < len(lines) and _at(lines[first + 1], size) <= _at(lines[first], size):
+            first += 1
+        padded.append(alone[at] + _at(lines[first], size))
+        before.append(lines[first][2])
+    return padded, before
+
+
+def _is_passed(
+    lines: list[tuple[float, float, int]], first: int, slope: float, height: float
+) -> bool:
+    """Whether the last line is nowhere the lowest beside one that falls faster."""
+    last_slope, last_height, _ = lines[-1]
+    if last_slope == slope:
+        return height <= last_height
+    if len(lines) - first < 2:
+        return False
+    low_slope, low_height, _ = lines[-2]
+    # Where the line before meets the new one, and where it meets the last.
+    return (height - low_height) * (low_slope - last_slope) <= (last_height - low_height) * (
+        low_slope - slope
+    )
+
+
+def _at(line: tuple[float, float, int], size: int) -> float:
+    return line[1] + line[0] * size
 
 
 def check_traffic(traffic: Traffic) -> dict[int, float]:
@@ -70,8 +189,8 @@ def _present(landmarks: Collection[int], sizes: list[int]) -> list[int]:
 
 def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) -> list[int]:
     """`kept`, which ascends, without `fixed`: what saves least of what is left first."""
-    up_to = {size: tuple(share(size) for share in shares) for size in kept}
-    after = dict(pairwise(kept))
+    up_to = {size: tuple(share(size) for share in shares) for size in (0, *kept)}
+    after = dict(pairwise((0, *kept)))
     before = {high: low for low, high in after.items()}
 
     def savings(size: int) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from graphrt.core.batch import Batch
-from graphrt.core.inputs import Limits
+from graphrt.core.dispatch import Agreed
 from graphrt.core.replay import GraphPool, in_turn
 from graphrt.core.runner._devices import on_own_device
 from graphrt.core.runner._meanwhile import Meanwhile
@@ -148,8 +148,8 @@ class Capturing:
         values: Mapping[str, Any],
         updates: Any,
         metadata: Any,
-        limits: Limits,
+        agreed: Agreed | None,
     ) -> Any:
         path = self._path
-        step = partial(path.run, batch, values, updates, metadata, limits)
-        return self._meanwhile.timed(step, lambda: path.last_dispatch, batch, values, limits)
+        step = partial(path.run, batch, values, updates, metadata, agreed)
+        return self._meanwhile.timed(step, lambda: path.last_dispatch, batch, values, agreed)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.batch import Batch, GraphMode
-from graphrt.core.dispatch import Dispatch, GraphDispatcher, preferred
+from graphrt.core.batch import Batch
+from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, preferred
 from graphrt.core.plan import CaptureKey
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
@@ -37,11 +37,10 @@ class LazyCaptures:
         self,
         batch: Batch,
         found: Dispatch,
-        at_least: int = 0,
-        at_most_mode: GraphMode | None = None,
+        agreed: Agreed | None = None,
     ) -> Dispatch | None:
         """The planned graph that would serve `batch` better than what was found, or None."""
-        planned = self._dispatcher.planned_for(batch, at_least=at_least, at_most_mode=at_most_mode)
+        planned = self._dispatcher.planned_for(batch, agreed=agreed)
         if planned is None or planned.slot in self.failed or self._checks.changed_settings():
             return None
         better = found.slot < 0 or preferred(planned, found)

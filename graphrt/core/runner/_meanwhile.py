@@ -14,8 +14,15 @@ from typing import Any, NamedTuple
 
 from graphrt.core.base import Undo
 from graphrt.core.batch import Batch, GraphMode
-from graphrt.core.dispatch import NOT_REPLAYED, Dispatch, GraphDispatcher, Reason, preferred
-from graphrt.core.inputs import InputSlot, Limits, StaticInputs, batch_of
+from graphrt.core.dispatch import (
+    NOT_REPLAYED,
+    Agreed,
+    Dispatch,
+    GraphDispatcher,
+    Reason,
+    preferred,
+)
+from graphrt.core.inputs import InputSlot, StaticInputs, batch_of
 from graphrt.core.replay import is_inside_capture
 
 _KEPT = 8
@@ -76,7 +83,7 @@ class Meanwhile:
         last_dispatch: Callable[[], Dispatch | None],
         batch: Batch | None,
         values: Mapping[str, Any],
-        limits: Limits,
+        agreed: Agreed | None,
     ) -> Any:
         """Run a step; it is timed if nothing around it is, and noted if it did not raise."""
         me = get_ident()
@@ -91,7 +98,7 @@ class Meanwhile:
             if batch is None:
                 own = type(values) is InputSlot
                 batch = values.batch if own else batch_of(self._inputs, values)  # type: ignore[attr-defined]
-            self._note(batch, found, seconds, limits)
+            self._note(batch, found, seconds, agreed)
         return outputs
 
     def seen(self) -> StepsMeanwhile | None:
@@ -112,7 +119,7 @@ class Meanwhile:
             undo.now()
             raise
 
-    def _note(self, batch: Batch, found: Dispatch, seconds: float, limits: Limits) -> None:
+    def _note(self, batch: Batch, found: Dispatch, seconds: float, agreed: Agreed | None) -> None:
         seen = self._seen or StepsMeanwhile()
         # Numbered, as steps cannot be compared.
         slow = seconds, next(self._order), SlowStep(batch, found.mode, found.reason, seconds)
@@ -128,6 +135,6 @@ class Meanwhile:
         )
         if found.reason in NOT_REPLAYED:
             return
-        planned = self._dispatcher.planned_for(batch, at_least=limits[0], at_most_mode=limits[1])
+        planned = self._dispatcher.planned_for(batch, agreed=agreed)
         if planned is not None and (found.slot < 0 or preferred(planned, found)):
             self.wanted[planned.slot] += 1

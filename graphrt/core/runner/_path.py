@@ -7,8 +7,8 @@ from typing import Any
 
 from graphrt.core.base import NativePath, NativeSame, PoolClosedError
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
-from graphrt.core.dispatch import Dispatch, Reserved
-from graphrt.core.inputs import NO_LIMITS, InputSlot, Limits, StaticInputs, batch_of
+from graphrt.core.dispatch import Agreed, Dispatch, Reserved
+from graphrt.core.inputs import InputSlot, StaticInputs, agreed_too_late, batch_of
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner._steps import Steps
 from graphrt.core.runner.graphs import GraphSet
@@ -90,7 +90,6 @@ class StepPath:
             by_slot=self._by_slot,
             elsewhere=self._elsewhere,
             under_way=under_way,
-            no_limits=NO_LIMITS,
             not_alone=NOT_ALONE,
             same=same,
             graphs=Reserved,
@@ -103,12 +102,12 @@ class StepPath:
         values: Mapping[str, Any],
         updates: Any,
         metadata: Any,
-        limits: Limits,
+        agreed: Agreed | None,
     ) -> Any:
         """Run one step; see `GraphRunner.step`."""
         if self._elsewhere is not None and self._elsewhere():
             with self._pool.on_device():
-                return self.run(batch, values, updates, metadata, limits)
+                return self.run(batch, values, updates, metadata, agreed)
         if under_way and is_inside_capture():
             if batch is None:
                 batch = (
@@ -121,7 +120,7 @@ class StepPath:
             raise pool.busy_error(self._owner)
         try:
             pool.owner = self._owner
-            outputs = self._run(batch, values, updates, metadata, limits)
+            outputs = self._run(batch, values, updates, metadata, agreed)
             # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
             pool.owner = None
             return outputs
@@ -135,18 +134,20 @@ class StepPath:
         values: Mapping[str, Any],
         updates: Any,
         metadata: Any,
-        limits: Limits,
+        agreed: Agreed | None,
     ) -> Any:
         """A step that has its turn."""
         found: Dispatch | None = None
         if batch is None:
             if type(values) is InputSlot:
-                batch, limits = values.batch, values.limits
+                if agreed is not None:
+                    raise agreed_too_late(values)
+                batch, agreed = values.batch, values.agreed
                 found, values = self._slots.open(values)
             else:
                 batch = batch_of(self._inputs, values)
         if found is None:
-            if limits is NO_LIMITS:
+            if agreed is None:
                 last, version, graph = self._last
                 dispatcher = self._dispatcher
                 # Another one, whatever was published or withdrawn.
@@ -160,12 +161,12 @@ class StepPath:
                     if found.slot >= 0 and is_plain(batch):
                         self._last = batch, version, dispatcher.served_by(found.slot)
             else:
-                found = self._dispatcher.dispatch(batch, at_least=limits[0], at_most_mode=limits[1])
+                found = self._dispatcher.dispatch(batch, agreed=agreed)
         if self._sealing.may_capture:
-            wanted = self._graphs.lazy.wanted(batch, found, *limits)
+            wanted = self._graphs.lazy.wanted(batch, found, agreed)
             if wanted is not None:
                 values = self._graphs.lazy.capture(self._graphs.capture, wanted, values)
-                found = self._dispatcher.dispatch(batch, at_least=limits[0], at_most_mode=limits[1])
+                found = self._dispatcher.dispatch(batch, agreed=agreed)
         checks = self._checks
         if (
             checks.on
@@ -173,7 +174,7 @@ class StepPath:
             # What `clear` says, without a call, where no graph waits for a trial.
             and not (checks.clear(found.slot, batch[0]) if checks.pending else next(checks.looks))
         ):
-            return self._run_checked(batch, found, values, updates, metadata, limits)
+            return self._run_checked(batch, found, values, updates, metadata, agreed)
         self.last_dispatch = found
         if updates is None and found.slot >= 0:
             alone = self._by_slot[found.slot]
@@ -202,14 +203,13 @@ class StepPath:
         values: Mapping[str, Any],
         updates: Any,
         metadata: Any,
-        limits: Limits,
+        agreed: Agreed | None,
     ) -> Any:
         """A step that is tried, or whose graph may not be replayed any more."""
-        agreed = limits[0] > 0 or limits[1] is not None
         told = self._dispatcher.counted_otherwise
         try:
             run = self._steps.checked.run
-            found, outputs = run(batch, found, values, updates, metadata, agreed)
+            found, outputs = run(batch, found, values, updates, metadata, agreed is not None)
         except BaseException:
             self.failed(found, told)
             raise

@@ -12,9 +12,8 @@ from graphrt.core.base import Uncopied, check_kind
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Dispatch, Reason
+from graphrt.core.dispatch import Agreed, Dispatch, Reason
 from graphrt.core.inputs import (
-    NO_LIMITS,
     InputSlot,
     InputSpec,
     OutputAxes,
@@ -149,16 +148,20 @@ class GraphRunner(Capturing, Uncopied):
         *,
         updates: Any = None,
         metadata: Any = None,
+        agreed: Any = None,
         **values: Any,
     ) -> Any:
         """Run one step on its live rows; returns the live rows of the outputs.
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
         where their shapes say everything. A `slot` stands for both. `updates` are the host
-        arguments of updatable tasks, `metadata` is what eager parts read from the context. Outputs
-        are fresh tensors, readable until the next step of the pool begins: touched later they raise
-        (`OverwrittenOutputError`). On devices whose memory torch cannot mark, the CPU among them,
-        they are copies.
+        arguments of updatable tasks, `metadata` is what eager parts read from the context.
+        `agreed` is the graph that ranks have agreed on, by its descriptor or what one of them was
+        told (`Dispatch`): that one is replayed, or none (RANKS_DISAGREE).
+
+        Outputs are fresh tensors, readable until the next step of the pool begins: touched later
+        they raise (`OverwrittenOutputError`). On devices whose memory torch cannot mark, the CPU
+        among them, they are copies.
 
         Raises `InvalidInputError`, `InvalidBatchError`, `PoolBusyError`, what updates raise, and
         what `strict` says.
@@ -167,8 +170,8 @@ class GraphRunner(Capturing, Uncopied):
         if type(batch) is InputSlot:
             if values:
                 self.inputs.check_alone(values)
-            return self._run(None, batch, updates, metadata, NO_LIMITS)
-        return self._run(batch, values, updates, metadata, NO_LIMITS)
+            return self._run(None, batch, updates, metadata, agreed)
+        return self._run(batch, values, updates, metadata, agreed)
 
     def __repr__(self) -> str:
         return (
@@ -180,17 +183,14 @@ class GraphRunner(Capturing, Uncopied):
         """What the last step was told, and how it ran."""
         return self._path.last_dispatch
 
-    def slot(
-        self, batch: Batch, *, at_least: int = 0, at_most_mode: GraphMode | None = None
-    ) -> InputSlot:
+    def slot(self, batch: Batch, *, agreed: Agreed | None = None) -> InputSlot:
         """Where the inputs of the next step, of `batch`, are written in place: `runner(slot)` then
-        runs it, and nothing is copied or checked again. Counted as dispatched now. Raises
-        `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
-        limits = NO_LIMITS if at_least == 0 and at_most_mode is None else (at_least, at_most_mode)
+        runs it, and nothing is copied or checked again. Counted as dispatched now. `agreed` is as
+        in a call. Raises `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
         if self._elsewhere is not None and self._elsewhere():
             with self.pool.on_device():
-                return self._slots.make(batch, limits)
-        return self._slots.make(batch, limits)
+                return self._slots.make(batch, agreed)
+        return self._slots.make(batch, agreed)
 
     def step(
         self,
@@ -199,15 +199,13 @@ class GraphRunner(Capturing, Uncopied):
         *,
         updates: Any = None,
         metadata: Any = None,
-        at_least: int = 0,
-        at_most_mode: GraphMode | None = None,
+        agreed: Agreed | None = None,
     ) -> Any:
-        """Run one step like a call, with its inputs as a mapping; `at_least` tokens and
-        `at_most_mode` are what ranks have agreed on."""
+        """Run one step like a call, with its inputs as a mapping."""
         if type(values) not in (dict, InputSlot) and isinstance(values, Mapping):
             # One that makes its tensors when it is asked is asked once, and they live as long.
             values = {name: values[name] for name in values}
-        return self._run(batch, values, updates, metadata, (at_least, at_most_mode))
+        return self._run(batch, values, updates, metadata, agreed)
 
     @on_own_device
     def run_padded_eagerly(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from graphrt.core.base import InputSlotError, InvalidInputError, Uncopied
-from graphrt.core.batch import Batch, GraphMode
+from graphrt.core.batch import Batch
+from graphrt.core.dispatch import Agreed
 from graphrt.core.inputs.layout import StepMoves
-
-Limits = tuple[int, GraphMode | None]
-"""What ranks have agreed on: at least so many tokens, at most this mode."""
-NO_LIMITS: Final[Limits] = 0, None
 
 
 class Arrays(Mapping[str, Any]):
@@ -63,9 +60,9 @@ class InputSlot(Mapping[str, torch.Tensor], Uncopied):
     )
     __slots__ = (
         "_tensors",
+        "agreed",
         "batch",
         "layout",
-        "limits",
         "maker",
         "moves",
         "numpy",
@@ -96,7 +93,7 @@ class InputSlot(Mapping[str, torch.Tensor], Uncopied):
         self.maker: object = None
         # The dispatch, and what the runner knew of its graph then.
         self.planned: tuple[Any, object] | None = None
-        self.limits = NO_LIMITS
+        self.agreed: Agreed | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -140,6 +137,16 @@ class InputSlot(Mapping[str, torch.Tensor], Uncopied):
                 expected="the runner's last slot",
                 advice="runner.slot(batch), write it, runner(slot), one step after the other",
             )
+
+
+def agreed_too_late(slot: InputSlot) -> InputSlotError:
+    """The error of a step of a slot with another graph than the slot was made for."""
+    return InputSlotError(
+        "ranks agree on the graph of a slot before it is made: its inputs lie where that graph is",
+        got=f"agreed= beside {slot!r}",
+        expected="agreed= where the slot is made",
+        advice="runner(runner.slot(batch, agreed=...))",
+    )
 
 
 class SlotViews:

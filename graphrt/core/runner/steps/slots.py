@@ -8,12 +8,10 @@ from typing import Any
 from graphrt.core.base import InputSlotError, InvalidBatchError
 from graphrt.core.batch import Batch
 from graphrt.core.capture import Sealing
-from graphrt.core.dispatch import Dispatch, GraphDispatcher
+from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher
 from graphrt.core.inputs import (
-    NO_LIMITS,
     InputLayout,
     InputSlot,
-    Limits,
     StaticInputs,
     wrong_requests,
 )
@@ -45,7 +43,7 @@ class Slots:
         # step.
         self._last: tuple[Any, ...] = None, None, None, None, None
 
-    def make(self, batch: Batch, limits: Limits) -> InputSlot:
+    def make(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
         """A slot for the inputs of `batch`, where the graph is that serves it."""
         if under_way:
             refuse_inside_capture("slot()")
@@ -55,16 +53,16 @@ class Slots:
             raise pool.busy_error(self._owner)
         try:
             pool.owner = self._owner
-            slot = self._make(batch, limits)
+            slot = self._make(batch, agreed)
             pool.owner = None
             return slot
         except BaseException:
             pool.owner = None
             raise
 
-    def _make(self, batch: Batch, limits: Limits) -> InputSlot:
+    def _make(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
         inputs, pool = self._inputs, self._pool
-        if limits is NO_LIMITS:
+        if agreed is None:
             last, version, graph, step, known = self._last
             if version is self._dispatcher.version and same(batch, last):
                 graph.batches += 1
@@ -77,11 +75,7 @@ class Slots:
         found: Dispatch | None = None
         # A step that captures its graph first cannot have its inputs in place.
         if not self._sealing.may_capture:
-            if limits is NO_LIMITS:
-                found = self._dispatcher.dispatch(batch)
-            else:
-                at_least, mode = limits
-                found = self._dispatcher.dispatch(batch, at_least=at_least, at_most_mode=mode)
+            found = self._dispatcher.dispatch(batch, agreed=agreed)
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = self._requests(batch)
@@ -98,10 +92,10 @@ class Slots:
             layout = inputs.layout(tokens, reqs) if fits else None
         pool.follow_stream()
         slot = inputs.slot(layout, tokens, reqs)
-        slot.batch, slot.maker, slot.limits = batch, self, limits
+        slot.batch, slot.maker, slot.agreed = batch, self, agreed
         if found is not None:
             slot.planned = found, step
-            if step is not None and limits is NO_LIMITS and is_plain(batch):
+            if step is not None and agreed is None and is_plain(batch):
                 graph = self._dispatcher.served_by(found.slot)
                 self._last = batch, version, graph, step, (layout, slot.moves)
         return slot

@@ -1,0 +1,145 @@
+"""The best graph for a batch, among graphs by their kinds (DESIGN 6)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Hashable, Sequence
+from operator import le
+from typing import NamedTuple, Protocol
+
+from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
+from graphrt.core.dispatch.asked import GRAPH_MODES
+from graphrt.core.dispatch.reasons import Dispatch
+
+_INF = float("inf")
+
+
+class Graph(Protocol):
+    """A graph that may serve a batch."""
+
+    @property
+    def mode(self) -> GraphMode: ...
+
+    @property
+    def descriptor(self) -> BatchDescriptor: ...
+
+
+def preferred(first: Graph, second: Graph) -> bool:
+    """Whether `first` is the better of two graphs that can both serve a batch."""
+    axes = max(len(first.descriptor.bounds), len(second.descriptor.bounds))
+    return _preference(first, axes) < _preference(second, axes)
+
+
+def _preference(graph: Graph, axes: int) -> tuple[object, ...]:
+    """The least of the compatible graphs is the best; `axes` is how many bounds are compared."""
+    descriptor = graph.descriptor
+    bounds = descriptor.bounds
+    return (
+        GRAPH_MODES.index(graph.mode),
+        descriptor.num_tokens,
+        descriptor.lora_capacity,
+        not descriptor.uniform,
+        (*bounds, *[_INF] * (axes - len(bounds))),
+        _INF if descriptor.num_reqs is None else descriptor.num_reqs,
+    )
+
+
+class _Ladder(NamedTuple):
+    """Graphs of one mode and kind, smallest first: their tokens, the most requests of each, their
+    places among all graphs by preference."""
+
+    mode: GraphMode
+    loras: float
+    bounds: tuple[int, ...]
+    last: int
+    sizes: list[int]
+    reqs: list[float]
+    ranks: list[int]
+
+
+Found = tuple[Dispatch | None, bool, bool, int]
+"""The best graph for a batch, and what else there is: one that pads too much, one of an excluded
+mode, the most tokens that batches of its kind may have (0 for none)."""
+
+
+class Ladders:
+    """Graphs by what a batch must equal to be served: their variant, and their query length where
+    they are uniform."""
+
+    __slots__ = ("_alike", "_ranked")
+
+    def __init__(self, graphs: Collection[Dispatch]) -> None:
+        axes = max((len(graph.descriptor.bounds) for graph in graphs), default=0)
+        self._ranked = sorted(graphs, key=lambda graph: _preference(graph, axes))
+        kinds: dict[Hashable, list[int]] = {}
+        for rank, graph in enumerate(self._ranked):
+            kinds.setdefault((graph.mode, graph.descriptor.kind), []).append(rank)
+        # Those of a query length, and those of none after them: these serve any.
+        self._alike: dict[tuple[Hashable, int | None], list[_Ladder]] = {}
+        for ranks in kinds.values():
+            named = self._ranked[ranks[0]].descriptor
+            key = named.variant, named.query_len if named.uniform else None
+            self._alike.setdefault(key, []).append(self._ladder(ranks))
+        for (variant, query_len), alike in self._alike.items():
+            if query_len is not None:
+                alike += self._alike.get((variant, None), ())
+
+    def find(self, batch: Batch, excluded: Collection[GraphMode], most: float) -> Found:
+        """The best graph of at most so many tokens; `batch` is checked and settled."""
+        tokens, reqs, query_len, bounds, loras, variant, _ = batch
+        best, pads, left_out, largest = _INF, False, False, 0
+        alike = self._alike.get((variant, query_len))
+        if alike is None:
+            alike = self._alike.get((variant, None), [])
+        for mode, most_loras, most_bounds, last, sizes, most_reqs, ranks in alike:
+            if most_loras < loras:
+                continue
+            if most_bounds and (
+                not bounds
+                or bounds[0] > most_bounds[0]
+                or (len(most_bounds) > 1 and not _within(bounds, most_bounds))
+            ):
+                continue
+            if last > largest:
+                largest = last
+            if last < tokens:
+                continue
+            place = bisect_left(sizes, tokens)
+            if reqs is not None and most_reqs[place] < reqs:
+                place = _roomy(most_reqs, place, reqs)
+                if place < 0:
+                    continue
+            if mode in excluded:
+                left_out = True
+            elif sizes[place] > most:
+                pads = True
+            elif ranks[place] < best:
+                best = ranks[place]
+        found = None if best is _INF else self._ranked[int(best)]
+        return found, pads, left_out, largest
+
+    def _ladder(self, ranks: list[int]) -> _Ladder:
+        mode, first, _, _ = self._ranked[ranks[0]]
+        named = [self._ranked[rank].descriptor for rank in ranks]
+        return _Ladder(
+            mode,
+            first.lora_capacity,
+            first.bounds,
+            named[-1].num_tokens,
+            [each.num_tokens for each in named],
+            [_INF if each.num_reqs is None else each.num_reqs for each in named],
+            ranks,
+        )
+
+
+def _roomy(most_reqs: Sequence[float], start: int, reqs: int) -> int:
+    """The first place from `start` on that has room for so many requests; -1 for none."""
+    for place in range(start, len(most_reqs)):
+        if most_reqs[place] >= reqs:
+            return place
+    return -1
+
+
+def _within(bounds: tuple[int, ...], most: tuple[int, ...]) -> bool:
+    """Whether a batch says as many bounds as a graph has, and none of them is larger."""
+    return len(bounds) >= len(most) and all(map(le, bounds, most))
