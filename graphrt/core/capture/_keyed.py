@@ -238,7 +238,7 @@ class _EagerGraphs:
 class KeyedGraph:
     """A graph of `KeyedGraphs`, under its `key`."""
 
-    __slots__ = ("_context", "_kept", "_wrapper", "descriptor", "key", "slot")
+    __slots__ = ("_context", "_kept", "_pool", "_wrapper", "descriptor", "key", "slot")
 
     def __init__(
         self,
@@ -252,6 +252,7 @@ class KeyedGraph:
         self.descriptor = descriptor
         self.slot = slot
         self._wrapper = wrapper
+        self._pool: GraphPool = wrapper.pool
         self._context = ForwardContext(GraphMode.FULL, descriptor, slot)
         self._kept = kept
 
@@ -287,18 +288,23 @@ class KeyedGraph:
                 expected="its forward in its place",
                 advice="call the forward itself where something else is captured",
             )
-        if not self.alive:
-            raise _destroyed("one that is alive")
         context = self._context
-        # Before the context is touched: it is one for all threads.
-        turn = self._wrapper.pool.turn(context)
+        # A turn, written out: see `Turn`. Before the context is touched: it is one for all threads.
+        pool = self._pool
+        if pool.owner is not None:
+            if not self.alive:
+                raise _destroyed("one that is alive")
+            raise pool.busy_error(context)
         try:
-            turn.__enter__()
+            pool.owner = context
             context.updates = updates
             with context:
                 outputs = self._wrapper()
-            turn.__exit__()
+            if pool.owner is context:
+                # Else it waits for its updates, and keeps the pool.
+                pool.owner = None
             return outputs
         except BaseException:
-            turn.__exit__()
+            if pool.owner is context:
+                pool.owner = None
             raise

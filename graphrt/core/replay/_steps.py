@@ -78,13 +78,17 @@ class PoolSteps:
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
-    def turn(
-        self, owner: object, within: object = None, *, idle: bool = False
-    ) -> AbstractContextManager[None]:
-        """A turn of `owner`, which may be inside of that of `within`: meanwhile nobody else steps,
-        captures or destroys graphs in the pool. With `idle` it is refused between the pieces of a
-        step too. Raises `PoolBusyError` where it is entered."""
-        return Turn(self, owner, within, idle=idle)
+    def turn(self, owner: object, *, idle: bool = False) -> AbstractContextManager[None]:
+        """A turn of `owner`: meanwhile nobody else steps, captures or destroys graphs in the pool.
+
+        With `idle` it is refused between the pieces of a step too. Raises `PoolBusyError` where it
+        is entered.
+        """
+        return Turn(self, owner, idle=idle)
+
+    def pass_to(self, owner: object) -> None:
+        """In a turn: from here on the pool is this owner's, until it is passed back."""
+        self.owner = owner
 
     def end_turn_of(self, waiting: object) -> None:
         """End the turn of a launched step, whose updates came or never will."""

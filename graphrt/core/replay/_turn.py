@@ -31,32 +31,28 @@ class Turn:
     sees half of a change, and what finds the pool taken raises `PoolBusyError` and has done
     nothing. A turn never waits, so locks may be taken in one.
 
-    Inside of a turn the pool goes to the context of a forward: `pool.turn(context, within=owner)`.
-    Wrappers that are called in this context know by it that the step is theirs.
+    Inside of a turn the pool is passed to the context of a forward (`pool.pass_to`), and back
+    after it. Wrappers that are called in this context know by it that the step is theirs.
 
     `__exit__` may be called twice, and without `__enter__`, so `Undo` can enter a turn. Between
     the look at the owner and the store there is no call: Python switches threads, and delivers
-    interrupts, at calls and backward jumps only. Three callers are on the way of every step, and a
-    `with` would cost them 0.2 us: `StepPath.run` (and its twin in native/path.c), `Slots.make` and
-    `GraphWrapper.__call__` write the same look and stores out.
+    interrupts, at calls and backward jumps only. Four callers are on the way of every step, and a
+    `with` would cost them 0.3 us: `StepPath.run` (and its twin in native/path.c), `Slots.make`,
+    `GraphWrapper.__call__` and `KeyedGraph.replay` write the same look and stores out.
     """
 
-    __slots__ = ("_idle", "_outer", "_owner", "_pool", "_taken", "_within")
+    __slots__ = ("_idle", "_owner", "_pool", "_taken")
 
-    def __init__(self, pool: Taken, owner: object, within: object, *, idle: bool) -> None:
+    def __init__(self, pool: Taken, owner: object, *, idle: bool) -> None:
         self._pool = pool
         self._owner = owner
-        self._within = within
         self._idle = idle
-        self._outer: object = None
         self._taken = False
 
     def __enter__(self) -> None:
         pool = self._pool
-        outer = pool.owner
-        if outer is not None and outer is not self._within:
+        if pool.owner is not None:
             raise pool.busy_error(self._owner)
-        self._outer = outer
         self._taken = True
         pool.owner = self._owner
         if self._idle and pool.entered is not None:
@@ -66,9 +62,8 @@ class Turn:
     def __exit__(self, *error: object) -> None:
         if self._taken:
             self._taken = False
-            # A launched step that waits for its updates keeps the pool.
-            if self._pool.owner is self._owner:
-                self._pool.owner = self._outer
+            # Whoever it was passed to: an interrupt may have kept that one from passing it back.
+            self._pool.owner = None
 
 
 class Doing:
@@ -90,7 +85,7 @@ def in_turn(pool: Taken, owner: object, call: Callable[[], T]) -> T:
     """
     undo = Undo()
     try:
-        undo.enter(Turn(pool, owner, None, idle=True))
+        undo.enter(Turn(pool, owner, idle=True))
         result = call()
         undo.now()
         return result

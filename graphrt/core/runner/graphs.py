@@ -267,7 +267,8 @@ class GraphSet:
         try:
             undo.later(self._inputs.reset)
             undo.later(saved.restore)
-            undo.enter(self._pool.turn(context, within=self.owner))
+            undo.later(partial(self._pool.pass_to, self.owner))
+            self._pool.pass_to(context)
             undo.later(context.leave)
             with context:
                 self._prepare(step, "warmup")

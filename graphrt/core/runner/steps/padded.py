@@ -75,27 +75,30 @@ class PaddedSteps:
             self.pool.check_open()
         pool = self.pool
         try:
-            with pool.turn(context, within=self._owner):
-                stream = pool.follow_stream()
-                ring = None if eager else step.ring
-                self.inputs.fill(values, step.layout, tokens, reqs, stream, ring is not None)
-                if pool.handed_out:
-                    # Not before: they may have been among the inputs.
-                    pool.expire_outputs()
-                if self._bind is not None:
-                    phase: Phase = "eager" if eager or self._eager_launch else "replay"
-                    self._bind(step.readable, step.descriptor, phase)
-                call = self._run_forward if eager else step.call
-                runs = call is self._run_forward
-                arguments = step.fresh_arguments() if runs else step.arguments()
-                run = partial(call, **arguments)
-                with context:
-                    outputs = run() if probe is None else probe.run(run)
-                if ring is not None:
-                    ring.launched()
-                if self._clones and runs:
-                    outputs = tree.map_tensors(torch.Tensor.clone, outputs)
-                return step.live(outputs, tokens, reqs, pool)
+            pool.pass_to(context)
+            stream = pool.follow_stream()
+            ring = None if eager else step.ring
+            self.inputs.fill(values, step.layout, tokens, reqs, stream, ring is not None)
+            if pool.handed_out:
+                # Not before: they may have been among the inputs.
+                pool.expire_outputs()
+            if self._bind is not None:
+                phase: Phase = "eager" if eager or self._eager_launch else "replay"
+                self._bind(step.readable, step.descriptor, phase)
+            call = self._run_forward if eager else step.call
+            runs = call is self._run_forward
+            arguments = step.fresh_arguments() if runs else step.arguments()
+            run = partial(call, **arguments)
+            with context:
+                outputs = run() if probe is None else probe.run(run)
+            if ring is not None:
+                ring.launched()
+            if self._clones and runs:
+                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+            outputs = step.live(outputs, tokens, reqs, pool)
+            pool.pass_to(self._owner)
+            return outputs
         except BaseException:
+            pool.pass_to(self._owner)
             context.leave()
             raise

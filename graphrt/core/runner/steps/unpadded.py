@@ -82,22 +82,25 @@ class UnpaddedSteps:
             live=batch,
         )
         try:
-            with pool.turn(context, within=self._owner):
-                stream = pool.follow_stream()
-                if tokens <= inputs.tokens and reqs <= inputs.reqs:
-                    layout = inputs.layout(tokens, reqs)
-                    inputs.fill(values, layout, tokens, reqs, stream)
-                    views = {name: view.detach() for name, view in layout.views.items()}
-                else:
-                    views = inputs.copies(values, tokens, reqs)
-                pool.expire_outputs()
-                if self._bind is not None:
-                    self._bind(MappingProxyType(views), found.descriptor, "eager")
-                forward = partial(self._run_forward, **(nest(views) if inputs.nested else views))
-                with context:
-                    outputs = forward() if around is None else around(forward)
-                return tree.map_tensors(self._handed_out, outputs)
+            pool.pass_to(context)
+            stream = pool.follow_stream()
+            if tokens <= inputs.tokens and reqs <= inputs.reqs:
+                layout = inputs.layout(tokens, reqs)
+                inputs.fill(values, layout, tokens, reqs, stream)
+                views = {name: view.detach() for name, view in layout.views.items()}
+            else:
+                views = inputs.copies(values, tokens, reqs)
+            pool.expire_outputs()
+            if self._bind is not None:
+                self._bind(MappingProxyType(views), found.descriptor, "eager")
+            forward = partial(self._run_forward, **(nest(views) if inputs.nested else views))
+            with context:
+                outputs = forward() if around is None else around(forward)
+            outputs = tree.map_tensors(self._handed_out, outputs)
+            pool.pass_to(self._owner)
+            return outputs
         except BaseException:
+            pool.pass_to(self._owner)
             context.leave()
             raise
 
