@@ -41,13 +41,22 @@ def test_plan_shows_steps_sizes_and_graphs():
     plan = json.loads(run("plan", *arguments, "--json"))
     assert plan["mode"] == "FULL_AND_PIECEWISE"
     assert plan["steps"][0]["backend"] == "flash"
-    assert plan["sizes"]["decode"] == {"3": [3, 6, 12, 24]}
-    assert [g["num_tokens"] for g in plan["graphs"] if g["mode"] == "FULL"] == [24, 12, 6, 3]
+    assert plan["sizes"]["decode"] == {"3": [3, 6, 9, 18, 24]}
+    assert [g["num_tokens"] for g in plan["graphs"] if g["mode"] == "FULL"] == [24, 18, 9, 6, 3]
     assert "flash" in run("plan", *arguments)
 
 
 def test_plan_says_beforehand_which_decode_batches_will_be_too_large():
     assert "513 to 1024" in run("plan", "--max-num-reqs", "1024")
+
+
+def test_a_list_of_sizes_is_all_that_is_planned():
+    for more in ([], ["-c", "mode=FULL_DECODE_ONLY"], ["--query-len", "2"]):
+        plan = json.loads(run("plan", "--sizes", "1,2,4", *more, "--json"))
+        assert {graph["num_tokens"] for graph in plan["graphs"]} <= {1, 2, 4}
+    plan = json.loads(run("plan", "--sizes", "1,2,4", "--max-num-reqs", "8", "--json"))
+    assert {graph["num_tokens"] for graph in plan["graphs"]} == {1, 2, 4}
+    assert "of 5 to 8" not in run("plan", "--sizes", "1,2,4")
 
 
 def test_settings_go_to_the_options():
@@ -125,7 +134,7 @@ def test_bytes_seconds_and_traffic_are_planned_on_any_platform():
     arguments += ["--cost", "bytes=25MiB", "--cost", "seconds=0.5", "--platform", "cpu"]
     arguments += ["--traffic", "3=0.9", "--traffic", "20=0.1"]
     plan = json.loads(run("plan", *arguments, "--json"))
-    assert [graph["num_tokens"] for graph in plan["graphs"]] == [32, 16, 4, 1]
+    assert [graph["num_tokens"] for graph in plan["graphs"]] == [32, 20, 8, 3]
     assert plan["total"]["capture_s"] == 2.0
     assert "100.0 of 100.0 MiB" in run("plan", *arguments)
 

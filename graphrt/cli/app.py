@@ -93,8 +93,14 @@ def attention(
 def plan(
     mode: Mode = None,
     sizes: Sizes = None,
-    max_num_reqs: Annotated[int, typer.Option(min=1, help="Most requests of a batch.")] = 256,
-    max_num_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a batch.")] = 2048,
+    max_num_reqs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most requests of a batch: 256, or as many as --sizes says."),
+    ] = None,
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of a batch: 2048, or as many as --sizes says."),
+    ] = None,
     query_len: Annotated[
         list[int] | None, typer.Option(help="A decode query length; may be repeated.")
     ] = None,
@@ -153,8 +159,6 @@ def plan(
 
     arguments, options = runner_settings(config or [])
     arguments = {
-        "max_num_reqs": max_num_reqs,
-        "max_num_tokens": max_num_tokens,
         "query_lens": tuple(query_len or [1]),
         "pieces": None if pieces.lower() == "none" else pieces.lower(),
         **arguments,
@@ -163,6 +167,13 @@ def plan(
         arguments["mode"] = mode
     if sizes is not None:
         arguments["sizes"] = _sizes(sizes)
+    if max_num_reqs is not None:
+        arguments["max_num_reqs"] = max_num_reqs
+    if max_num_tokens is not None:
+        arguments["max_num_tokens"] = max_num_tokens
+    if arguments.get("sizes") is None:
+        # A list says what the largest batch is: nobody asked for a graph of 256 then.
+        arguments = {"max_num_reqs": 256, "max_num_tokens": 2048, **arguments}
     request = PlanRequest(
         arguments,
         attention=tuple(attention or ["ALWAYS"]),

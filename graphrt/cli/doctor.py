@@ -58,6 +58,9 @@ def _version(name: str) -> str | None:
 
 def _platform(found: FoundPlatform) -> dict[str, Any]:
     platform = found.platform
+    # Asked first: what cannot be asked is not available, and says why.
+    versions = _asked(found, "versions") if platform and found.availability.available else {}
+    wrapper = _asked(found, "get_static_graph_wrapper_cls") if platform else None
     return {
         "name": found.name,
         "plugin": found.plugin,
@@ -66,9 +69,17 @@ def _platform(found: FoundPlatform) -> dict[str, Any]:
         "error": found.error,
         "blocked": found.blocked,
         "capabilities": sorted(c.value for c in platform.capabilities) if platform else [],
-        "wrapper": platform.get_static_graph_wrapper_cls() if platform else None,
-        "versions": platform.versions() if platform and found.availability.available else {},
+        "wrapper": wrapper,
+        "versions": versions,
     }
+
+
+def _asked(found: FoundPlatform, method: str) -> Any:
+    try:
+        return getattr(found.platform, method)()
+    except Exception as error:
+        found.failed(f"{method}()", error)
+        return None
 
 
 def _notes() -> list[str]:

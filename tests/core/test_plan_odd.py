@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphrt import (
     AttentionSupport,
+    Batch,
     Budget,
     GraphCost,
+    GraphDispatcher,
     GraphMode,
     GraphOptions,
     GraphRunner,
@@ -392,3 +395,78 @@ def test_what_is_no_path_is_a_named_error(path: Any) -> None:
         Plan.load(path, platform="cpu")
     with pytest.raises(PlanFileError):
         plan().save(path)
+
+
+# Notes -------------------------------------------------------------------------------------------
+
+
+def eager_notes(found: Plan) -> list[str]:
+    return [line for line in found.lines() if "will run eagerly" in line]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 900),
+    st.lists(st.integers(1, 9), min_size=1, max_size=2, unique=True),
+    st.none() | st.lists(st.integers(1, 300), min_size=1, max_size=4, unique=True).map(sorted),
+    st.none() | st.integers(1, 64),
+    st.sampled_from(["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]),
+)
+def test_a_note_of_eager_decode_is_true_and_what_it_advises_works(
+    reqs, tokens, query_lens, own, max_size, mode
+):
+    arguments = {
+        "max_num_reqs": reqs,
+        "max_num_tokens": max(tokens, *query_lens),
+        "query_lens": query_lens,
+        "sizes": own,
+        "max_size": max_size,
+    }
+    try:
+        found = plan(mode, **arguments)
+    except InvalidSizesError:
+        return
+    dispatcher = GraphDispatcher(found.mode)
+    for key in found.keys:
+        dispatcher.publish(*key)
+    notes = {int(note.split("query length ")[1].split(")")[0]): note for note in eager_notes(found)}
+    for q in query_lens:
+        eager = [
+            n * q
+            for n in range(1, min(reqs, arguments["max_num_tokens"] // q) + 1)
+            if dispatcher.peek(Batch(n * q, n, q)).slot < 0
+        ]
+        assert bool(eager) is (q in notes)
+        if not eager:
+            continue
+        assert f"of {eager[0]} to {eager[-1]} tokens" in notes[q]
+        changed = dict(arguments)
+        if wanted := re.search(r"max_size=(\d+)", notes[q]):
+            changed["max_size"] = int(wanted[1])
+        if wanted := re.search(r"(\d+) in sizes", notes[q]):
+            changed["sizes"] = sorted({*own, int(wanted[1])})
+        if "captures them" in notes[q]:
+            assert changed != arguments
+            assert not any(
+                f"query length {q})" in note for note in eager_notes(plan(mode, **changed))
+            )
+
+
+def test_a_note_of_one_query_length_is_not_silenced_by_the_graphs_of_another():
+    found = plan(
+        "FULL_DECODE_ONLY", max_num_reqs=200, max_num_tokens=8192, query_lens=(1, 4), max_size=256
+    )
+    (note,) = eager_notes(found)
+    assert "of 260 to 800 tokens (query length 4)" in note and "max_size=800 captures" in note
+
+
+def test_a_note_of_eager_decode_that_a_budget_causes_says_so():
+    found = plan(
+        "FULL_DECODE_ONLY",
+        sizes=[8, 64],
+        budget=Budget(
+            device_bytes=9, cost=lambda mode, each: GraphCost(device_bytes=each.num_tokens)
+        ),
+    )
+    assert "a larger budget captures them" in eager_notes(found)[0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import subprocess
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -461,3 +464,148 @@ def test_an_interrupt_while_plugins_are_found_is_the_users(raising_entry_point: 
 
     with pytest.raises(KeyboardInterrupt):
         registry(Interrupts("stops")).current()
+
+
+# Plugins that are wrong --------------------------------------------------------------------------
+
+
+class Wrong(StubPlatform):
+    """A platform of which one thing is wrong."""
+
+    def __init__(self, **wrong: Any) -> None:
+        super().__init__("wrong")
+        for name, value in wrong.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [True, False, None, "yes", ("no", 3), Availability("yes"), Availability(False, None)],  # type: ignore[arg-type]
+    ids=repr,
+)
+def test_availability_of_another_type_is_recorded(answer: object) -> None:
+    found = registry(Wrong(availability=lambda: answer), StubPlatform("good"))
+    with pytest.warns(PluginWarning, match="'wrong' of plugin0 failed availability"):
+        assert found.current({}).name == "good"
+    assert found.get("good").name == "good"
+    with pytest.raises(PlatformUnavailableError, match="Availability"):
+        found.get("wrong")
+    assert "PlatformError" in str(found.platforms()[0].error)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": 7},
+        {"name": None},
+        {"name": ""},
+        {"device_type": 7},
+        {"by_name_only": "no"},
+        {"capabilities": 3},
+        {"capabilities": {"capture"}},
+    ],
+    ids=str,
+)
+def test_a_platform_whose_fields_are_wrong_is_left_out(wrong: dict[str, Any]) -> None:
+    found = registry(Wrong(**wrong), StubPlatform("good"))
+    with pytest.warns(PluginWarning, match="plugin0 could not give its platforms"):
+        assert found.current({}).name == "good"
+    assert [each.name for each in found.platforms()] == [None, "good"]
+
+
+def test_a_platform_whose_fields_raise_is_left_out() -> None:
+    class Raises(StubPlatform):
+        @property
+        def by_name_only(self) -> bool:  # type: ignore[override]
+            raise OSError("no driver")
+
+    found = registry(Raises("bad"), StubPlatform("good"))
+    with pytest.warns(PluginWarning, match="no driver"):
+        assert found.current({}).name == "good"
+
+
+def test_a_default_that_cannot_start_is_left_out_and_said() -> None:
+    def start() -> None:
+        raise PlatformUnavailableError("no driver")
+
+    found = registry(Wrong(start=start), StubPlatform("slow", False))
+    found.register(Plugin(StubPlatform("good")), "last")
+    found.unregister("last")
+    with (
+        pytest.warns(PluginWarning, match="no driver"),
+        pytest.raises(PlatformUnavailableError, match=r"none|no such device"),
+    ):
+        found.current({})
+    found.register(Plugin(StubPlatform("good")), "last")
+    assert found.current({}).name == "good"
+    with pytest.raises(PlatformUnavailableError, match="start"):
+        found.get("wrong")
+
+
+@pytest.mark.usefixtures("built_ins")
+@pytest.mark.parametrize("forced", [{"GRAPHRT_PLATFORM": "cpu"}, None], ids=["forced", "by name"])
+def test_who_asks_for_a_built_in_by_name_imports_no_plugin(
+    monkeypatch: pytest.MonkeyPatch, forced: dict[str, str] | None
+) -> None:
+    loaded: list[str] = []
+
+    def load(self: EntryPoint) -> Any:
+        loaded.append(self.name)
+        raise ImportError("hangs")
+
+    monkeypatch.setattr(EntryPoint, "load", load)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([entry("a", "b")]))
+    found = PlatformRegistry(table("gpu", "cpu"))
+    platform = found.get("cpu") if forced is None else found.current(forced)
+    assert (platform.name, loaded) == ("cpu", [])
+    with pytest.warns(PluginWarning, match="hangs"):
+        assert found.current({}).name == "gpu"
+    assert loaded == ["a"] and found.get("cpu") is platform
+
+
+@pytest.mark.usefixtures("built_ins")
+def test_a_registered_plugin_may_not_take_the_name_of_a_built_in_either_way() -> None:
+    found = registry(StubPlatform("cpu"), built_ins=table("cpu"))
+    with pytest.raises(PlatformConflictError, match="plugin0 and graphrt"):
+        found.get("cpu")
+
+
+def test_a_plugin_that_takes_long_is_named_while_it_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("graphrt.core.device.found.SLOW_S", 0.05)
+    said = threading.Event()
+
+    class Waits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.set()
+
+    def load(self: EntryPoint) -> Any:
+        assert said.wait(10)
+        return Plugin(StubPlatform("mine"))
+
+    handler = Waits(logging.WARNING)
+    logging.getLogger("graphrt").addHandler(handler)
+    monkeypatch.setattr(EntryPoint, "load", load)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([entry("a", "pack.b")]))
+    try:
+        assert PlatformRegistry({}).current({}).name == "mine"
+    finally:
+        logging.getLogger("graphrt").removeHandler(handler)
+    assert "the import of plugin a (pack.b) has taken" in caplog.text
+    assert "GRAPHRT_BLOCK_PLUGINS" in caplog.text
+
+
+def test_importing_graphrt_raises_for_no_value_of_its_variables() -> None:
+    read = ["LOG", "MODE", "CHECK", "PLATFORM", "BLOCK_PLUGINS", "ONLY_PLUGINS", "VLLM"]
+    read += ["VLLM_ASCEND", "ASCEND_UPDATE_ORDER", "ASCEND_HANG_TIMEOUT_S", "NATIVE"]
+    read += ["CACHE_DIR", "DISABLE_CACHE", "CACHE_FORMAT"]
+    done = subprocess.run(
+        [sys.executable, "-c", "import graphrt, graphrt.platforms, graphrt.errors"],
+        env={**os.environ, **{f"GRAPHRT_{name}": "!nonsense" for name in read}},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GRAPHRT_LOG" in done.stderr and "DEBUG, INFO, WARNING, ERROR" in done.stderr

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping
-
-from graphrt.core.base.errors import InvalidOptionError
 
 LOG_VARIABLE = "GRAPHRT_LOG"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -20,12 +19,13 @@ def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
     if not level:
         return
     if level not in LEVELS:
-        raise InvalidOptionError(
-            f"{LOG_VARIABLE} names no level of logging",
-            got=repr(level),
-            expected=", ".join(LEVELS),
-            advice=f"{LOG_VARIABLE}=DEBUG",
+        # No error: it would be one of `import graphrt`.
+        warnings.warn(
+            f"{LOG_VARIABLE}={level!r} names no level of logging and is passed over; expected "
+            f"{', '.join(LEVELS)}",
+            stacklevel=3,
         )
+        return
     logger.setLevel(level)
     if not any(isinstance(handler, _Handler) for handler in logger.handlers):
         handler = _Handler()

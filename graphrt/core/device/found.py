@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphrt.core.base import PlatformConflictError
+from graphrt.core.base import PlatformConflictError, PlatformError, logger, shown
 from graphrt.core.device.platform import Availability, Platform
 
 FAILURES = (Exception, SystemExit)
 """What a plugin may raise and is left out for: a library that calls `sys.exit()` when it is
 imported must not end the host. Ctrl-C is the user's."""
+
+
+SLOW_S = 5.0
+"""So many seconds nothing of a plugin should take."""
 
 
 class PluginWarning(UserWarning):
@@ -49,11 +55,45 @@ class FoundPlatform:
         if self.platform is None:
             return Availability(False, self.blocked or _last_line(self.error or ""))
         try:
-            return self.platform.availability()
+            with said_if_slow(f"availability() of platform {self.name!r} of {self.plugin}"):
+                return _checked(self.platform.availability())
         except FAILURES as error:
-            self.error = traceback.format_exc().rstrip()
-            _warn(f"platform {self.name!r} of {self.plugin} failed availability()", error)
-            return Availability(False, f"availability() raised {_last_line(self.error)}")
+            return self.failed("availability()", error)
+
+    def failed(self, call: str, error: BaseException) -> Availability:
+        """Note that a call of the platform raised: from now on it is not available."""
+        self.error = "".join(traceback.format_exception(error)).rstrip()
+        _warn(f"platform {self.name!r} of {self.plugin} failed {call}", error)
+        self._availability = Availability(False, f"{call} raised {_last_line(self.error)}")
+        return self._availability
+
+
+def _checked(answer: object) -> Availability:
+    fields = (getattr(answer, "available", None), getattr(answer, "reason", None))
+    if not isinstance(answer, Availability) or [type(each) for each in fields] != [bool, str]:
+        raise PlatformError(
+            "availability() returned something else than whether the platform is available",
+            got=shown(answer),
+            expected="an Availability of a bool and a str",
+            advice='return Availability(False, "no driver")',
+        )
+    return answer
+
+
+@contextmanager
+def said_if_slow(what: str) -> Iterator[None]:
+    """Log what a host waits for, if it takes long: a plugin that hangs hangs its host, for nothing
+    can end what it does, but not without being named."""
+    advice = f"{what} has taken {SLOW_S:g} s and is not done; if it hangs, leave its plugin out"
+    timer = threading.Timer(
+        SLOW_S, logger.warning, (f"{advice} (GRAPHRT_BLOCK_PLUGINS, or GRAPHRT_PLATFORM=cpu)",)
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def built_in(name: str, path: str) -> FoundPlatform | None:

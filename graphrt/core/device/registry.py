@@ -17,9 +17,11 @@ from graphrt.core.base import (
     PluginBlockedError,
     UnknownPlatformError,
     fork_safe,
+    logger,
+    shown,
 )
 from graphrt.core.device._allowed import AllowedPlugins, normalized
-from graphrt.core.device._contract import check_contract
+from graphrt.core.device._contract import Capability, check_contract
 from graphrt.core.device.found import (
     FAILURES,
     FoundPlatform,
@@ -27,6 +29,7 @@ from graphrt.core.device.found import (
     built_in,
     platform_of,
     refuse_two_of_a_name,
+    said_if_slow,
 )
 from graphrt.core.device.platform import Platform
 
@@ -77,7 +80,9 @@ class PlatformRegistry:
         self._collected: dict[str, list[FoundPlatform]] = {}
         # Broken or blocked: no platform came of them.
         self._failed: list[FoundPlatform] = []
-        self._built_in_found: list[FoundPlatform] = []
+        self._built_in_found: dict[str, FoundPlatform | None] = {}
+        # Names of those that are installed, and not the process's own.
+        self._installed: set[str] = set()
         self._discovered = False
         self._stood_in_for: set[str] = set()
         self._lock = fork_safe(threading.RLock())
@@ -115,17 +120,19 @@ class PlatformRegistry:
         with self._lock:
             self._discover()
             found = [each for group in self._collected.values() for each in group]
-            return (*found, *self._failed, *self._built_in_found)
+            ours = [each for name in self._built_ins if (each := self._built_in(name)) is not None]
+            return (*found, *self._failed, *ours)
 
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
-        """The platform of that name.
+        """The platform of that name. For one of graphrt's own no installed plugin is imported.
 
         Raises `UnknownPlatformError`, which is a `PluginBlockedError` where a plugin of that name
         is blocked, `PlatformConflictError` if two plugins claim the name, and
         `PlatformUnavailableError` if this machine cannot run it.
         """
-        usable = self._usable()
-        named = [each for each in usable if each.name == name]
+        named = self._known_without_imports(name) or [
+            each for each in self._usable() if each.name == name
+        ]
         refuse_two_of_a_name(named)
         if not named:
             raise self._unknown(name)
@@ -135,7 +142,7 @@ class PlatformRegistry:
                 f"platform {name!r} of {found.plugin} is not available here",
                 got=found.availability.reason or "no reason given",
                 expected="a machine that can run it",
-                advice=_choices(usable),
+                advice=_choices(self._usable()),
             )
         platform = platform_of(found)
         if must_be_available:
@@ -148,7 +155,7 @@ class PlatformRegistry:
         """The default platform: the forced one, else the out-of-tree one, else a built-in.
 
         `GRAPHRT_PLATFORM` forces one by name. Two out-of-tree platforms that are both available
-        raise `PlatformConflictError`.
+        raise `PlatformConflictError`. One that cannot start is warned about and left out.
         """
         environ = os.environ if environ is None else environ
         forced = environ.get(PLATFORM_VARIABLE, "").strip()
@@ -174,8 +181,15 @@ class PlatformRegistry:
                 expected="at least the CPU's",
                 advice="graphrt doctor shows what was found",
             )
-        platform = platform_of((out_of_tree or available)[0])
-        platform.start()
+        chosen = (out_of_tree or available)[0]
+        platform = platform_of(chosen)
+        try:
+            platform.start()
+        except FAILURES as error:
+            if chosen.origin == "built-in":
+                raise
+            chosen.failed("start()", error)
+            return self.current(environ)
         return platform
 
     def _may_be_default(self, platform: Platform) -> bool:
@@ -193,16 +207,39 @@ class PlatformRegistry:
             allowed = AllowedPlugins.from_environment() if self._allowed is None else self._allowed
             for entry_point in [] if self._group is None else entry_points(group=self._group):
                 self._load(entry_point, allowed)
-            self._built_in_found = [
-                found
-                for name, path in self._built_ins.items()
-                if (found := built_in(name, path)) is not None
-            ]
+            for name in self._built_ins:
+                self._built_in(name)
             # Last, so that where a warning is an error the next call does not find half of it.
             self._discovered = True
+        self._collect_all()
+
+    def _collect_all(self) -> None:
         for name, plugin in self._plugins.list_name_plugin():
             if plugin is not None and name not in self._collected:
                 self._collected[name] = self._collect(name, plugin)
+
+    def _built_in(self, name: str) -> FoundPlatform | None:
+        if name not in self._built_in_found:
+            self._built_in_found[name] = built_in(name, self._built_ins[name])
+        return self._built_in_found[name]
+
+    def _known_without_imports(self, name: str) -> list[FoundPlatform]:
+        """A built-in of that name, if it is usable, and what the process has registered by it: a
+        plugin that hangs, or ends the process, is not in the way of who wants neither."""
+        if name not in self._built_ins:
+            return []
+        with self._lock:
+            ours = self._built_in(name)
+            if ours is None or ours.platform is None:
+                return []
+            self._collect_all()
+            own = [
+                each
+                for plugin, group in self._collected.items()
+                if plugin not in self._installed
+                for each in group
+            ]
+            return [each for each in (*own, ours) if each.name == name]
 
     def _load(self, entry_point: EntryPoint, allowed: AllowedPlugins) -> None:
         distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
@@ -212,9 +249,11 @@ class PlatformRegistry:
             self._failed.append(FoundPlatform(name, "plugin", blocked=refusal))
             return
         try:
-            plugin = entry_point.load()
+            logger.info("importing plugin %s (%s)", name, entry_point.value)
+            with said_if_slow(f"the import of plugin {name} ({entry_point.value})"):
+                plugin = entry_point.load()
             if not self._plugins.is_registered(plugin):
-                self._add(plugin, name)
+                self._installed.add(self._add(plugin, name))
         except FAILURES as error:
             self._failed.append(broken(name, "plugin", error, "could not be imported"))
 
@@ -245,10 +284,11 @@ class PlatformRegistry:
         others = [each for each in self._plugins.get_plugins() if each is not plugin]
         hook = self._plugins.subset_hook_caller("graphrt_platforms", others)
         try:
-            platforms = [each for result in hook() for each in _as_platforms(result)]
+            with said_if_slow(f"graphrt_platforms() of plugin {name}"):
+                platforms = [each for result in hook() for each in _as_platforms(result)]
+            return [FoundPlatform(name, "plugin", each.name, each) for each in platforms]
         except FAILURES as error:
             return [broken(name, "plugin", error, "could not give its platforms")]
-        return [FoundPlatform(name, "plugin", each.name, each) for each in platforms]
 
     def _unknown(self, name: str) -> UnknownPlatformError:
         found = self.platforms()
@@ -314,7 +354,29 @@ def _as_platforms(result: object) -> list[Platform]:
                 advice="return MyPlatform(), not MyPlatform",
             )
         check_contract(each)
+        _check_fields(each)
     return platforms
+
+
+def _check_fields(platform: Platform) -> None:
+    """Raise `PlatformError` for what the registry, or who lists platforms, would fail at."""
+    for name, kind in (("name", str), ("device_type", str), ("by_name_only", bool)):
+        value = getattr(platform, name)
+        if not isinstance(value, kind) or value == "":
+            raise PlatformError(
+                f"{name} of a platform is of a wrong type",
+                got=f"{type(platform).__name__}.{name} = {shown(value)}",
+                expected=f"a {kind.__name__}",
+                advice='name = "mynpu", device_type = "npu", by_name_only = False',
+            )
+    wrong = [each for each in platform.capabilities if not isinstance(each, Capability)]
+    if wrong:
+        raise PlatformError(
+            "a platform names capabilities that are none",
+            got=shown(wrong[0]),
+            expected="members of graphrt.platforms.Capability",
+            advice="capabilities = frozenset({Capability.CAPTURE})",
+        )
 
 
 def _choices(usable: Iterable[FoundPlatform]) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from graphrt.core.base import ResourceExhaustedError, only_known
+from graphrt.core.base import InvalidSizesError, ResourceExhaustedError, only_known
 from graphrt.core.batch import (
     AttentionSupport,
     BatchDescriptor,
@@ -123,22 +123,9 @@ class Plan:
             whole_graph_pass=whole_graph,
         )
         resolution = _unless_off(without_graphs(self.compiled, resolution))
-        self.sizes: CaptureSizes = capture_sizes(
-            **largest_batch(own["max_num_tokens"], own["max_num_reqs"], own["sizes"]),
-            query_lens=own["query_lens"],
-            sizes=own["sizes"],
-            max_size=own["max_size"],
-            cap=self.platform.default_max_size(),
-            traffic=own["traffic"],
-        )
+        self.sizes: CaptureSizes = self._sizes_of(own)
         check_decode(resolution.mode, self.sizes)
-        keys = descriptors_for(
-            resolution.mode,
-            self.sizes,
-            loras=own["loras"],
-            bounds=own["bounds"],
-            variants=own["variants"],
-        )
+        keys = self._keys_of(resolution.mode, self.sizes)
         self._fitted: Fitted = fit(
             keys,
             budget or Budget(),
@@ -183,6 +170,43 @@ class Plan:
     def _landmarks(self) -> list[int]:
         """The sizes of full decode batches, in tokens."""
         return [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
+
+    def _sizes_of(self, arguments: PlanArguments) -> CaptureSizes:
+        return capture_sizes(
+            **largest_batch(
+                arguments["max_num_tokens"], arguments["max_num_reqs"], arguments["sizes"]
+            ),
+            query_lens=arguments["query_lens"],
+            sizes=arguments["sizes"],
+            max_size=arguments["max_size"],
+            cap=self.platform.default_max_size(),
+            traffic=arguments["traffic"],
+        )
+
+    def _keys_of(self, mode: GraphMode, sizes: CaptureSizes) -> tuple[CaptureKey, ...]:
+        own = self.arguments
+        return descriptors_for(
+            mode, sizes, loras=own["loras"], bounds=own["bounds"], variants=own["variants"]
+        )
+
+    def _remedy(self, query_len: int, most: int) -> str | None:
+        """What would capture decode batches of up to `most` tokens: the first that does."""
+        limit: PlanArguments = {**self.arguments, "max_size": most}
+        remedies = {"a larger budget": self.arguments, f"max_size={most}": limit}
+        if self.arguments["sizes"] is not None:
+            listed = sorted({*self.arguments["sizes"], most})
+            remedies[f"{most} in sizes"] = {**self.arguments, "sizes": listed}
+            remedies[f"max_size={most}, with {most} in sizes,"] = {**limit, "sizes": listed}
+        for remedy, arguments in remedies.items():
+            try:
+                sizes = self._sizes_of(arguments)
+            except InvalidSizesError:
+                # A second size above the largest batch.
+                continue
+            first, last = text.eager_range(sizes, self._keys_of(self.mode, sizes), query_len)
+            if first > last:
+                return remedy
+        return None
 
     @property
     def attention(self) -> Mapping[str, AttentionSupport]:
@@ -236,10 +260,11 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan for people."""
-        own = self.arguments["sizes"] is not None
         found = [*text.mode_lines(self.resolution, self.attention)]
         found += [*text.size_lines(self.sizes, self.mode), text.graph_line(self.keys)]
-        found += [f"Note: {each}" for each in text.eager_decode(self.sizes, self.keys, own=own)]
+        found += [
+            f"Note: {each}" for each in text.eager_decode(self.sizes, self.keys, self._remedy)
+        ]
         if self.arguments["budget"] is not None:
             found += text.budget_lines(self._fitted)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from graphrt.core.batch import AttentionSupport, BatchDescriptor, GraphMode
 from graphrt.core.plan.budget import (
@@ -57,21 +57,35 @@ def graph_line(keys: Iterable[CaptureKey]) -> str:
     return f"Graphs to capture, largest first: {sum(counts.values())} ({total})"
 
 
-def eager_decode(sizes: CaptureSizes, keys: Collection[CaptureKey], *, own: bool) -> list[str]:
-    """Decode batches that will be TOO_LARGE for every graph, as sentences; `own` says that the host
-    has listed the sizes itself, to which `max_size` adds nothing but full batches of decode."""
-    largest = max((descriptor.num_tokens for _, descriptor in keys), default=0)
+def eager_decode(
+    sizes: CaptureSizes,
+    keys: Collection[CaptureKey],
+    remedy: Callable[[int, int], str | None],
+) -> list[str]:
+    """Decode batches that will be TOO_LARGE for every graph that may serve them, as sentences;
+    `remedy` says what would capture a query length up to so many tokens."""
     found = []
-    for query_len in sizes.decode:
-        most = min(sizes.max_num_reqs * query_len, sizes.max_num_tokens)
-        if most > largest > 0:
-            ladder = any(descriptor.query_len == query_len for _, descriptor in keys)
-            remedy = f"{most} in sizes" if own and not ladder else f"max_size={most}"
+    for query_len in sizes.decode if keys else ():
+        first, most = eager_range(sizes, keys, query_len)
+        if first <= most:
+            others = f"; {help} captures them" if (help := remedy(query_len, most)) else ""
             found.append(
-                f"decode batches of {largest + 1} to {most} tokens (query length {query_len}) "
-                f"will run eagerly; {remedy} captures them"
+                f"decode batches of {first} to {most} tokens (query length {query_len}) will run "
+                f"eagerly{others}"
             )
     return found
+
+
+def eager_range(sizes: CaptureSizes, keys: Iterable[CaptureKey], query_len: int) -> tuple[int, int]:
+    """The first and the last size, in whole requests, that no graph has room for; the first is
+    larger than the last where there is none."""
+    named = [descriptor for _, descriptor in keys]
+    largest = max(
+        (each.num_tokens for each in named if not each.uniform or each.query_len == query_len),
+        default=0,
+    )
+    most = min(sizes.max_num_reqs, sizes.max_num_tokens // query_len)
+    return (largest // query_len + 1) * query_len, most * query_len
 
 
 def budget_lines(fitted: Fitted) -> tuple[str, ...]:
