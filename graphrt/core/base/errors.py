@@ -182,6 +182,10 @@ class CaptureSyncError(CaptureError):
     """The forward read device data on the host while it was being captured."""
 
 
+class PageableCopyError(CaptureSyncError):
+    """A copy between the device and host memory that is not page-locked was captured."""
+
+
 class RefusedOpError(CaptureError):
     """An operator that cannot be part of a graph was issued during capture."""
 

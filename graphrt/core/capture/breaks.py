@@ -20,6 +20,7 @@ from graphrt.core.base import (
     remove_dispatch_mode,
     schemas_of_operator,
 )
+from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.refusals import Copies, Given, SideDoors, refuse_transform, side_doors
 from graphrt.core.replay import Recording, counted, current_capture
 
@@ -60,7 +61,8 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
 class BreakWatch(ThreadMode):
     """Sees every operator of an open segment: breaks at those of the list, and refuses those that
     read what left an eager part by a side door, write a copy of what others hold, or read
-    arguments that lie on the host. Of a whole graph it looks at the last alone."""
+    arguments that lie on the host. Of a whole graph it looks at the last alone. With `constants` it
+    has them lifted."""
 
     supports_higher_order_operators = True
 
@@ -71,6 +73,7 @@ class BreakWatch(ThreadMode):
         doors: SideDoors,
         copies: Copies,
         given: Given,
+        constants: Constants | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._capture = capture
@@ -78,6 +81,7 @@ class BreakWatch(ThreadMode):
         self._doors = doors
         self._copies = copies
         self._given = given
+        self._constants = constants
         self._in_pieces = capture.breakable or bool(breaks)
         for name in breaks:
             _check_break(name)
@@ -86,9 +90,10 @@ class BreakWatch(ThreadMode):
 
     def resume(self) -> None:
         self._given.begin()
-        wanted = self._in_pieces and (self._breaks or self._doors or self._copies)
+        in_pieces = self._in_pieces and (self._breaks or self._doors or self._copies)
+        wanted = in_pieces or self._given or self._constants is not None
         # While an operator is being handled torch has taken this mode off its stack already.
-        if not self._handling and not self._entered and (wanted or self._given):
+        if not self._handling and not self._entered and wanted:
             self.__enter__()
             self._entered = True
 
@@ -122,6 +127,8 @@ class BreakWatch(ThreadMode):
                 self._doors.check((args, kwargs), "the graph reads", func)
                 self._copies.check(func, args, kwargs)
             self._given.check(func, args, kwargs)
+            if self._constants is not None:
+                return self._constants.run(func, args, kwargs)
             return func(*args, **kwargs)
         capture = self._capture
         if not capture.breakable:

@@ -31,6 +31,7 @@ from graphrt.core.capture._leaves import (
 )
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
+from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.refusals import (
     Copies,
     Given,
@@ -102,7 +103,13 @@ class Capture:
         self._doors.begin_capture()
         self._copies = Copies()
         breaks = breaks if breakable or must_break else frozenset()
-        self._watch: BreakWatch | None = BreakWatch(self, breaks, self._doors, self._copies, given)
+        lifts = self._platform.needs_pinned_copies and (
+            context.capture is None or context.capture.lifts_constants
+        )
+        self._constants = Constants(self._platform) if lifts else None
+        self._watch: BreakWatch | None = BreakWatch(
+            self, breaks, self._doors, self._copies, given, self._constants
+        )
 
     @property
     def segment_open(self) -> bool:
@@ -312,6 +319,8 @@ class Capture:
             self.graph = None
             raise
         withhold(self.context)
+        if self._constants is not None:
+            self._constants.begin(graph)
         if self._watch is not None:
             self._watch.resume()
 
@@ -321,6 +330,8 @@ class Capture:
         hand_back(self.context)
         if self._watch is not None:
             self._watch.suspend()
+        if self._constants is not None:
+            self._constants.end()
         if self._hooks is not None:
             self._hooks.end_of_capture()
         recorded = self._platform.end_capture(graph)
@@ -348,6 +359,8 @@ class Capture:
         hand_back(self.context)
         if self._watch is not None:
             self._watch.remove()
+        if self._constants is not None:
+            self._constants.end()
         graph, captured = self.graph, graphs_of(self.parts)
         if graph is not None:
             if graph not in captured:
