@@ -9,7 +9,7 @@ as an index or `torch.full((1,), 7.0).to(x.device)` is one. While a segment is o
    graph. Each replay copies it anew, so that the forward may write the copy in place.
 
 A tensor of the host's that the forward did not make is no constant: the host may write it, and no
-replay would see that. Its copy is an error. Nothing is done to what is page-locked already.
+replay would see that. Its copy is an error, unless it is page-locked: then replays read it.
 """
 
 from __future__ import annotations
@@ -119,12 +119,13 @@ class Constants:
         return pinned.copy_(tensor.detach())
 
     def _is_copied(self, tensor: object, device: torch.device) -> bool:
-        """Whether a copy of it to a device is one from pageable memory."""
+        """Whether a copy of it to a device is one from pageable memory, or from page-locked memory
+        that the forward gives back."""
         return (
             isinstance(tensor, torch.Tensor)
             and device.type == self._platform.device_type
             and _is_of_host(tensor)
-            and not tensor.is_pinned()
+            and (self._is_constant(tensor) or not tensor.is_pinned())
         )
 
     # Operators that copy from the host --------------------------------------------------------
