@@ -68,7 +68,7 @@ class Capture:
     """One capture under way: it drives segments and eager parts, and takes all back if it fails.
 
     `breakable` says whether `@eager_break` functions and the operators in `breaks` end the segment;
-    where it is false, such an operator is an error if `must_break` is set and captured if not.
+    where it is false, they are errors if `must_break` is set and captured if not.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Capture:
         self.pool = pool
         self.bridges = bridges
         self.breakable = breakable
+        self.must_break = must_break
         self.parts: list[Part] = []
         self.graph: DeviceGraph | None = None
         self.tasks: list[CapturedTask] = []

@@ -231,7 +231,6 @@ class BreakConformance(ConformanceBase):
         expected = self.host(torch.sigmoid(x + 1) * 2)
         assert torch.equal(self.host(self.step(wrapper, PIECEWISE, x)), expected)
 
-    @pytest.mark.xfail(strict=True, reason="the eager part is baked into the graph")
     @pytest.mark.parametrize("check", ["off", "capture", "always"])
     @pytest.mark.parametrize("strict", [False, True])
     def test_an_eager_part_in_an_unbreakable_piece_is_an_error(
