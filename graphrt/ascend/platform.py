@@ -59,6 +59,7 @@ class AscendPlatform(Platform):
     name = "ascend"
     contract_version = CONTRACT_VERSION
     device_type = "npu"
+    needs_pinned_copies = True
     capabilities = frozenset(
         {
             Capability.CAPTURE,

@@ -11,7 +11,7 @@ import torch
 from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.core.base import InvalidInputError, InvalidOptionError
 from graphrt.core.batch import current_context
-from graphrt.core.capture import eager_break
+from graphrt.core.capture import operator_break
 
 _LIBRARY: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
@@ -104,7 +104,7 @@ class OpaqueAttention:
         return begun
 
 
-@eager_break
+@operator_break
 def _call(
     query: torch.Tensor,
     caches: list[torch.Tensor],

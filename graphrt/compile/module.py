@@ -39,7 +39,7 @@ from graphrt.compile.trace import (
 )
 from graphrt.core.base import logger
 from graphrt.core.batch import ForwardContext, GraphMode, PieceProvider, current_context
-from graphrt.core.capture import GraphOptions, GraphWrapper
+from graphrt.core.capture import GraphOptions, GraphWrapper, check_traced
 from graphrt.core.replay import GraphPool, SegmentHooks
 
 
@@ -110,6 +110,8 @@ class CompiledModule:
         if self._released or context is None or context.capture is not None:
             self._follow_weights()
         in_pieces = context is not None and context.mode is GraphMode.PIECEWISE
+        if in_pieces and context is not None and context.capture is not None:
+            check_traced(built.codes)
         if not in_pieces or context is None or context.capture is not None or not context.announced:
             try:
                 built = self._checked(args, kwargs)

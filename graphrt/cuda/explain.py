@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphrt.core.base import (
     CaptureError,
     CaptureSyncError,
+    PageableCopyError,
     RefusedOpError,
     ResourceExhaustedError,
 )
@@ -18,6 +19,10 @@ _SYNC = (
     "the forward made the host wait for the device, read device data on the host, or allocated "
     "on a stream that is not captured"
 )
+_NO_COPY = (
+    "move tensors of the host to the device before the capture; keep .cpu() out of the captured "
+    "forward, or mark the function around it @eager_break"
+)
 _SMALLER = "capture fewer or smaller sizes, or leave the KV cache less memory"
 _RERUN = "run the same forward eagerly; if that passes, look for work CUDA cannot capture"
 
@@ -26,9 +31,9 @@ _RERUN = "run the same forward eagerly; if that passes, look for work CUDA canno
 _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
     (
         "cpu tensor is pinned",
-        CaptureSyncError,
+        PageableCopyError,
         "a copy between pageable host memory and the device was captured",
-        "pin the host tensor, or make the copy before the capture",
+        _NO_COPY,
     ),
     (
         "out of memory",

@@ -44,6 +44,7 @@ class CudaPlatform(Platform):
     name = "cuda"
     contract_version = CONTRACT_VERSION
     device_type = "cuda"
+    needs_pinned_copies = True
     raw_storages = True
     # What a copy takes of host and device; see benchmarks/gpu/inputs.py.
     fetch_limit_s = 12e-6

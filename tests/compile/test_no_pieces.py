@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec
+from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, Reason, eager_break
 from graphrt.compile import compile_module, opaque
+from graphrt.errors import MissedBreakError
+
+factor = [3]
 
 
 @opaque("graphrt_no_pieces::tripled", mutates=[], fake=torch.empty_like)
 def tripled(x: Tensor) -> Tensor:
-    return x * 3
+    return x * factor[0]
 
 
 @opaque("graphrt_no_pieces::added", mutates=["total"])
@@ -36,6 +39,51 @@ class Model(nn.Module):
         if self.kind == "written":
             added(x, self.total)
         return x
+
+
+def test_what_a_splitting_operator_reads_in_python_is_that_of_the_step():
+    pool = GraphPool("cpu")
+    compiled = compile_module(Model("returned"), ["x"], pool=pool, in_place=False)
+    runner = GraphRunner(
+        compiled,
+        mode="PIECEWISE",
+        sizes=[4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        pool=pool,
+    )
+    with runner:
+        runner.capture()
+        for times in (3, 10):
+            factor[0] = times
+            found = runner(x=torch.ones(4, 4))
+            assert runner.last_dispatch.reason is Reason.HIT
+            assert torch.equal(found, torch.full((4, 4), float(times)))
+    factor[0] = 3
+
+
+@eager_break
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_an_eager_part_that_was_traced_is_an_error_in_pieces_and_none_in_full(pool):
+    specs = {"inputs": {"x": InputSpec(torch.float32, ("tokens", 4))}, "outputs": ("tokens", 4)}
+
+    def forward(x: Tensor) -> Tensor:
+        return doubled(x + 1) + 1
+
+    for mode in ("PIECEWISE", "FULL"):
+        given = GraphPool("cpu")
+        compiled = compile_module(forward, ["x"], pool=given if pool else None)
+        with GraphRunner(compiled, mode=mode, sizes=[4], pool=given, **specs) as runner:
+            if mode == "PIECEWISE":
+                with pytest.raises(MissedBreakError, match="opaque"):
+                    runner.capture()
+                continue
+            runner.capture()
+            assert torch.equal(runner(x=torch.ones(4, 4)), torch.full((4, 4), 5.0))
 
 
 @pytest.mark.parametrize("kind", ["returned", "written", "views", "argument"])

@@ -514,3 +514,13 @@ def test_a_report_is_printed_in_lines_and_counts_no_padding_of_steps_that_ran_wi
     assert graphs.startswith(f"Graphs: {len(report.graphs)} FULL; captured in")
     assert steps.startswith("Steps: 2 QUARANTINED; 0% of")
     assert "quarantined" in trials and "without padding" in failure
+
+
+def test_a_report_says_that_nothing_broke_in_pieces():
+    part = eager_break(lambda x: x * 2)
+    for forward, unbroken in ((lambda x: x + 1, 2), (lambda x: part(x + 1) + 1, 0)):
+        made = runner(forward, mode="FULL_AND_PIECEWISE", sizes=[2, 4])
+        made.capture()
+        report = made.report()
+        assert report.unbroken == unbroken
+        assert ("2 PIECEWISE without an eager break" in str(report)) == bool(unbroken)

@@ -12,6 +12,7 @@ from graphrt.core.base import (
     DriverTooOldError,
     GraphRTError,
     NestedCaptureError,
+    PageableCopyError,
     PoolBusyError,
     RefusedOpError,
     ResourceExhaustedError,
@@ -112,7 +113,7 @@ CAPTURE_CAUSES: dict[int, Cause] = {
         "do not change streams inside the forward without making them wait for each other",
     ),
     107030: Cause(
-        CaptureSyncError,
+        PageableCopyError,
         "CAPTURE_MODE_NOT_SUPPORT",
         "a call was made that no capture allows, such as a copy from pageable memory",
         "pin the host tensor, or make the copy before the capture",

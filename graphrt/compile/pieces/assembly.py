@@ -141,7 +141,7 @@ def build(
 
     run = restoring_settings(stitched.function, traced.graph.graph)
     if around is not None:
-        wrappers.append(around.wrap(run))
+        wrappers.append(around.wrap(run, breakable=True))
         run = wrappers[-1]
     if seen.around is None:
         run = traced.forward_around(run)

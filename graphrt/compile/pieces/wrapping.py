@@ -22,7 +22,13 @@ class Wrapping:
     read_context: Callable[[], ForwardContext | None]
     hooks: SegmentHooks | None = None
 
-    def wrap(self, call: Callable[..., Any], options: GraphOptions | None = None) -> GraphWrapper:
+    def wrap(
+        self,
+        call: Callable[..., Any],
+        options: GraphOptions | None = None,
+        *,
+        breakable: bool = False,
+    ) -> GraphWrapper:
         """A PIECEWISE wrapper; `options` in place of its own."""
         return wrapper_class(self.pool.platform)(
             call,
@@ -30,6 +36,7 @@ class Wrapping:
             pool=self.pool,
             read_context=self.read_context,
             options=options or self.options,
+            breakable=breakable,
             hooks=self.hooks,
         )
 

@@ -12,7 +12,7 @@ import torch
 
 from graphrt.compile.errors import OpaqueError
 from graphrt.compile.private_torch import is_registered, remember_functions
-from graphrt.core.capture import eager_break
+from graphrt.core.capture import operator_break
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +57,7 @@ def opaque(
             result: R = overload(*args, **kwargs)
             return result
 
-        finished: Any = eager_break(call) if splits else call
+        finished: Any = operator_break(call) if splits else call
         finished.operator = overload
         return finished  # type: ignore[no-any-return]
 

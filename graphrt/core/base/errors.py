@@ -182,6 +182,10 @@ class CaptureSyncError(CaptureError):
     """The forward read device data on the host while it was being captured."""
 
 
+class PageableCopyError(CaptureSyncError):
+    """A copy between the device and host memory that is not page-locked was captured."""
+
+
 class RefusedOpError(CaptureError):
     """An operator that cannot be part of a graph was issued during capture."""
 
@@ -252,11 +256,6 @@ class BreakShapeError(BreakError):
     """An eager break returned another shape, dtype or structure than at capture."""
 
 
-class BakedScalarError(BreakError):
-    """An eager break or a compiled callable returned another Python value than the one baked into
-    the graph."""
-
-
 class PoolError(GraphRTError):
     """Root of the errors about graph memory pools."""
 
@@ -314,6 +313,11 @@ class ExecutableSwitchError(GraphRTError):
 
 class VerificationError(GraphRTError):
     """A replay differed from the same callable run eagerly on the same inputs."""
+
+
+class BakedScalarError(BreakError, VerificationError):
+    """A Python value is another one than the graph has: of an eager break, a compiled callable, or
+    a tensor that the forward makes of Python data."""
 
 
 class RowsMixedError(VerificationError):

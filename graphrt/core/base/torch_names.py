@@ -172,6 +172,18 @@ def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return overload._op_dk(_composite.find(), *args, **kwargs)
 
 
+# Constants ---------------------------------------------------------------------------------------
+
+_NO_LIFTING = "a forward that makes tensors of Python data cannot be captured on a GPU"
+make_on_host: Callable[[bool], object] = NAMES.take(
+    "torch._C._set_only_lift_cpu_tensors", without=_NO_LIFTING
+)
+"""Says whether torch makes every tensor of Python data on the host, and copies it to its device by
+an operator that modes see."""
+is_made_on_host: Callable[[], bool] = NAMES.take(
+    "torch._C._only_lift_cpu_tensors", without=_NO_LIFTING
+)
+
 # Memory ------------------------------------------------------------------------------------------
 
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = NAMES.take(

@@ -25,10 +25,13 @@ class AllowedCapture(Protocol):
     every step of the graph finds its inputs, `task_names` collects the tasks of the step, and their
     groups. `metadata_is_declared` says that the context's metadata is right for every step.
     `tells_pool` says that a wrapper tells its pool what it captured, else who allowed it does.
-    `work` is the `GraphWork` that a warm-up of the same kind issued, or None.
+    `lifts_constants` says that what the forward makes on the host may be copied to the device,
+    where that needs page-locked memory. `work` is the `GraphWork` that a warm-up of the same kind
+    issued, or None.
     """
 
     work: Any
+    lifts_constants: bool
 
     @property
     def slot(self) -> int: ...

@@ -2,7 +2,7 @@
 
 from graphrt.core.capture._hot import Hot, hot_of
 from graphrt.core.capture._keyed import KeyedGraph, KeyedGraphs
-from graphrt.core.capture.breaks import eager_break, is_listed
+from graphrt.core.capture.breaks import check_traced, eager_break, is_listed, operator_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
@@ -36,11 +36,13 @@ __all__ = [
     "Source",
     "State",
     "as_states",
+    "check_traced",
     "eager_break",
     "hot_of",
     "in_eager_part",
     "inside_capture",
     "is_listed",
+    "operator_break",
     "separate_strides",
     "side_doors",
     "stands_for",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,8 +21,16 @@ from graphrt.core.base import (
     remove_dispatch_mode,
     schemas_of_operator,
 )
-from graphrt.core.capture.refusals import Copies, Given, SideDoors, refuse_transform, side_doors
-from graphrt.core.replay import Recording, counted, current_capture
+from graphrt.core.capture.constants import Constants
+from graphrt.core.capture.refusals import (
+    Copies,
+    Given,
+    SideDoors,
+    refuse_transform,
+    side_doors,
+    user_source,
+)
+from graphrt.core.replay import Recording, counted, current_capture, name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,8 +42,9 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     At replay it is called with the captured tensors and the captured Python values; what changes
     from step to step it must read from `current_context()`. A fresh tensor that it returns is
     copied into a fixed buffer. One that it leaves elsewhere (in a list, an attribute) is for other
-    eager parts: where a graph reads it, the capture raises `SideDoorError`. Outside of a breakable
-    capture (and under FULL) it is just called. Raises `InvalidOptionError` for what is no function.
+    eager parts: where a graph reads it, the capture raises `SideDoorError`. In a PIECEWISE wrapper
+    that is not breakable the capture raises `MissedBreakError`. Outside of PIECEWISE captures it is
+    just called. Raises `InvalidOptionError` for what is no function.
     """
     check_callable("function", function, "@eager_break above the function's def")
 
@@ -46,6 +56,8 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
         if capture is not None and capture.breakable:
             refuse_transform(function)
             return cast(R, capture.run_eagerly(function, args, kwargs))
+        if capture is not None and capture.must_break:
+            raise _missed_part(function)
         work = counted.get()
         if work is not None:
             work.breaks += 1
@@ -54,13 +66,56 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         return cast(R, doors.watched(function, args, kwargs))
 
+    _codes.add(cast(FunctionType, breaking).__code__)
     return breaking
+
+
+def operator_break(call: Callable[P, R]) -> Callable[P, R]:
+    """`eager_break` of a function that calls one splitting operator: a trace has the operator, at
+    which it is split, and no eager part."""
+    breaking = eager_break(call)
+
+    @functools.wraps(call)
+    def splitting(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        return breaking(*args, **kwargs)
+
+    return splitting
+
+
+# All marked functions have one code in common.
+_codes: set[CodeType] = set()
+
+
+def check_traced(codes: Iterable[CodeType]) -> None:
+    """Raise `MissedBreakError` if code that a compiler has traced, `codes`, calls a function that
+    is marked `@eager_break`: it is part of what was compiled."""
+    if not _codes.isdisjoint(codes):
+        raise MissedBreakError(
+            "a function that is marked @eager_break was traced, so it would be captured",
+            expected="compiled code without eager parts, or opaque operators in their place",
+            advice='mark it @graphrt.opaque("namespace::name") in place of @eager_break, or call '
+            "it outside of what is compiled",
+        )
+
+
+def _missed_part(function: Callable[..., Any]) -> MissedBreakError:
+    return MissedBreakError(
+        "a function that is marked @eager_break would be captured",
+        got=f"{name_of(function)} in a PIECEWISE wrapper that does not break",
+        source=str(user_source() or "") or None,
+        expected="a wrapper that breaks there, or pieces without such a function",
+        advice="make the wrapper with breakable=True, or wrap what is before and behind the "
+        "function one by one",
+    )
 
 
 class BreakWatch(ThreadMode):
     """Sees every operator of an open segment: breaks at those of the list, and refuses those that
     read what left an eager part by a side door, write a copy of what others hold, or read
-    arguments that lie on the host. Of a whole graph it looks at the last alone."""
+    arguments that lie on the host. Of a whole graph it looks at the last alone. With `constants` it
+    has them lifted."""
 
     supports_higher_order_operators = True
 
@@ -71,6 +126,7 @@ class BreakWatch(ThreadMode):
         doors: SideDoors,
         copies: Copies,
         given: Given,
+        constants: Constants | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._capture = capture
@@ -78,6 +134,7 @@ class BreakWatch(ThreadMode):
         self._doors = doors
         self._copies = copies
         self._given = given
+        self._constants = constants
         self._in_pieces = capture.breakable or bool(breaks)
         for name in breaks:
             _check_break(name)
@@ -86,9 +143,10 @@ class BreakWatch(ThreadMode):
 
     def resume(self) -> None:
         self._given.begin()
-        wanted = self._in_pieces and (self._breaks or self._doors or self._copies)
+        in_pieces = self._in_pieces and (self._breaks or self._doors or self._copies)
+        wanted = in_pieces or self._given or self._constants is not None
         # While an operator is being handled torch has taken this mode off its stack already.
-        if not self._handling and not self._entered and (wanted or self._given):
+        if not self._handling and not self._entered and wanted:
             self.__enter__()
             self._entered = True
 
@@ -122,6 +180,8 @@ class BreakWatch(ThreadMode):
                 self._doors.check((args, kwargs), "the graph reads", func)
                 self._copies.check(func, args, kwargs)
             self._given.check(func, args, kwargs)
+            if self._constants is not None:
+                return self._constants.run(func, args, kwargs)
             return func(*args, **kwargs)
         capture = self._capture
         if not capture.breakable:

@@ -31,6 +31,7 @@ from graphrt.core.capture._leaves import (
 )
 from graphrt.core.capture.breaks import BreakWatch
 from graphrt.core.capture.bridges import Bridges, separate_strides
+from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.refusals import (
     Copies,
     Given,
@@ -67,7 +68,7 @@ class Capture:
     """One capture under way: it drives segments and eager parts, and takes all back if it fails.
 
     `breakable` says whether `@eager_break` functions and the operators in `breaks` end the segment;
-    where it is false, such an operator is an error if `must_break` is set and captured if not.
+    where it is false, they are errors if `must_break` is set and captured if not.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Capture:
         self.pool = pool
         self.bridges = bridges
         self.breakable = breakable
+        self.must_break = must_break
         self.parts: list[Part] = []
         self.graph: DeviceGraph | None = None
         self.tasks: list[CapturedTask] = []
@@ -102,7 +104,13 @@ class Capture:
         self._doors.begin_capture()
         self._copies = Copies()
         breaks = breaks if breakable or must_break else frozenset()
-        self._watch: BreakWatch | None = BreakWatch(self, breaks, self._doors, self._copies, given)
+        lifts = self._platform.needs_pinned_copies and (
+            context.capture is None or context.capture.lifts_constants
+        )
+        self._constants = Constants(self._platform) if lifts else None
+        self._watch: BreakWatch | None = BreakWatch(
+            self, breaks, self._doors, self._copies, given, self._constants
+        )
 
     @property
     def segment_open(self) -> bool:
@@ -311,6 +319,8 @@ class Capture:
             self.graph = None
             raise
         withhold(self.context)
+        if self._constants is not None:
+            self._constants.begin(graph)
         if self._watch is not None:
             self._watch.resume()
 
@@ -320,6 +330,8 @@ class Capture:
         hand_back(self.context)
         if self._watch is not None:
             self._watch.suspend()
+        if self._constants is not None:
+            self._constants.end()
         if self._hooks is not None:
             self._hooks.end_of_capture()
         recorded = self._platform.end_capture(graph)
@@ -347,6 +359,8 @@ class Capture:
         hand_back(self.context)
         if self._watch is not None:
             self._watch.remove()
+        if self._constants is not None:
+            self._constants.end()
         graph, captured = self.graph, graphs_of(self.parts)
         if graph is not None:
             if graph not in captured:

@@ -38,11 +38,17 @@ class CaptureTransaction:
     """Whether a wrapper tells its pool of what it captured for it, or who allowed it does."""
 
     def __init__(
-        self, slot: int = -1, fixed: Collection[int] = (), *, metadata_is_declared: bool = False
+        self,
+        slot: int = -1,
+        fixed: Collection[int] = (),
+        *,
+        metadata_is_declared: bool = False,
+        lifts_constants: bool = True,
     ) -> None:
         self.slot = slot
         self.fixed = frozenset(fixed)
         self.metadata_is_declared = metadata_is_declared
+        self.lifts_constants = lifts_constants
         self.task_names: set[str] = set()
         self.work: GraphWork | None = None
         self._captured: list[Captured] = []

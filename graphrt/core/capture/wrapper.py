@@ -73,9 +73,9 @@ class GraphWrapper(Uncopied):
         """`read_context` is called with no arguments and returns this step's `ForwardContext`, or
         None; a host with a context of its own builds one from it, once for each of its steps.
         A `breakable` PIECEWISE wrapper ends segments at `@eager_break` functions and at the
-        operators in `options.breaks`, which are errors in one that is not. `hooks` are called
-        around each of its graphs. Raises `InvalidModeError` unless the mode is PIECEWISE or FULL,
-        and `InvalidOptionError`.
+        operators in `options.breaks`, which are `MissedBreakError` in one that is not. `hooks` are
+        called around each of its graphs. Raises `InvalidModeError` unless the mode is PIECEWISE or
+        FULL, and `InvalidOptionError`.
         """
         check_callable("runnable", runnable)
         check_callable("read_context", read_context)

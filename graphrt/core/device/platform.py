@@ -57,6 +57,9 @@ class Platform(ABC):
     capture_executes: bool = False
     """Whether the operators run while they are captured. Where they do not, core replays each
     segment right after its capture, so that a capturing call has the effect of one eager call."""
+    needs_pinned_copies: bool = False
+    """Whether a capture holds copies from page-locked host memory alone, which `host_buffer` gives.
+    Where it does, core keeps the constants that a forward makes there."""
     raw_storages: bool = False
     """Whether torch's own storages can be made over memory of this device at any address. What a
     runner hands out is then no copy, but unreadable as soon as the next step overwrites it."""

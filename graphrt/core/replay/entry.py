@@ -30,6 +30,7 @@ class Entry:
         "_mixed",
         "_only_graphs",
         "_table",
+        "breaks",
         "captured_in",
         "deferred",
         "descriptor",
@@ -78,6 +79,9 @@ class Entry:
         self.tasks = self._table.tasks
         # Only eager parts, and issuing a task, could grow a graph of gradients.
         self._only_graphs = not any(isinstance(part, EagerPart) for part in parts)
+
+        # Whether an eager part runs at every replay.
+        self.breaks = not self._only_graphs
 
         # What most entries are: one graph and nothing else.
         alone = len(parts) == 1 and not self.tasks

@@ -21,6 +21,10 @@ class Recording(Protocol):
     def breakable(self) -> bool:
         """Whether `run_eagerly` may end the segment."""
 
+    @property
+    def must_break(self) -> bool:
+        """Whether an eager part may not become part of a graph."""
+
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

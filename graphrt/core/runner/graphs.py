@@ -220,6 +220,11 @@ class GraphSet:
             found.update((id(each.owner), each.owner) for each in kept)
         return list(found.values())
 
+    def unbroken(self) -> int:
+        """How many PIECEWISE graphs of the own wrapper have no eager part."""
+        wrapper = self._wrappers.get(GraphMode.PIECEWISE)
+        return 0 if wrapper is None else sum(not e.breaks for e in wrapper.entries.values())
+
     def _saved_state(self) -> WatchedState:
         limit = self._options.state_limit_bytes
         return WatchedState(

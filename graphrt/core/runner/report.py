@@ -73,6 +73,8 @@ class RunnerReport:
     """Steps whose host had to wait until the memory that stages inputs was free again."""
     inputs_in_graph: bool = False
     """Whether the device fetches the inputs of steps, unless they are too large."""
+    unbroken: int = 0
+    """PIECEWISE graphs in which nothing broke: each is one graph of the whole forward."""
     trust: TrustReport = TrustReport()
     meanwhile: StepsMeanwhile | None = None
     """The steps while graphs were missing; None where `capture_next()` has captured none."""
@@ -103,6 +105,11 @@ class RunnerReport:
             [
                 f"Graphs: {_counted(modes)}; captured in {self.capture_s:.2f} s",
                 *(f"  dropped: {each.mode.name} [{each.descriptor}]" for each in self.dropped),
+                *(
+                    [f"  {self.unbroken} PIECEWISE without an eager break, captured as FULL ones"]
+                    if self.unbroken
+                    else []
+                ),
                 f"Steps: {_counted(reasons)}; {self.padding:.0%} of the tokens of graphs padding",
                 f"Trials: {_counted(trials)}",
                 *(f"  {failure}" for failure in failures),
@@ -140,6 +147,7 @@ def report_of(
         dropped=tuple(graphs.dropped),
         staging_waits=inputs.staging_waits,
         inputs_in_graph=inputs.ring is not None,
+        unbroken=graphs.unbroken(),
         trust=_trust(graphs, pool, inputs),
         meanwhile=meanwhile,
     )

@@ -13,6 +13,7 @@ import torch
 from graphrt.core.base import (
     CaptureError,
     GraphRTError,
+    PageableCopyError,
     ResourceExhaustedError,
     StreamBudgetError,
     Undo,
@@ -111,6 +112,7 @@ def capture_graphs(
                     graph.slot,
                     graph.step.storages(),
                     metadata_is_declared=host.metadata is not None,
+                    lifts_constants=warm_ups.lifts_constants,
                 )
                 session.has_doors = any(each.mode is GraphMode.PIECEWISE for each in graphs[done:])
                 try:
@@ -154,6 +156,8 @@ class WarmUps:
         self._each = each
         self._alike = alike
         self._done: set[Hashable] = set()
+        # To look at every operator takes time, and most forwards copy nothing from the host.
+        self.lifts_constants = False
         self.breaks = breaks
 
     @classmethod
@@ -258,7 +262,14 @@ class _Session:
 
     def _attempt(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
         self._bind(graph.step, "capture")
-        self._run(graph, graph.mode, transaction)
+        try:
+            self._run(graph, graph.mode, transaction)
+        except PageableCopyError:
+            if transaction.lifts_constants:
+                raise
+            transaction.rollback()
+            transaction.lifts_constants = self._warm_ups.lifts_constants = True
+            self._attempt(graph, transaction)
 
     def _run(
         self, graph: PlannedGraph, mode: GraphMode, transaction: CaptureTransaction | None

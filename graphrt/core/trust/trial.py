@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from graphrt.core.base import PythonStateError, RowsMixedError, VerificationError
+from graphrt.core.trust._constants import baked
 from graphrt.core.trust._verdict import Verdict, mixing
 from graphrt.core.trust.compare import Difference, difference, rounding_of
 from graphrt.core.trust.generators import Generators
@@ -122,9 +123,11 @@ class Trial:
             drawn_alone = self._generators.now()
             self._back()
             self._move_numbers(first, eager, written)
-            again = verdict.outputs = step.eager(self._watch())
+            last = self._watch()
+            again = verdict.outputs = step.eager(last)
             rewritten = self._saves.values()[: len(written)]
             rounding = rounding_of(use.dtype for use in first.uses.values())
+            self._judge_constants(first, last)
             rebound = self._moving.rebound(first.uses)
             if rebound:
                 self._fail_rebound(rebound)
@@ -169,6 +172,13 @@ class Trial:
 
     def _fail(self, failure: VerificationError) -> None:
         self._verdict.failure = self._verdict.failure or failure
+
+    def _judge_constants(self, first: Watch, last: Watch) -> None:
+        found = baked(self._name, last, first.trace, has_parts=self._has_parts)
+        if found is None and self._captured is not None and self._same_size:
+            found = baked(self._name, first, self._captured, has_parts=self._has_parts)
+        if found is not None:
+            self._fail(found)
 
     def _judge_repeats(
         self, eager: Any, again: Any, replayed: Any, first: Watch, rounding: float

@@ -231,6 +231,29 @@ class BreakConformance(ConformanceBase):
         expected = self.host(torch.sigmoid(x + 1) * 2)
         assert torch.equal(self.host(self.step(wrapper, PIECEWISE, x)), expected)
 
+    @pytest.mark.parametrize("check", ["off", "capture", "always"])
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_an_eager_part_in_an_unbreakable_piece_is_an_error(
+        self, pool: GraphPool, check: str, strict: bool
+    ) -> None:
+        eager, attention = self.breaking(lambda x: x * 10)
+        wrapper = self.wrap(
+            lambda x: attention(x + 1) + 1, PIECEWISE, pool, check=check, strict=strict
+        )
+        x = self.tensor(1, 2, 3, 4)
+        with pytest.raises(MissedBreakError, match="breakable=True"):
+            self.capture(wrapper, PIECEWISE, x)
+        assert not wrapper.entries
+        # Around it nothing breaks: under FULL, and in a wrapper that does.
+        whole = self.wrap(wrapper, FULL, pool)
+        self.capture(whole, FULL, x)
+        assert self.first(self.step(whole, FULL, x)) == [21, 31, 41, 51]
+        calls = eager.calls
+        pieces = self.wrap(wrapper, PIECEWISE, pool, breakable=True)
+        self.capture(pieces, PIECEWISE, x, descriptor=D2)
+        assert self.first(self.step(pieces, PIECEWISE, x, descriptor=D2)) == [21, 31, 41, 51]
+        assert eager.calls == calls + 2
+
     def test_a_listed_operator_in_an_unbreakable_piece_is_an_error(self, pool: GraphPool) -> None:
         breaks = frozenset({"aten::sigmoid"})
         wrapper = self.wrap(lambda x: torch.sigmoid(x), PIECEWISE, pool, breaks=breaks)

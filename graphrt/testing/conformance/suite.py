@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphrt.testing.conformance.breaks import BreakConformance
 from graphrt.testing.conformance.capture import CaptureConformance
+from graphrt.testing.conformance.constants import ConstantConformance
 from graphrt.testing.conformance.failures import FailureConformance
 from graphrt.testing.conformance.lifetimes import LifetimeConformance
 from graphrt.testing.conformance.pools import PoolConformance
@@ -15,6 +16,7 @@ from graphrt.testing.conformance.tasks import TaskConformance
 class PlatformConformance(
     CaptureConformance,
     BreakConformance,
+    ConstantConformance,
     SideDoorConformance,
     LifetimeConformance,
     FailureConformance,

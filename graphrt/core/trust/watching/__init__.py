@@ -8,11 +8,12 @@ from graphrt.core.trust.watching.pointers import (
     unknown_memory,
 )
 from graphrt.core.trust.watching.trace import Trace, first_difference
-from graphrt.core.trust.watching.watch import Deviation, Kept, Use, Watch, storage_key
+from graphrt.core.trust.watching.watch import LIFT_FRESH, Deviation, Kept, Use, Watch, storage_key
 from graphrt.core.trust.watching.write_watch import WriteWatch
 from graphrt.core.trust.watching.writes import SavedWrites, still_there
 
 __all__ = [
+    "LIFT_FRESH",
     "Deviation",
     "Kept",
     "SavedWrites",

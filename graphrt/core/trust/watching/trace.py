@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 _SHORT = 64
-"""A tensor of Python data with at most so many values is described by them."""
+"""A tensor of Python data with at most so many values is described by them, a larger one by a sum
+of its bytes."""
 
 
 class Op(NamedTuple):
@@ -37,9 +40,12 @@ class Of(NamedTuple):
 
 
 class Values(NamedTuple):
-    """A small tensor that was made of Python data."""
+    """A tensor that was made of Python data."""
 
     values: str
+
+    def __str__(self) -> str:
+        return self.values
 
 
 Trace = list[Op]
@@ -61,9 +67,13 @@ def described(value: Any, outside: Any) -> object:
 
 def made_of_data(tensor: torch.Tensor) -> object:
     """What describes a tensor that was made of Python data."""
-    if not tensor.is_meta and tensor.numel() <= _SHORT:
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return Of(tuple(tensor.shape), tensor.dtype)
+    if tensor.numel() <= _SHORT:
         return Values(repr(tensor.tolist()))
-    return Of(tuple(tensor.shape), tensor.dtype)
+    at_hand = tensor.detach().to("cpu").contiguous()
+    data = ctypes.string_at(at_hand.data_ptr(), at_hand.numel() * at_hand.element_size())
+    return Values(f"{tuple(tensor.shape)} values, CRC {zlib.crc32(data):08x}")
 
 
 def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any], outside: Any) -> tuple[Any, ...]:

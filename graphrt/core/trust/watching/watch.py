@@ -119,6 +119,10 @@ class Watch(ThreadMode):
         self.saw_compiled_code = False
         self.sources: dict[int, Source | None] = {}
         self.sums: list[torch.Tensor | None] = []
+        # Of what was made of Python data and used by operators: its places in the trace. Those of
+        # eager parts are made anew at every replay.
+        self.constants: set[int] = set()
+        self.constants_of_parts: set[int] = set()
         self.deviates = False
         self.deviation = ""
         self._own = own
@@ -131,6 +135,7 @@ class Watch(ThreadMode):
         self._born: dict[int, StorageWeakRef] = {}
         self._from_inputs: set[int] = set()
         self._rewritten: set[int] = set()
+        self._of_data: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -144,6 +149,7 @@ class Watch(ThreadMode):
             self.sums.append(None)
             self._bear(args[0])
             self._bear(result)
+            self._note_constant(result)
             return result
         if self._generators is not None:
             for value in (*args, *kwargs.values()):
@@ -198,6 +204,14 @@ class Watch(ThreadMode):
             self.sources[len(self.trace)] = user_source()
         self.trace.append(op)
 
+    def _note_constant(self, tensor: torch.Tensor) -> None:
+        key, place = storage_key(tensor), len(self.trace) - 1
+        # Memory of an array is read where it is.
+        if key is not None and tensor.untyped_storage().resizable():
+            self._of_data[key] = place
+            if in_eager_part.get() is not None:
+                self.constants_of_parts.add(place)
+
     def _before_writes(self, func: Any, facts: Any, args: Any, kwargs: Any) -> None:
         for tensor in written(facts, args, kwargs):
             key = storage_key(tensor)
@@ -234,6 +248,8 @@ class Watch(ThreadMode):
                 continue
             from_inputs |= key in self._from_inputs
             if key in self._born:
+                if key in self._of_data:
+                    self.constants.add(self._of_data[key])
                 continue
             use = self.uses.get(key)
             if use is None:

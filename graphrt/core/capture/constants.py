@@ -1,0 +1,240 @@
+"""Constants of a captured forward: what it makes on the host and copies to the device.
+
+Some devices capture no copy from pageable memory, and `torch.tensor(0.0, device=x.device)`, a list
+as an index or `torch.full((1,), 7.0).to(x.device)` is one. While a segment is open on such a device
+
+1. torch makes tensors of Python data on the host, and copies them by an operator that modes see;
+2. every tensor is known that the forward made on the host of nothing but Python data;
+3. a copy of one to the device reads page-locked memory, which has the value and lives with the
+   graph. Each replay copies it anew, so that the forward may write the copy in place.
+
+A tensor of the host's that the forward did not make is no constant: the host may write it, and no
+replay would see that. Its copy is an error, unless it is page-locked: then replays read it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphrt.core.base import (
+    PageableCopyError,
+    is_made_on_host,
+    make_on_host,
+    tree,
+    unseen,
+)
+from graphrt.core.capture.refusals import user_source
+from graphrt.core.device import DeviceGraph, Platform
+
+_aten = torch.ops.aten
+
+_kept: WeakKeyDictionary[DeviceGraph, list[torch.Tensor]] = WeakKeyDictionary()
+"""The page-locked memory that a graph copies from, as long as there is the graph: it may be running
+when its entry is dropped, and is reset only behind that."""
+
+
+class Constants:
+    """The constants of one capture on `platform`."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._made: dict[int, StorageWeakRef] = {}
+        self._pinned: list[torch.Tensor] = []
+
+    def begin(self, graph: DeviceGraph) -> None:
+        """A segment begins, which `graph` will hold."""
+        self._pinned = _kept[graph] = []
+        _host_first.enter(self)
+
+    def end(self) -> None:
+        """The segment ends, or has failed; once more changes nothing."""
+        _host_first.leave(self)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Issue an operator; what it copies from the host is copied from page-locked memory."""
+        lifted = _LIFTED.get(id(func))
+        if lifted is not None:
+            return lifted(self, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if type(result) is torch.Tensor:
+            if result.is_cpu:
+                self._note(func, args, kwargs, result)
+        elif isinstance(result, list | tuple):
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note whether results on the host are constants: all that they were made of is."""
+        results = [each for each in tree.tensors(result) if _is_of_host(each)]
+        if not results:
+            return
+        if func is _aten.lift_fresh.default:
+            # Memory of an array belongs to the host, which may write it.
+            constant = all(each.untyped_storage().resizable() for each in results)
+        else:
+            given = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
+            constant = all(map(self._is_constant, given))
+        for each in results:
+            storage = each.untyped_storage()
+            if constant:
+                self._made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            else:
+                self._made.pop(storage._cdata, None)
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        # The weak reference keeps the storage's name from being used again.
+        return tensor.untyped_storage()._cdata in self._made
+
+    def _on_device(
+        self, func: Any, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What a copy of `tensor` from the host to the device gives, as captured."""
+        if not self._is_constant(tensor):
+            raise PageableCopyError(
+                "a tensor of the host's, which the forward did not make, is copied to the device: "
+                "replays would not see what the host writes there",
+                op=str(func),
+                source=str(user_source() or "") or None,
+                got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                expected="tensors on the device, or constants that the forward makes itself",
+                advice="move it to the device before the capture (module.to(device)), or pass it "
+                "as an input",
+            )
+        made = torch.empty_like(tensor, dtype=dtype, device=device)
+        if made.numel():
+            made.copy_(unseen(lambda: self._pin(tensor, made)), non_blocking=True)
+        return made
+
+    def _pin(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Page-locked memory with a tensor's value now, and the dtype and strides of `like`."""
+        buffer = self._platform.host_buffer(like.numel() * like.element_size())
+        self._pinned.append(buffer)
+        pinned = buffer.view(like.dtype).as_strided(like.shape, like.stride())
+        return pinned.copy_(tensor.detach())
+
+    def _is_copied(self, tensor: object, device: torch.device) -> bool:
+        """Whether a copy of it to a device is one from pageable memory, or from page-locked memory
+        that the forward gives back."""
+        return (
+            isinstance(tensor, torch.Tensor)
+            and device.type == self._platform.device_type
+            and _is_of_host(tensor)
+            and (self._is_constant(tensor) or not tensor.is_pinned())
+        )
+
+    # Operators that copy from the host --------------------------------------------------------
+
+    def _to_copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensor, device = args[0], kwargs.get("device")
+        if device is None or not self._is_copied(tensor, torch.device(device)):
+            return self._as_it_is(func, args, kwargs)
+        made = self._on_device(func, tensor, device, kwargs.get("dtype") or tensor.dtype)
+        memory_format = kwargs.get("memory_format")
+        if memory_format in (None, torch.preserve_format):
+            return made
+        return made.contiguous(memory_format=memory_format)
+
+    def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not self._is_copied(args[1], args[0].device):
+            return self._as_it_is(func, args, kwargs)
+        made = self._on_device(func, args[1], args[0].device, args[0].dtype)
+        return func(args[0], made)
+
+    def _mixed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator that moves arguments to the device of the others, below all modes."""
+        devices = [each.device for each in tree.tensors((args, kwargs)) if not each.is_cpu]
+        if not devices:
+            return self._as_it_is(func, args, kwargs)
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if not self._is_copied(tensor, devices[0]):
+                return tensor
+            return self._on_device(func, tensor, devices[0], tensor.dtype)
+
+        args, kwargs = tree.map_tensors(moved, (self._without_masks(args), kwargs))
+        return func(*args, **kwargs)
+
+    def _without_masks(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Arguments with the places that a mask on the host chooses, as the operator itself would
+        find them there, in place of the mask."""
+        if len(args) < 2 or not isinstance(args[1], list | tuple):
+            return args
+        indices: list[Any] = []
+        for index in args[1]:
+            is_mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+            if is_mask and index.is_cpu:
+                places = index.nonzero().unbind(1)
+                for place in places if self._is_constant(index) else ():
+                    storage = place.untyped_storage()
+                    self._made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                indices += places
+            else:
+                indices.append(index)
+        return (args[0], indices, *args[2:])
+
+    def _as_it_is(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+
+def _is_of_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided and type(tensor) is torch.Tensor
+
+
+_Lifted = Callable[[Constants, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# By number: an operator's hash is computed in Python. They are never destroyed.
+_LIFTED: Mapping[int, _Lifted] = {
+    id(_aten._to_copy.default): Constants._to_copy,
+    id(_aten.copy_.default): Constants._copy,
+    **dict.fromkeys(
+        map(
+            id,
+            (
+                _aten.index.Tensor,
+                _aten._unsafe_index.Tensor,
+                _aten.index_put_.default,
+                _aten.index_put.default,
+                _aten._index_put_impl_.default,
+                _aten.where.self,
+            ),
+        ),
+        Constants._mixed,
+    ),
+}
+
+
+class _HostFirst:
+    """Has torch make tensors of Python data on the host first while any capture needs it.
+
+    It is a flag of the whole process. Another thread gets the same tensor by one operator more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: set[int] = set()
+        self._before = False
+
+    def enter(self, owner: object) -> None:
+        with self._lock:
+            if not self._wanted:
+                self._before = is_made_on_host()
+            self._wanted.add(id(owner))
+            make_on_host(True)
+
+    def leave(self, owner: object) -> None:
+        with self._lock:
+            if id(owner) in self._wanted:
+                self._wanted.discard(id(owner))
+                if not self._wanted:
+                    make_on_host(self._before)
+
+
+_host_first = _HostFirst()

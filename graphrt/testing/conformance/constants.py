@@ -1,0 +1,175 @@
+"""Constants that a forward makes of Python data: every replay has them, whatever was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from graphrt.core.base import PageableCopyError
+from graphrt.core.capture import eager_break
+from graphrt.core.dispatch import Reason
+from graphrt.core.replay import GraphPool
+from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
+
+_WEIGHTS = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+
+
+def _scalars(x: torch.Tensor) -> torch.Tensor:
+    low = torch.tensor(-3.0, device=x.device)
+    return torch.where(x > 2, torch.tensor(0.0, device=x.device, dtype=x.dtype), low) + x
+
+
+def _scalar_of_the_host(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 2, torch.tensor(0.0), x) * torch.tensor(2.0)
+
+
+def _made_by_an_operator(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.full((1,), 7.0).to(x.device)
+
+
+def _computed_on_the_host(x: torch.Tensor) -> torch.Tensor:
+    rotary = torch.arange(16, dtype=torch.float32).view(8, 2).t()[1] * 0.5
+    return x * rotary.to(device=x.device, dtype=torch.float32)
+
+
+def _cast_on_the_way(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor([2] * 8, dtype=torch.int32).to(x)
+
+
+def _new_tensor(x: torch.Tensor) -> torch.Tensor:
+    return x * x.new_tensor(_WEIGHTS) + torch.as_tensor(_WEIGHTS, device=x.device)
+
+
+def _copied_into_memory(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(x)
+    made.copy_(torch.tensor(_WEIGHTS))
+    return x + made
+
+
+def _list_as_index(x: torch.Tensor) -> torch.Tensor:
+    return x + x[:, [-2]] + x[:, torch.tensor([1])]
+
+
+def _list_on_the_left(x: torch.Tensor) -> torch.Tensor:
+    made = x.clone()
+    made[:, [0, 2]] = 5.0
+    made[:, [1, 3]] = x[:, [4, 5]]
+    return made
+
+
+def _element_on_the_left(x: torch.Tensor) -> torch.Tensor:
+    made = x[:, 0].clone()
+    made[0] = 5.0
+    return x + made[:, None]
+
+
+def _written_in_place(x: torch.Tensor) -> torch.Tensor:
+    total = torch.tensor([0.0] * 8, device=x.device)
+    for _ in range(3):
+        total += 1
+    return x * total
+
+
+def _host_writes_between(x: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor(_WEIGHTS)
+    first = table.to(x.device)
+    table += 1
+    return x * first + table.to(x.device)
+
+
+def _nothing(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor([], device=x.device).sum()
+
+
+_FORWARDS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    _scalars,
+    _scalar_of_the_host,
+    _made_by_an_operator,
+    _computed_on_the_host,
+    _cast_on_the_way,
+    _new_tensor,
+    _copied_into_memory,
+    _list_as_index,
+    _list_on_the_left,
+    _element_on_the_left,
+    _written_in_place,
+    _host_writes_between,
+    _nothing,
+]
+
+
+def _all(x: torch.Tensor) -> torch.Tensor:
+    for forward in _FORWARDS:
+        x = forward(x) * 0.125
+    return x
+
+
+class ConstantConformance(ConformanceBase):
+    @pytest.mark.parametrize("forward", [*_FORWARDS, _all], ids=lambda each: each.__name__[1:])
+    def test_replays_have_the_constants_of_a_forward(
+        self, pool: GraphPool, forward: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        wrapper = self.wrap(forward, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        expected = self.host(forward(x))
+        assert torch.equal(self.host(self.capture(wrapper, FULL, x)), expected)
+        self._pinned_memory_is_used_by_others()
+        for values in ((4, 3, 2, 1), (0, 9, 0, 9), (1, 2, 3, 4)):
+            x.copy_(self.tensor(*values))
+            expected = self.host(forward(x))
+            assert torch.equal(self.host(self.step(wrapper, FULL, x)), expected)
+
+    def test_segments_have_their_own_constants(self, pool: GraphPool) -> None:
+        @eager_break
+        def attention(x: torch.Tensor) -> torch.Tensor:
+            return x * torch.tensor(_WEIGHTS, device=x.device)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return _all(attention(_all(x) + _written_in_place(x)))
+
+        wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
+        x = self.tensor(1, 2, 3, 4)
+        expected = self.host(forward(x))
+        assert torch.equal(self.host(self.capture(wrapper, PIECEWISE, x)), expected)
+        self._pinned_memory_is_used_by_others()
+        x.copy_(self.tensor(0, 9, 0, 9))
+        expected = self.host(forward(x))
+        assert torch.equal(self.host(self.step(wrapper, PIECEWISE, x)), expected)
+
+    @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+    def test_a_runner_captures_them(self, mode: str) -> None:
+        attention = eager_break(lambda x: x * 2)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return _all(attention(_all(x)))
+
+        runner = self.runner_of(forward, mode=mode, sizes=[2, 4])
+        runner.capture()
+        for values in ((4, 3, 2, 1), (0, 9), (1, 2, 3, 4)):
+            x = self.tensor(*values)
+            expected = self.host(forward(x))
+            assert torch.equal(self.host(runner(x=x)), expected)
+            assert runner.last_dispatch is not None
+            assert runner.last_dispatch.reason is Reason.HIT
+        runner.close()
+
+    def test_a_tensor_of_the_hosts_is_no_constant(self, pool: GraphPool) -> None:
+        table = torch.tensor(_WEIGHTS)
+        x = self.tensor(1, 2, 3, 4)
+        wrapper = self.wrap(lambda x: x * (table * 1).to(x.device), FULL, pool)
+        if not self.platform.needs_pinned_copies:
+            self.capture(wrapper, FULL, x)
+            table += 1
+            assert self.first(self.step(wrapper, FULL, x)) == [2, 4, 6, 8]
+            return
+        with pytest.raises(PageableCopyError, match=r"constants\.py"):
+            self.capture(wrapper, FULL, x)
+
+    def _pinned_memory_is_used_by_others(self) -> None:
+        """Whatever was given back too early has other bytes afterwards."""
+        self.platform.synchronize()
+        buffers = [self.platform.host_buffer(size) for size in (4, 8, 32, 64, 256) for _ in "1234"]
+        for buffer in buffers:
+            buffer.fill_(0xEE)

@@ -1,0 +1,135 @@
+"""What constants of a forward cost a GPU's captures, and what they leave; the conformance suite and
+tests/trust/test_constants.py have what they do."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import GraphRunner, InputSpec, KeyedGraphs, Plan
+from graphrt.core.base import is_made_on_host
+from graphrt.errors import BakedScalarError, CaptureSyncError, PageableCopyError
+
+pytestmark = pytest.mark.cuda
+
+
+def prototype(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    low = torch.tensor(-3.0, device=x.device)
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+    masked = torch.where(mask, torch.tensor(0.0, device=x.device, dtype=x.dtype), low)
+    return x * weights + masked + x[:, [-2]] + torch.full((1,), 7.0).to(x.device)
+
+
+def use_pinned_memory() -> None:
+    """Whatever was given back has other bytes afterwards."""
+    torch.cuda.synchronize()
+    buffers = [
+        torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        for size in (1, 4, 8, 16, 32, 256)
+        for _ in range(16)
+    ]
+    for buffer in buffers:
+        buffer.fill_(0xEE)
+
+
+def runner_of(forward: Any, mode: str = "FULL") -> GraphRunner:
+    return GraphRunner(
+        forward,
+        Plan(mode=mode, sizes=[4]),
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+    )
+
+
+def test_fifty_replays_of_five_constants() -> None:
+    x = torch.randn(8, 4, device="cuda")
+    mask = torch.rand(8, 4, device="cuda") > 0.5
+    graph = KeyedGraphs().capture(1, lambda: prototype(x, mask))
+    use_pinned_memory()
+    for _ in range(50):
+        x.copy_(torch.randn(8, 4))
+        mask.copy_(torch.rand(8, 4) > 0.5)
+        assert torch.equal(graph.replay(), prototype(x, mask))
+
+
+def test_memory_that_the_forward_pins_itself_is_kept() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([2.0] * 4).pin_memory().to(x.device, non_blocking=True)
+
+    runner = runner_of(forward)
+    runner.capture()
+    use_pinned_memory()
+    x = torch.randn(4, 4, device="cuda")
+    assert torch.equal(runner(x=x), x * 2)
+    assert runner.last_dispatch.reason.name == "HIT"
+
+
+def test_a_changed_constant_is_named() -> None:
+    class Scaled(torch.nn.Module):
+        scale = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.tensor(self.scale, device=x.device)  # the line
+
+    model = Scaled()
+    runner = runner_of(model)
+    runner.capture()
+    x = torch.randn(4, 4, device="cuda")
+    runner(x=x)
+    model.scale = 3.0
+    with pytest.raises(BakedScalarError, match="# the line"):
+        runner.verify(x=x)
+
+
+def test_what_is_no_constant_is_refused_and_named() -> None:
+    table = torch.ones(4)
+    x = torch.ones(4, 4, device="cuda")
+    graphs = KeyedGraphs()
+    with pytest.raises(PageableCopyError, match=r"test_cuda_constants\.py"):
+        graphs.capture(1, lambda: x * table.to(x.device))
+    with pytest.raises(CaptureSyncError):
+        graphs.capture(1, lambda: x * x.cpu().to(x.device))
+    assert not is_made_on_host()
+    assert torch.equal(graphs.capture(1, lambda: x[:, [1]] * 2).replay(), x[:, [1]] * 2)
+
+
+def test_two_threads_capture_and_the_flag_is_put_back() -> None:
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            x = torch.randn(8, 4, device="cuda")
+            mask = x > 0
+            graphs = KeyedGraphs()
+            for key in range(20):
+                graph = graphs.capture(key, lambda: prototype(x, mask))
+                assert torch.equal(graph.replay(), prototype(x, mask))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert not is_made_on_host()
+
+
+def test_a_forward_without_constants_is_captured_once() -> None:
+    calls = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        return x * 2
+
+    runner = runner_of(forward)
+    runner.capture()
+    assert calls.count(True) == 1
+    calls.clear()
+    runner = runner_of(lambda x: forward(x) + torch.tensor(1.0, device=x.device))
+    runner.capture()
+    assert calls.count(True) == 2

@@ -1,0 +1,124 @@
+"""Constants of Python data that are others than at capture are named, with their line."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import GraphRunner, InputSpec, Plan, eager_break
+from graphrt.errors import BakedScalarError
+
+
+class Model(torch.nn.Module):
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.scale: Any = 2.0
+        self.device = device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(self.scale, device=x.device)  # the line
+
+
+class Long(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([self.scale] * 100, device=x.device).mean()  # the line
+
+
+class Index(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x[:, [int(self.scale)]]  # the line
+
+
+class Masked(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 1e30, torch.tensor(self.scale, device=x.device), x)  # the line
+
+
+class Clock(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(time.perf_counter(), device=x.device)  # the line
+
+
+class Unused(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.now = torch.tensor(self.scale)
+        return x * 2
+
+
+class OfArray(Model):
+    values = array("f", [2.0] * 8)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "scale":
+            self.values[:] = array("f", [value] * 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.frombuffer(self.values, dtype=torch.float32)
+
+
+class InPart(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = eager_break(lambda x: x * torch.tensor(self.scale, device=x.device))
+        return part(x + 1) + 1
+
+
+def runner_of(model: Model, mode: str = "FULL", **options: Any) -> GraphRunner:
+    return GraphRunner(
+        model,
+        Plan(mode=mode, sizes=[4]),
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        outputs=("tokens", 8),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("kind", [Model, Long, Index, Masked])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_data_that_the_host_changes_before_the_trial_is_named(kind: Any, mode: str) -> None:
+    model = kind()
+    runner = runner_of(model, mode)
+    runner.capture()
+    model.scale = 3.0
+    x = torch.ones(4, 8)
+    with pytest.warns(UserWarning, match="Python data") as caught:
+        assert torch.equal(runner(x=x), model(x))
+    assert "# the line" in str(caught[0].message)
+    assert runner.last_dispatch.reason.name == "QUARANTINED"
+
+
+def test_a_trial_that_is_asked_for_raises_it() -> None:
+    model = Model()
+    runner = runner_of(model)
+    runner.capture()
+    runner(x=torch.ones(4, 8))
+    model.scale = 3.0
+    with pytest.raises(BakedScalarError, match="# the line"):
+        runner.verify(x=torch.ones(4, 8))
+    runner.recapture()
+    runner.verify(x=torch.ones(4, 8))
+
+
+def test_data_that_is_new_at_every_call_is_named() -> None:
+    runner = runner_of(Clock())
+    runner.capture()
+    with pytest.raises(BakedScalarError, match="# the line"):
+        runner.verify(x=torch.ones(4, 8))
+
+
+@pytest.mark.filterwarnings("ignore::graphrt.errors.StaleTensorWarning")
+@pytest.mark.parametrize(
+    ("kind", "mode"), [(Unused, "FULL"), (OfArray, "FULL"), (InPart, "PIECEWISE")]
+)
+def test_data_that_no_graph_has_may_change(kind: Any, mode: str) -> None:
+    model = kind()
+    runner = runner_of(model, mode)
+    runner.capture()
+    model.scale = 3.0
+    x = torch.ones(4, 8)
+    assert torch.equal(runner(x=x), model(x))
+    assert runner.last_dispatch.reason.name == "HIT"
