@@ -17,7 +17,8 @@ class RetraceError(CompileError):
     """A call differs from the traced one in something that the traced code has baked in.
 
     `input` names what differs: an argument, or an element of one. `of_sizes`: the forward would
-    take another way at the call's number of tokens or requests.
+    take another way at the call's number of tokens or requests. `of_module`: no call is right any
+    more, as the module itself, or what else it reads of Python, is another one.
     """
 
     def __init__(
@@ -29,9 +30,11 @@ class RetraceError(CompileError):
         expected: object = None,
         advice: str | None = None,
         of_sizes: bool = False,
+        of_module: bool = False,
     ) -> None:
         self.input = input
         self.of_sizes = of_sizes
+        self.of_module = of_module
         super().__init__(what, got=got, expected=expected, advice=advice)
 
 

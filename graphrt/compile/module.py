@@ -84,9 +84,11 @@ class CompiledModule:
         self._small: dict[Small, Built] = {}
         self._example: inspect.BoundArguments | None = None
         self._sealed = False
+        self._outdated = False
         self._static_sizes: tuple[int, ...] = ()
         self._places = ArgumentPlaces()
         self._weights_held: list[Holding] = []
+        self._told: set[str] = set()
         self._released = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,18 +109,16 @@ class CompiledModule:
         if built is None:
             self._compile(self._subject.parameters.bind(args, kwargs))
             return self._checked(args, kwargs).run(*args, **kwargs)
-        if self._released or context is None or context.capture is not None:
-            self._follow_weights()
         in_pieces = context is not None and context.mode is GraphMode.PIECEWISE
         if in_pieces and context is not None and context.capture is not None:
             check_traced(built.codes)
         if not in_pieces or context is None or context.capture is not None or not context.announced:
             try:
+                self._follow_weights()
                 built = self._checked(args, kwargs)
             except RetraceError as error:
-                if not (error.of_sizes and context is not None and context.compared):
+                if context is None or not self._runs_itself(context, error):
                     raise
-                # A trial asks what the forward does without padding, which may take another way.
                 return self._subject.call(*args, **kwargs)
         elif self._small:
             # A step that is replayed reads the buffers of its capture, checked then.
@@ -226,16 +226,20 @@ class CompiledModule:
     def module_changed(self) -> None:
         """Declare that the module, or what else its forward reads of Python, was written.
 
-        Raises `RetraceError` for what the code has baked in otherwise: attributes, hooks,
-        submodules, `train()`, globals, closures. Calls that replay a graph do not look.
+        Weights, buffers and submodules that were replaced are taken over. Raises `RetraceError` for
+        what the code has baked in otherwise: attributes, hooks, `train()`, globals, closures, which
+        weights are tied; from then on eager calls look each time. Calls that replay a graph do not.
         """
         example = self._example
         if example is None:
             return
+        self._outdated = True
         with torch.no_grad():
+            self._follow_weights()
             for built in self._all_built():
                 built.stitched.check_weights()
                 built.outside.check_state(example.arguments, example.args, example.kwargs)
+        self._outdated = False
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
         """Say which further sizes batches are padded to; raises `CompileSizeError` for compile
@@ -292,7 +296,7 @@ class CompiledModule:
             wrapper.unseal()
 
     def _follow_weights(self) -> None:
-        """Rebind if anything is not where it was; on the way of every call without a runner."""
+        """Rebind if anything is not where it was; on the way of every call that is no replay."""
         if not self._released:
             for held, name, value in self._weights_held:
                 if held.get(name) is not value:
@@ -300,6 +304,21 @@ class CompiledModule:
             else:
                 return
         self.rebind_weights()
+
+    def _runs_itself(self, context: ForwardContext, error: RetraceError) -> bool:
+        """Whether the module itself runs in a step that compiled code is not right for.
+
+        A trial asks what the forward does without padding, which may take another way. And a sealed
+        runner serves eagerly what its graphs no longer stand for, as it has said.
+        """
+        if error.of_sizes and context.compared:
+            return True
+        if not (error.of_module and self._sealed) or context.capture is not None:
+            return False
+        if str(error) not in self._told:
+            self._told.add(str(error))
+            logger.warning("%s runs uncompiled: %s", type(self.module).__name__, error)
+        return True
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
         """What is right for a call, compiled now if sizes of 0 or 1 need it."""
@@ -312,7 +331,7 @@ class CompiledModule:
             built.checker.check(found)
         built.outside.check_settings()
         built.stitched.check_weights()
-        if not self._sealed:
+        if not self._sealed or self._outdated:
             built.outside.check_state(bound.arguments, args, kwargs)
         if self.options.backend != "eager" and built.overlaps.matter:
             built.overlaps.check(found, self._subject.weights())

@@ -98,7 +98,8 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
         traced.conditions,
         symbols,
         does_same,
-        asks_for_gradients=any("requires_grad" in code.co_names for code in traced.codes),
+        asks_for_gradients=_names_used(traced, "requires_grad"),
+        asks_for_strides=_names_used(traced, "stride"),
     )
     outside = _outside(subject, traced, calls[0], set(paths.values()), around is not None)
     return TracedCall(
@@ -178,6 +179,10 @@ def _outside(
         bound,
         taken_anew=not stitched,
     )
+
+
+def _names_used(traced: Traced, name: str) -> bool:
+    return any(name in code.co_names for code in traced.codes)
 
 
 def _device(traced: Traced) -> torch.device:

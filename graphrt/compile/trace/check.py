@@ -33,7 +33,8 @@ class CallChecker:
     `conditions` are relations between sizes; `symbols` says how each symbol in them follows from
     the sizes of the axes: (axis, offset). `does_the_same` says of sizes of the symbols whether the
     operators that were traced do there what they did in the trace. `asks_for_gradients`: some code
-    reads whether a tensor requires them, which compiled code itself never does.
+    reads whether a tensor requires them, which compiled code itself never does. `asks_for_strides`:
+    some code reads strides, of which one of a dimension of size 1 changes nothing else.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class CallChecker:
         does_the_same: Callable[[Mapping[str, int]], bool],
         *,
         asks_for_gradients: bool = False,
+        asks_for_strides: bool = False,
     ) -> None:
         self._dims = dims
+        self._asks_for_strides = asks_for_strides
         self._asks_for_gradients = asks_for_gradients
         self._expected = {leaf.path: self._describe(leaf) for leaf in leaves}
         self._symbols = dict(symbols)
@@ -173,11 +176,14 @@ class CallChecker:
                 raise _changed(path, what, tuple(value.shape), _shape_text(expected.shape))
         if expected.layout is not torch.strided:
             return
-        if expected.strides is None:
-            if not value.is_contiguous():
-                raise _changed(path, "the strides", value.stride(), "contiguous")
-        elif value.stride() != expected.strides and value.numel() > 1:
-            raise _changed(path, "the strides", value.stride(), expected.strides)
+        strides = value.stride()
+        if expected.strides is not None:
+            if strides != expected.strides and (self._asks_for_strides or value.numel() > 1):
+                raise _changed(path, "the strides", strides, expected.strides)
+        elif not value.is_contiguous():
+            raise _changed(path, "the strides", strides, "contiguous")
+        elif self._asks_for_strides and strides != (usual := _contiguous(value.shape)):
+            raise _changed(path, "the strides, which the forward asks for", strides, usual)
 
     def _broken(self, sizes: Mapping[str, int]) -> Any:
         """The first condition that does not hold at these sizes."""
@@ -208,6 +214,16 @@ class CallChecker:
                 if any(found.name == axis for found in self._dims.of(probe).values()):
                     return path
         return axis
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of that shape. A row that is cut out of wider ones has another
+    stride in its dimension of size 1, and counts as contiguous all the same."""
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
 
 
 def _changed(path: str, what: str, got: object, expected: object) -> RetraceError:

@@ -52,11 +52,11 @@ class Outside:
         """Raise `RetraceError` if a setting of the process that operators depend on has changed; to
         be called without gradients. A fraction of a microsecond."""
         if not self._ambient.holds() and (found := self._ambient.differences()):
-            raise _changed(found[0].partition(":")[0], found[0].replace("capture", "the trace"))
+            text = found[0].replace("capture", "the trace")
+            raise _changed(found[0].partition(":")[0], text, of_module=False)
         if function_modes() != self._modes:
-            raise _changed(
-                "torch function modes", f"{function_modes()} of them, {self._modes} at the trace"
-            )
+            text = f"{function_modes()} of them, {self._modes} at the trace"
+            raise _changed("torch function modes", text, of_module=False)
 
     def check_state(
         self, arguments: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -117,7 +117,9 @@ def _text(value: object) -> str:
     return f"{kind} of {len(value)}" if isinstance(value, list | tuple | dict | set) else kind
 
 
-def _changed(name: str, got: str, expected: str = AS_TRACED) -> RetraceError:
+def _changed(
+    name: str, got: str, expected: str = AS_TRACED, *, of_module: bool = True
+) -> RetraceError:
     return RetraceError(
         f"{name} is not as it was when the code was traced",
         input=name,
@@ -125,4 +127,5 @@ def _changed(name: str, got: str, expected: str = AS_TRACED) -> RetraceError:
         expected=expected,
         advice="set it before compiling, compile a new instance of the module, or make it a tensor "
         "that is written in place",
+        of_module=of_module,
     )

@@ -114,7 +114,9 @@ class Capturing:
 
     def module_changed(self) -> None:
         """Declare that modules have other attributes, hooks or submodules, or were `train()`ed;
-        raises `RetraceError` if compiled code has baked in what is different now."""
+        raises `StaleInputError` if graphs read a tensor that was replaced, and `RetraceError` if
+        compiled code has baked in what is different now. Where steps are checked they run eagerly
+        from then on, until `recapture()`."""
         self.graphs.check_modules()
 
     def close(self) -> None:

@@ -184,12 +184,27 @@ class GraphSet:
         check_reads(self.weights, self.reads, self.owners(), self._pool, own)
 
     def check_modules(self) -> None:
-        """Raise the error of a compiled module that has changed."""
-        self._compiled.check()
+        """Raise the error of a compiled module that has changed, and `StaleInputError` if graphs
+        read what was replaced. Where steps are checked they run eagerly then."""
+        try:
+            self._compiled.check()
+            self._check_replaced()
+        except GraphRTError as error:
+            self.checks.set_aside(error)
+            raise
+
+    def _check_replaced(self) -> None:
+        if not self.records or self.eager_launch:
+            return
+        if self.reads is not None and (moved := self.reads.moved()):
+            raise self.reads.stale(moved)
+        # Operators inside of compiled code do not show what they read.
+        if self.reads is None or self.reads.saw_compiled_code:
+            self.weights.check()
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
-        self.check_modules()
+        self._compiled.check()
         self.sealing.close()
         for owner in self.owners():
             owner.seal()

@@ -200,12 +200,21 @@ class Checks:
 
     def quarantine(self, slots: Iterable[int], failure: Exception) -> None:
         """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
+        self._quarantine(slots, failure)
+        self._say(failure)
+
+    def set_aside(self, failure: Exception) -> None:
+        """Let all batches run eagerly: a host that asked is told of `failure` itself."""
+        if self.on:
+            self._look_at(repeat(True))
+            self._quarantine([*self.records], failure)
+
+    def _quarantine(self, slots: Iterable[int], failure: Exception) -> None:
         for slot in slots:
             self._quarantined[slot] = str(failure)
             record = self.records[slot]
             record.status, record.failure = "quarantined", str(failure)
         self._note_pending()
-        self._say(failure)
 
     def _note_pending(self) -> None:
         pending = {}
