@@ -9,6 +9,7 @@ from graphrt.cuda.driver.api import (
     driver_available,
     end_capture,
     finish_capture,
+    need,
     node_count,
     restart_capture,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "kernel_attribute",
     "kernel_parameters",
     "memory_parameters",
+    "need",
     "node_count",
     "node_type",
     "nodes_of",
