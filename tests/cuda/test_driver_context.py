@@ -58,6 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> ContextDriver:
     monkeypatch.setattr(api, "_library", lambda: fake)
     monkeypatch.setattr(api, "_threads", threading.local())
     monkeypatch.setattr(api, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(fetch, "raw_stream_of", lambda device: 0)
     return fake
 

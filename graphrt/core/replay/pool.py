@@ -255,6 +255,8 @@ class GraphPool(PoolSteps, Uncopied):
             self.leave_step(None)
             with self.capture_lock, self.on_device():
                 self.platform.release_memory(self.memory)
+            # It may be lent to another pool.
+            self.stream = None
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`."""

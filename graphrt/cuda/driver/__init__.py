@@ -10,6 +10,7 @@ from graphrt.cuda.driver.api import (
     end_capture,
     finish_capture,
     need,
+    new_stream,
     node_count,
     restart_capture,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "kernel_parameters",
     "memory_parameters",
     "need",
+    "new_stream",
     "node_count",
     "node_type",
     "nodes_of",

@@ -11,12 +11,15 @@ import ctypes
 import functools
 import threading
 
+import torch
+
 from graphrt.core.base import GraphRTError, MissingCapabilityError
 from graphrt.cuda.private_torch import current_device
 
 INVALID_CONTEXT = 201
 _THREAD_LOCAL = 1
 _INVALIDATED = 2
+_NON_BLOCKING = 1
 _threads = threading.local()
 
 
@@ -113,6 +116,14 @@ def finish_capture(stream: int) -> int:
     return graph.value
 
 
+def new_stream() -> int:
+    """A stream of the current device, which no work on the legacy default stream waits for."""
+    stream = ctypes.c_void_p()
+    check("cuStreamCreate", need().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))
+    assert stream.value is not None
+    return stream.value
+
+
 def allocation_of(address: int) -> tuple[int, int] | None:
     """The first byte and the end of the device allocation that has `address`; None if none has."""
     start, size = ctypes.c_ulonglong(0), ctypes.c_size_t(0)
@@ -145,8 +156,10 @@ def enter_context(library: ctypes.CDLL) -> None:
     answers `INVALID_CONTEXT`.
     """
     context = ctypes.c_void_p()
-    check("cuCtxGetCurrent", library.cuCtxGetCurrent(ctypes.byref(context)))
-    if not context.value:
+    failed = library.cuCtxGetCurrent(ctypes.byref(context))
+    if failed or not context.value:
+        # The driver itself is not started before torch is.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         primary = _primary_context(library, current_device())
         check("cuCtxSetCurrent", library.cuCtxSetCurrent(pointer(primary)))
 
