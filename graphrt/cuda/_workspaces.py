@@ -9,40 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
 from graphrt.core.base import logger, unseen
 from graphrt.cuda.blocks import workspace_sizes
 
-_TORCH_STREAMS = 32
-"""Streams that torch has of one priority; it hands them out in turn."""
-
-
-class _Mark:
-    """Hangs on a stream object as long as that lives."""
-
-    __slots__ = ("__weakref__",)
-
-
-# Not of the streams themselves: a weak reference to one ends the process with torch 2.11.
-_taken: WeakValueDictionary[tuple[int, int], _Mark] = WeakValueDictionary()
-
 _hosts: set[tuple[int, int]] = set()
-
-
-def unshared_stream() -> torch.cuda.Stream:
-    """A stream that nobody else has got here, as long as there is one: who captures on the stream
-    of another pool gets that pool's workspace, and loses it with that pool."""
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    for _ in range(_TORCH_STREAMS):
-        if (stream.device_index, stream.cuda_stream) not in _taken:
-            break
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    mark = _taken[stream.device_index, stream.cuda_stream] = _Mark()
-    vars(stream)["graphrt_taken"] = mark
-    return stream
 
 
 def is_hosts(stream: torch.cuda.Stream) -> bool:

@@ -11,12 +11,13 @@ import torch
 
 from graphrt.core.device import (
     Allocator,
+    Loan,
     PoolHandle,
     PoolMemory,
     captured_pool,
     no_other_capture,
 )
-from graphrt.cuda._workspaces import Workspaces, is_hosts, streams_with_workspaces, unshared_stream
+from graphrt.cuda._workspaces import Workspaces, is_hosts, streams_with_workspaces
 from graphrt.cuda.private_torch import (
     memory_stats,
     release_pool,
@@ -24,6 +25,7 @@ from graphrt.cuda.private_torch import (
     stop_routing_to_pool,
 )
 from graphrt.cuda.sharing import Sharing
+from graphrt.cuda.streams import loan_of, own_stream
 from graphrt.cuda.update import UpdateCounts
 
 
@@ -50,12 +52,16 @@ class GraphMemory(PoolMemory):
         self.updates = UpdateCounts()
         self._empties: list[Any] = []
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._loans: list[Loan | None] = []
         self._with_workspace: set[int] = set()
         self._workspaces = Workspaces()
 
     def capturing_on(self, stream: torch.cuda.Stream) -> None:
-        """Note a stream that graphs of this memory are captured on."""
-        self._streams[stream.cuda_stream] = stream
+        """Note a stream that graphs of this memory are captured on: it stays lent as long, for its
+        workspace, and for tasks that are captured on it again."""
+        if stream.cuda_stream not in self._streams:
+            self._streams[stream.cuda_stream] = stream
+            self._loans.append(loan_of(stream))
 
     def keep_empty(self, graph: Any) -> None:
         """Destroy a graph that recorded nothing only with the others: not between two captures, as
@@ -88,6 +94,7 @@ class GraphMemory(PoolMemory):
         self.sharing = Sharing()
         self.updates = UpdateCounts()
         self._streams.clear()
+        self._loans.clear()
 
     def _ask_for_hosts(self) -> None:
         """Outside of the pool, where the host's own are that were there before."""
@@ -118,7 +125,7 @@ class _Held:
 
     def __init__(self, device: int, handle: PoolHandle) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        self._stream = unshared_stream()
+        self._stream = own_stream()
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
             try:

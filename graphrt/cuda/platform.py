@@ -27,7 +27,7 @@ from graphrt.core.device import (
     pool_handle,
     weak_alias,
 )
-from graphrt.cuda._workspaces import mark_as_hosts, unshared_stream
+from graphrt.cuda._workspaces import mark_as_hosts
 from graphrt.cuda.blocks import blocks_of, internal_sizes
 from graphrt.cuda.captures import CudaCaptures
 from graphrt.cuda.driver import FetchRing, driver_available, pointers_of
@@ -35,6 +35,7 @@ from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory, empty_cache
 from graphrt.cuda.private_torch import current_device, memory_stats, raw_stream_of
 from graphrt.cuda.sharing import ShareableGraph
+from graphrt.cuda.streams import own_stream
 from graphrt.cuda.update import TaskHandle, Tasks
 
 
@@ -183,7 +184,7 @@ class CudaPlatform(Platform):
     # Streams ---------------------------------------------------------------------------------
 
     def new_stream(self) -> torch.cuda.Stream:
-        return unshared_stream()
+        return own_stream()
 
     def adopt_stream(self, stream: Any) -> torch.cuda.Stream:
         device = torch.device("cuda", current_device())

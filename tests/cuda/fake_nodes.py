@@ -46,6 +46,10 @@ class FakeNodes:
         graph, place = divmod(handle.value, 10)
         return self.graphs[graph][place]
 
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = 1
+        return _OK
+
     def cuGraphGetNodes(self, graph: Any, found: Any, count: Any) -> int:
         if graph.value not in self.graphs:
             return _INVALID_VALUE

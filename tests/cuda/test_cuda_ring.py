@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +24,45 @@ LONG = 150_000_000
 
 def behind() -> None:
     torch.cuda._sleep(LONG)
+
+
+def in_new_thread(work: Callable[[], Any]) -> Any:
+    """What `work` gives in a thread in which torch has not used the device yet."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_the_first_call_of_a_thread_may_be_a_step_on_inputs_of_the_host(mode):
+    spec = InputSpec(torch.float32, ("tokens", 8))
+    with GraphRunner(
+        lambda x: x * 2, mode=mode, sizes=[4], inputs={"x": spec}, outputs=("tokens", 8),
+        platform="cuda",
+    ) as runner:  # fmt: skip
+        runner.capture()
+        assert runner.report().inputs_in_graph
+        for value in (1.0, 2.0, 3.0):
+            for rows in (4, 3, 7):  # a hit, a padded one, and one that is too large
+                x = torch.full((rows, 8), value)
+                out = in_new_thread(partial(runner, x=x))
+                assert torch.equal(out.cpu(), x * 2)
+
+
+def test_a_runner_may_be_made_captured_and_checked_in_threads_of_their_own():
+    spec = InputSpec(torch.float32, ("tokens", 8))
+    make = partial(
+        GraphRunner, lambda x: x * 2, mode="FULL_AND_PIECEWISE", sizes=[2, 4], inputs={"x": spec},
+        outputs=("tokens", 8), options=GraphOptions(share_executables=True), platform="cuda",
+    )  # fmt: skip
+    runner = in_new_thread(make)
+    in_new_thread(runner.capture)
+    for rows in (1, 2, 3, 4):
+        x = torch.full((rows, 8), float(rows))
+        assert torch.equal(in_new_thread(partial(runner, x=x)).cpu(), x * 2)
+        assert torch.equal(in_new_thread(partial(runner.verify, x=x)).cpu(), x * 2)
+    in_new_thread(runner.recapture)
+    assert torch.equal(in_new_thread(partial(runner, x=x)).cpu(), x * 2)
+    in_new_thread(runner.close)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])

@@ -77,6 +77,7 @@ def test_after_a_reset_workspaces_are_asked_for_where_they_were(left, calls, mon
             Empty.resets += 1
 
     memory._share, memory._empties = None, [Empty()]
+    memory._loans = []
     memory._streams = {n: Stream(n) for n in (1, 2, 3)}  # type: ignore[assignment]
     memory._with_workspace, memory._workspaces = {1}, asked  # type: ignore[assignment]
     monkeypatch.setattr(cuda_memory.GraphMemory, "_refresh", lambda self: None)

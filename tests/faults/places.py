@@ -157,33 +157,50 @@ def _patch(path: str, wrap: Callable[[Any], Any]) -> Callable[[], object]:
     return lambda: delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
-class _Driver:
+class Driver:
     """The CUDA driver's table of functions; one that is to fail returns "out of memory"."""
-
-    _CUDA_ERROR_OUT_OF_MEMORY = 2
 
     def __init__(self, faults: Faults, library: Any) -> None:
         self._faults = faults
         self._library = library
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        function = getattr(self._library, name)
+    def __getattr__(self, name: str) -> _DriverFunction:
+        return _DriverFunction(self._faults, name, getattr(self._library, name))
 
-        def call(*args: Any) -> int:
-            # What ends or destroys something is how a failure is taken back.
-            undoes = name.startswith(("cuStreamEndCapture", "cuGraphDestroy"))
-            if not undoes and self._faults.strikes("driver"):
-                return self._CUDA_ERROR_OUT_OF_MEMORY
-            status: int = function(*args)
-            return status
+    def __getitem__(self, name: str) -> _DriverFunction:
+        # A function of its own, as that of a library is: its argument types are set.
+        return _DriverFunction(self._faults, name, self._library[name])
 
-        return call
+
+class _DriverFunction:
+    _CUDA_ERROR_OUT_OF_MEMORY = 2
+    _UNDO = ("cuStreamEndCapture", "cuGraphDestroy")
+    """What ends or destroys something is how a failure is taken back."""
+
+    def __init__(self, faults: Faults, name: str, function: Any) -> None:
+        self._faults = faults
+        self._counts = not name.startswith(self._UNDO)
+        self._function = function
+
+    @property
+    def argtypes(self) -> Any:
+        return self._function.argtypes
+
+    @argtypes.setter
+    def argtypes(self, types: Any) -> None:
+        self._function.argtypes = types
+
+    def __call__(self, *args: Any) -> int:
+        if self._counts and self._faults.strikes("driver"):
+            return self._CUDA_ERROR_OUT_OF_MEMORY
+        status: int = self._function(*args)
+        return status
 
 
 def _patch_driver(faults: Faults) -> Callable[[], object]:
     return _patch(
         "graphrt.cuda.driver.api:_library",
-        lambda original: lambda: None if original() is None else _Driver(faults, original()),
+        lambda original: lambda: None if original() is None else Driver(faults, original()),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import torch
 from graphrt import GraphRTError, Platform
 from tests.faults.compiled import COMPILED
 from tests.faults.harness import Harness
+from tests.faults.inject import Fault, Faults
+from tests.faults.places import Driver
 from tests.faults.platforms import maker_of, scenarios_of
 from tests.faults.scenarios import SCENARIOS, CaptureFull, CaptureSharing, TaskStep
 from tests.faults.sharing import SHARING
@@ -89,3 +92,16 @@ def test_a_gpu_without_room_drops_graphs_or_says_so(room_mib):
     world.again()
     world.check_serves(hits=True)
     world.close()
+
+
+def test_a_driver_that_counts_is_called_as_the_driver_itself_is():
+    faults, text = Faults("cuda"), ctypes.create_string_buffer(b"seven c")
+    driver = Driver(faults, ctypes.CDLL(None))
+    # As the ring's launch is: a function of its own, with the types of its arguments.
+    length = driver["strlen"]
+    length.argtypes = (ctypes.c_void_p,)
+    assert length.argtypes == (ctypes.c_void_p,) and driver.strlen.argtypes is None
+    with faults.armed(Fault("driver", 1, "runtime")):
+        assert [length(ctypes.addressof(text)) for _ in range(3)] == [7, 2, 7]
+    assert faults.seen["driver"] == 3
+    assert getattr(driver, "no such function", None) is None

@@ -30,6 +30,7 @@ from graphrt.core.device.graph import (
     MemoryBlock,
     TaskUpdate,
 )
+from graphrt.core.device.lent_streams import LentStreams, Loan
 from graphrt.core.device.lookup import check_platform, given_platform, resolve_platform
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import (
@@ -70,7 +71,9 @@ __all__ = [
     "GraphRead",
     "GraphWork",
     "InputRing",
+    "LentStreams",
     "Limits",
+    "Loan",
     "Memory",
     "MemoryBlock",
     "MemoryFigures",

@@ -287,6 +287,8 @@ class GraphPool(PoolSteps, Uncopied):
         self.leave_step(None)
         with self.capture_lock, self.on_device():
             self.platform.release_memory(self.memory)
+        # It may be lent to another pool.
+        self.stream = None
         # Last: before it, an interrupt would leave memory that no further call gives back.
         self._released = True
 

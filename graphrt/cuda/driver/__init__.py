@@ -9,6 +9,8 @@ from graphrt.cuda.driver.api import (
     driver_available,
     end_capture,
     finish_capture,
+    need,
+    new_stream,
     node_count,
     restart_capture,
 )
@@ -60,6 +62,8 @@ __all__ = [
     "kernel_attribute",
     "kernel_parameters",
     "memory_parameters",
+    "need",
+    "new_stream",
     "node_count",
     "node_type",
     "nodes_of",

@@ -1,14 +1,26 @@
-"""What the CUDA driver knows about captures and `torch` does not ask it."""
+"""What the CUDA driver knows about captures and `torch` does not ask it.
+
+The driver works in the context that is current in the calling thread, and a new thread has none
+until torch's first call there that needs one. A step may come to the driver before that: its inputs
+are the host's, so that it begins with a fetch. So `need()` gives a thread the context.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
+
+import torch
 
 from graphrt.core.base import GraphRTError, MissingCapabilityError
+from graphrt.cuda.private_torch import current_device
 
+INVALID_CONTEXT = 201
 _THREAD_LOCAL = 1
 _INVALIDATED = 2
+_NON_BLOCKING = 1
+_threads = threading.local()
 
 
 @functools.cache
@@ -104,6 +116,14 @@ def finish_capture(stream: int) -> int:
     return graph.value
 
 
+def new_stream() -> int:
+    """A stream of the current device, which no work on the legacy default stream waits for."""
+    stream = ctypes.c_void_p()
+    check("cuStreamCreate", need().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))
+    assert stream.value is not None
+    return stream.value
+
+
 def allocation_of(address: int) -> tuple[int, int] | None:
     """The first byte and the end of the device allocation that has `address`; None if none has."""
     start, size = ctypes.c_ulonglong(0), ctypes.c_size_t(0)
@@ -114,7 +134,8 @@ def allocation_of(address: int) -> tuple[int, int] | None:
 
 
 def need() -> ctypes.CDLL:
-    """The driver library; raises `MissingCapabilityError` where there is none."""
+    """The driver library, in a thread that has a context; raises `MissingCapabilityError` where
+    there is none."""
     library = _library()
     if library is None:
         raise MissingCapabilityError(
@@ -122,7 +143,35 @@ def need() -> ctypes.CDLL:
             got="no libcuda.so.1",
             expected="an NVIDIA driver on Linux",
         )
+    if not hasattr(_threads, "entered"):
+        enter_context(library)
+        _threads.entered = True
     return library
+
+
+def enter_context(library: ctypes.CDLL) -> None:
+    """Give this thread the context of torch's current device, unless it has one.
+
+    Who keeps a function of the driver, as what is called at every step does, calls this where that
+    answers `INVALID_CONTEXT`.
+    """
+    context = ctypes.c_void_p()
+    failed = library.cuCtxGetCurrent(ctypes.byref(context))
+    if failed or not context.value:
+        # The driver itself is not started before torch is.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        primary = _primary_context(library, current_device())
+        check("cuCtxSetCurrent", library.cuCtxSetCurrent(pointer(primary)))
+
+
+def _primary_context(library: ctypes.CDLL, index: int) -> int:
+    """The context that torch uses on a device. It is kept as torch keeps it: until the end."""
+    device, context = ctypes.c_int(0), ctypes.c_void_p()
+    check("cuDeviceGet", library.cuDeviceGet(ctypes.byref(device), index))
+    retain = library.cuDevicePrimaryCtxRetain
+    check("cuDevicePrimaryCtxRetain", retain(ctypes.byref(context), device))
+    assert context.value is not None
+    return context.value
 
 
 def check(call: str, status: int) -> None:

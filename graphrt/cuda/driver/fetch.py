@@ -10,7 +10,7 @@ import torch
 
 from graphrt.core.device import RingFormat, slot_bytes
 from graphrt.cuda.driver._fetch_ptx import NAME, PTX, THREADS
-from graphrt.cuda.driver.api import check, need, pointer
+from graphrt.cuda.driver.api import INVALID_CONTEXT, check, enter_context, need, pointer
 from graphrt.cuda.private_torch import raw_stream_of
 
 _CHUNK = 16
@@ -58,13 +58,16 @@ class FetchRing:
             ctypes.c_uint32(chunks),
         )
         places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        launch, function, device = self._launch, pointer(self._function), self._device
+        launch, device = self._launch, self._device
+        kernel = pointer(self._function), blocks, 1, 1, THREADS, 1, 1, 0
 
         def fetch() -> None:
             # The kernel's arguments are read from `values`, which must live as long.
-            status = launch(
-                function, blocks, 1, 1, THREADS, 1, 1, 0, raw_stream_of(device), places, None
-            )
+            status = launch(*kernel, raw_stream_of(device), places, None)
+            if status == INVALID_CONTEXT:
+                # This thread's first call: a step by pieces whose inputs are all the host's.
+                enter_context(need())
+                status = launch(*kernel, raw_stream_of(device), places, None)
             if status:
                 check("cuLaunchKernel", status)
 

@@ -52,7 +52,8 @@ def can_instantiate(graph: int) -> bool:
 class NodeCalls:
     """The driver's calls that set nodes. Each answers with a status, 0 where it did.
 
-    Handles are ctypes pointers already, because every node is set at every step.
+    Handles are ctypes pointers already, because every node is set at every step. The functions are
+    kept for the same reason, so the caller has called `need` in its thread.
     """
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ from graphrt.cuda.driver import (
     kernel_attribute,
     kernel_parameters,
     memory_parameters,
+    need,
     node_type,
     nodes_of,
 )
@@ -259,6 +260,8 @@ class Tasks:
 
     def replay(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool) -> None:
         if changed:
+            # Nodes are set by functions that are kept, perhaps in a thread that has no context yet.
+            need()
             tasks: GraphTasks = updates[0].handle.tasks
             tasks.update(graph, updates)
         graph.replay()

@@ -1,0 +1,47 @@
+"""Streams are lent to one at a time, and come back with the last that holds them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+from graphrt.core.device import LentStreams
+
+
+class Stream:
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+
+def streams() -> LentStreams[int]:
+    made = itertools.count(1)
+    return LentStreams(lambda: next(made), Stream)
+
+
+def test_no_two_have_one_and_what_came_back_is_lent_again():
+    lent = streams()
+    held = [lent.lend(0) for _ in range(33)]
+    assert [stream.handle for stream in held] == list(range(1, 34))
+    del held[4]
+    assert lent.lend(0).handle == 5
+    held.append(lent.lend(0))
+    assert held[-1].handle == 5 and lent.lend(0).handle == 34
+
+
+def test_a_stream_of_one_device_is_not_lent_on_another():
+    lent = streams()
+    assert lent.lend(0).handle == 1
+    assert [lent.lend(1).handle, lent.lend(0).handle] == [2, 1]
+
+
+def test_a_loan_keeps_a_stream_whatever_became_of_its_object():
+    lent = streams()
+    stream = lent.lend(0)
+    loan = lent.loan_of(0, stream.handle)
+    del stream
+    gc.collect()
+    assert loan is not None and lent.lend(0).handle == 2
+    del loan
+    assert lent.loan_of(0, 1) is None and lent.loan_of(0, 7) is None
+    # The last one that came back.
+    assert lent.lend(0).handle == 1
