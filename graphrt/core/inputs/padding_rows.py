@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.inputs.declared import flat_of
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.single_address import FixedInput
@@ -40,6 +41,24 @@ class PaddingRows:
                     found.add(pad)
         return sorted(found)
 
+    def differing(self, values: Mapping[str, Any]) -> frozenset[str]:
+        """The inputs of which a live row is another than the padding rows: only these can show that
+        rows are mixed. Waits for the device."""
+        found = set()
+        for name, value in flat_of(values):
+            spec = self._specs.get(name)
+            axis, dim = (None, 0) if spec is None else spec.batch_axis()
+            if spec is None or axis is None or not isinstance(value, torch.Tensor):
+                continue
+            if value.numel() and _differs(value, spec, dim):
+                found.add(name)
+        return frozenset(found)
+
+    @property
+    def with_rows(self) -> frozenset[str]:
+        """The inputs that have padding rows."""
+        return frozenset(name for name, spec in self._specs.items() if spec.batch_axis()[0])
+
     def kept(self) -> list[torch.Tensor]:
         """Copies of the buffers whose padding rows no step writes."""
         return [own.buffer.clone() for own in self._kept]
@@ -58,3 +77,17 @@ class PaddingRows:
                 if 0 < live < view.shape[own.dim]:
                     tail = view.narrow(own.dim, live, view.shape[own.dim] - live)
                     tail.copy_(view.narrow(own.dim, 0, 1).expand_as(tail))
+
+
+def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
+    """Whether a live row is another than its padding; of padding that is whatever was there, than
+    the row that a trial puts there."""
+    if spec.pad == "repeat":
+        row = value.narrow(dim, value.shape[dim] - 1, 1)
+    elif spec.pad == "keep":
+        row = value.narrow(dim, 0, 1)
+    else:
+        row = torch.full((), spec.pad_value, dtype=spec.dtype, device=value.device)
+    # As bytes: 8-bit floats cannot be compared, and NaN is itself.
+    row = row.expand_as(value)
+    return not torch.equal(tree.octets(value), tree.octets(row))

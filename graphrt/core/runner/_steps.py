@@ -44,7 +44,14 @@ def steps_of(
     """What runs the steps of `forward`, whose graphs are `graphs`."""
     clones = options.outputs == "clone"
     unpadded = UnpaddedSteps(
-        graphs.run_forward, graphs.sealing, plan, host.bind, inputs, pool, clones=clones
+        graphs.run_forward,
+        graphs.sealing,
+        plan,
+        host.bind,
+        inputs,
+        pool,
+        clones=clones,
+        after=graphs.checks.look_after_eager_step,
     )
     padded = PaddedSteps(
         graphs.steps,

@@ -14,6 +14,7 @@ import torch
 from graphrt.core.base import StaleInputError, storage_use_count, tree
 from graphrt.core.device import GraphRead
 from graphrt.core.replay import is_spare
+from graphrt.core.trust.baked import BakedValues
 from graphrt.core.trust.places import Link, Places, SlotLink, TensorLink, places_of
 from graphrt.core.trust.watching import Use, Watch
 
@@ -66,6 +67,8 @@ class Reads:
         self._packed: dict[str, object] = {}
         self.links: tuple[Link, ...] = ()
         """All of them hold as long as nothing has moved."""
+        self.values: BakedValues | None = None
+        """Python values as of the last capture; None without graphs."""
 
     def note(self, watch: Watch) -> None:
         """Keep what a run used; what an earlier run has made may be made anew at any time."""
@@ -94,6 +97,7 @@ class Reads:
     def settle(self) -> Places:
         """Find names for what is held, and note where it is; returns the walk."""
         places = places_of(self._forward)
+        self.values = BakedValues(places)
         self._where = self._places_of_reads(places)
         self._packed = {place.path: value for place, value in places.packed}
         read = set(self._where)
@@ -132,6 +136,7 @@ class Reads:
         self._where.clear()
         self._packed.clear()
         self.links = ()
+        self.values = None
         self.protected.clear()
 
     def moved(self) -> list[str]:

@@ -15,6 +15,7 @@ from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads
+from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching import (
     Kept,
     SavedWrites,
@@ -68,6 +69,7 @@ class WatchedState:
         # What the last run wrote that was not watched: its capture writes it too.
         self._of_size = SavedWrites(limit_bytes)
         self._moving: Moving | None = None
+        self._python: PythonState | None = None
         self._outside: set[int] = set()
         self._watched: set[Hashable] = set()
         self._generators = Generators(device_type)
@@ -109,7 +111,10 @@ class WatchedState:
     ) -> T:
         if self._moving is None:
             places = places_of(self._forward)
-            self._moving = Moving(places)
+            self._python = PythonState(places)
+            self._moving = Moving(self._python)
+            for generator in places.generators:
+                self._generators.note(generator)
             keys = [storage_key(tensor) for _, tensor in places.tensors]
             self._outside = {key for key in keys if key is not None}
         known = self._warmed_up.get(kind)
@@ -167,8 +172,8 @@ class WatchedState:
             use = again.uses.get(key)
             if use is None or not use.exposed or not (kept.from_inputs or use.is_written):
                 continue
-            assert self._moving is not None
-            self._moving.restore()
+            assert self._python is not None
+            self._python.restore()
             raise PythonStateError(
                 "the forward makes state when it runs first, and goes on from it: a warm-up has "
                 "left padding rows in it",
@@ -193,7 +198,7 @@ class WatchedState:
             self._declared.restore()
         finally:
             if self._moving is not None:
-                self._moving.restore_memory(once=False)
+                self._moving.restore_memory()
             self._of_size.restore()
             self._saves.restore()
 
@@ -227,7 +232,8 @@ class WatchedState:
             refused = bool(kept) and not self._each_warmed_up
             if refused:
                 # Or eager steps would read there what no graph has computed yet.
-                self._moving.restore()
+                assert self._python is not None
+                self._python.restore()
             say_what_is_left(kept if refused else self._left, each_warmed_up=not refused)
 
     def _look_at_left(self) -> None:

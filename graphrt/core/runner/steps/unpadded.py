@@ -38,7 +38,9 @@ class UnpaddedSteps:
         pool: GraphPool,
         *,
         clones: bool,
+        after: Callable[[], None],
     ) -> None:
+        """`after` is called after every step but those of trials."""
         self._run_forward = run_forward
         self._sealing = sealing
         self._plan = plan
@@ -46,6 +48,7 @@ class UnpaddedSteps:
         self._inputs = inputs
         self._pool = pool
         self._clones = clones
+        self._after = after
 
     def run(
         self,
@@ -96,12 +99,16 @@ class UnpaddedSteps:
             forward = partial(self._run_forward, **(nest(views) if inputs.nested else views))
             with context:
                 outputs = forward() if around is None else around(forward)
+            if around is None:
+                self._after()
             outputs = tree.map_tensors(self._handed_out, outputs)
             pool.owner = outer
             return outputs
         except BaseException:
             pool.owner = outer
             context.leave()
+            if around is None:
+                self._after()
             raise
 
     def run_as_part(
