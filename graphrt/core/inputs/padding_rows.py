@@ -72,11 +72,13 @@ class PaddingRows:
         """Let padding rows that are kept hold what the first live row holds: an earlier step may
         have left it there."""
         for own in self._kept:
-            if own.axis is not None:
-                view, live = layout.views[own.name], own.axis.size(tokens, reqs)
-                if 0 < live < view.shape[own.dim]:
-                    tail = view.narrow(own.dim, live, view.shape[own.dim] - live)
-                    tail.copy_(view.narrow(own.dim, 0, 1).expand_as(tail))
+            _spread(layout.views[own.name], own.spec, tokens, reqs)
+
+    def disturb_all(self, layout: InputLayout, tokens: int, reqs: int) -> None:
+        """The same for all inputs, but for indices: what they address would be written."""
+        for name, spec in self._specs.items():
+            if not spec.index:
+                _spread(layout.views[name], spec, tokens, reqs)
 
 
 def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
@@ -91,3 +93,12 @@ def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
     # As bytes: 8-bit floats cannot be compared, and NaN is itself.
     row = row.expand_as(value)
     return not torch.equal(tree.octets(value), tree.octets(row))
+
+
+def _spread(view: torch.Tensor, spec: InputSpec, tokens: int, reqs: int) -> None:
+    """Let padding rows hold what the first live row holds."""
+    axis, dim = spec.batch_axis()
+    live = 0 if axis is None else axis.size(tokens, reqs)
+    if 0 < live < view.shape[dim]:
+        tail = view.narrow(dim, live, view.shape[dim] - live)
+        tail.copy_(view.narrow(dim, 0, 1).expand_as(tail))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -56,6 +57,16 @@ class Generators:
                 put(state)
 
         return put_back
+
+    def of_torch(self) -> list[torch.Tensor]:
+        """The states of torch's generators."""
+        states = [get() for get, _ in self._states]
+        return [state for state in states if isinstance(state, torch.Tensor)]
+
+    def of_python(self) -> list[bytes]:
+        """The states of Python's and NumPy's generators, to be compared."""
+        states = [get() for get, _ in self._states]
+        return [pickle.dumps(state) for state in states if not isinstance(state, torch.Tensor)]
 
     def _keep(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         state = get()

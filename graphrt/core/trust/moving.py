@@ -92,9 +92,16 @@ class Moving:
 
     def rebound(self, uses: Mapping[int, Use]) -> list[str]:
         """Where a run has put another tensor in the place of one that it had read."""
+        # A normalized weight begins as the weight itself, which is read under its own name.
+        stays = {
+            storage_key(now)
+            for _, was, now in self._state.now()
+            if now is was and isinstance(now, torch.Tensor)
+        }
         replaced = [(place.path, held) for place, held, _ in self._replaced]
         replaced += self._moved_memory.items()
-        return [path for path, held in replaced if storage_key(held) in uses]
+        keys = ((path, storage_key(held)) for path, held in replaced)
+        return [path for path, key in keys if key in uses and key not in stays]
 
     def restore_memory(self) -> None:
         """Give tensors the memory back that more than one run took from them (`set_`, `.data =`): a

@@ -67,6 +67,8 @@ class Reads:
         self._packed: dict[str, object] = {}
         self.links: tuple[Link, ...] = ()
         """All of them hold as long as nothing has moved."""
+        self.remade: set[str] = set()
+        """Where every eager run of the forward puts another tensor, computed of its weights."""
         self.values: BakedValues | None = None
         """Python values as of the last capture; None without graphs."""
 
@@ -137,6 +139,7 @@ class Reads:
         self._packed.clear()
         self.links = ()
         self.values = None
+        self.remade.clear()
         self.protected.clear()
 
     def moved(self) -> list[str]:
@@ -218,7 +221,7 @@ class Reads:
         found = {}
         for place, tensor in places.tensors:
             where = _where(tensor)
-            if where is None or where[-1] not in self._held:
+            if where is None or where[-1] not in self._held or place.path in self.remade:
                 continue
             # Eager parts look again at every replay.
             if self._has_full or not self._held[where[-1]][1].in_parts:

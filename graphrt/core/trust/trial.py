@@ -11,6 +11,7 @@ from graphrt.core.base import PythonStateError, RowsMixedError, VerificationErro
 from graphrt.core.trust._verdict import Verdict, mixing
 from graphrt.core.trust.compare import Difference, difference, rounding_of
 from graphrt.core.trust.moving import Moving, further
+from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places import Places
 from graphrt.core.trust.snapshot import (
     Left,
@@ -23,6 +24,7 @@ from graphrt.core.trust.snapshot import (
 )
 from graphrt.core.trust.watching import (
     Deviation,
+    Draws,
     Trace,
     Watch,
     first_difference,
@@ -31,6 +33,10 @@ from graphrt.core.trust.watching import (
 
 _SPREADS = 4
 """A replay may be so many times as far from eager as two eager runs are from one another."""
+
+_UNSTEADY = 64
+"""The same where eager parts give something else at every call: of numbers drawn anew, three runs
+may be close to one another by chance."""
 
 _RUNS = 8
 """Of a trial, at most, mostly."""
@@ -48,8 +54,8 @@ class TriedStep(Protocol):
     sizes: Sequence[tuple[int, int]]
     """Padded and live tokens, and requests."""
 
-    def eager(self, watch: Watch | None) -> Any:
-        """The forward on the padded inputs, under `watch`."""
+    def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
+        """The forward on the padded inputs, under `watch`, its eager parts seen by `parts`."""
 
     def of_padding(self, watch: Watch) -> Any:
         """The forward with nothing but padding rows, as in a warm-up."""
@@ -62,6 +68,9 @@ class TriedStep(Protocol):
 
     def unpadded(self, watch: Watch) -> Any:
         """The forward on the live rows alone; None where they are all."""
+
+    def disturbed(self, watch: Watch) -> Any:
+        """The forward, with padding rows of all inputs that address nothing holding live rows."""
 
 
 class Trial:
@@ -108,15 +117,19 @@ class Trial:
         self._strict = strict
         self._has_parts = has_parts
         self._verdict = Verdict()
+        # How far apart results may be because of eager parts.
+        self._unsteady = 0.0
 
     def run(self, *, undone: bool = False) -> Verdict:
         """Run the trial; `undone`, its last run leaves no effects either. What a forward itself
         raises is raised, and what else goes wrong, with its state as it was."""
         verdict, step = self._verdict, self._step
         try:
-            first = self._watch(rows=(step.rows, step.live_rows))
+            draws = Draws(self._state.generators)
+            first = self._watch(rows=(step.rows, step.live_rows), draw=draws.record)
             eager = step.eager(first)
             padded = self._state.left()
+            drawn = self._state.generators.of_python()
             written = padded.memory
             self._moving.look()
             self._back()
@@ -129,25 +142,49 @@ class Trial:
             self._back()
             other = None if self._mixes_rows else step.other_padding(self._watch())
             self._back()
-            without = self._watch(rows=(step.live_rows, step.live_rows))
+            drawn_alone = Draws(self._state.generators)
+            without = self._watch(rows=(step.live_rows, step.live_rows), draw=drawn_alone.record)
             alone = None if self._mixes_rows else self._alone(without)
-            left_alone = self._state.left()
+            left_alone = matched_left = self._state.left()
+            drew_otherwise = drawn != self._state.generators.of_python()
+            matched, disturbed = alone, None
             self._back()
+            if alone is not None and not draws.like(drawn_alone):
+                # With the numbers that the padded run has drawn.
+                again_alone = self._watch(rows=(step.live_rows, step.live_rows), draw=draws.repeat)
+                found, found_left = self._alone(again_alone), self._state.left()
+                self._back()
+                if found is not None and not draws.lost:
+                    matched, matched_left, without = found, found_left, again_alone
+            if alone is not None and drew_otherwise and self._has_parts:
+                # Draws of Python's and NumPy's cannot be repeated: as many rows draw as many.
+                disturbed = step.disturbed(self._watch())
+                self._back()
             self._move_numbers(first, eager, written)
             rounding = rounding_of(use.dtype for use in first.uses.values())
-            if alone is not None and self._has_parts:
-                self._judge_python(padded, after_replay.python, left_alone.python, eager, rounding)
+            if matched is not None and self._has_parts:
+                self._judge_python(
+                    padded, after_replay.python, matched_left.python, eager, rounding
+                )
             again = verdict.outputs = step.eager(self._watch())
             rewritten = self._saves.values()[: len(written)]
             rebound = self._moving.rebound(first.uses)
             if rebound:
                 self._fail_rebound(rebound)
+            self._look_at_parts(eager, again, rounding)
+            rounding = max(rounding, self._unsteady)
             self._judge_repeats(eager, again, replayed, first, rounding)
             now = still_there(written, rewritten, left)
             self._judge_writes(now[0], now[1], now[2], first, rounding)
-            self._judge_padding(eager, other, alone, rounding, (first, without))
-            if alone is not None:
-                self._judge_state(written, left_alone.memory, rounding)
+            if disturbed is not None and not _differ(eager, disturbed, rounding):
+                matched = None
+                verdict.notes.append(
+                    "draws other numbers of Python or NumPy without padding: padding rows were "
+                    "changed instead, and no live row changes with them"
+                )
+            self._judge_padding(eager, other, matched, rounding, (first, without))
+            if matched is not None:
+                self._judge_state(written, matched_left.memory, rounding)
             if alone is not None and verdict.failure is not None:
                 # What the step is without graphs; by no run more, which other ranks would not do.
                 self._state.put(left_alone)
@@ -159,6 +196,33 @@ class Trial:
             self._back()
             raise
 
+    def _look_at_parts(self, eager: Any, again: Any, rounding: float) -> None:
+        """Where two eager runs differ, find out whether that is because of eager parts alone, which
+        read a clock at every replay too."""
+        spread = difference(again, eager)
+        if not self._has_parts or spread is None or spread.relative <= rounding:
+            return
+        left, parts = self._state.left(), PartResults()
+        self._back()
+        first = self._step.eager(self._watch(), parts)
+        written = self._saves.values()
+        self._back()
+        second = self._step.eager(self._watch(), parts.again())
+        rewritten = self._saves.values()[: len(written)]
+        self._back()
+        self._state.put(left)
+        if parts.differs or _differ(second, first, rounding):
+            return
+        now, before = still_there(rewritten, written)
+        if _differ(now, before, rounding):
+            return
+        third = difference(first, eager)
+        furthest = max(spread.relative, 0.0 if third is None else third.relative)
+        self._unsteady = _UNSTEADY * furthest
+        self._verdict.notes.append(
+            f"eager parts give something else at every call, as a clock does: {spread.text}"
+        )
+
     def _alone(self, watch: Watch) -> Any:
         try:
             return self._step.unpadded(watch)
@@ -169,9 +233,9 @@ class Trial:
             self._verdict.notes.append(f"does not run without padding: {error}"[:200])
             return None
 
-    def _watch(self, follows: Trace | None = None, rows: tuple[int, int] | None = None) -> Watch:
+    def _watch(self, follows: Trace | None = None, **more: Any) -> Watch:
         return Watch(
-            self._own, self._saves, follows, self._state.generators, keeps_sources=True, rows=rows
+            self._own, self._saves, follows, self._state.generators, keeps_sources=True, **more
         )
 
     def _back(self) -> None:
@@ -193,6 +257,7 @@ class Trial:
             self._verdict.notes.append(f"not deterministic: eager runs differ in {spread.text}")
         apart = difference(replayed, again)
         allowed = 0.0 if spread is None else _SPREADS * max(spread.relative, 1e-7)
+        allowed = max(allowed, self._unsteady)
         if apart is not None and (spread is None or apart.relative > allowed):
             self._fail(self._differs(apart, "", first))
 
@@ -218,6 +283,7 @@ class Trial:
         if spread is not None:
             self._verdict.deterministic = False
         allowed = 0.0 if spread is None else _SPREADS * max(spread.relative, 1e-7)
+        allowed = max(allowed, self._unsteady)
         if apart is not None and (spread is None or apart.relative > allowed):
             self._fail(self._differs(apart, " in the state that it writes", first))
 
@@ -461,3 +527,8 @@ class Trial:
                 advice="self.h.copy_(new) in place of self.h = new",
             )
         )
+
+
+def _differ(ours: Any, theirs: Any, rounding: float) -> bool:
+    apart = difference(ours, theirs)
+    return apart is not None and apart.relative > rounding

@@ -76,6 +76,9 @@ class WatchedState:
         self._is_in_graphs = is_in_graphs
         self._each_warmed_up = each_warmed_up
         self._left: list[str] = []
+        # Where a run has put a tensor that it computed without its inputs, as hooks that normalize
+        # a weight do at every call.
+        self._of_weights: set[str] = set()
         self._is_left_to_look_at = False
         self.inputs_written: dict[int, Use] = {}
         """What the last run wrote of its inputs, by where it begins, if it was watched."""
@@ -164,6 +167,8 @@ class WatchedState:
                 self._reads.keep(tensor)
                 if kept[key].from_inputs or kept[key].rewritten:
                     found[key] = place.path, kept[key]
+                else:
+                    self._of_weights.add(place.path)
         return found
 
     def _refuse_state_of_padding(self, made: dict[int, tuple[str, Kept]], again: Watch) -> None:
@@ -222,6 +227,9 @@ class WatchedState:
             self._note_left(self._moving.anew())
             put_back = self._moving.settle()
         self._reads.protected += self._saves.check_protected(self._pads)
+        # Every eager run makes these anew, and what is there now is what was there before.
+        self._reads.remade |= put_back & self._of_weights
+        self._left = [path for path in self._left if path not in self._reads.remade]
         places = self._reads.settle()
         if self._moving is None:
             return
