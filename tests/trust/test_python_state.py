@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -381,6 +382,28 @@ def test_a_count_of_calls_is_nothing(mode, eager):
         return forward
 
     right, ran, said, _ = served(make, mode=mode)
+    assert right and set(ran) == {Reason.HIT} and not said
+
+
+def test_tables_by_rows_and_times_in_an_eager_part_are_nothing():
+    def make() -> Callable[..., Any]:
+        tables: dict[int, torch.Tensor] = {}
+        held = SimpleNamespace(mean_s=0.0, starts=[], last=None)
+
+        @eager_break
+        def part(x: torch.Tensor) -> torch.Tensor:
+            start = time.perf_counter()
+            rows = x.shape[0]
+            if rows not in tables:
+                tables[rows] = torch.arange(float(rows))[:, None]
+            held.starts.append(start)
+            held.last = x.clone()
+            held.mean_s = 0.9 * held.mean_s + 0.1 * (time.perf_counter() - start)
+            return x + tables[rows]
+
+        return lambda x: part(x * 2) + 1
+
+    right, ran, said, _ = served(make, mode="PIECEWISE")
     assert right and set(ran) == {Reason.HIT} and not said
 
 

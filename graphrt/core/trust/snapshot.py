@@ -181,7 +181,8 @@ class PythonState:
                 found[place.path] = mine, other
         for link, mine, other in zip(self._containers, ours.contents, theirs.contents, strict=True):
             if not _alike(mine, other):
-                found.setdefault(link.path, (mine, other))
+                both = (_entries(link.container, items) for items in (mine, other))
+                found.setdefault(link.path, tuple(both))
         for (place, _), mine, other in zip(self._arrays, ours.arrays, theirs.arrays, strict=True):
             if not _alike(mine, other):
                 found[place.path] = mine, other
@@ -313,9 +314,11 @@ def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST, *, tensors: bool = Tru
         apart = unseen(lambda: difference(ours, theirs, rounded=True)) if tensors else None
         return apart is None or apart.relative <= _ROUNDED
     if shape.kind in (Kind.LIST, Kind.TUPLE, Kind.DEQUE):
+        if not tensors:
+            ours, theirs = ([e for e in own if not _has_tensor(e)] for own in (ours, theirs))
         return len(ours) == len(theirs) and all(map(inner, ours, theirs))
     if shape.kind is Kind.DICT:
-        return inner(_items_of(ours), _items_of(theirs))
+        return inner(_entries(ours, _items_of(ours)), _entries(theirs, _items_of(theirs)))
     if shape.kind in (Kind.SET, Kind.FROZENSET):
         return len(ours) == len(theirs) and bool(ours == theirs)
     if shape.kind is Kind.OBJECT:
@@ -323,6 +326,19 @@ def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST, *, tensors: bool = Tru
     if is_array(type(ours)):
         return bool(ours.shape == theirs.shape and ours.tobytes() == theirs.tobytes())
     return True
+
+
+def _entries(container: Any, items: list[Any]) -> list[Any]:
+    """The items of a container, of a dict as pairs of key and value."""
+    if not issubclass(_base_of(container), dict):
+        return items
+    half = len(items) // 2
+    return [*zip(items[:half], items[half:], strict=True)]
+
+
+def _has_tensor(value: Any) -> bool:
+    members = value if type(value) is tuple else (value,)
+    return any(isinstance(each, torch.Tensor) for each in members)
 
 
 def _attributes_of(value: Any, shape: Shape) -> dict[str, Any]:
