@@ -23,6 +23,11 @@ class StaleTensorWarning(UserWarning):
     """A forward leaves tensors of its graphs in Python, where no replay makes new ones."""
 
 
+class PaddedStateWarning(UserWarning):
+    """Padded steps leave other Python values than steps without padding; no output depends on
+    them, but the host may read them."""
+
+
 class GraphQuarantinedWarning(UserWarning):
     """Graphs that failed a check; their batches run eagerly from now on."""
 

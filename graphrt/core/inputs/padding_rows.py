@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.inputs.declared import flat_of
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.single_address import FixedInput
@@ -40,6 +41,24 @@ class PaddingRows:
                     found.add(pad)
         return sorted(found)
 
+    def differing(self, values: Mapping[str, Any]) -> frozenset[str]:
+        """The inputs of which a live row is another than the padding rows: only these can show that
+        rows are mixed. Waits for the device."""
+        found = set()
+        for name, value in flat_of(values):
+            spec = self._specs.get(name)
+            axis, dim = (None, 0) if spec is None else spec.batch_axis()
+            if spec is None or axis is None or not isinstance(value, torch.Tensor):
+                continue
+            if value.numel() and _differs(value, spec, dim):
+                found.add(name)
+        return frozenset(found)
+
+    @property
+    def with_rows(self) -> frozenset[str]:
+        """The inputs that have padding rows."""
+        return frozenset(name for name, spec in self._specs.items() if spec.batch_axis()[0])
+
     def kept(self) -> list[torch.Tensor]:
         """Copies of the buffers whose padding rows no step writes."""
         return [own.buffer.clone() for own in self._kept]
@@ -53,8 +72,33 @@ class PaddingRows:
         """Let padding rows that are kept hold what the first live row holds: an earlier step may
         have left it there."""
         for own in self._kept:
-            if own.axis is not None:
-                view, live = layout.views[own.name], own.axis.size(tokens, reqs)
-                if 0 < live < view.shape[own.dim]:
-                    tail = view.narrow(own.dim, live, view.shape[own.dim] - live)
-                    tail.copy_(view.narrow(own.dim, 0, 1).expand_as(tail))
+            _spread(layout.views[own.name], own.spec, tokens, reqs)
+
+    def disturb_all(self, layout: InputLayout, tokens: int, reqs: int) -> None:
+        """The same for all inputs, but for indices: what they address would be written."""
+        for name, spec in self._specs.items():
+            if not spec.index:
+                _spread(layout.views[name], spec, tokens, reqs)
+
+
+def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
+    """Whether a live row is another than its padding; of padding that is whatever was there, than
+    the row that a trial puts there."""
+    if spec.pad == "repeat":
+        row = value.narrow(dim, value.shape[dim] - 1, 1)
+    elif spec.pad == "keep":
+        row = value.narrow(dim, 0, 1)
+    else:
+        row = torch.full((), spec.pad_value, dtype=spec.dtype, device=value.device)
+    # As bytes: 8-bit floats cannot be compared, and NaN is itself.
+    row = row.expand_as(value)
+    return not torch.equal(tree.octets(value), tree.octets(row))
+
+
+def _spread(view: torch.Tensor, spec: InputSpec, tokens: int, reqs: int) -> None:
+    """Let padding rows hold what the first live row holds."""
+    axis, dim = spec.batch_axis()
+    live = 0 if axis is None else axis.size(tokens, reqs)
+    if 0 < live < view.shape[dim]:
+        tail = view.narrow(dim, live, view.shape[dim] - live)
+        tail.copy_(view.narrow(dim, 0, 1).expand_as(tail))

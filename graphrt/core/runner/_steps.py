@@ -52,6 +52,7 @@ def steps_of(
         pool,
         graphs.owner,
         clones=clones,
+        after=graphs.checks.look_after_eager_step,
     )
     padded = PaddedSteps(
         graphs.steps,

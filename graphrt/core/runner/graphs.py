@@ -85,7 +85,8 @@ class GraphSet:
         watches = options.checks("capture") and not self.eager_launch
         self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None
         self.warmed_up: dict[Hashable, WarmedUp] = {}
-        self.checks = Checks(options, self.reads, pool.platform.device_type)
+        shown_by = frozenset() if host.mixes_rows else inputs.padding.with_rows
+        self.checks = Checks(options, self.reads, pool.platform.device_type, shown_by)
         self.checks.on &= not self.eager_launch
         self.forward = forward
         self.mixes_rows = host.mixes_rows

@@ -2,6 +2,7 @@
 
 from graphrt.core.trust._verdict import Verdict
 from graphrt.core.trust.ambient import Ambient
+from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads, TensorUse, while_holding
 from graphrt.core.trust.trial import Trial, TriedStep
@@ -21,6 +22,7 @@ __all__ = [
     "AddressBook",
     "Ambient",
     "Parameters",
+    "PartResults",
     "Reads",
     "TensorUse",
     "Tensors",

@@ -18,6 +18,10 @@ class Verdict:
     failure: VerificationError | None = None
     deterministic: bool = True
     notes: list[str] = field(default_factory=list)
+    harmless: tuple[str, ...] = ()
+    """Python numbers that were moved further, and no operator is another one then."""
+    padded_state: tuple[str, ...] = ()
+    """Where padded steps leave other Python values, on which no output depends."""
 
 
 def mixing(padded: Watch, alone: Watch, rounding: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ class Generators:
     def __init__(self, device_type: str) -> None:
         self._put_back: list[Callable[[], object]] = []
         self._states: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
-        self._noted: set[int] = set()
+        self._noted: dict[int, Any] = {}
         self._keep(torch.get_rng_state, torch.set_rng_state)
         if device_type != "cpu":
             device = torch.get_device_module(device_type)
@@ -28,10 +29,18 @@ class Generators:
         if numpy is not None:
             self._keep(numpy.get_state, numpy.set_state)
 
-    def note(self, generator: torch.Generator) -> None:
-        """Keep a generator of the forward's own as it is now, unless it is kept already."""
-        if id(generator) not in self._noted:
-            self._noted.add(id(generator))
+    def note(self, generator: Any) -> None:
+        """Keep a generator of the forward's own as it is now, unless it is kept already: one of
+        torch's, Python's or NumPy's."""
+        if id(generator) in self._noted:
+            return
+        self._noted[id(generator)] = generator
+        if isinstance(generator, random.Random):
+            self._keep(generator.getstate, generator.setstate)
+        elif hasattr(generator, "bit_generator"):
+            bits = generator.bit_generator
+            self._keep(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        else:
             self._keep(generator.get_state, generator.set_state)
 
     def restore(self) -> None:
@@ -48,6 +57,16 @@ class Generators:
                 put(state)
 
         return put_back
+
+    def of_torch(self) -> list[torch.Tensor]:
+        """The states of torch's generators."""
+        states = [get() for get, _ in self._states]
+        return [state for state in states if isinstance(state, torch.Tensor)]
+
+    def of_python(self) -> list[bytes]:
+        """The states of Python's and NumPy's generators, to be compared."""
+        states = [get() for get, _ in self._states]
+        return [pickle.dumps(state) for state in states if not isinstance(state, torch.Tensor)]
 
     def _keep(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         state = get()

@@ -14,6 +14,7 @@ import torch
 from graphrt.core.base import StaleInputError, storage_use_count, tree
 from graphrt.core.device import GraphRead
 from graphrt.core.replay import is_spare
+from graphrt.core.trust.baked import BakedValues
 from graphrt.core.trust.places import Link, Places, SlotLink, TensorLink, places_of
 from graphrt.core.trust.watching import Use, Watch
 
@@ -66,6 +67,10 @@ class Reads:
         self._packed: dict[str, object] = {}
         self.links: tuple[Link, ...] = ()
         """All of them hold as long as nothing has moved."""
+        self.remade: set[str] = set()
+        """Where every eager run of the forward puts another tensor, computed of its weights."""
+        self.values: BakedValues | None = None
+        """Python values as of the last capture; None without graphs."""
 
     def note(self, watch: Watch) -> None:
         """Keep what a run used; what an earlier run has made may be made anew at any time."""
@@ -94,6 +99,7 @@ class Reads:
     def settle(self) -> Places:
         """Find names for what is held, and note where it is; returns the walk."""
         places = places_of(self._forward)
+        self.values = BakedValues(places)
         self._where = self._places_of_reads(places)
         self._packed = {place.path: value for place, value in places.packed}
         read = set(self._where)
@@ -132,6 +138,8 @@ class Reads:
         self._where.clear()
         self._packed.clear()
         self.links = ()
+        self.values = None
+        self.remade.clear()
         self.protected.clear()
 
     def moved(self) -> list[str]:
@@ -213,7 +221,7 @@ class Reads:
         found = {}
         for place, tensor in places.tensors:
             where = _where(tensor)
-            if where is None or where[-1] not in self._held:
+            if where is None or where[-1] not in self._held or place.path in self.remade:
                 continue
             # Eager parts look again at every replay.
             if self._has_full or not self._held[where[-1]][1].in_parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,12 +11,21 @@ from graphrt.core.base import PythonStateError, RowsMixedError, VerificationErro
 from graphrt.core.trust._constants import baked
 from graphrt.core.trust._verdict import Verdict, mixing
 from graphrt.core.trust.compare import Difference, difference, rounding_of
-from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.moving import Moving
+from graphrt.core.trust.moving import Moving, further
+from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places import Places
+from graphrt.core.trust.snapshot import (
+    Left,
+    PythonLeft,
+    StateSnapshot,
+    changed,
+    described,
+    only_tensors_differ,
+    step_of,
+)
 from graphrt.core.trust.watching import (
     Deviation,
-    SavedWrites,
+    Draws,
     Trace,
     Watch,
     first_difference,
@@ -26,8 +35,16 @@ from graphrt.core.trust.watching import (
 _SPREADS = 4
 """A replay may be so many times as far from eager as two eager runs are from one another."""
 
+_UNSTEADY = 64
+"""The same where eager parts give something else at every call: of numbers drawn anew, three runs
+may be close to one another by chance."""
+
 _RUNS = 8
 """Of a trial, at most, mostly."""
+
+_STEPS_AFTER = 4
+"""Steps after a padded one that may show what it has left in Python: a value may go another way
+round before it reaches an output."""
 
 _STEPS = (1, 999_983, -999_983)
 """How far Python numbers that a run moves are moved further, in steps of that run."""
@@ -42,8 +59,8 @@ class TriedStep(Protocol):
     sizes: Sequence[tuple[int, int]]
     """Padded and live tokens, and requests."""
 
-    def eager(self, watch: Watch | None) -> Any:
-        """The forward on the padded inputs, under `watch`."""
+    def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
+        """The forward on the padded inputs, under `watch`, its eager parts seen by `parts`."""
 
     def of_padding(self, watch: Watch) -> Any:
         """The forward with nothing but padding rows, as in a warm-up."""
@@ -57,6 +74,9 @@ class TriedStep(Protocol):
     def unpadded(self, watch: Watch) -> Any:
         """The forward on the live rows alone; None where they are all."""
 
+    def disturbed(self, watch: Watch) -> Any:
+        """The forward, with padding rows of all inputs that address nothing holding live rows."""
+
 
 class Trial:
     """Tries one step of one graph: the same runs in the same order, whatever they give, so that
@@ -65,7 +85,8 @@ class Trial:
     `own` are the addresses of the storages of the step's inputs, `captured` is what the warm-up of
     the graph's kind did, `same_size` whether at the same size; `mixes_rows` says that live rows
     may depend on padding, `has_parts` that the graph may have eager parts. What `pads` address is
-    nobody's. With `strict` a failed trial leaves no effects.
+    nobody's. With `strict` a failed trial leaves no effects. `moved` are the Python values that
+    eager steps have moved since the capture: what they were, and what they are.
     """
 
     def __init__(
@@ -83,14 +104,17 @@ class Trial:
         pads: Sequence[int] = (),
         strict: bool = False,
         has_parts: bool = False,
+        moved: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> None:
         self._step = step
         self._name = name
         self._own = own
         # The rows that index writes save are saved anew in each run.
-        self._saves = SavedWrites(limit_bytes * _RUNS, sums=False)
-        self._generators = Generators(device_type)
-        self._moving = Moving(places)
+        self._state = StateSnapshot(places, device_type, limit_bytes * _RUNS, sums=False)
+        self._saves = self._state.writes
+        self._moving = Moving(self._state.python)
+        self._moved = moved or {}
+        self._moving.note(self._moved)
         self._captured = captured
         self._same_size = same_size
         self._mixes_rows = mixes_rows
@@ -98,49 +122,79 @@ class Trial:
         self._strict = strict
         self._has_parts = has_parts
         self._verdict = Verdict()
+        # How far apart results may be because of eager parts.
+        self._unsteady = 0.0
 
     def run(self, *, undone: bool = False) -> Verdict:
         """Run the trial; `undone`, its last run leaves no effects either. What a forward itself
         raises is raised, and what else goes wrong, with its state as it was."""
         verdict, step = self._verdict, self._step
         try:
-            first = self._watch(rows=(step.rows, step.live_rows))
+            draws = Draws(self._state.generators)
+            first = self._watch(rows=(step.rows, step.live_rows), draw=draws.record)
             eager = step.eager(first)
-            written = self._saves.values()
+            padded = self._state.left()
+            drawn = self._state.generators.of_python()
+            written = padded.memory
             self._moving.look()
             self._back()
             # What a run leaves where nobody looks must not be what the replay needs.
             step.of_padding(self._watch())
             self._back()
             replayed = step.replay()
-            left = self._saves.values()[: len(written)]
+            after_replay = self._state.left()
+            left = after_replay.memory[: len(written)]
             self._back()
             other = None if self._mixes_rows else step.other_padding(self._watch())
             self._back()
-            without = self._watch(rows=(step.live_rows, step.live_rows))
+            drawn_alone = Draws(self._state.generators)
+            without = self._watch(rows=(step.live_rows, step.live_rows), draw=drawn_alone.record)
             alone = None if self._mixes_rows else self._alone(without)
-            left_alone = self._saves.values()
-            drawn_alone = self._generators.now()
+            left_alone = matched_left = self._state.left()
+            drew_otherwise = drawn != self._state.generators.of_python()
+            matched, disturbed = alone, None
             self._back()
+            if alone is not None and not draws.like(drawn_alone):
+                # With the numbers that the padded run has drawn.
+                again_alone = self._watch(rows=(step.live_rows, step.live_rows), draw=draws.repeat)
+                found, found_left = self._alone(again_alone), self._state.left()
+                self._back()
+                if found is not None and not draws.lost:
+                    matched, matched_left, without = found, found_left, again_alone
+            if alone is not None and drew_otherwise and self._has_parts:
+                # Draws of Python's and NumPy's cannot be repeated: as many rows draw as many.
+                disturbed = step.disturbed(self._watch())
+                self._back()
             self._move_numbers(first, eager, written)
+            rounding = rounding_of(use.dtype for use in first.uses.values())
+            if matched is not None and self._has_parts:
+                self._judge_python(
+                    padded, after_replay.python, matched_left.python, eager, rounding
+                )
             last = self._watch()
             again = verdict.outputs = step.eager(last)
             rewritten = self._saves.values()[: len(written)]
-            rounding = rounding_of(use.dtype for use in first.uses.values())
             self._judge_constants(first, last)
             rebound = self._moving.rebound(first.uses)
             if rebound:
                 self._fail_rebound(rebound)
+            self._look_at_parts(eager, again, rounding)
+            rounding = max(rounding, self._unsteady)
             self._judge_repeats(eager, again, replayed, first, rounding)
             now = still_there(written, rewritten, left)
             self._judge_writes(now[0], now[1], now[2], first, rounding)
-            self._judge_padding(eager, other, alone, rounding, (first, without))
-            if alone is not None:
-                self._judge_state(written, left_alone, rounding)
+            if disturbed is not None and not _differ(eager, disturbed, rounding):
+                matched = None
+                verdict.notes.append(
+                    "draws other numbers of Python or NumPy without padding: padding rows were "
+                    "changed instead, and no live row changes with them"
+                )
+            self._judge_padding(eager, other, matched, rounding, (first, without))
+            if matched is not None:
+                self._judge_state(written, matched_left.memory, rounding)
             if alone is not None and verdict.failure is not None:
                 # What the step is without graphs; by no run more, which other ranks would not do.
-                self._saves.write(left_alone)
-                drawn_alone()
+                self._state.put(left_alone)
                 verdict.outputs = alone
             if undone or (self._strict and verdict.failure is not None):
                 self._back()
@@ -148,6 +202,33 @@ class Trial:
         except BaseException:
             self._back()
             raise
+
+    def _look_at_parts(self, eager: Any, again: Any, rounding: float) -> None:
+        """Where two eager runs differ, find out whether that is because of eager parts alone, which
+        read a clock at every replay too."""
+        spread = difference(again, eager)
+        if not self._has_parts or spread is None or spread.relative <= rounding:
+            return
+        left, parts = self._state.left(), PartResults()
+        self._back()
+        first = self._step.eager(self._watch(), parts)
+        written = self._saves.values()
+        self._back()
+        second = self._step.eager(self._watch(), parts.again())
+        rewritten = self._saves.values()[: len(written)]
+        self._back()
+        self._state.put(left)
+        if parts.differs or _differ(second, first, rounding):
+            return
+        now, before = still_there(rewritten, written)
+        if _differ(now, before, rounding):
+            return
+        third = difference(first, eager)
+        furthest = max(spread.relative, 0.0 if third is None else third.relative)
+        self._unsteady = _UNSTEADY * furthest
+        self._verdict.notes.append(
+            f"eager parts give something else at every call, as a clock does: {spread.text}"
+        )
 
     def _alone(self, watch: Watch) -> Any:
         try:
@@ -159,16 +240,14 @@ class Trial:
             self._verdict.notes.append(f"does not run without padding: {error}"[:200])
             return None
 
-    def _watch(self, follows: Trace | None = None, rows: tuple[int, int] | None = None) -> Watch:
+    def _watch(self, follows: Trace | None = None, **more: Any) -> Watch:
         return Watch(
-            self._own, self._saves, follows, self._generators, keeps_sources=True, rows=rows
+            self._own, self._saves, follows, self._state.generators, keeps_sources=True, **more
         )
 
     def _back(self) -> None:
-        """Put back what a run has changed: memory, generators, Python numbers."""
-        self._saves.restore()
-        self._generators.restore()
-        self._moving.restore()
+        """Put back what a run has changed: memory, generators, Python values."""
+        self._state.restore()
 
     def _fail(self, failure: VerificationError) -> None:
         self._verdict.failure = self._verdict.failure or failure
@@ -192,6 +271,7 @@ class Trial:
             self._verdict.notes.append(f"not deterministic: eager runs differ in {spread.text}")
         apart = difference(replayed, again)
         allowed = 0.0 if spread is None else _SPREADS * max(spread.relative, 1e-7)
+        allowed = max(allowed, self._unsteady)
         if apart is not None and (spread is None or apart.relative > allowed):
             self._fail(self._differs(apart, "", first))
 
@@ -217,17 +297,24 @@ class Trial:
         if spread is not None:
             self._verdict.deterministic = False
         allowed = 0.0 if spread is None else _SPREADS * max(spread.relative, 1e-7)
+        allowed = max(allowed, self._unsteady)
         if apart is not None and (spread is None or apart.relative > allowed):
             self._fail(self._differs(apart, " in the state that it writes", first))
 
     def _differs(self, apart: Difference, what: str, first: Watch) -> VerificationError:
         return VerificationError(
             f"{self._name}: the replay of its graph differs from eager{what}",
-            got=f"{apart.text}{self._guilty(first)}",
+            got=f"{apart.text}{self._guilty(first)}{self._since_the_capture()}",
             expected="equal bits" if self._verdict.deterministic else "the spread of eager runs",
             advice="pass what changes as an input or write it in place into a tensor; recapture() "
             "after what the forward reads was replaced",
         )
+
+    def _since_the_capture(self) -> str:
+        """The Python values that eager steps have moved, in words."""
+        if not self._moved:
+            return ""
+        return f"\n    Python values that eager steps have moved: {changed(self._moved)}"
 
     def _guilty(self, now: Watch) -> str:
         """The first operator that this step does otherwise than the warm-up of the graph did."""
@@ -292,12 +379,103 @@ class Trial:
                 )
             )
 
+    def _judge_python(
+        self, padded: Left, replayed: PythonLeft, alone: PythonLeft, eager: Any, rounding: float
+    ) -> None:
+        """Compare the Python values that eager parts leave with padding and without it: a failure
+        where outputs depend on them, else a warning."""
+        python = self._state.python
+        # What captured parts move no replay does: it leaves that as it was.
+        captured = set(python.differences(replayed, padded.python))
+        captured -= set(python.differences(replayed, python.was))
+        apart = python.differences(padded.python, alone)
+        found = {path: both for path, both in apart.items() if path not in captured}
+        if not found:
+            return
+        for _ in range(2):
+            # Times and latencies, say, are others without padding too, and may be equal by chance.
+            repeated = self._step.eager(self._watch())
+            for path in python.differences(padded.python, python.left()):
+                found.pop(path, None)
+            self._back()
+            if not found or _differ(repeated, eager, rounding):
+                return
+        how = self._reaches(found, padded.python, alone, rounding)
+        if how is not None:
+            self._fail(
+                PythonStateError(
+                    f"{self._name}: padding rows change Python state that later steps depend on",
+                    got=f"{described(found)}; from there {how}",
+                    expected="the Python state that a step without padding leaves",
+                    advice="advance it by the live rows, current_context().live.num_tokens, or "
+                    "keep it out of the forward",
+                )
+            )
+            return
+        named = [path for path, both in found.items() if not only_tensors_differ(*both)]
+        if named:
+            self._verdict.padded_state = tuple(named)
+            self._verdict.notes.append(
+                f"padded steps leave other Python state, on which no output depends: "
+                f"{', '.join(named)}"[:300]
+            )
+
+    def _reaches(
+        self,
+        found: Mapping[str, tuple[Any, Any]],
+        padded: PythonLeft,
+        alone: PythonLeft,
+        rounding: float,
+    ) -> str | None:
+        """How outputs of this step differ where it starts from what a padded step has left, and not
+        from what one without padding has; None if they do not."""
+        expected, raised = self._steps_from(alone, {})
+        if raised is not None:
+            return None
+        numbers = {
+            path: both for path, both in found.items() if step_of(both[1], both[0]) is not None
+        }
+        for steps in (0, *_STEPS[1:]):
+            moved = {path: further(both[1], both[0], steps) for path, both in numbers.items()}
+            got, raised = self._steps_from(padded, moved if steps else {})
+            if raised is not None:
+                if steps:
+                    # An index out of range, say: it says nothing about other steps.
+                    continue
+                return f"it raises {raised}"
+            apart = difference(got, expected)
+            if apart is not None and apart.relative > rounding:
+                return f"the results differ in {apart.text}"
+        return None
+
+    def _steps_from(
+        self, start: PythonLeft, moved: Mapping[str, Any]
+    ) -> tuple[list[Any], str | None]:
+        """The outputs and the state of a few steps, one after the other, from `start` with `moved`;
+        or what they raise."""
+        count, runs = len(self._saves.values()), []
+        self._state.python.put(start)
+        for path, value in moved.items():
+            self._state.python.move(path, value)
+        try:
+            for _ in range(_STEPS_AFTER):
+                runs.append(self._step.eager(self._watch()))
+                runs.append(self._saves.values()[:count])
+            return runs, None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return runs, f"{type(error).__name__}: {error}"[:200]
+        finally:
+            self._back()
+
     def _move_numbers(self, first: Watch, eager: Any, written: list[torch.Tensor]) -> None:
         names = self._moving.names()
         if not names:
             return
         found = self._depends_on(names, first, eager, written)
         if found is None:
+            self._verdict.harmless = tuple(names)
             return
         if len(names) > 1:
             for name in names:
@@ -307,8 +485,8 @@ class Trial:
                     break
         self._fail(
             PythonStateError(
-                f"{self._name}: the forward moves a Python number at every call and does something "
-                "else when it has moved on; replays repeat what it was at capture",
+                f"{self._name}: the forward moves a Python number and does something else when it "
+                "has moved on; replays repeat what it was at capture",
                 got=f"{self._moving.described(names)}; moved on, {found}",
                 expected="Python state that changes nothing, as a count of calls does",
                 advice="keep it in a tensor that is written in place, or pass it as an input; for "
@@ -363,3 +541,8 @@ class Trial:
                 advice="self.h.copy_(new) in place of self.h = new",
             )
         )
+
+
+def _differ(ours: Any, theirs: Any, rounding: float) -> bool:
+    apart = difference(ours, theirs)
+    return apart is not None and apart.relative > rounding

@@ -15,6 +15,7 @@ from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads
+from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching import (
     Kept,
     SavedWrites,
@@ -68,12 +69,16 @@ class WatchedState:
         # What the last run wrote that was not watched: its capture writes it too.
         self._of_size = SavedWrites(limit_bytes)
         self._moving: Moving | None = None
+        self._python: PythonState | None = None
         self._outside: set[int] = set()
         self._watched: set[Hashable] = set()
         self._generators = Generators(device_type)
         self._is_in_graphs = is_in_graphs
         self._each_warmed_up = each_warmed_up
         self._left: list[str] = []
+        # Where a run has put a tensor that it computed without its inputs, as hooks that normalize
+        # a weight do at every call.
+        self._of_weights: set[str] = set()
         self._is_left_to_look_at = False
         self.inputs_written: dict[int, Use] = {}
         """What the last run wrote of its inputs, by where it begins, if it was watched."""
@@ -109,7 +114,10 @@ class WatchedState:
     ) -> T:
         if self._moving is None:
             places = places_of(self._forward)
-            self._moving = Moving(places)
+            self._python = PythonState(places)
+            self._moving = Moving(self._python)
+            for generator in places.generators:
+                self._generators.note(generator)
             keys = [storage_key(tensor) for _, tensor in places.tensors]
             self._outside = {key for key in keys if key is not None}
         known = self._warmed_up.get(kind)
@@ -159,6 +167,8 @@ class WatchedState:
                 self._reads.keep(tensor)
                 if kept[key].from_inputs or kept[key].rewritten:
                     found[key] = place.path, kept[key]
+                else:
+                    self._of_weights.add(place.path)
         return found
 
     def _refuse_state_of_padding(self, made: dict[int, tuple[str, Kept]], again: Watch) -> None:
@@ -167,8 +177,8 @@ class WatchedState:
             use = again.uses.get(key)
             if use is None or not use.exposed or not (kept.from_inputs or use.is_written):
                 continue
-            assert self._moving is not None
-            self._moving.restore()
+            assert self._python is not None
+            self._python.restore()
             raise PythonStateError(
                 "the forward makes state when it runs first, and goes on from it: a warm-up has "
                 "left padding rows in it",
@@ -193,7 +203,7 @@ class WatchedState:
             self._declared.restore()
         finally:
             if self._moving is not None:
-                self._moving.restore_memory(once=False)
+                self._moving.restore_memory()
             self._of_size.restore()
             self._saves.restore()
 
@@ -217,6 +227,9 @@ class WatchedState:
             self._note_left(self._moving.anew())
             put_back = self._moving.settle()
         self._reads.protected += self._saves.check_protected(self._pads)
+        # Every eager run makes these anew, and what is there now is what was there before.
+        self._reads.remade |= put_back & self._of_weights
+        self._left = [path for path in self._left if path not in self._reads.remade]
         places = self._reads.settle()
         if self._moving is None:
             return
@@ -227,7 +240,8 @@ class WatchedState:
             refused = bool(kept) and not self._each_warmed_up
             if refused:
                 # Or eager steps would read there what no graph has computed yet.
-                self._moving.restore()
+                assert self._python is not None
+                self._python.restore()
             say_what_is_left(kept if refused else self._left, each_warmed_up=not refused)
 
     def _look_at_left(self) -> None:

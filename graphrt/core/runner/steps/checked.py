@@ -86,12 +86,15 @@ class CheckedSteps:
         checks, slot = self._checks, found.slot
         reason = checks.why_eager(found)
         padded = batch.num_tokens < found.descriptor.num_tokens and not agreed
-        if reason is None and checks.wants_trial(found.slot, padded=padded):
+        differing = self._differing(slot, values) if reason is None and padded else None
+        if reason is None and checks.wants_trial(found.slot, differing):
             step = self._step(batch, found, values, updates, metadata, agreed)
             verdict = self._try(step, found)
             if verdict.failure is not None:
                 found = self._padded.dispatcher.run_eagerly(found, batch, Reason.QUARANTINED)
-            self._note(slot, verdict, padded=step.padded)
+            if step.padded and differing is None:
+                differing = self._differing(slot, values)
+            self._note(slot, verdict, differing)
             return found, verdict.outputs
         if reason is None:
             step_updates = self._resolved(updates, found, batch, replayed=True)
@@ -109,7 +112,9 @@ class CheckedSteps:
                 metadata,
                 live=batch,
             )
-            return eager, self._padded.run(batch, found, values, context, eager=True)
+            outputs = self._padded.run(batch, found, values, context, eager=True)
+            checks.look_after_eager_step()
+            return eager, outputs
         given = self._resolved(updates, None, batch, replayed=False)
         return eager, self._unpadded.run(batch, eager, values, given, metadata)
 
@@ -139,7 +144,8 @@ class CheckedSteps:
             verdict = self._try(step, found, undone=True)
             if verdict.failure is not None:
                 raise verdict.failure
-            self._note(found.slot, verdict, padded=step.padded)
+            differing = self._differing(found.slot, example.values) if step.padded else None
+            self._note(found.slot, verdict, differing)
 
     def eagerly(
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
@@ -216,6 +222,7 @@ class CheckedSteps:
             pads=step.pads,
             strict=self._checks.strict,
             has_parts=found.mode is GraphMode.PIECEWISE,
+            moved=self._checks.moved(found.slot),
         )
         pool, undo = self._padded.pool, Undo()
         try:
@@ -228,13 +235,19 @@ class CheckedSteps:
             undo.now()
             raise
 
-    def _note(self, slot: int, verdict: Verdict, *, padded: bool) -> None:
+    def _differing(self, slot: int, values: Mapping[str, Any]) -> frozenset[str] | None:
+        """The inputs of a padded step that differ from their padding; None if nobody asks."""
+        if not self._checks.awaits_padding(slot):
+            return None
+        return self._padded.inputs.padding.differing(values)
+
+    def _note(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
         """Note what came of a trial; strictly, raises the failure."""
         checks = self._checks
         if verdict.failure is None and not checks.records[slot].steps:
             self._keep_touched([checks.records[slot].descriptor])
             checks.look_again()
-        checks.tried(slot, verdict, padded=padded)
+        checks.tried(slot, verdict, differing)
 
     def _resolved(
         self, updates: Any, found: Dispatch | None, batch: Batch, *, replayed: bool

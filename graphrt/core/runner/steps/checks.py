@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Literal
+from typing import Any, Literal
 
-from graphrt.core.base import GraphQuarantinedWarning, VerificationError, warn_caller
+from graphrt.core.base import (
+    GraphQuarantinedWarning,
+    PaddedStateWarning,
+    VerificationError,
+    warn_caller,
+)
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.dispatch import Dispatch, Reason
@@ -15,6 +21,13 @@ from graphrt.core.trust import Ambient, Reads, Verdict, while_holding
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
+
+_LOOKS = 64
+"""Padded steps of a kind, after its first padded trial, of which inputs are looked at for what that
+trial could not show."""
+
+_PASSED = 3
+"""Trials with other values after which a Python value that is no number counts as harmless."""
 
 
 def _hold() -> bool:
@@ -35,6 +48,34 @@ class TrialRecord:
     notes: tuple[str, ...] = ()
 
 
+class PaddedTrials:
+    """The padded trials of one kind of graph: what they could show of mixed rows.
+
+    A live row that equals the padding shows nothing: a mean over rows of zeros stays as it is. So
+    each of the `inputs` has to differ from its padding in some trial, as far as it ever does.
+    """
+
+    def __init__(self, inputs: frozenset[str]) -> None:
+        self._left = set(inputs)
+        self._begun = not inputs
+        self._looks = _LOOKS
+
+    def want(self, differing: frozenset[str]) -> bool:
+        """Whether a padded step in which these inputs differ from their padding is to be tried."""
+        if self._begun:
+            self._looks -= 1
+        return not self._left or not self._left.isdisjoint(differing)
+
+    def tried(self, differing: frozenset[str]) -> None:
+        """Such a step was tried."""
+        self._left -= differing
+        self._begun |= bool(differing)
+
+    @property
+    def done(self) -> bool:
+        return self._begun and (not self._left or self._looks <= 0)
+
+
 class Checks:
     """What is looked at before a step of a graph: `clear` says that nothing is to be done for it.
 
@@ -43,7 +84,14 @@ class Checks:
     step in 64 too, at `always` every step.
     """
 
-    def __init__(self, options: GraphOptions, reads: Reads | None, device_type: str) -> None:
+    def __init__(
+        self,
+        options: GraphOptions,
+        reads: Reads | None,
+        device_type: str,
+        inputs: frozenset[str],
+    ) -> None:
+        """`inputs` are those whose padding rows may show that rows are mixed."""
         self.on = options.checks("capture")
         self._each = options.checks("first")
         self._sampled = options.checks("sample")
@@ -51,6 +99,7 @@ class Checks:
         self.strict = options.strict
         self._device_type = device_type
         self._reads = reads
+        self._inputs = inputs
         self._warned_of: set[str] = set()
         self.reset()
 
@@ -61,7 +110,11 @@ class Checks:
         # Graphs to be tried whatever the step, kinds of which no step was, or no padded one.
         self._to_try: set[int] = set()
         self._untried: set[Hashable] = set()
-        self._unpadded: set[Hashable] = set()
+        self._unpadded: dict[Hashable, PaddedTrials] = {}
+        # By slot, the Python values that eager steps have moved since its capture: it is tried
+        # with them once. By kind and path, how many trials have passed with other values.
+        self._moved: dict[int, dict[str, tuple[Any, Any]]] = {}
+        self._passed: Counter[tuple[Hashable, str]] = Counter()
         # By slot, the batches that need no trial: of so many tokens; none for -1.
         self.pending: dict[int, int] = {}
         self._quarantined: dict[int, str] = {}
@@ -94,7 +147,7 @@ class Checks:
             self._to_try |= {slot for slot in slots if self.records[slot].status == "untried"}
             if all(self.records[slot].status == "untried" for _, slot in of_kind):
                 self._untried.add(kind)
-                self._unpadded.add(kind)
+                self._unpadded[kind] = PaddedTrials(self._inputs)
         self._note_pending()
 
     def _share_quarantine(self, slots: Sequence[int]) -> None:
@@ -170,15 +223,30 @@ class Checks:
             )
         return Reason.QUARANTINED
 
-    def wants_trial(self, slot: int, *, padded: bool) -> bool:
-        """Whether this step of the graph is tried."""
+    def awaits_padding(self, slot: int) -> bool:
+        """Whether padded steps of the graph may be tried for being padded."""
+        return self._kinds[slot] in self._unpadded
+
+    def wants_trial(self, slot: int, differing: frozenset[str] | None) -> bool:
+        """Whether this step of the graph is tried; `differing` are the inputs of a padded one in
+        which live rows differ from the padding, where it `awaits_padding`."""
         kind = self._kinds[slot]
-        if slot in self._to_try or kind in self._untried or (padded and kind in self._unpadded):
+        if slot in self._to_try or slot in self._moved or kind in self._untried:
             return True
+        trials = None if differing is None else self._unpadded.get(kind)
+        if differing is not None and trials is not None:
+            if trials.want(differing):
+                return True
+            self._settle_padding(kind, trials)
         self._steps += 1
         return self.always or (self._sampled and self._steps % _SAMPLED == 0)
 
-    def tried(self, slot: int, verdict: Verdict, *, padded: bool) -> None:
+    def _settle_padding(self, kind: Hashable, trials: PaddedTrials) -> None:
+        if trials.done:
+            del self._unpadded[kind]
+            self._note_pending()
+
+    def tried(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
         """Note what came of a trial; a graph that failed is quarantined, and those of its kind.
 
         Strictly, raises the failure.
@@ -191,12 +259,54 @@ class Checks:
             alike = [other for other, its in self._kinds.items() if its == kind]
             self.quarantine(alike, verdict.failure)
             return
+        if verdict.padded_state:
+            self._warn_of_padded_state(", ".join(verdict.padded_state))
         record.status = "tried"
+        self._note_harmless(slot, verdict.harmless)
         self._to_try.discard(slot)
         self._untried.discard(kind)
-        if padded:
-            self._unpadded.discard(kind)
+        trials = None if differing is None else self._unpadded.get(kind)
+        if differing is not None and trials is not None:
+            trials.tried(differing)
+            self._settle_padding(kind, trials)
         self._note_pending()
+
+    def moved(self, slot: int) -> Mapping[str, tuple[Any, Any]]:
+        """The Python values that eager steps have moved since the graph was captured: what they
+        were then, and what they are."""
+        return self._moved.get(slot, {})
+
+    def look_after_eager_step(self) -> None:
+        """An eager step is over: what it has moved in Python the graphs may have baked in, so the
+        next step of each is a trial."""
+        values = None if self._reads is None else self._reads.values
+        if values is None or len(self._quarantined) == len(self._kinds):
+            return
+        moved = values.moved()
+        if not moved:
+            return
+        for slot, kind in self._kinds.items():
+            if slot in self._quarantined:
+                continue
+            for path, (was, now) in moved.items():
+                if self._passed[kind, path] < _PASSED:
+                    own = self._moved.setdefault(slot, {})
+                    own[path] = own.get(path, (was, now))[0], now
+        self._note_pending()
+
+    def _note_harmless(self, slot: int, numbers: Iterable[str]) -> None:
+        """A trial of a graph has passed, with Python values that had moved; `numbers` were moved
+        further, and change nothing."""
+        kind = self._kinds[slot]
+        for path in self._moved.pop(slot, {}):
+            self._passed[kind, path] += 1
+        for path in numbers:
+            self._passed[kind, path] = _PASSED
+        for other, moved in [*self._moved.items()]:
+            left = {p: v for p, v in moved.items() if self._passed[self._kinds[other], p] < _PASSED}
+            self._moved[other] = left
+            if not left:
+                del self._moved[other]
 
     def quarantine(self, slots: Iterable[int], failure: Exception) -> None:
         """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
@@ -220,7 +330,8 @@ class Checks:
         pending = {}
         for slot, kind in self._kinds.items():
             always = self._sampled or slot in self._quarantined
-            if always or slot in self._to_try or kind in self._untried:
+            to_try = slot in self._to_try or slot in self._moved
+            if always or to_try or kind in self._untried:
                 pending[slot] = -1
             elif kind in self._unpadded:
                 pending[slot] = self.records[slot].descriptor.num_tokens
@@ -247,6 +358,20 @@ class Checks:
             return
         self._look_at(repeat(True))
         self.quarantine([*self.records], reads.stale(moved))
+
+    def _warn_of_padded_state(self, paths: str) -> None:
+        if paths in self._warned_of:
+            return
+        self._warned_of.add(paths)
+        told = VerificationError(
+            "padded steps leave other Python state than steps without padding, though no output "
+            "depends on it",
+            got=paths,
+            expected="state that advances by live rows alone",
+            advice="advance it by current_context().live.num_tokens, or keep it outside of the "
+            "forward",
+        )
+        warn_caller(str(told), PaddedStateWarning)
 
     def _say(self, failure: Exception) -> None:
         if self.strict:

@@ -15,7 +15,7 @@ from graphrt.core.dispatch import Dispatch
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.replay import under_way, warming_up
 from graphrt.core.runner.steps.padded_step import PaddedStep
-from graphrt.core.trust import Watch
+from graphrt.core.trust import PartResults, Watch
 
 RunPadded = Callable[..., Any]
 
@@ -58,8 +58,8 @@ class PaddedTrial:
         self._kept = inputs.padding.kept()
         self.padded = not agreed and (self._tokens < step.tokens or reqs < step.reqs)
 
-    def eager(self, watch: Watch | None) -> Any:
-        return self._eager(Probe(watch))
+    def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
+        return self._eager(Probe(watch, parts=parts))
 
     def of_padding(self, watch: Watch) -> Any:
         return self._eager(Probe(watch, lambda: self._inputs.reset(self._step.layout)))
@@ -86,6 +86,12 @@ class PaddedTrial:
 
         return self._eager(Probe(watch, disturb))
 
+    def disturbed(self, watch: Watch) -> Any:
+        def disturb() -> None:
+            self._inputs.padding.disturb_all(self._step.layout, self._tokens, self._reqs)
+
+        return self._eager(Probe(watch, disturb))
+
     def unpadded(self, watch: Watch) -> Any:
         if not self.padded:
             return None
@@ -108,8 +114,14 @@ class Probe:
     """How an eager run of a step differs from an ordinary one: it is watched, and what is in the
     padding rows may be another."""
 
-    def __init__(self, watch: Watch | None, disturb: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        watch: Watch | None,
+        disturb: Callable[[], None] | None = None,
+        parts: PartResults | None = None,
+    ) -> None:
         self._watch = watch
+        self._parts = parts
         self._disturb = disturb
 
     def run(self, forward: Callable[[], Any]) -> Any:
@@ -117,10 +129,14 @@ class Probe:
         if self._disturb is not None:
             self._disturb()
         watch = self._watch
-        return as_part_of_it(forward if watch is None else lambda: watch.around(forward), self)
+        return as_part_of_it(
+            forward if watch is None else lambda: watch.around(forward), self, self._parts
+        )
 
 
-def as_part_of_it(function: Callable[[], Any], name: object) -> Any:
+def as_part_of_it(
+    function: Callable[[], Any], name: object, parts: PartResults | None = None
+) -> Any:
     """Call `function`, in which runners and wrappers run what they wrap, as they do in a warm-up.
 
     Their own graphs and buffers would look like state that the function writes.
@@ -131,7 +147,7 @@ def as_part_of_it(function: Callable[[], Any], name: object) -> Any:
         warming_up.set(True)
         # So that eager parts are known as such.
         undo.later(partial(side_doors.set, side_doors.get()))
-        side_doors.set(SideDoors())
+        side_doors.set(SideDoors() if parts is None else parts)
         undo.later(partial(under_way.discard, id(name)))
         under_way.add(id(name))
         result = function()

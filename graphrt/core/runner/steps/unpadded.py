@@ -39,8 +39,10 @@ class UnpaddedSteps:
         owner: object,
         *,
         clones: bool,
+        after: Callable[[], None],
     ) -> None:
-        """`owner` has the pool's turn in every step."""
+        """`owner` has the pool's turn in every step; `after` is called after every step but those
+        of trials."""
         self._owner = owner
         self._run_forward = run_forward
         self._sealing = sealing
@@ -49,6 +51,7 @@ class UnpaddedSteps:
         self._inputs = inputs
         self._pool = pool
         self._clones = clones
+        self._after = after
 
     def run(
         self,
@@ -96,12 +99,16 @@ class UnpaddedSteps:
             forward = partial(self._run_forward, **(nest(views) if inputs.nested else views))
             with context:
                 outputs = forward() if around is None else around(forward)
+            if around is None:
+                self._after()
             outputs = tree.map_tensors(self._handed_out, outputs)
             pool.pass_to(self._owner)
             return outputs
         except BaseException:
             pool.pass_to(self._owner)
             context.leave()
+            if around is None:
+                self._after()
             raise
 
     def run_as_part(

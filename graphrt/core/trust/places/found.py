@@ -64,6 +64,12 @@ class Places:
     """Every slot with a plain value: a number, text, None, dtype, device, size, member of an enum,
     or a tuple of such. A set of them is one place, and its value a frozenset."""
 
+    arrays: list[tuple[Place, Any]]
+    """Every slot with an array of NumPy's."""
+
+    generators: list[Any]
+    """What random numbers are drawn from: generators of torch's, Python's and NumPy's."""
+
     opaque: list[tuple[str, str]]
     """(path, type) of what could not be looked into: generators, arrays, very long containers."""
 
@@ -130,6 +136,8 @@ def _sorted_out(walk: Walk) -> Places:
         links=tuple(links),
         number_links=tuple(others),
         numbers=tuple(walk.numbers),
+        arrays=walk.arrays,
+        generators=walk.generators,
         opaque=walk.opaque,
         complete=not walk.queue and walk.left > 0,
     )

@@ -7,6 +7,7 @@ import collections
 import contextvars
 import enum
 import functools
+import random
 import sys
 import threading
 import types
@@ -227,6 +228,21 @@ def _kind_of_torchs(module: str, has_attributes: bool) -> Kind:
 
 def _root(of: type) -> str:
     return module_of(of).partition(".")[0]
+
+
+def is_array(kind: type) -> bool:
+    """Whether `kind` is NumPy's type of arrays, which need not be installed."""
+    return (kind.__module__, kind.__name__) == ("numpy", "ndarray")
+
+
+def draws(kind: type) -> bool:
+    """Whether random numbers are drawn from objects of `kind`, whose state can be read and set."""
+    bases = bases_of(kind)
+    if torch.Generator in bases or random.Random in bases:
+        # The system's own randomness has no state.
+        return random.SystemRandom not in bases
+    of_numpy = [each.__name__ for each in bases if each.__module__.startswith("numpy.")]
+    return "RandomState" in of_numpy or ("Generator" in of_numpy and hasattr(kind, "bit_generator"))
 
 
 def hashes_plainly(key: object) -> bool:

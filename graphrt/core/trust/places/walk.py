@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from graphrt.core.trust.places.kinds import Kind, Shape, is_library, module_of, shape_of
+from graphrt.core.trust.places.kinds import (
+    Kind,
+    Shape,
+    draws,
+    is_array,
+    is_library,
+    module_of,
+    shape_of,
+)
 from graphrt.core.trust.places.links import Link
 from graphrt.core.trust.places.slots import MISSING, Fixed, Place, module_globals
 
@@ -20,6 +28,7 @@ MOST_HOPS = 3
 """Code is read that is so many calls away from the forward, or from a method of what it holds; a
 walk without this end would read all of an installed package."""
 
+_MAY_DRAW = (Kind.OPAQUE, Kind.SKIPPED, Kind.OBJECT)
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
 
 
@@ -41,6 +50,8 @@ class Walk:
         self.guards: list[tuple[int, Link]] = []
         self.code_links: list[Link] = []
         self.numbers: list[Place] = []
+        self.arrays: list[tuple[Place, Any]] = []
+        self.generators: list[Any] = []
         self.opaque: list[tuple[str, str]] = []
         # Methods are only read once some code that was read says their name.
         self.said: set[str] = set()
@@ -69,6 +80,8 @@ class Walk:
         self.left -= 1
         shape = self.shape(type(value))
         kind = shape.kind
+        if kind in _MAY_DRAW and draws(type(value)):
+            self.generators.append(value)
         if kind is Kind.PLAIN:
             self.numbers.append(place)
         elif kind is Kind.SKIPPED or value is MISSING:
@@ -81,6 +94,8 @@ class Walk:
             self.opaque.append((place.path, type(value).__qualname__))
             if kind is Kind.PACKED:
                 self.packed.append((owner, place, value))
+            elif is_array(type(value)):
+                self.arrays.append((place, value))
         elif (kind is Kind.TUPLE or kind is Kind.FROZENSET) and self.is_plain(value):
             self.numbers.append(place)
         elif self._is_users(kind, value):

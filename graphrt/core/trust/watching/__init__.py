@@ -1,6 +1,7 @@
 """What a run of a forward does with memory from outside."""
 
 from graphrt.core.trust.watching.count import WorkCount
+from graphrt.core.trust.watching.draws import Draws
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
     UnknownMemory,
@@ -15,6 +16,7 @@ from graphrt.core.trust.watching.writes import SavedWrites, still_there
 __all__ = [
     "LIFT_FRESH",
     "Deviation",
+    "Draws",
     "Kept",
     "SavedWrites",
     "Trace",

@@ -7,7 +7,7 @@ its schema says. What compiled code reads and writes by its own kernels is not s
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import ThreadMode, is_taken_apart, storage_of_weak, unseen
 from graphrt.core.capture import Source, in_eager_part, user_source
 from graphrt.core.trust.generators import Generators
+from graphrt.core.trust.watching.draws import draws_numbers
 from graphrt.core.trust.watching.operators import facts_of, in_bounds, written
 from graphrt.core.trust.watching.trace import Op, Trace, arguments_of, made_of_data
 from graphrt.core.trust.watching.writes import SavedWrites
@@ -108,9 +109,11 @@ class Watch(ThreadMode):
         *,
         keeps_sources: bool = False,
         rows: tuple[int, int] | None = None,
+        draw: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None,
     ) -> None:
         """With `rows`, (all, live), `sums` has a number for the live rows of each operator's result
-        that has so many rows in all."""
+        that has so many rows in all. `draw` calls the operators that may draw random numbers.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace: Trace = []
         self.uses: dict[int, Use] = {}
@@ -130,6 +133,7 @@ class Watch(ThreadMode):
         self._saves = saves
         self._follows = follows
         self._generators = generators
+        self._draw = draw
         self._keeps_sources = keeps_sources
         # Weak references also keep a storage's name from being used again.
         self._born: dict[int, StorageWeakRef] = {}
@@ -167,7 +171,10 @@ class Watch(ThreadMode):
         from_inputs = False
         for tensor in _tensors(args, kwargs):
             from_inputs |= self._use(tensor, func, facts.is_view, id(tensor) in overwritten)
-        result = func(*args, **kwargs)
+        if self._draw is not None and draws_numbers(func):
+            result = self._draw(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if self._rows is not None:
             self.sums.append(_sum_of_rows(result, *self._rows))
         if facts.writes:

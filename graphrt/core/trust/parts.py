@@ -1,0 +1,90 @@
+"""Results of eager parts in one run, given to the parts of another.
+
+Eager parts run at every replay, so a clock in one is right, though two eager runs differ then. Two
+runs whose parts give the same show whether anything else differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphrt.core.base import inference_guard, tree, unseen
+from graphrt.core.capture import SideDoors
+from graphrt.core.trust.places import same_value
+
+
+class PartResults(SideDoors):
+    """Notes what the eager parts of a run are given and give; after `again()` parts give that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: list[Any] = []
+        self._found: list[Any] = []
+        self._at: int | None = None
+        self._inside = False
+        self.differs = False
+        """Whether parts of the second run were other ones, or given something else."""
+
+    def again(self) -> PartResults:
+        """Let the parts of the next run give what those of the first one gave."""
+        self._at = 0
+        return self
+
+    def watched(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hidden: Callable[[torch.Tensor], bool] | None = None,
+        before: Callable[[Any, Any, Any], None] | None = None,
+    ) -> Any:
+        if self._inside:
+            # A part within a part is part of it.
+            return function(*args, **kwargs)
+        given = unseen(lambda: _copied((args, kwargs)))
+        self._inside = True
+        try:
+            result = super().watched(function, args, kwargs, hidden, before)
+        finally:
+            self._inside = False
+        if self._at is None:
+            self._given.append(given)
+            self._found.append(unseen(lambda: _copied((result, args, kwargs))))
+            return result
+        at, self._at = self._at, self._at + 1
+        if at >= len(self._found) or not unseen(lambda: _same(given, self._given[at])):
+            self.differs = True
+            return result
+        unseen(lambda: _write((result, args, kwargs), self._found[at]))
+        return result
+
+
+def _copied(value: Any) -> Any:
+    return tree.map_tensors(torch.Tensor.clone, value)
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    mine, other = list(tree.leaves(ours)), list(tree.leaves(theirs))
+    if [path for path, _ in mine] != [path for path, _ in other]:
+        return False
+    return all(_equal(a, b) for (_, a), (_, b) in zip(mine, other, strict=True))
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return same_value(ours, theirs)
+    if ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
+        return False
+    return torch.equal(tree.octets(ours), tree.octets(theirs))
+
+
+def _write(own: Any, then: Any) -> None:
+    """Write the tensors of an earlier run over those of this one."""
+    mine, other = list(tree.leaves(own)), list(tree.leaves(then))
+    for (_, ours), (_, theirs) in zip(mine, other, strict=False):
+        if isinstance(ours, torch.Tensor) and not _equal(ours, theirs):
+            with inference_guard(ours.is_inference()):
+                ours.copy_(theirs)

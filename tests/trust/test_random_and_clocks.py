@@ -1,0 +1,305 @@
+"""Random numbers, clocks and normalized weights: right programs that no trial may refuse."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
+from graphrt.core.trust.generators import Generators
+from graphrt.core.trust.watching import Draws, Watch
+from graphrt.errors import GraphQuarantinedWarning
+
+WIDTH = 8
+X = InputSpec(torch.float32, ("tokens", WIDTH))
+COUNTS = (4, 3, 2, 3, 1, 4, 6, 3)
+
+
+def runner_of(forward: Callable[..., Any], mode: str = "FULL", level: str = "capture") -> Any:
+    runner = GraphRunner(
+        forward,
+        mode=mode,
+        sizes=[1, 2, 4],
+        inputs={"x": X},
+        platform="cpu",
+        options=GraphOptions(check=level),
+    )
+    runner.capture()
+    return runner
+
+
+def goes_on(forward: Callable[..., Any], mode: str = "FULL", level: str = "capture") -> Any:
+    """A runner of which every step that has a graph was replayed, and nothing was said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner = runner_of(forward, mode, level)
+        for seed, count in enumerate(COUNTS):
+            generator = torch.Generator().manual_seed(seed)
+            runner(x=torch.randn(count, WIDTH, generator=generator))
+            wanted = Reason.HIT if count <= 4 else Reason.TOO_LARGE
+            assert runner.last_dispatch.reason is wanted
+    return runner
+
+
+linear = nn.Linear(WIDTH, WIDTH)
+
+
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    return functional.dropout(linear(x), 0.5, True)
+
+
+DRAWING = {
+    "randn_like": lambda x: x + torch.randn_like(x),
+    "twice": lambda x: torch.randn_like(x) + x * torch.randn_like(x),
+    "dropout": lambda x: dropped(dropped(dropped(x))),
+    "in inference mode": torch.inference_mode()(
+        lambda x: torch.rand(x.shape) + torch.rand_like(x) + torch.rand(x.shape[0])[:, None]
+    ),
+    "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)) + torch.rand_like(x),
+    "multinomial": lambda x: (
+        torch.multinomial(torch.softmax(x, -1), 3)
+        + torch.multinomial(torch.softmax(x, -1), 3, replacement=True)
+    ),
+    "exponential": lambda x: (
+        torch.empty_like(x).exponential_() + torch.empty_like(x).exponential_()
+    ),
+    "poisson": lambda x: torch.poisson(torch.exp(x)) + torch.rand_like(x),
+    "gumbel": lambda x: functional.gumbel_softmax(x, hard=True) + torch.rand_like(x),
+    "alpha dropout": lambda x: functional.alpha_dropout(x, training=True) + torch.rand_like(x),
+    "columns": lambda x: torch.rand(3, x.shape[0]).t() + torch.rand_like(x[:, :3]),
+    "flat": lambda x: (x.flatten() + torch.rand(x.numel())).view_as(x) + torch.rand_like(x),
+    "integers": lambda x: torch.randint(0, 9, (x.shape[0],)) + torch.randint(0, 9, (x.shape[0],)),
+    "normal": lambda x: torch.normal(x, 1.0) + torch.normal(0.0, 1.0, x.shape),
+    "attention": lambda x: (
+        functional.scaled_dot_product_attention(*[x.view(-1, 1, 2, 4)] * 3, dropout_p=0.3).flatten(
+            1
+        )
+        + torch.rand_like(x)
+    ),
+}
+
+
+@pytest.mark.parametrize("level", ["capture", "always"])
+@pytest.mark.parametrize("name", DRAWING)
+def test_rows_of_random_numbers_are_no_mixed_rows(name, level):
+    goes_on(DRAWING[name], level=level)
+
+
+@pytest.mark.parametrize("name", ["twice", "dropout", "multinomial", "normal"])
+def test_nor_are_they_in_an_eager_part(name):
+    part = eager_break(DRAWING[name])
+    goes_on(lambda x: part(x + 1) + 1, "PIECEWISE")
+
+
+def test_nor_are_those_of_an_own_generator():
+    own = torch.Generator().manual_seed(3)
+    part = eager_break(lambda x: x + torch.randn(x.shape, generator=own))
+    goes_on(lambda x: part(part(x + 1)) + 1, "PIECEWISE")
+    goes_on(lambda x: x + torch.rand(x.shape, generator=own) + torch.rand(x.shape, generator=own))
+
+
+MIXING = {
+    "after": lambda x: x - x.mean(0) + torch.rand_like(x),
+    "before": lambda x: torch.rand_like(x) * 0 + x - x.mean(0),
+    "what is drawn": lambda x: x + torch.rand_like(x).mean(0),
+    "in place": lambda x: (torch.empty_like(x).uniform_() + x).cumsum(0).flip(0),
+}
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("name", MIXING)
+def test_mixed_rows_are_found_beside_random_numbers(name, mode):
+    part = eager_break(lambda x: MIXING[name](torch.rand_like(x) + x))
+    forward = MIXING[name] if mode == "FULL" else lambda x: part(x + 1) + 1
+    runner = runner_of(forward, mode)
+    runner(x=torch.randn(4, WIDTH))
+    with pytest.warns(GraphQuarantinedWarning, match="without padding"):
+        runner(x=torch.randn(3, WIDTH))
+
+
+def test_the_padded_runs_numbers_are_drawn_again_for_fewer_rows():
+    generators = Generators("cpu")
+    draws = Draws(generators)
+
+    def forward(rows: int) -> list[torch.Tensor]:
+        written = torch.empty(rows, 3).normal_()
+        return [torch.rand(rows, 40), written, torch.bernoulli(torch.full((2, rows), 0.5))]
+
+    wide = Watch(generators=generators, draw=draws.record).around(lambda: forward(5))
+    generators.restore()
+    torch.rand(7)
+    live = Watch(generators=generators, draw=draws.repeat).around(lambda: forward(3))
+    assert not draws.lost and not draws.like(Draws(generators))
+    assert torch.equal(live[0], wide[0][:3]) and torch.equal(live[1], wide[1][:3])
+    assert torch.equal(live[2], wide[2][:, :3])
+
+
+def test_other_operators_that_draw_lose_the_numbers():
+    generators = Generators("cpu")
+    draws = Draws(generators)
+    Watch(generators=generators, draw=draws.record).around(lambda: torch.rand(4))
+    Watch(generators=generators, draw=draws.repeat).around(lambda: torch.randn(3))
+    assert draws.lost
+
+
+# Generators and clocks of eager parts ------------------------------------------------------------
+
+
+def parts() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Eager parts that give something else at every call, each with generators of its own."""
+    dice, numpy_dice = random.Random(3), np.random.default_rng(3)
+    old_dice = np.random.RandomState(3)
+
+    def by_rows(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor([random.random() for _ in x])[:, None]
+
+    def by_numpy(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(numpy_dice.standard_normal(x.shape).astype("float32"))
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        x.add_(time.perf_counter() % 1)
+        return x
+
+    return {
+        "Python's": lambda x: x + random.random(),
+        "Python's, by rows": lambda x: by_rows(by_rows(x)),
+        "an own one of Python": lambda x: x + dice.random(),
+        "an own one of NumPy": lambda x: by_numpy(by_numpy(x)),
+        "an old one of NumPy": lambda x: x + old_dice.rand(),
+        "a clock": lambda x: x + time.perf_counter() % 1,
+        "a clock, in place": in_place,
+        "the system": lambda x: x + int.from_bytes(os.urandom(4), "big") / 2**32,
+    }
+
+
+@pytest.mark.parametrize("level", ["capture", "always"])
+@pytest.mark.parametrize("name", parts())
+def test_what_an_eager_part_draws_or_reads_is_its_own(name, level):
+    part = eager_break(parts()[name])
+    goes_on(lambda x: part(x + 1) * 2, "PIECEWISE", level)
+
+
+@pytest.mark.parametrize("name", ["Python's", "an own one of Python", "an own one of NumPy"])
+def test_a_trial_draws_as_often_as_one_step(name):
+    """Generators that only the forward has are put back after captures and trials too."""
+    part, twin = eager_break(parts()[name]), parts()[name]
+    random.seed(5)
+    runner = runner_of(lambda x: part(x + 1) * 2, "PIECEWISE")
+    got = [runner(x=torch.ones(4, WIDTH)).clone() for _ in range(3)]
+    random.seed(5)
+    for each in got:
+        assert torch.equal(each, twin(torch.ones(4, WIDTH) + 1) * 2)
+
+
+def coarse() -> float:
+    """A clock that is never twice the same in a trial, nor nearly so."""
+    return time.perf_counter() * 1000 % 64
+
+
+@pytest.mark.parametrize("where", ["captured", "both", "argument"])
+def test_a_clock_of_a_captured_piece_is_found(where):
+    part = eager_break(lambda x, now: x + (coarse() if where == "both" else now * 0))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        now = coarse()
+        y = part(x + 1, now if where == "argument" else 0.0)
+        return y * 2 if where == "argument" else y + now
+
+    runner = runner_of(forward, "PIECEWISE")
+    if where == "argument":
+        # It reaches no output here.
+        runner(x=torch.randn(4, WIDTH))
+        return
+    with pytest.warns(GraphQuarantinedWarning, match="two eager runs"):
+        runner(x=torch.randn(4, WIDTH))
+
+
+def test_rows_that_an_eager_part_mixes_are_found_beside_its_draws():
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        noise = torch.tensor([random.random() for _ in x])[:, None]
+        return x - x.mean(0) + noise
+
+    part = eager_break(lambda x: mixed(mixed(x)))
+    runner = runner_of(lambda x: part(x + 1) * 2, "PIECEWISE")
+    runner(x=torch.randn(4, WIDTH))
+    with pytest.warns(GraphQuarantinedWarning, match="without padding"):
+        runner(x=torch.randn(3, WIDTH))
+
+
+# Normalized weights ------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A model with one normalized layer."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def normalized(name: str) -> Net:
+    torch.manual_seed(1)
+    made = {
+        "old weight norm": nn.utils.weight_norm,
+        "weight norm": nn.utils.parametrizations.weight_norm,
+        "old spectral norm": nn.utils.spectral_norm,
+        "spectral norm": nn.utils.parametrizations.spectral_norm,
+    }[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Net(made(nn.Linear(WIDTH, WIDTH)))
+
+
+NORMS = ("old weight norm", "weight norm", "old spectral norm", "spectral norm")
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_normalized_weights_are_replayed_and_nothing_is_said(name, train, mode):
+    with torch.no_grad():
+        model, twin = normalized(name).train(train), normalized(name).train(train)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            runner = runner_of(model, mode)
+            for count in COUNTS * 3:
+                x = torch.randn(count, WIDTH)
+                assert torch.allclose(runner(x=x.clone()), twin(x), atol=1e-5)
+                wanted = Reason.HIT if count <= 4 else Reason.TOO_LARGE
+                assert runner.last_dispatch.reason is wanted
+            # A new value in the old tensors is what graphs go on with.
+            for own in (model, twin):
+                dict(own.named_parameters())["body.bias"].fill_(3.0)
+                list(own.parameters())[-1].mul_(2.0)
+            x = torch.randn(3, WIDTH)
+            assert torch.allclose(runner(x=x.clone()), twin(x), atol=1e-5)
+
+
+def test_a_tensor_of_the_inputs_that_is_left_is_still_warned_of():
+    from graphrt.errors import StaleTensorWarning
+
+    class Leaving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.hidden = torch.zeros(())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.hidden = x @ self.weight
+            return self.hidden + 1
+
+    with pytest.warns(StaleTensorWarning, match=r"model\.hidden"):
+        runner_of(Leaving())
