@@ -282,7 +282,7 @@ class AscendPlatform(Platform):
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError:
             return super().host_buffer(nbytes)  # from which copies wait, but are right
 

@@ -233,7 +233,7 @@ class CudaPlatform(Platform):
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def new_input_ring(
         self, slab: torch.Tensor, slots: int, nbytes: int, moves: int

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
+import graphrt
 from graphrt import (
     Batch,
     Example,
@@ -120,11 +123,11 @@ def check(
         runner.verify(Batch(3, 3), **values)
         slot = runner.slot(Batch(3, 3))
         for name, value in values.items():
-            slot.views[name].copy_(value)
-        same(runner.step(slot), model.expected(values))
+            slot[name].copy_(value)
+        same(runner.step(None, slot), model.expected(values))
         report = runner.report()
         assert all(t.status != "quarantined" for t in report.trust.trials)
-        assert str(report) and report.as_dict()
+        assert str(report)
         runner.recapture()
         same(runner.step(Batch(3, 3), values), model.expected(values))
         runner.close()
@@ -139,18 +142,7 @@ def same(out: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> Non
 @pytest.mark.parametrize("level", ["off", "capture", "always"])
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason="tensors whose device nobody names")
-            if "meta" in name
-            else (),
-        )
-        for name in SURROUNDINGS
-    ],
-)
+@pytest.mark.parametrize("name", SURROUNDINGS)
 def test_all_that_a_runner_does_on_the_cpu(name, mode, outputs, level):
     check(SURROUNDINGS[name](), "cpu", mode, outputs, level)
 
@@ -162,3 +154,26 @@ def test_all_that_a_runner_does_on_the_cpu(name, mode, outputs, level):
 def test_all_that_a_runner_does_on_a_gpu(name, mode, outputs):
     around = SURROUNDINGS.get(name, lambda: default_device("cuda"))
     check(around(), "cuda", mode, outputs, "capture")
+
+
+MADE_BY_SHAPE = {"zeros", "empty", "ones", "full", "rand", "randn", "eye", "empty_strided"}
+MADE = MADE_BY_SHAPE | {"tensor", "arange", "as_tensor", "randint", "linspace", "scalar_tensor"}
+
+
+def test_every_tensor_made_inside_names_its_device_and_its_dtype():
+    package = Path(graphrt.__file__).parent
+    unnamed = []
+    for file in package.rglob("*.py"):
+        if "testing" in file.parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            if module != "torch" or name not in MADE:
+                continue
+            given = {keyword.arg for keyword in node.keywords}
+            wanted = {"device", "dtype"} if name in MADE_BY_SHAPE else {"device"}
+            if None not in given and not wanted <= given:
+                unnamed.append(f"{file.relative_to(package)}:{node.lineno}: {wanted - given}")
+    assert unnamed == []

@@ -85,5 +85,5 @@ def separate_strides(like: torch.Tensor) -> tuple[int, ...]:
     """The strides of `like`, or those of a contiguous tensor if its elements share memory."""
     strides = like.stride()
     if 0 in strides and any(s == 0 and n > 1 for n, s in zip(like.shape, strides, strict=True)):
-        return torch.empty(like.shape, device="meta").stride()
+        return torch.empty(like.shape, dtype=like.dtype, device="meta").stride()
     return strides

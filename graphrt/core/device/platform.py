@@ -280,7 +280,7 @@ class Platform(ABC):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory, uint8 [nbytes], from which a step's inputs are copied to the device:
         page-locked where the platform has events, so that the host need not wait."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def new_input_ring(
         self, slab: torch.Tensor, slots: int, nbytes: int, moves: int
