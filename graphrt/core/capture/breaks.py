@@ -21,7 +21,7 @@ from graphrt.core.base import (
     schemas_of_operator,
 )
 from graphrt.core.capture.refusals import Copies, Given, SideDoors, refuse_transform, side_doors
-from graphrt.core.replay import Recording, counted, current_capture
+from graphrt.core.replay import Recording, counted, current_capture, issued
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +60,8 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
 class BreakWatch(ThreadMode):
     """Sees every operator of an open segment: breaks at those of the list, and refuses those that
     read what left an eager part by a side door, write a copy of what others hold, or read
-    arguments that lie on the host. Of a whole graph it looks at the last alone."""
+    arguments that lie on the host. Of a whole graph it looks at the last alone. Where the
+    operators of a step are `issued` to a list, it notes those of the segment."""
 
     supports_higher_order_operators = True
 
@@ -79,6 +80,7 @@ class BreakWatch(ThreadMode):
         self._copies = copies
         self._given = given
         self._in_pieces = capture.breakable or bool(breaks)
+        self.issued = issued.get()
         for name in breaks:
             _check_break(name)
         self._entered = False
@@ -88,7 +90,11 @@ class BreakWatch(ThreadMode):
         self._given.begin()
         wanted = self._in_pieces and (self._breaks or self._doors or self._copies)
         # While an operator is being handled torch has taken this mode off its stack already.
-        if not self._handling and not self._entered and (wanted or self._given):
+        if (
+            not self._handling
+            and not self._entered
+            and (wanted or self._given or self.issued is not None)
+        ):
             self.__enter__()
             self._entered = True
 
@@ -118,6 +124,8 @@ class BreakWatch(ThreadMode):
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
         if not is_listed(func, self._breaks):
+            if self.issued is not None:
+                self.issued.append(func)
             if self._in_pieces:
                 self._doors.check((args, kwargs), "the graph reads", func)
                 self._copies.check(func, args, kwargs)

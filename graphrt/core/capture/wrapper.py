@@ -355,6 +355,7 @@ class GraphWrapper(Uncopied):
         result = self.runnable(*args, **kwargs)
         if capture is not None:
             capture.check_read(strided(result), "the forward returns")
+            capture.forward_returned()
         if self.options.outputs != "static":
             return result
         return self._kept.statics.fix(0, result, stays=lambda path, tensor: False)[0]

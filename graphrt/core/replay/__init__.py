@@ -30,6 +30,7 @@ from graphrt.core.replay.recording import (
     counted,
     current_capture,
     is_inside_capture,
+    issued,
     under_way,
     warming_up,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "handout_of",
     "is_inside_capture",
     "is_spare",
+    "issued",
     "name_of",
     "on_own_containers",
     "on_own_tensors",

@@ -215,6 +215,8 @@ class CheckedSteps:
             limit_bytes=self._limit_bytes,
             places=places_of(self._forward),
             captured=None if warm is None else warm.trace,
+            issued=None if warm is None else warm.captured.get(found.mode),
+            precision=self._padded.pool.platform.float32_precision,
             same_size=warm is not None and warm.tokens == padded.tokens,
             mixes_rows=self._mixes_rows,
             pads=step.pads,

@@ -1,19 +1,21 @@
 """What a run of a forward does with memory from outside."""
 
 from graphrt.core.trust.watching.count import WorkCount
+from graphrt.core.trust.watching.issued import IssuedWatch
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
     UnknownMemory,
     address_of,
     unknown_memory,
 )
-from graphrt.core.trust.watching.trace import Trace, first_difference
+from graphrt.core.trust.watching.trace import Trace, first_difference, first_other
 from graphrt.core.trust.watching.watch import Deviation, Kept, Use, Watch, storage_key
 from graphrt.core.trust.watching.write_watch import WriteWatch
 from graphrt.core.trust.watching.writes import SavedWrites, still_there
 
 __all__ = [
     "Deviation",
+    "IssuedWatch",
     "Kept",
     "SavedWrites",
     "Trace",
@@ -25,6 +27,7 @@ __all__ = [
     "WriteWatch",
     "address_of",
     "first_difference",
+    "first_other",
     "still_there",
     "storage_key",
     "unknown_memory",
