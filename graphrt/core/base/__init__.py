@@ -116,6 +116,7 @@ from graphrt.core.base.private_torch import (
     warn_if_untested,
 )
 from graphrt.core.base.settings import read_bounded, read_json, read_settings
+from graphrt.core.base.sharing import Together, cloned, clones, is_lazy, together, write
 from graphrt.core.base.thread_mode import (
     ThreadMode,
     dispatch_modes,
@@ -220,6 +221,7 @@ __all__ = [
     "TaskContractError",
     "TaskError",
     "ThreadMode",
+    "Together",
     "TorchImportError",
     "UnannouncedModuleError",
     "Uncopied",
@@ -240,6 +242,8 @@ __all__ = [
     "check_keys",
     "check_kind",
     "choice",
+    "cloned",
+    "clones",
     "copy_all",
     "count_of",
     "dispatch_keys",
@@ -251,6 +255,7 @@ __all__ = [
     "function_modes",
     "has_kernel",
     "inference_guard",
+    "is_lazy",
     "is_taken_apart",
     "items_of",
     "logger",
@@ -280,6 +285,7 @@ __all__ = [
     "tensor_over",
     "text",
     "thaw_garbage",
+    "together",
     "told",
     "torch_import",
     "transform_under_way",
@@ -291,5 +297,6 @@ __all__ = [
     "without_dispatch_modes",
     "without_gradients",
     "without_kept_casts",
+    "write",
     "wrong_type",
 ]

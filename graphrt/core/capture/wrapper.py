@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from graphrt.core.base import (
     InvalidModeError,
     StaleInputError,
     Uncopied,
     check_callable,
     check_kind,
+    cloned,
     tree,
     without_gradients,
 )
@@ -163,7 +162,7 @@ class GraphWrapper(Uncopied):
                 raise pool.busy_error(context)
             outputs = entry.outputs
             if hot.clones:
-                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+                outputs = cloned(outputs)
             elif entry.fresh is not None and hot.fresh_containers:
                 outputs = entry.fresh()
             # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
@@ -335,7 +334,7 @@ class GraphWrapper(Uncopied):
         self._kept.find_at(-1 if transaction is None else transaction.slot, entry)
         if transaction is None or transaction.tells_pool:
             self.pool.captured(self, descriptor)
-        return tree.map_tensors(torch.Tensor.clone, result) if self._hot.clones else result
+        return cloned(result) if self._hot.clones else result
 
     def _repeat_eagerly(
         self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any

@@ -19,6 +19,7 @@ from graphrt.core.replay.handout import (
     expire,
     handing_out,
     handout_of,
+    handouts_of,
     is_spare,
     shell_of,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "graphs_of",
     "handing_out",
     "handout_of",
+    "handouts_of",
     "is_inside_capture",
     "is_spare",
     "issued",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, Undo, tree, without_kept_casts
+from graphrt.core.base import InvalidOptionError, Undo, cloned, without_kept_casts
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.dispatch import unpadded as unpadded_of
@@ -151,7 +151,7 @@ class CheckedSteps:
         """Run a step that no graph serves; returns copies of its outputs."""
         given = self._resolved(updates, None, batch, replayed=False)
         outputs = self._unpadded.run(batch, found, values, given, metadata)
-        return tree.map_tensors(torch.Tensor.clone, outputs)
+        return cloned(outputs)
 
     def verify(
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from graphrt.core.base import tree
+from graphrt.core.base import cloned
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch, GraphDispatcher, live_query_len
 from graphrt.core.inputs import StaticInputs, reqs_of, wrong_requests
@@ -96,7 +94,7 @@ class PaddedSteps:
             if ring is not None:
                 ring.launched()
             if self._clones and runs:
-                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+                outputs = cloned(outputs)
             outputs = step.live(outputs, tokens, reqs, pool)
             # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
             pool.owner = outer

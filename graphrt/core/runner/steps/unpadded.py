@@ -7,13 +7,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from graphrt.core.base import (
     FrozenMetadataError,
     InvalidBatchError,
     NestedCaptureError,
     VerificationError,
+    cloned,
+    clones,
     tree,
 )
 from graphrt.core.batch import Batch, ForwardContext, GraphMode, current_context
@@ -96,7 +96,7 @@ class UnpaddedSteps:
             forward = partial(self._run_forward, **(nest(views) if inputs.nested else views))
             with context:
                 outputs = forward() if around is None else around(forward)
-            outputs = tree.map_tensors(self._handed_out, outputs)
+            outputs = self._handed_out(outputs)
             pool.owner = outer
             return outputs
         except BaseException:
@@ -136,10 +136,15 @@ class UnpaddedSteps:
         views = inputs.copies(values, tokens, reqs)
         return self._run_forward(**(nest(views) if inputs.nested else views))
 
-    def _handed_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._clones or self._inputs.hold(tensor):
-            return tensor.clone()
-        return tensor.detach()
+    def _handed_out(self, outputs: Any) -> Any:
+        if self._clones:
+            return cloned(outputs)
+        found = tree.tensors(outputs)
+        handed = clones([tensor for tensor in found if self._inputs.hold(tensor)])
+        for tensor in found:
+            if id(tensor) not in handed:
+                handed[id(tensor)] = tensor.detach()
+        return tree.map_tensors(lambda tensor: handed[id(tensor)], outputs)
 
     def _should_have_a_graph(self, batch: Batch, found: Dispatch) -> bool:
         """Whether the plan has graphs for batches of this kind, so that a miss is a mistake."""
