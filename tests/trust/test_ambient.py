@@ -84,7 +84,8 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 
 
 def test_the_table_has_every_setting():
-    assert {*SETTINGS, "autocast dtype"} == {*ambient_module._SETTINGS}
+    modes = {"torch function modes", "torch dispatch modes"}  # test_modes.py
+    assert {*SETTINGS, "autocast dtype", *modes} == {*ambient_module._SETTINGS}
 
 
 def also(name: str) -> list[str]:
@@ -98,7 +99,7 @@ def seen_by(request, way):
     name = request.node.callspec.params["name"]
     if "cudnn" in name and torch.backends.flags_frozen():
         pytest.skip("torch's own test helpers, once imported, let nobody write cudnn's settings")
-    if way == "guard" and (name == "default device" or "cudnn" in name):
+    if way == "guard" and ("cudnn" in name):
         reason = f"torch's guard does not look at it, so no step compares it: {name}"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
 

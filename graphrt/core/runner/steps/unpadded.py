@@ -15,6 +15,7 @@ from graphrt.core.base import (
     cloned,
     clones,
     tree,
+    unseen,
 )
 from graphrt.core.batch import Batch, ForwardContext, GraphMode, current_context
 from graphrt.core.capture import Sealing
@@ -86,7 +87,8 @@ class UnpaddedSteps:
             stream = pool.follow_stream()
             if tokens <= inputs.tokens and reqs <= inputs.reqs:
                 layout = inputs.layout(tokens, reqs)
-                inputs.fill(values, layout, tokens, reqs, stream)
+                # By the modes of the host only what the forward does is seen.
+                unseen(partial(inputs.fill, values, layout, tokens, reqs, stream))
                 views = {name: view.detach() for name, view in layout.views.items()}
             else:
                 views = inputs.copies(values, tokens, reqs)
