@@ -76,7 +76,7 @@ def pool_snapshot(kind: str) -> Snapshot | None:
     """
     try:
         read: Snapshot = torch.get_device_module(kind).memory_snapshot
-        probe = torch.ones(3, device=kind)
+        probe = torch.ones(3, dtype=torch.uint8, device=kind)
         address = probe.untyped_storage().data_ptr()
         told = any(
             "segment_pool_id" in segment

@@ -281,9 +281,14 @@ class AscendPlatform(Platform):
     def new_event(self) -> Any:
         return self._npu.Event()
 
+    def float32_precision(self, use: str) -> str:
+        # HF32 has as many bits as TF32; torch_npu lets convolutions use it unless told otherwise.
+        owner = getattr(self._npu, "conv" if use == "convolution" else "matmul", None)
+        return "tf32" if getattr(owner, "allow_hf32", False) else "ieee"
+
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError:
             return super().host_buffer(nbytes)  # from which copies wait, but are right
 

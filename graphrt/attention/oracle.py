@@ -16,7 +16,7 @@ def reference_attention(
     Made to be read, not to be fast: tests and benchmarks compare backends with it.
     """
     query = query.detach().cpu().double()
-    out = torch.zeros(*query.shape[:2], shape.value_dim, dtype=torch.float64)
+    out = torch.zeros(*query.shape[:2], shape.value_dim, dtype=torch.float64, device="cpu")
     starts = query_starts(step)
     for request, context_len in enumerate(step.context_lens.tolist()):
         start, end = starts[request], starts[request + 1]

@@ -110,9 +110,11 @@ class Arena:
         """An uninitialised tensor with exactly these strides; it owns its block."""
         nbytes = _extent_bytes(size, stride, dtype)
         if nbytes == 0:
-            return torch.empty_strided(size, stride, dtype=dtype)
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         storage = _storage(self._allocate(nbytes))
-        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(
+            storage, 0, tuple(size), tuple(stride)
+        )
 
     def constant(self, like: torch.Tensor) -> tuple[torch.Tensor, object, ref[memoryview]]:
         """A tensor with the sizes and strides of `like`, in memory that no graph writes otherwise;
@@ -124,7 +126,7 @@ class Arena:
                 self._constants = Arena()
         held = self._constants._allocate(_extent_bytes(like.size(), like.stride(), like.dtype))
         seen = held[:]
-        tensor = torch.empty(0, dtype=like.dtype)
+        tensor = torch.empty(0, dtype=like.dtype, device="cpu")
         tensor.set_(_storage(seen), 0, like.size(), like.stride())
         return tensor, held, ref(seen)
 
@@ -145,7 +147,7 @@ class Arena:
         # Of the block's own extent: an operator that grows an output, or views the storage, does
         # the same as to the tensor itself, and never reaches a neighbour.
         start = address - chunk.base
-        weak = torch.empty(0, dtype=tensor.dtype).set_(
+        weak = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             _storage(chunk.buffer[start : start + whole.nbytes()]),
             tensor.storage_offset(),
             tensor.size(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -113,6 +114,12 @@ class CpuPlatform(Platform):
 
     def reads(self, graph: TapeGraph) -> Sequence[GraphRead]:
         return graph.reads()
+
+    def float32_precision(self, use: str) -> str:
+        mkldnn: Any = torch.backends.mkldnn
+        owners = {"convolution": mkldnn.conv, "rnn": mkldnn.rnn}
+        precision: str = owners.get(use, mkldnn.matmul).fp32_precision
+        return precision
 
     def memory_figures(self) -> MemoryFigures | None:
         try:

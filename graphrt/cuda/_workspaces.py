@@ -51,8 +51,9 @@ class Workspaces:
         if self._operand is None:
             with torch.inference_mode(False):
                 device = torch.device("cuda", torch.cuda.current_device())
-                self._operand = unseen(lambda: torch.ones(16, 16, device=device))
-                self._result = unseen(lambda: torch.empty(16, 16, device=device))
+                of: Any = {"dtype": torch.float32, "device": device}
+                self._operand = unseen(lambda: torch.ones(16, 16, **of))
+                self._result = unseen(lambda: torch.empty(16, 16, **of))
 
     def ask(self, streams: Iterable[torch.cuda.Stream]) -> None:
         """Have cuBLAS multiply once on each of the streams that is not being captured."""

@@ -234,8 +234,15 @@ class CudaPlatform(Platform):
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
+    def float32_precision(self, use: str) -> str:
+        # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
+        cudnn: Any = torch.backends.cudnn
+        owners = {"convolution": cudnn.conv, "rnn": cudnn.rnn}
+        precision: str = owners.get(use, torch.backends.cuda.matmul).fp32_precision
+        return precision
+
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def new_input_ring(
         self, slab: torch.Tensor, slots: int, nbytes: int, moves: int

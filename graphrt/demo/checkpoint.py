@@ -43,12 +43,16 @@ class Checkpoint:
 def seeded_checkpoint(seed: int = 0) -> Checkpoint:
     """Four float32 layers, hidden 128, grouped queries, bytes as tokens; the same for a seed."""
     config = DecoderConfig(258, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     weights = {}
     for name, shape in tensor_shapes(config).items():
         # Gains above the usual ones: with those, greedy sampling soon repeats one token.
-        weight = torch.randn(shape, generator=generator) * (2.0 / shape[-1] ** 0.5)
-        weights[name] = weight if len(shape) > 1 else torch.ones(shape)
+        weight = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * (
+            2.0 / shape[-1] ** 0.5
+        )
+        weights[name] = (
+            weight if len(shape) > 1 else torch.ones(shape, dtype=torch.float32, device="cpu")
+        )
     # Of all bytes only these are ever sampled, so that the text can be printed.
     silent = sorted(set(range(config.vocab_size)) - set(b" abcdefghijklmnopqrstuvwxyz"))
     weights["lm_head.weight"][silent] = 0

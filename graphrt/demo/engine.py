@@ -163,11 +163,13 @@ def inputs_of(scheduled: Sequence[tuple[Request, int]], limits: EngineLimits) ->
         slots += [request.pages[p // size] * size + p % size for p in span]
         starts.append(len(ids))
     return {
-        "input_ids": torch.tensor(ids),
-        "positions": torch.tensor(positions),
-        "slot_mapping": torch.tensor(slots),
-        "block_table": torch.tensor([(r.pages + [0] * width)[:width] for r, _ in scheduled]),
-        "query_start_loc": torch.tensor(starts, dtype=torch.int32),
+        "input_ids": torch.tensor(ids, device="cpu"),
+        "positions": torch.tensor(positions, device="cpu"),
+        "slot_mapping": torch.tensor(slots, device="cpu"),
+        "block_table": torch.tensor(
+            [(r.pages + [0] * width)[:width] for r, _ in scheduled], device="cpu"
+        ),
+        "query_start_loc": torch.tensor(starts, dtype=torch.int32, device="cpu"),
     }
 
 
@@ -179,9 +181,11 @@ def random_step(
     scheduled = []
     for place in range(reqs):
         count = (batch.num_tokens + place) // reqs
-        before = int(torch.randint(max(limits.context - count, 1), (), generator=generator))
+        before = int(
+            torch.randint(max(limits.context - count, 1), (), generator=generator, device="cpu")
+        )
         length = before + count
-        tokens = torch.randint(vocab, (length,), generator=generator).tolist()
+        tokens = torch.randint(vocab, (length,), generator=generator, device="cpu").tolist()
         pages = limits.pages(limits.context)
         first = 1 + place * pages
         own = list(range(first, first + limits.pages(length)))

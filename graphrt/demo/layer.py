@@ -107,7 +107,9 @@ def rotations(config: DecoderConfig, positions: Tensor, dtype: torch.dtype) -> T
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
     """float32 [head_dim / 2]: radians per position."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    exponents = (
+        torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    )
     frequencies = 1.0 / config.rope_theta**exponents
     factor, low, high, original_context = config.rope_scaling
     turns = original_context * frequencies / (2 * math.pi)

@@ -116,6 +116,7 @@ def trial_of(step: FakeStep, **more: Any) -> Trial:
         device_type="cpu",
         limit_bytes=1 << 20,
         places=places_of(step.model),
+        precision=lambda use: "ieee",
         **more,
     )
 

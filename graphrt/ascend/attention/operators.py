@@ -138,7 +138,7 @@ def _issue_paged_attention(
         num_heads,
         scale_value,
         block_table,
-        torch.tensor(context_lens, dtype=torch.int32),
+        torch.tensor(context_lens, dtype=torch.int32, device="cpu"),
         out,
         **workspace,
     )

@@ -49,7 +49,9 @@ def of_paged(
         args = (*args, *(kwargs[name] for name in (*names, "block_table")[len(args) :]))
 
     def asked(lengths: Sequence[int]) -> torch.Tensor:
-        found: torch.Tensor = ask(*args, torch.tensor(lengths, dtype=torch.int32), out)
+        found: torch.Tensor = ask(
+            *args, torch.tensor(lengths, dtype=torch.int32, device="cpu"), out
+        )
         return found
 
     return {"workspace": _largest(asked, context_lens)}

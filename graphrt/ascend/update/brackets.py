@@ -174,7 +174,7 @@ def _as_recorded(update: TaskUpdate, record: Any) -> dict[str, Any]:
             )
         before = recorded[name]
         if isinstance(before, torch.Tensor) and isinstance(value, list):
-            value = torch.tensor(value, dtype=before.dtype)
+            value = torch.tensor(value, dtype=before.dtype, device="cpu")
         found[name] = value
     return found
 

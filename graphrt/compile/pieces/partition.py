@@ -16,7 +16,7 @@ from graphrt.compile.errors import CompileError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.wrapping import Wrapping
 from graphrt.compile.private_torch import PartitionFunction, lacks_partitions, partitions_taken
-from graphrt.core.base import BakedScalarError, BreakShapeError, tree
+from graphrt.core.base import BakedScalarError, BreakShapeError, cloned
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import Bridges, GraphWrapper, separate_strides
 
@@ -62,7 +62,7 @@ class Partitioned:
         self._step = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
         result = self._run(*args)
         if wrapping.options.outputs == "clone":
-            return tree.map_tensors(torch.Tensor.clone, result)
+            return cloned(result)
         return self._in_place(result) if wrapping.options.outputs == "static" else result
 
     def capture_in(self, wrapping: Wrapping, splitting: frozenset[str]) -> None:

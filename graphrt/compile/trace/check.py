@@ -210,7 +210,9 @@ class CallChecker:
     def _argument_of(self, axis: str) -> str:
         for path, expected in self._expected.items():
             if isinstance(expected, _Tensor):
-                probe = Leaf(path, torch.empty([1] * len(expected.shape), device="meta"))
+                probe = Leaf(
+                    path, torch.empty([1] * len(expected.shape), dtype=torch.uint8, device="meta")
+                )
                 if any(found.name == axis for found in self._dims.of(probe).values()):
                     return path
         return axis

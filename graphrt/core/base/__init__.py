@@ -120,6 +120,7 @@ from graphrt.core.base.private_torch import (
     warn_if_untested,
 )
 from graphrt.core.base.settings import read_bounded, read_json, read_settings
+from graphrt.core.base.sharing import Together, cloned, clones, is_lazy, together, write
 from graphrt.core.base.thread_mode import (
     ThreadMode,
     dispatch_modes,
@@ -131,13 +132,16 @@ from graphrt.core.base.thread_mode import (
     without_kept_casts,
 )
 from graphrt.core.base.torch_names import (
+    all_function_modes,
     attention_kernels,
     attention_order,
     can_make_tensor_over,
     can_mark_unreadable,
     copy_all,
+    count_dispatch_modes,
     dispatch_keys,
     dispatch_keys_now,
+    function_mode_is_on,
     function_modes,
     has_kernel,
     inference_guard,
@@ -229,6 +233,7 @@ __all__ = [
     "TaskContractError",
     "TaskError",
     "ThreadMode",
+    "Together",
     "TorchImportError",
     "UnannouncedModuleError",
     "Uncopied",
@@ -241,6 +246,7 @@ __all__ = [
     "UpdateRefusedError",
     "VerificationError",
     "after_forks",
+    "all_function_modes",
     "attention_kernels",
     "attention_order",
     "can_make_tensor_over",
@@ -250,7 +256,10 @@ __all__ = [
     "check_keys",
     "check_kind",
     "choice",
+    "cloned",
+    "clones",
     "copy_all",
+    "count_dispatch_modes",
     "count_of",
     "dispatch_keys",
     "dispatch_keys_now",
@@ -259,9 +268,11 @@ __all__ = [
     "fork_safe",
     "freeze_garbage",
     "frozen_gc",
+    "function_mode_is_on",
     "function_modes",
     "has_kernel",
     "inference_guard",
+    "is_lazy",
     "is_made_on_host",
     "is_taken_apart",
     "items_of",
@@ -294,6 +305,7 @@ __all__ = [
     "tensor_over",
     "text",
     "thaw_garbage",
+    "together",
     "told",
     "torch_import",
     "transform_under_way",
@@ -305,5 +317,6 @@ __all__ = [
     "without_dispatch_modes",
     "without_gradients",
     "without_kept_casts",
+    "write",
     "wrong_type",
 ]

@@ -131,15 +131,24 @@ _function_modes: Any = NAMES.take(
     without=_NO_FUNCTION_MODES,
     seen=("2.11", "2.13"),
 )
+function_mode_is_on: Any = NAMES.take(
+    "torch._C._is_torch_function_mode_enabled",
+    without="a torch function mode around a step is not on in it",
+    seen=("2.11", "2.13"),
+)
 _DEFAULT_DEVICE = NAMES.declare(
     "torch.utils._device.DeviceContext", without=_NO_FUNCTION_MODES, seen=("2.11", "2.13")
 )
 
 
+def all_function_modes() -> list[Any]:
+    """The torch function modes of this thread."""
+    return _function_modes() if _function_modes else []
+
+
 def function_modes() -> list[Any]:
     """The torch function modes of this thread, but those that set a default device."""
-    modes = _function_modes() if _function_modes else []
-    return [each for each in modes if not isinstance(each, _DEFAULT_DEVICE.find())]
+    return [each for each in all_function_modes() if not isinstance(each, _DEFAULT_DEVICE.find())]
 
 
 # Operators ---------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from graphrt.core.capture.refusals import (
     side_doors,
     user_source,
 )
-from graphrt.core.replay import Recording, counted, current_capture, name_of
+from graphrt.core.replay import Recording, counted, current_capture, issued, name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -115,7 +115,8 @@ class BreakWatch(ThreadMode):
     """Sees every operator of an open segment: breaks at those of the list, and refuses those that
     read what left an eager part by a side door, write a copy of what others hold, or read
     arguments that lie on the host. Of a whole graph it looks at the last alone. With `constants` it
-    has them lifted."""
+    has them lifted. Where the operators of a step are `issued` to a list, it notes those of the
+    segment."""
 
     supports_higher_order_operators = True
 
@@ -136,6 +137,7 @@ class BreakWatch(ThreadMode):
         self._given = given
         self._constants = constants
         self._in_pieces = capture.breakable or bool(breaks)
+        self.issued = issued.get()
         for name in breaks:
             _check_break(name)
         self._entered = False
@@ -146,6 +148,7 @@ class BreakWatch(ThreadMode):
         in_pieces = self._in_pieces and (self._breaks or self._doors or self._copies)
         wanted = in_pieces or self._given or self._constants is not None
         # While an operator is being handled torch has taken this mode off its stack already.
+        wanted = wanted or self.issued is not None
         if not self._handling and not self._entered and wanted:
             self.__enter__()
             self._entered = True
@@ -176,6 +179,8 @@ class BreakWatch(ThreadMode):
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
         if not is_listed(func, self._breaks):
+            if self.issued is not None:
+                self.issued.append(func)
             if self._in_pieces:
                 self._doors.check((args, kwargs), "the graph reads", func)
                 self._copies.check(func, args, kwargs)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from graphrt.core.base import tree, unseen
+from graphrt.core.base import together, tree, unseen, write
 
 
 class Bridges:
@@ -35,21 +36,30 @@ class Bridges:
         `allocate` gives the memory for a tensor, or None for a buffer of this object.
         """
         unmoved: set[str] = set()
-        fixed: list[torch.Tensor] = []
+        fixed: dict[int, torch.Tensor] = {}
+        moved: list[tuple[int, torch.Tensor]] = []
         for path, leaf in tree.leaves(result):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.numel() == 0 or stays(path, leaf):
                 unmoved.add(path)
-                fixed.append(leaf)
+                fixed[id(leaf)] = leaf
+            elif id(leaf) not in {id(each) for _, each in moved}:
+                moved.append((len(moved) + len(unmoved), leaf))
+        for group in together([leaf for _, leaf in moved]):
+            (place, first), *rest = [moved[each] for each in group.places]
+            if rest:
+                flat = self._memory((site, place), group.nbytes, first.device).untyped_storage()
+                for leaf in (first, *(leaf for _, leaf in rest)):
+                    fixed[id(leaf)] = unseen(partial(group.over, flat, leaf))
+                    write(fixed[id(leaf)], leaf)
                 continue
-            buffer = None if allocate is None else allocate(leaf)
+            buffer = None if allocate is None else allocate(first)
             if buffer is None:
-                buffer = self.buffer((site, len(fixed)), leaf)
-            buffer.copy_(leaf)
-            fixed.append(buffer)
-        tensors = iter(fixed)
-        return tree.map_tensors(lambda _: next(tensors), result), frozenset(unmoved)
+                buffer = self.buffer((site, place), first)
+            buffer.copy_(first)
+            fixed[id(first)] = buffer
+        return tree.map_tensors(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
 
     def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
         """The buffer of `key` with the shape of `like`; grows if it is too small.
@@ -62,19 +72,25 @@ class Bridges:
             last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             need = like.element_size() * (1 + last)
 
+        flat = self._memory(key, need, like.device)
+
         def placed() -> torch.Tensor:
-            flat = self._buffers.get(key)
-            if flat is None or flat.numel() < need or flat.device != like.device:
-                if flat is not None:
-                    # Graphs that were captured with it write and read it still.
-                    self._outgrown.append(flat)
-                flat = torch.empty(need, dtype=torch.uint8, device=like.device)
-                self._buffers[key] = flat
             typed = torch.empty(0, dtype=like.dtype, device=like.device)
             return typed.set_(flat.untyped_storage(), 0, shape, strides)
 
         # Nothing of this may be recorded, and replays write outside of inference mode too.
         return unseen(placed)
+
+    def _memory(self, key: tuple[int, int], need: int, device: torch.device) -> torch.Tensor:
+        """At least so many bytes, the same ones at each call that asks for no more."""
+        flat = self._buffers.get(key)
+        if flat is None or flat.numel() < need or flat.device != device:
+            if flat is not None:
+                # Graphs that were captured with it write and read it still.
+                self._outgrown.append(flat)
+            flat = unseen(lambda: torch.empty(need, dtype=torch.uint8, device=device))
+            self._buffers[key] = flat
+        return flat
 
     def clear(self) -> None:
         self._buffers.clear()
@@ -85,5 +101,5 @@ def separate_strides(like: torch.Tensor) -> tuple[int, ...]:
     """The strides of `like`, or those of a contiguous tensor if its elements share memory."""
     strides = like.stride()
     if 0 in strides and any(s == 0 and n > 1 for n, s in zip(like.shape, strides, strict=True)):
-        return torch.empty(like.shape, device="meta").stride()
+        return torch.empty(like.shape, dtype=like.dtype, device="meta").stride()
     return strides

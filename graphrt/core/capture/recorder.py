@@ -209,7 +209,9 @@ class Capture:
             return False
 
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
-        readable, aliased = self.bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
+        readable, aliased = unseen(
+            partial(self.bridges.fix, site, result, stays=stays, allocate=self.pooled_like)
+        )
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
         recorded = tree.map_tensors(self._kept_apart, readable)
         changed = before is not None and not are_same(before, tree.leaves((args, kwargs)))
@@ -251,6 +253,11 @@ class Capture:
         """See `Recording.made`."""
         found = self._made.get(id(tensor))
         return found is not None and found() is tensor
+
+    def forward_returned(self) -> None:
+        """What is captured from here on is none of the forward's operators."""
+        if self._watch is not None:
+            self._watch.issued = None
 
     def check_read(self, values: Any, what: str) -> None:
         """See `Recording.check_read`."""

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from graphrt.core.base import (
     InvalidModeError,
     StaleInputError,
     Uncopied,
     check_callable,
     check_kind,
+    cloned,
     tree,
     without_gradients,
 )
@@ -166,7 +165,7 @@ class GraphWrapper(Uncopied):
                     graph.replay()
                 outputs = entry.outputs
                 if hot.clones:
-                    outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+                    outputs = cloned(outputs)
                 elif entry.fresh is not None and hot.fresh_containers:
                     outputs = entry.fresh()
                 # Inside of `try`, and no `finally`: an interrupt on the way out must not keep it.
@@ -348,7 +347,7 @@ class GraphWrapper(Uncopied):
         transaction = context.capture
         # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
         self._kept.find_at(-1 if transaction is None else transaction.slot, entry)
-        return tree.map_tensors(torch.Tensor.clone, result) if self._hot.clones else result
+        return cloned(result) if self._hot.clones else result
 
     def _tell_pool(self, context: ForwardContext) -> None:
         transaction = context.capture
@@ -373,6 +372,7 @@ class GraphWrapper(Uncopied):
         result = self.runnable(*args, **kwargs)
         if capture is not None:
             capture.check_read(strided(result), "the forward returns")
+            capture.forward_returned()
         if self.options.outputs != "static":
             return result
         return self._kept.statics.fix(0, result, stays=lambda path, tensor: False)[0]

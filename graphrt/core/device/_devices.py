@@ -90,7 +90,7 @@ def check_memory(platform: Platform, device: torch.device) -> None:
     """Raise `InvalidOptionError` for a device of another kind than the platform's that has no
     memory for tensors: torch was built without it, or there is none."""
     try:
-        torch.empty(1, device=device)
+        torch.empty(1, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
         raise InvalidOptionError(
             "no tensor can be made on the device",

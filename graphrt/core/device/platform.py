@@ -280,10 +280,15 @@ class Platform(ABC):
         """An event; None where copies from `host_buffer` are over when they return."""
         return None
 
+    def float32_precision(self, use: str) -> str:
+        """What float32 operators round what they read to by the settings in force: "ieee" is
+        float32 itself, others are "tf32" and "bf16". `use` is "matmul", "convolution" or "rnn"."""
+        return "ieee"
+
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory, uint8 [nbytes], from which a step's inputs are copied to the device:
         page-locked where the platform has events, so that the host need not wait."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def new_input_ring(
         self, slab: torch.Tensor, slots: int, nbytes: int, moves: int

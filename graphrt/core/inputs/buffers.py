@@ -177,7 +177,7 @@ class StaticInputs:
         if layout is None:
             self.turn += 1
             tensors = {
-                name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype)
+                name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype, device="cpu")
                 for name, spec in self._specs.items()
             }
             return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)

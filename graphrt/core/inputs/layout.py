@@ -281,4 +281,4 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
 
 def pad_bytes(spec: InputSpec) -> Any:
     """One element of the padding as a one-element CPU tensor."""
-    return torch.full((1,), spec.pad_value, dtype=spec.dtype)
+    return torch.full((1,), spec.pad_value, dtype=spec.dtype, device="cpu")

@@ -44,7 +44,7 @@ class FixedInput:
         """Host memory for the rows of a batch of this size, the same one at every step: a copy of
         it is over for the host when it is issued."""
         if self._on_host is None:
-            self._on_host = torch.empty(self.buffer.shape, dtype=self.buffer.dtype)
+            self._on_host = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device="cpu")
         if self.axis is None:
             return self._on_host
         return self._on_host.narrow(self.dim, 0, self.axis.size(tokens, reqs))

@@ -219,7 +219,7 @@ def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> N
     if dtype in _QUANTIZED:
         raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8")
     try:
-        held = torch.full((1,), 0 if pad is None else pad, dtype=dtype).item()
+        held = torch.full((1,), 0 if pad is None else pad, dtype=dtype, device="cpu").item()
     except (OverflowError, RuntimeError, TypeError) as error:
         if pad is None:
             raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8") from error

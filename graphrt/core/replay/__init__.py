@@ -20,6 +20,7 @@ from graphrt.core.replay.handout import (
     expire,
     handing_out,
     handout_of,
+    handouts_of,
     is_spare,
     shell_of,
 )
@@ -31,6 +32,7 @@ from graphrt.core.replay.recording import (
     counted,
     current_capture,
     is_inside_capture,
+    issued,
     under_way,
     warming_up,
 )
@@ -74,9 +76,11 @@ __all__ = [
     "graphs_of",
     "handing_out",
     "handout_of",
+    "handouts_of",
     "in_turn",
     "is_inside_capture",
     "is_spare",
+    "issued",
     "name_of",
     "on_own_containers",
     "on_own_tensors",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 from sys import getrefcount
 from typing import Any
 from weakref import WeakValueDictionary, getweakrefcount
@@ -14,11 +14,14 @@ from torch import is_inference_mode_enabled
 from graphrt.core.base import (
     can_make_tensor_over,
     can_mark_unreadable,
+    clones,
     inference_guard,
+    is_lazy,
     mark_unreadable,
     storage_at,
     storage_use_count,
     tensor_over,
+    together,
     without_dispatch_modes,
 )
 
@@ -68,11 +71,8 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
     """
     if tensor.numel() == 0:
         return lambda shape, handed_out: tensor.new_empty(shape)
-    # Conjugation and negation that torch has put off are no part of the memory.
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if raw_storages and can_mark_unreadable and not lazy:
-        one_call = tensor.is_cuda and can_make_tensor_over
-        return (CudaShell(tensor) if one_call else Shell(tensor)).hand_out
+    if raw_storages and can_mark_unreadable and not is_lazy(tensor):
+        return _shell(tensor).hand_out
     views: dict[tuple[int, ...], torch.Tensor] = {}
 
     def copy(shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
@@ -86,6 +86,54 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
         return live.clone()
 
     return copy
+
+
+def handouts_of(
+    tensors: Sequence[torch.Tensor],
+    *,
+    raw_storages: bool,
+    memory: Callable[[torch.Tensor], Hashable],
+) -> list[Handout]:
+    """What hands out several tensors of a step, called in their order: those that lie in one
+    `memory` lie in one at every step."""
+    found: dict[int, Handout] = {}
+    for group in together(tensors, memory):
+        members = [tensors[place] for place in group.places]
+        if len(members) == 1:
+            made = [handout_of(members[0], raw_storages=raw_storages)]
+        elif raw_storages and can_mark_unreadable:
+            shell = _shell(members[0])
+            made = [shell.hand_out, *(View(shell, each).hand_out for each in members[1:])]
+        else:
+            copies = _Copies(members)
+            made = [partial(copies.hand_out, each) for each in range(len(members))]
+        found.update(zip(group.places, made, strict=True))
+    return [found[place] for place in range(len(tensors))]
+
+
+def _shell(tensor: torch.Tensor) -> Shell:
+    return CudaShell(tensor) if tensor.is_cuda and can_make_tensor_over else Shell(tensor)
+
+
+class _Copies:
+    """Hands out views of one storage as views of one copy of it, padding rows included."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def hand_out(self, place: int, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+        tensors = self._tensors
+        if place == 0:
+            self._copies = clones(tensors)
+        copy = self._copies[id(tensors[place])]
+        if place == len(tensors) - 1:
+            # What is handed out is the caller's alone.
+            self._copies = {}
+        for dim, size in enumerate(shape):
+            if size != copy.shape[dim]:
+                copy = copy.narrow(dim, 0, size)
+        return copy
 
 
 def shell_of(hand_out: Handout) -> Shell | None:
@@ -168,6 +216,11 @@ class Shell:
         # A tensor of its own, whatever the last one was changed to, over the same storage.
         return self._anew(shape) if base is None else base.data
 
+    def storage(self) -> torch.UntypedStorage:
+        """What the last tensor was handed out over."""
+        assert self._storage is not None
+        return self._storage
+
     def owns(self, cdata: int) -> bool:
         """Whether this is the storage of what it hands out now."""
         return self._storage is not None and self._cdata == cdata
@@ -237,6 +290,23 @@ class Shell:
     def _over(self, storage: torch.UntypedStorage, shape: tuple[int, ...]) -> torch.Tensor:
         fresh: torch.Tensor = self._empty.new()
         return fresh.set_(storage, self._offset, shape, self._stride)
+
+
+class View:
+    """Hands out another tensor over the storage that a shell has just handed out."""
+
+    __slots__ = ("_empty", "_offset", "_shell", "_stride")
+
+    def __init__(self, shell: Shell, tensor: torch.Tensor) -> None:
+        self._shell = shell
+        self._empty = _empty(tensor.dtype, tensor.device)
+        self._offset = tensor.storage_offset()
+        self._stride = tensor.stride()
+
+    def hand_out(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+        """Its step's tensor, which expires with what the shell has handed out."""
+        fresh: torch.Tensor = self._empty.new()
+        return fresh.set_(self._shell.storage(), self._offset, shape, self._stride)
 
 
 # By the storage that each has. A name is given again once its storage is gone, so a shell is asked.

@@ -55,6 +55,10 @@ warming_up: ContextVar[bool] = ContextVar("graphrt_warm_up", default=False)
 counted: ContextVar[GraphWork | None] = ContextVar("graphrt_counted_work", default=None)
 """What the warm-up that runs in this thread has issued so far, where that is counted."""
 
+issued: ContextVar[list[Any] | None] = ContextVar("graphrt_issued_operators", default=None)
+"""The operators that the step which captures in this thread has issued so far, where they are
+noted."""
+
 under_way: set[int] = set()
 """Captures and warm-ups in any thread, by their `id`: mostly none, as every step sees by one look.
 What is left in it by mistake costs steps a second look, at the thread's own variables."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from graphrt.core.base import tree
+from graphrt.core.base import cloned
 from graphrt.core.batch import Batch
 from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, preferred
 from graphrt.core.plan import CaptureKey
@@ -56,7 +54,7 @@ class LazyCaptures:
         of the reach of the capture."""
         # They may live in the buffers that it fills, and be the last step's, on its stream.
         self._pool.follow_stream()
-        values = tree.map_tensors(torch.Tensor.clone, dict(values))
+        values = cloned(dict(values))
         dropped = len(self._dropped)
         try:
             capture([(wanted.mode, wanted.descriptor)])

@@ -308,7 +308,9 @@ class _Session:
                     )
                     graph.step.check_written(self._state.inputs_written)
                 else:
-                    outputs = call()
+                    outputs = self._state.capture(
+                        graph.descriptor.kind, graph.mode, graph.step.tokens, call
+                    )
                     self._state.look()
                 graph.step.see(outputs)
             undo.now()

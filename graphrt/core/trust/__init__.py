@@ -4,7 +4,7 @@ from graphrt.core.trust._verdict import Verdict
 from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places import places_of
-from graphrt.core.trust.reads import Reads, TensorUse, while_holding
+from graphrt.core.trust.reads import Reads, TensorUse
 from graphrt.core.trust.trial import Trial, TriedStep
 from graphrt.core.trust.warm_up import WarmedUp, WatchedState
 from graphrt.core.trust.watching import (
@@ -40,5 +40,4 @@ __all__ = [
     "check_parameters",
     "places_of",
     "unknown_memory",
-    "while_holding",
 ]

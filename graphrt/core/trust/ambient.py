@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from operator import and_, gt
 from typing import Any
 
 import torch
 
-from graphrt.core.base import state_guard
+from graphrt.core.base import (
+    ThreadMode,
+    all_function_modes,
+    count_dispatch_modes,
+    dispatch_modes,
+    function_mode_is_on,
+    function_modes,
+    state_guard,
+)
+from graphrt.core.trust.reads import each_call
 
 _cudnn: Any = torch.backends.cudnn
 _SETTINGS: dict[str, Callable[[str], object]] = {
@@ -15,6 +25,11 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
     "autocast dtype": torch.get_autocast_dtype,
     "default dtype": lambda _: torch.get_default_dtype(),
     "default device": lambda _: torch.get_default_device(),
+    # That of a default device is known by the device; graphrt's own change nothing.
+    "torch function modes": lambda _: Modes(function_modes()),
+    "torch dispatch modes": lambda _: Modes(
+        mode for mode in dispatch_modes() if not isinstance(mode, ThreadMode)
+    ),
     "deterministic algorithms": lambda _: torch.are_deterministic_algorithms_enabled(),
     # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
     "TF32 in matmul": lambda _: torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -31,8 +46,17 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
 _ONLY_WITH = {"autocast dtype": "autocast"}
 
 
+class Modes(tuple[object, ...]):
+    """Modes of torch that see what is called, outermost first: each is known by itself."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ", ".join(type(each).__name__ for each in self) or "none"
+
+
 class Ambient:
-    """The settings at capture. `holds` is one call of torch's where nothing at all has changed.
+    """The settings at capture. `holds` is a few calls of torch's where nothing at all has changed.
 
     Whether gradients are on, and how many threads there are, is not among them: no replay depends
     on the former, and on the latter no more than an eager step does.
@@ -41,7 +65,9 @@ class Ambient:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._captured = self._now()
-        self.holds: Callable[[], bool] = self._accept()
+        self._guard: Callable[[], bool]
+        self._modes: list[object]
+        self._accept()
 
     def differences(self) -> list[str]:
         """The settings that are not what they were at capture; where there are none, what made
@@ -53,14 +79,32 @@ class Ambient:
             if value != self._captured[name]
         ]
         if not found:
-            self.holds = self._accept()
+            self._accept()
         return found
 
-    def _accept(self) -> Callable[[], bool]:
-        if not state_guard:
-            return lambda: self._now() == self._captured
-        check: Callable[[], bool] = state_guard().check
-        return check
+    def holds(self) -> bool:
+        """Whether nothing at all has changed since the last look at what did."""
+        return self._guard() and self._modes == self._modes_now()
+
+    def looks(self, glances: Iterator[bool]) -> Iterator[bool]:
+        """`glances`, each of them true only where `holds()` is too when it is taken. Put together
+        of what runs in C, unless there are modes to be told from one another."""
+        if self._modes or not function_mode_is_on:
+            return map(and_, each_call(self.holds), glances)
+        settings = each_call(self._guard)
+        # Where the one is 1 and the other 0, no mode is on.
+        modeless = map(gt, settings, each_call(function_mode_is_on))
+        return map(and_, map(gt, modeless, each_call(count_dispatch_modes)), glances)
+
+    def _accept(self) -> None:
+        self._guard = self._equal if not state_guard else state_guard().check
+        self._modes = self._modes_now()
+
+    def _equal(self) -> bool:
+        return self._now() == self._captured
+
+    def _modes_now(self) -> list[object]:
+        return [*all_function_modes(), *dispatch_modes()]
 
     def _now(self) -> dict[str, Any]:
         now = {name: read(self._device_type) for name, read in _SETTINGS.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,17 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 5e-2, torc
 """Of the root mean square: what kernels for another number of rows may make of it in many layers.
 8-bit types count as bfloat16."""
 
-_ROUNDING_OF_TF32 = 1e-2
+_ROUNDING_OF_FLOAT32 = {"tf32": 1e-2, "bf16": 1e-1}
+"""The same where a setting lets float32 operators round what they read to a shorter format."""
+
+_BY_NAME: tuple[tuple[str, str], ...] = (
+    ("conv", "convolution"),
+    ("rnn", "rnn"),
+    ("lstm", "rnn"),
+    ("gru", "rnn"),
+)
+"""What is in the names of operators that a setting of their own governs. That of matrix products
+counts for all others: few forwards have none, and kernels of a host's own obey it too."""
 
 _FLIPPED = 1 / 8
 """The share of integers that rounding may flip: tokens that a sampler chose of equal ones."""
@@ -39,13 +49,19 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     return max(worst, key=lambda each: each.relative) if worst else None
 
 
-def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
-    """How far results may be apart, over their root mean square, that were computed from tensors
-    of these dtypes by other kernels."""
+def rounding_of(
+    dtypes: Iterable[torch.dtype],
+    operators: Iterable[object],
+    precision: Callable[[str], str],
+) -> float:
+    """How far results may be apart, over their root mean square, that `operators` have computed
+    from tensors of these dtypes by other kernels, each use of float32 in its `precision`."""
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     rounding = max((_ROUNDING.get(dtype, 1e-1) for dtype in floats), default=2e-4)
-    tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return max(rounding, _ROUNDING_OF_TF32) if tf32 else rounding
+    names = set(map(str, operators))
+    uses = {use for part, use in _BY_NAME if any(part in name for name in names)}
+    uses.add("matmul")
+    return max(rounding, *(_ROUNDING_OF_FLOAT32.get(precision(use), 0.0) for use in uses))
 
 
 def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, repeat
 from operator import and_, eq, is_
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ def call(function: Callable[[], object]) -> object:
 
 call = getattr(operator, "call", call)
 
+
+T = TypeVar("T")
 
 _CODE = (type, FunctionType, MethodType, CodeType, property, staticmethod, classmethod)
 
@@ -237,6 +239,6 @@ def _where(tensor: torch.Tensor) -> tuple[object, ...] | None:
         return None
 
 
-def while_holding(holds: Callable[[], bool], glances: Iterator[bool]) -> Iterator[bool]:
-    """`Reads.glances`, each of them true only where `holds()` is too when it is taken."""
-    return map(and_, map(call, repeat(holds)), glances)
+def each_call(function: Callable[[], T]) -> Iterator[T]:
+    """What `function` returns, called anew for each."""
+    return map(call, repeat(function))  # type: ignore[arg-type]

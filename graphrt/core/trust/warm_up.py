@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from graphrt.core.base import PythonStateError, Undo, without_kept_casts
+from graphrt.core.batch import GraphMode
 from graphrt.core.capture import SavedState
 from graphrt.core.trust._left import say_what_is_left
 from graphrt.core.trust.generators import Generators
@@ -17,6 +18,7 @@ from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads
 from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching import (
+    IssuedWatch,
     Kept,
     SavedWrites,
     Trace,
@@ -30,11 +32,13 @@ T = TypeVar("T")
 
 
 class WarmedUp(NamedTuple):
-    """What the warm-up of one kind of graph did, at its largest size."""
+    """What the warm-up of one kind of graph did, at its largest size, and by mode the operators
+    that a capture of that size issued."""
 
     tokens: int
     trace: Trace
     writes: bool
+    captured: dict[GraphMode, list[Any]]
 
 
 class WatchedState:
@@ -145,12 +149,23 @@ class WatchedState:
         reads.note(watch)
         writes = any(use.is_written for use in watch.uses.values())
         if kind is not None:
-            found = WarmedUp(tokens, watch.trace, writes)
+            found = WarmedUp(tokens, watch.trace, writes, {})
             if known is not None:
                 # Sessions come in any order, and each watches what writes.
                 largest = found if known.tokens <= tokens else known
                 found = largest._replace(writes=writes or known.writes)
             self._warmed_up[kind] = found
+        return result
+
+    def capture(self, kind: Hashable, mode: GraphMode, tokens: int, function: Callable[[], T]) -> T:
+        """Capture a forward; of the size that was watched its operators are noted. Of each kind
+        once: that takes some microseconds an operator."""
+        known = self._warmed_up.get(kind)
+        if known is None or known.tokens != tokens or mode in known.captured:
+            return function()
+        watch = IssuedWatch()
+        result = watch.run(function)
+        known.captured[mode] = watch.operators
         return result
 
     def _made_and_reachable(self, watch: Watch) -> dict[int, tuple[str, Kept]]:

@@ -71,7 +71,9 @@ class Aliases:
             if not tensor.numel():
                 # It has no address; where its storage is a block, it must not keep that in use.
                 if self.arena.token_of(tensor):
-                    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+                    return torch.empty_strided(
+                        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+                    )
             elif self.arena.owns(tensor):
                 self._read.add(self.arena.token_of(tensor))
                 return self._alias(tensor)

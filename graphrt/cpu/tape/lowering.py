@@ -271,4 +271,4 @@ def _scalar_tensors(
             return None
     elif not dtype.is_floating_point:
         return None
-    return (tensor, torch.tensor(number, dtype=dtype))
+    return (tensor, torch.tensor(number, dtype=dtype, device="cpu"))

@@ -27,7 +27,7 @@ class FetchRing:
         self.slots = slots
         self.payload, self.stride = slot_bytes(nbytes, moves)
         size = RingFormat.CONTROL_BYTES + slots * self.stride
-        self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._device = slab.get_device()
         self._slab = slab
         with torch.cuda.device(self._device):

@@ -104,7 +104,7 @@ class FlashInferAttention(AttentionBackend):
         decode = descriptor.uniform and descriptor.query_len == 1
         found = self._lengths(buffers, descriptor, phase).padded(reqs, int(decode))
         lists = page_lists(found.context_lens, self.shape.page_size, max_blocks)
-        query_starts = starts(torch.tensor(found.query_lens, dtype=torch.int32))
+        query_starts = starts(torch.tensor(found.query_lens, dtype=torch.int32, device="cpu"))
         step = StepLists(query_starts, lists, lists.indices(block_table))
         wrapper = self._wrapper(reqs, phase) if decode else self._eager
         self._wrappers.plan(wrapper, step, decode=wrapper is not self._eager)

@@ -43,12 +43,12 @@ def page_lists(context_lens: Sequence[int], page_size: int, max_blocks: int) -> 
             expected=f"at most {max_blocks} pages of {page_size}",
             advice="give lengths() those of the same step as the block table",
         )
-    lengths = torch.tensor(context_lens, dtype=torch.int32).clamp(min=1)
+    lengths = torch.tensor(context_lens, dtype=torch.int32, device="cpu").clamp(min=1)
     counts = (lengths + (page_size - 1)) // page_size
     indptr = starts(counts)
     # Within a row the entries are consecutive, as their places in the list are.
-    shifts = torch.arange(len(lengths), dtype=torch.int32) * max_blocks - indptr[:-1]
-    entries = torch.arange(int(indptr[-1]), dtype=torch.int32)
+    shifts = torch.arange(len(lengths), dtype=torch.int32, device="cpu") * max_blocks - indptr[:-1]
+    entries = torch.arange(int(indptr[-1]), dtype=torch.int32, device="cpu")
     entries += shifts.repeat_interleave(counts)
     return PageLists(lengths, indptr, (lengths - 1) % page_size + 1, entries)
 

@@ -31,7 +31,7 @@ class PadSource:
     """Writes constant padding into host memory."""
 
     def __init__(self, spec: InputSpec) -> None:
-        self._element = torch.full((1,), spec.pad_value, dtype=spec.dtype)
+        self._element = torch.full((1,), spec.pad_value, dtype=spec.dtype, device="cpu")
         octets = bytes(self._element.view(torch.uint8).tolist())
         self._octet = octets[0] if len(set(octets)) == 1 else None
         self._pattern = self._element

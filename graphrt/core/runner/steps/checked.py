@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, Undo, tree, without_kept_casts
+from graphrt.core.base import InvalidOptionError, Undo, cloned, without_kept_casts
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.dispatch import unpadded as unpadded_of
@@ -121,7 +121,7 @@ class CheckedSteps:
     def try_examples(self, make: MakeExample, release: Callable[[], None]) -> None:
         """Try the graphs that have to be with steps of the host's own: with padding where there is
         room for it. Raises the first failure, after `release`."""
-        generator = torch.Generator().manual_seed(_SEED)
+        generator = torch.Generator("cpu").manual_seed(_SEED)
         try:
             with self._updates.set_aside():
                 self._try_each(make, generator)
@@ -153,7 +153,7 @@ class CheckedSteps:
         """Run a step that no graph serves; returns copies of its outputs."""
         given = self._resolved(updates, None, batch, replayed=False)
         outputs = self._unpadded.run(batch, found, values, given, metadata)
-        return tree.map_tensors(torch.Tensor.clone, outputs)
+        return cloned(outputs)
 
     def verify(
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
@@ -217,6 +217,8 @@ class CheckedSteps:
             limit_bytes=self._limit_bytes,
             places=places_of(self._forward),
             captured=None if warm is None else warm.trace,
+            issued=None if warm is None else warm.captured.get(found.mode),
+            precision=self._padded.pool.platform.float32_precision,
             same_size=warm is not None and warm.tokens == padded.tokens,
             mixes_rows=self._mixes_rows,
             pads=step.pads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.trust import Ambient, Reads, Verdict, while_holding
+from graphrt.core.trust import Ambient, Reads, Verdict
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
@@ -28,10 +28,6 @@ trial could not show."""
 
 _PASSED = 3
 """Trials with other values after which a Python value that is no number counts as harmless."""
-
-
-def _hold() -> bool:
-    return True
 
 
 @dataclass
@@ -120,7 +116,6 @@ class Checks:
         self._quarantined: dict[int, str] = {}
         self._steps = 0
         self._ambient: Ambient | None = None
-        self._settings_hold: Callable[[], bool] = _hold
         self._look_at(repeat(True))
 
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
@@ -130,7 +125,6 @@ class Checks:
             return
         if self._ambient is None:
             self._ambient = Ambient(self._device_type)
-            self._settings_hold = self._ambient.holds
         self._go_round()
         kinds: dict[Hashable, list[tuple[int, int]]] = {}
         for graph in graphs:
@@ -188,7 +182,6 @@ class Checks:
         if ambient is None or ambient.holds():
             return []
         changed = ambient.differences()
-        self._settings_hold = ambient.holds
         self._look_at(self._glances)
         return changed
 
@@ -347,7 +340,7 @@ class Checks:
     def _look_at(self, glances: Iterator[bool]) -> None:
         self._glances = glances
         # A step takes one of them.
-        self.looks = while_holding(self._settings_hold, glances)
+        self.looks = glances if self._ambient is None else self._ambient.looks(glances)
 
     def _look_for_moved(self, reads: Reads) -> None:
         moved = reads.moved()

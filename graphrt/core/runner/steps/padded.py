@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from graphrt.core.base import tree
+from graphrt.core.base import cloned
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch, GraphDispatcher, live_query_len
 from graphrt.core.inputs import StaticInputs, reqs_of, wrong_requests
@@ -94,7 +92,7 @@ class PaddedSteps:
             if ring is not None:
                 ring.launched()
             if self._clones and runs:
-                outputs = tree.map_tensors(torch.Tensor.clone, outputs)
+                outputs = cloned(outputs)
             outputs = step.live(outputs, tokens, reqs, pool)
             pool.pass_to(self._owner)
             return outputs

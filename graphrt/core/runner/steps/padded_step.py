@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import OutputError, RefusedOpError, tree
+from graphrt.core.base import OutputError, RefusedOpError, is_lazy, tree
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.inputs import (
@@ -20,7 +20,7 @@ from graphrt.core.inputs import (
     check_tensor,
     nest,
 )
-from graphrt.core.replay import GraphPool, Handout, handout_of
+from graphrt.core.replay import GraphPool, Handout, handouts_of
 from graphrt.core.runner.host import Bind
 from graphrt.core.runner.steps.replayed import Read, Replay, Shape, replay_of
 from graphrt.core.trust import Use
@@ -29,16 +29,30 @@ _CACHED_SHAPES = 256
 """Per graph; beyond so many pairs of live tokens and requests shapes are found anew."""
 
 
+class Prepared(NamedTuple):
+    """What hands out each tensor of some outputs, its padded shape and its batch axes; and, where a
+    tensor is there more than once, which of them is at each place."""
+
+    outputs: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
+    order: tuple[int, ...] | None = None
+
+    def filled(self, tree_of: Any, fresh: list[torch.Tensor]) -> Any:
+        """The tree of the outputs with `fresh` tensors, one for each of them."""
+        order = self.order
+        at_places = iter(fresh if order is None else [fresh[place] for place in order])
+        return tree.map_tensors(lambda _: next(at_places), tree_of)
+
+
 class PaddedStep:
     """The padded views that a graph reads, the callable of its mode, and its outputs' live rows."""
 
     __slots__ = (
         "_axes",
-        "_handouts",
         "_held",
         "_last",
         "_nested",
         "_owned",
+        "_prepared",
         "_shapes",
         "_whole",
         "call",
@@ -84,10 +98,10 @@ class PaddedStep:
         self._held: Any = None
         # Runs a step that is nothing but its graph.
         self.replay: Replay | None = None
-        self._handouts: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
+        self._prepared = Prepared()
         self._shapes: dict[tuple[int, int], list[Shape]] = {}
         # Where what pieces returned last is: often it is there again.
-        self._last: tuple[Any, list[tuple[Handout, Shape, BatchDims]]] = None, []
+        self._last: tuple[Any, Prepared] = None, Prepared()
 
     def arguments(self) -> dict[str, Any]:
         """What the forward is called with; nested inputs anew each time, as it may change them."""
@@ -134,14 +148,12 @@ class PaddedStep:
             shapes = self._find_shapes(tokens, reqs)
         handed_out = pool.handed_out
         if type(outputs) is torch.Tensor:
-            return self._handouts[0][0](shapes[0], handed_out)
-        fresh = iter(
-            [
-                hand_out(shape, handed_out)
-                for (hand_out, _, _), shape in zip(self._handouts, shapes, strict=True)
-            ]
-        )
-        return tree.map_tensors(lambda _: next(fresh), outputs)
+            return self._prepared.outputs[0][0](shapes[0], handed_out)
+        fresh = [
+            hand_out(shape, handed_out)
+            for (hand_out, _, _), shape in zip(self._prepared.outputs, shapes, strict=True)
+        ]
+        return self._prepared.filled(outputs, fresh)
 
     def hold(
         self, wrapper: GraphWrapper, inputs: StaticInputs, pool: GraphPool, bind: Bind | None
@@ -152,11 +164,11 @@ class PaddedStep:
         if entry is None or entry.outputs is self._held:
             return
         outputs = entry.outputs
-        self._handouts = tuple(self._prepared(outputs, pool))
+        self._prepared = self._prepare(outputs, pool)
         self._shapes = {}
         read = Read(inputs, self.layout, self.ring, self.readable, bind)
         single = type(outputs) is torch.Tensor
-        alone = (self._handouts[0][0], self._shapes) if single else None
+        alone = (self._prepared.outputs[0][0], self._shapes) if single else None
         self.replay = replay_of(self.descriptor, wrapper, pool, self.reqs, read, alone)
         self._held = outputs
 
@@ -171,41 +183,63 @@ class PaddedStep:
         if seen is not None and seen == self._last[0]:
             prepared = self._last[1]
         else:
-            prepared = self._prepared(outputs, pool)
+            prepared = self._prepare(outputs, pool)
             self._last = seen, prepared
-        fresh = iter(
-            [
-                hand_out(_live_shape(shape, dims, tokens, reqs), pool.handed_out)
-                for hand_out, shape, dims in prepared
-            ]
-        )
-        return tree.map_tensors(lambda _: next(fresh), outputs)
+        fresh = [
+            hand_out(_live_shape(shape, dims, tokens, reqs), pool.handed_out)
+            for hand_out, shape, dims in prepared.outputs
+        ]
+        return prepared.filled(outputs, fresh)
 
     def _narrowed(self, outputs: Any, tokens: int, reqs: int) -> Any:
         paths = iter([path for path, leaf in tree.leaves(outputs) if _is_tensor(leaf)])
+        made: dict[tuple[int, BatchDims], torch.Tensor] = {}
 
         def narrowed(tensor: torch.Tensor) -> torch.Tensor:
-            for dim, axis in self._axes.batch_dims(next(paths)):
-                tensor = tensor.narrow(dim, 0, axis.size(tokens, reqs))
-            return tensor
+            dims = self._axes.batch_dims(next(paths))
+            live = made.get((id(tensor), dims))
+            if live is None:
+                live = tensor
+                for dim, axis in dims:
+                    live = live.narrow(dim, 0, axis.size(tokens, reqs))
+                made[id(tensor), dims] = live
+            return live
 
         return tree.map_tensors(narrowed, outputs)
 
-    def _prepared(self, outputs: Any, pool: GraphPool) -> list[tuple[Handout, Shape, BatchDims]]:
-        raw_storages = pool.platform.raw_storages
+    def _prepare(self, outputs: Any, pool: GraphPool) -> Prepared:
+        # One at two places is handed out once, unless their declared rows differ.
+        found: dict[tuple[int, BatchDims], torch.Tensor] = {}
+        order = []
         for path, leaf in tree.leaves(outputs):
             if _is_tensor(leaf):
                 check_tensor(path, leaf)
                 self._check_rows(path, leaf)
-        return [
-            (
-                handout_of(leaf, raw_storages=raw_storages),
-                tuple(leaf.shape),
-                self._axes.batch_dims(path),
-            )
-            for path, leaf in tree.leaves(outputs)
-            if _is_tensor(leaf)
-        ]
+                key = id(leaf), self._axes.batch_dims(path)
+                found[key] = leaf
+                order.append(key)
+        tensors = list(found.values())
+        if len(tensors) > 1:
+            _check_sharing(tensors)
+        places = {key: place for place, key in enumerate(found)}
+        handouts = handouts_of(
+            tensors, raw_storages=pool.platform.raw_storages, memory=self._memory_of
+        )
+        return Prepared(
+            tuple(
+                (hand_out, tuple(tensor.shape), dims)
+                for hand_out, tensor, (_, dims) in zip(handouts, tensors, found, strict=True)
+            ),
+            None if len(found) == len(order) else tuple(places[key] for key in order),
+        )
+
+    def _memory_of(self, tensor: torch.Tensor) -> Hashable:
+        """Its storage; of a step's inputs, which the runner packs into one, the input."""
+        at = tensor.data_ptr()
+        for name, view in self.views.items():
+            if view.data_ptr() <= at < view.data_ptr() + view.nbytes:
+                return name
+        return tensor.untyped_storage().data_ptr()
 
     def _check_rows(self, path: str, tensor: torch.Tensor) -> None:
         """Raise `OutputError` for a tensor without the rows that its declared axes give it."""
@@ -220,7 +254,9 @@ class PaddedStep:
                 )
 
     def _find_shapes(self, tokens: int, reqs: int) -> list[Shape]:
-        shapes = [_live_shape(shape, dims, tokens, reqs) for _, shape, dims in self._handouts]
+        shapes = [
+            _live_shape(shape, dims, tokens, reqs) for _, shape, dims in self._prepared.outputs
+        ]
         if len(self._shapes) < _CACHED_SHAPES:
             self._shapes[tokens, reqs] = shapes
         return shapes
@@ -231,6 +267,21 @@ def _live_shape(shape: Shape, dims: BatchDims, tokens: int, reqs: int) -> Shape:
     for dim, axis in dims:
         live[dim] = axis.size(tokens, reqs)
     return tuple(live)
+
+
+def _check_sharing(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise `OutputError` for a tensor that shares memory with another one though it does not have
+    its values there: torch has put off to conjugate or to negate them."""
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    for tensor, storage in zip(tensors, storages, strict=True):
+        if is_lazy(tensor) and storages.count(storage) > 1:
+            raise OutputError(
+                "the forward returns a tensor together with its conjugate, or its negative, over "
+                "one memory",
+                got=f"shape {tuple(tensor.shape)} of {tensor.dtype}, put off",
+                expected="values that are in memory as they are",
+                advice="return resolve_conj() or resolve_neg() of it, or a clone()",
+            )
 
 
 def _is_tensor(leaf: object) -> bool:

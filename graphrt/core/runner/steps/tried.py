@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from graphrt.core.base import Undo, tree
+from graphrt.core.base import Undo, cloned
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import SideDoors, side_doors
 from graphrt.core.dispatch import Dispatch
@@ -160,9 +158,9 @@ def as_part_of_it(
 
 def copied_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """A step's inputs out of the reach of its runs, which may write into them."""
-    copied: Mapping[str, Any] = tree.map_tensors(torch.Tensor.clone, dict(values))
+    copied: Mapping[str, Any] = cloned(dict(values))
     return copied
 
 
 def _copies(outputs: Any) -> Any:
-    return tree.map_tensors(torch.Tensor.clone, outputs)
+    return cloned(outputs)

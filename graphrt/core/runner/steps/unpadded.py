@@ -7,14 +7,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from graphrt.core.base import (
     FrozenMetadataError,
     InvalidBatchError,
     NestedCaptureError,
     VerificationError,
+    cloned,
+    clones,
     tree,
+    unseen,
 )
 from graphrt.core.batch import Batch, ForwardContext, GraphMode, current_context
 from graphrt.core.capture import Sealing
@@ -89,7 +90,8 @@ class UnpaddedSteps:
             stream = pool.follow_stream()
             if tokens <= inputs.tokens and reqs <= inputs.reqs:
                 layout = inputs.layout(tokens, reqs)
-                inputs.fill(values, layout, tokens, reqs, stream)
+                # By the modes of the host only what the forward does is seen.
+                unseen(partial(inputs.fill, values, layout, tokens, reqs, stream))
                 views = {name: view.detach() for name, view in layout.views.items()}
             else:
                 views = inputs.copies(values, tokens, reqs)
@@ -101,7 +103,7 @@ class UnpaddedSteps:
                 outputs = forward() if around is None else around(forward)
             if around is None:
                 self._after()
-            outputs = tree.map_tensors(self._handed_out, outputs)
+            outputs = self._handed_out(outputs)
             pool.pass_to(self._owner)
             return outputs
         except BaseException:
@@ -143,10 +145,15 @@ class UnpaddedSteps:
         views = inputs.copies(values, tokens, reqs)
         return self._run_forward(**(nest(views) if inputs.nested else views))
 
-    def _handed_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._clones or self._inputs.hold(tensor):
-            return tensor.clone()
-        return tensor.detach()
+    def _handed_out(self, outputs: Any) -> Any:
+        if self._clones:
+            return cloned(outputs)
+        found = tree.tensors(outputs)
+        handed = clones([tensor for tensor in found if self._inputs.hold(tensor)])
+        for tensor in found:
+            if id(tensor) not in handed:
+                handed[id(tensor)] = tensor.detach()
+        return tree.map_tensors(lambda tensor: handed[id(tensor)], outputs)
 
     def _should_have_a_graph(self, batch: Batch, found: Dispatch) -> bool:
         """Whether the plan has graphs for batches of this kind, so that a miss is a mistake."""

@@ -2,13 +2,14 @@
 
 from graphrt.core.trust.watching.count import WorkCount
 from graphrt.core.trust.watching.draws import Draws
+from graphrt.core.trust.watching.issued import IssuedWatch
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
     UnknownMemory,
     address_of,
     unknown_memory,
 )
-from graphrt.core.trust.watching.trace import Trace, first_difference
+from graphrt.core.trust.watching.trace import Trace, first_difference, first_other
 from graphrt.core.trust.watching.watch import LIFT_FRESH, Deviation, Kept, Use, Watch, storage_key
 from graphrt.core.trust.watching.write_watch import WriteWatch
 from graphrt.core.trust.watching.writes import SavedWrites, still_there
@@ -17,6 +18,7 @@ __all__ = [
     "LIFT_FRESH",
     "Deviation",
     "Draws",
+    "IssuedWatch",
     "Kept",
     "SavedWrites",
     "Trace",
@@ -28,6 +30,7 @@ __all__ = [
     "WriteWatch",
     "address_of",
     "first_difference",
+    "first_other",
     "still_there",
     "storage_key",
     "unknown_memory",

@@ -103,6 +103,20 @@ def first_difference(now: Trace, then: Trace, *, same_size: bool) -> tuple[int, 
     return None
 
 
+def first_other(now: Trace, captured: Sequence[Any]) -> tuple[int, str] | None:
+    """The first operator that a run issued otherwise than a capture, whose operators are known by
+    their overloads alone, as its place and in words; None where they are the same."""
+    for place, (ours, theirs) in enumerate(zip(now, captured, strict=False)):
+        if ours.func is not theirs:
+            return place, f"{ours} where the capture has {theirs}"
+    if len(now) == len(captured):
+        return None
+    place = min(len(now), len(captured))
+    if len(now) > place:
+        return place, f"{now[place]}, which the capture has not"
+    return place, f"none where the capture has {captured[place]}"
+
+
 def _text(ours: Op, theirs: Op, same_size: bool) -> str:
     for mine, other in zip(ours.arguments, theirs.arguments, strict=False):
         if mine != other and (same_size or not _alike(mine, other)):
