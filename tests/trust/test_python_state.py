@@ -487,26 +487,39 @@ def test_it_is_found_where_the_step_raised_too():
         assert torch.equal(runner(x=rows(4)), rows(4) * 2)
 
 
-@pytest.mark.parametrize("kind", ["text", "flag", "list", "dict", "item", "object"])
+@pytest.mark.parametrize("kind", ["text", "flag", "list", "dict", "item", "object", "array"])
 def test_values_of_other_kinds_that_an_eager_step_moves_are_found(kind):
     def make() -> Callable[..., Any]:
         held = SimpleNamespace(
-            text="a", flag=False, list=[], dict={}, item={"a": [1]}, object=Stats(1)
+            text="a",
+            flag=False,
+            list=[],
+            dict={},
+            item={"a": [1]},
+            object=Stats(1),
+            array=np.ones(1),
         )
+
+        moves: dict[str, Callable[[], object]] = {
+            "text": lambda: setattr(held, "text", "b"),
+            "flag": lambda: setattr(held, "flag", True),
+            "list": lambda: held.list.append(1),
+            "dict": lambda: held.dict.update(more=1),
+            "item": lambda: held.item.update(a=[2]),
+            "object": lambda: setattr(held, "object", Stats(2)),
+            "array": lambda: held.array.fill(3),
+        }
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if x.shape[0] > 8:
-                held.text, held.flag = "b", True
-                held.list.append(1)
-                held.dict["more"] = 1
-                held.item["a"][0] += 1
-                held.object = Stats(2)
+                moves[kind]()
             factor = {
                 "text": len(held.text) if held.text == "a" else 7,
                 "flag": 2 if held.flag else 1,
                 "list": len(held.list) + 1,
                 "dict": len(held.dict) + 1,
                 "item": held.item["a"][0],
+                "array": float(held.array[0]),
                 "object": held.object.seen,
             }
             return x * factor[kind]

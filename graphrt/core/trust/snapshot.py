@@ -181,8 +181,8 @@ class PythonState:
                 found[place.path] = mine, other
         for link, mine, other in zip(self._containers, ours.contents, theirs.contents, strict=True):
             if not _alike(mine, other):
-                both = _entries(link.container, mine), _entries(link.container, other)
-                found.setdefault(link.path, both)
+                held = link.container
+                found.setdefault(link.path, (_entries(held, mine), _entries(held, other)))
         for (place, _), mine, other in zip(self._arrays, ours.arrays, theirs.arrays, strict=True):
             if not _alike(mine, other):
                 found[place.path] = mine, other
