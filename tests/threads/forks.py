@@ -13,7 +13,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graphrt import Batch, GraphOptions, GraphPool, GraphRunner, InputSpec
+from graphrt import (
+    Batch,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    InputSpec,
+    current_context,
+)
 from graphrt.core.device import Capability
 from graphrt.cpu.platform import CpuPlatform
 from graphrt.errors import PoolBusyError, PoolLeftBehindError
@@ -29,8 +37,13 @@ class Gate:
     def __init__(self) -> None:
         self.inside, self.go_on = threading.Event(), threading.Event()
         self.holds = False
+        self.in_warm_ups = True
 
     def __call__(self) -> None:
+        context = current_context()
+        records = context is not None and context.mode is GraphMode.FULL
+        if not (self.in_warm_ups or records):
+            return
         if self.holds and threading.current_thread() is not threading.main_thread():
             self.inside.set()
             self.go_on.wait(30)
@@ -137,9 +150,19 @@ def in_a_trial() -> str:
     return within(served, lambda: served.runner.verify(x=torch.rand(2, 4)), served.is_right)
 
 
+def in_a_warm_up_elsewhere() -> str:
+    """Another thread warms up in a pool of its own; the child serves, captures and collects."""
+    return _elsewhere(in_warm_ups=True)
+
+
 def in_a_capture_elsewhere() -> str:
-    """Another thread captures in a pool of its own; the child serves, captures and collects."""
+    """The same in a capture, which holds the lock of the device."""
+    return _elsewhere(in_warm_ups=False)
+
+
+def _elsewhere(*, in_warm_ups: bool) -> str:
     served, other = Served(), Served()
+    other.gate.in_warm_ups = in_warm_ups
     served.runner.capture()
     collects = gc.isenabled()
 
@@ -238,6 +261,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
         in_a_capture,
         in_a_lazy_capture,
         in_a_trial,
+        in_a_warm_up_elsewhere,
         in_a_capture_elsewhere,
         closed_in_a_child,
         of_a_device,

@@ -20,6 +20,7 @@ EXPECTED = {
     "in_a_capture": NAMED,
     "in_a_lazy_capture": NAMED,
     "in_a_trial": NAMED,
+    "in_a_warm_up_elsewhere": RIGHT,
     "in_a_capture_elsewhere": RIGHT,
     "closed_in_a_child": RIGHT,
 }
