@@ -22,7 +22,7 @@ from graphrt import (
     InputSpec,
     current_context,
 )
-from graphrt.core.device import Capability
+from graphrt.core.device import Capability, Platform, get_platform
 from graphrt.cpu.platform import CpuPlatform
 from graphrt.errors import PoolBusyError, PoolLeftBehindError
 
@@ -74,7 +74,7 @@ class Served:
         """Whether steps with and without a graph are."""
         for rows in (1, 2, 3, 4, 5):
             x = torch.rand(rows, 4)
-            if not torch.equal(self.runner(x=x), x * 2 + 1):
+            if not torch.equal(self.runner(x=x).cpu(), x * 2 + 1):
                 return False
         return True
 
@@ -189,14 +189,23 @@ class Device(CpuPlatform):
 
 
 def of_a_device() -> list[str]:
-    """Children of a process that has graphs of a device: a step, a capture and a new pool."""
-    device = Device()
+    """Children of a process that has graphs of a device: a step, captures and a new pool."""
+    return _children_of(Device())
+
+
+def of_a_gpu() -> list[str]:
+    """The same of a GPU."""
+    return _children_of(get_platform("cuda"))
+
+
+def _children_of(device: Platform) -> list[str]:
     served = Served(platform=device)
     served.runner.capture()
 
     def in_child(call: Callable[[], object]) -> Callable[[], bool]:
         def check() -> bool:
-            device.forked = True
+            if isinstance(device, Device):
+                device.forked = True
             call()
             return False
 
@@ -265,6 +274,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
         in_a_capture_elsewhere,
         closed_in_a_child,
         of_a_device,
+        of_a_gpu,
         in_the_middle,
     )
 }
