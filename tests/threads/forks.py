@@ -13,8 +13,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graphrt import Batch, GraphOptions, GraphPool, GraphRunner, InputSpec
-from graphrt.core.device import Capability
+from graphrt import (
+    Batch,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    InputSpec,
+    current_context,
+)
+from graphrt.core.device import Capability, Platform, get_platform
 from graphrt.cpu.platform import CpuPlatform
 from graphrt.errors import PoolBusyError, PoolLeftBehindError
 
@@ -29,8 +37,13 @@ class Gate:
     def __init__(self) -> None:
         self.inside, self.go_on = threading.Event(), threading.Event()
         self.holds = False
+        self.in_warm_ups = True
 
     def __call__(self) -> None:
+        context = current_context()
+        records = context is not None and context.mode is GraphMode.FULL
+        if not (self.in_warm_ups or records):
+            return
         if self.holds and threading.current_thread() is not threading.main_thread():
             self.inside.set()
             self.go_on.wait(30)
@@ -61,7 +74,7 @@ class Served:
         """Whether steps with and without a graph are."""
         for rows in (1, 2, 3, 4, 5):
             x = torch.rand(rows, 4)
-            if not torch.equal(self.runner(x=x), x * 2 + 1):
+            if not torch.equal(self.runner(x=x).cpu(), x * 2 + 1):
                 return False
         return True
 
@@ -137,9 +150,19 @@ def in_a_trial() -> str:
     return within(served, lambda: served.runner.verify(x=torch.rand(2, 4)), served.is_right)
 
 
+def in_a_warm_up_elsewhere() -> str:
+    """Another thread warms up in a pool of its own; the child serves, captures and collects."""
+    return _elsewhere(in_warm_ups=True)
+
+
 def in_a_capture_elsewhere() -> str:
-    """Another thread captures in a pool of its own; the child serves, captures and collects."""
+    """The same in a capture, which holds the lock of the device."""
+    return _elsewhere(in_warm_ups=False)
+
+
+def _elsewhere(*, in_warm_ups: bool) -> str:
     served, other = Served(), Served()
+    other.gate.in_warm_ups = in_warm_ups
     served.runner.capture()
     collects = gc.isenabled()
 
@@ -166,14 +189,23 @@ class Device(CpuPlatform):
 
 
 def of_a_device() -> list[str]:
-    """Children of a process that has graphs of a device: a step, a capture and a new pool."""
-    device = Device()
+    """Children of a process that has graphs of a device: a step, captures and a new pool."""
+    return _children_of(Device())
+
+
+def of_a_gpu() -> list[str]:
+    """The same of a GPU."""
+    return _children_of(get_platform("cuda"))
+
+
+def _children_of(device: Platform) -> list[str]:
     served = Served(platform=device)
     served.runner.capture()
 
     def in_child(call: Callable[[], object]) -> Callable[[], bool]:
         def check() -> bool:
-            device.forked = True
+            if isinstance(device, Device):
+                device.forked = True
             call()
             return False
 
@@ -238,9 +270,11 @@ SCENARIOS: dict[str, Callable[[], object]] = {
         in_a_capture,
         in_a_lazy_capture,
         in_a_trial,
+        in_a_warm_up_elsewhere,
         in_a_capture_elsewhere,
         closed_in_a_child,
         of_a_device,
+        of_a_gpu,
         in_the_middle,
     )
 }

@@ -20,6 +20,7 @@ EXPECTED = {
     "in_a_capture": NAMED,
     "in_a_lazy_capture": NAMED,
     "in_a_trial": NAMED,
+    "in_a_warm_up_elsewhere": RIGHT,
     "in_a_capture_elsewhere": RIGHT,
     "closed_in_a_child": RIGHT,
 }
@@ -41,7 +42,7 @@ def told_by(scenario: str) -> str:
 
 
 def test_all_of_them_are_expected() -> None:
-    assert {*EXPECTED, "of_a_device", "in_the_middle"} == {*SCENARIOS}
+    assert {*EXPECTED, "of_a_device", "of_a_gpu", "in_the_middle"} == {*SCENARIOS}
 
 
 @pytest.mark.parametrize("scenario", EXPECTED)
@@ -49,8 +50,9 @@ def test_a_child_serves_right_or_says_why_it_cannot(scenario: str) -> None:
     assert told_by(scenario) == EXPECTED[scenario]
 
 
-def test_a_child_never_asks_a_device_that_its_parent_had() -> None:
-    assert ast.literal_eval(told_by("of_a_device")) == [*[NAMED] * 5, RIGHT]
+@pytest.mark.parametrize("device", ["device", pytest.param("gpu", marks=pytest.mark.cuda)])
+def test_a_child_never_asks_a_device_that_its_parent_had(device: str) -> None:
+    assert ast.literal_eval(told_by(f"of_a_{device}")) == [*[NAMED] * 5, RIGHT]
 
 
 def test_children_that_are_forked_at_any_time_neither_hang_nor_are_wrong() -> None:

@@ -16,12 +16,12 @@ from graphrt.compile.errors import CompileError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.wrapping import Wrapping
 from graphrt.compile.private_torch import PartitionFunction, lacks_partitions, partitions_taken
-from graphrt.core.base import BakedScalarError, BreakShapeError, cloned
+from graphrt.core.base import BakedScalarError, BreakShapeError, cloned, fork_safe
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import Bridges, GraphWrapper, separate_strides
 
 # What Inductor calls for each of its partitions is process-wide.
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 _ALIGNMENT = 16
 """Bytes; what Inductor's kernels take for granted."""
 

@@ -33,10 +33,10 @@ from graphrt.compile.trace._unknown_sizes import decided_by_unknown
 from graphrt.compile.trace._user_lines import lines_of
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
-from graphrt.core.base import GraphRTError
+from graphrt.core.base import GraphRTError, fork_safe
 
 # Dynamo's hooks for bytecode are process-wide; a trace is rare enough to take turns.
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 _traces = 0
 
 

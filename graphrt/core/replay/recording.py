@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graphrt.core.base import after_forks
 from graphrt.core.device import GraphWork
 
 
@@ -62,6 +63,15 @@ noted."""
 under_way: set[int] = set()
 """Captures and warm-ups in any thread, by their `id`: mostly none, as every step sees by one look.
 What is left in it by mistake costs steps a second look, at the thread's own variables."""
+
+
+def _forked() -> None:
+    """What other threads captured is under way no more in a child of the process."""
+    if active.get() is None and not warming_up.get():
+        under_way.clear()
+
+
+after_forks(_forked)
 
 
 def current_capture() -> Recording | None:
