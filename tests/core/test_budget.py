@@ -346,8 +346,21 @@ def test_a_larger_budget_keeps_what_a_smaller_one_held(
         fit(keys, Budget(graphs=each, cost=cost, min_piecewise=fewest), mode=BOTH)
         for each in (least, least + graphs[1])
     )
-    assert set(small.keys) <= set(large.keys)
-    assert small.mode is large.mode or large.mode is BOTH
+    if small.mode is large.mode:
+        assert set(small.keys) <= set(large.keys)
+    else:
+        assert (small.mode, large.mode) == (GraphMode.FULL_DECODE_ONLY, BOTH)
+
+
+def test_mixed_batches_are_not_eager_for_the_sake_of_a_few_sizes_of_decode() -> None:
+    keys = keys_of(BOTH, *SIZES, reqs=256)
+    for graphs, mode in ((3, "FULL_DECODE_ONLY"), (4, BOTH.name), (30, BOTH.name), (70, BOTH.name)):
+        found = fit(keys, Budget(graphs=graphs), mode=BOTH)
+        assert (found.mode.name, len(found.keys)) == (mode, graphs)
+    # An NPU's pieces, of 35 streams each: not for half of the sizes of decode.
+    for streams, mode in ((80, "FULL_DECODE_ONLY"), (140, BOTH.name)):
+        found = plan(keys, Budget(streams=streams), pieces_take(35), mode=BOTH)
+        assert (found.mode.name, len(tokens(found, FULL))) == (mode, 35)
 
 
 def test_pieces_that_are_cheap_do_not_come_and_go_with_the_room_that_full_graphs_leave() -> None:
@@ -360,9 +373,9 @@ def test_pieces_that_are_cheap_do_not_come_and_go_with_the_room_that_full_graphs
     assert held == {
         5: ("PIECEWISE", [], [8, 4, 2, 1]),
         9: ("FULL_DECODE_ONLY", [8], []),
-        11: ("FULL_DECODE_ONLY", [8], []),
-        18: ("FULL_DECODE_ONLY", [8, 1], []),
-        36: ("FULL_DECODE_ONLY", [8, 4, 2, 1], []),
+        11: ("FULL_AND_PIECEWISE", [8], [8, 1]),
+        18: ("FULL_AND_PIECEWISE", [8], [8, 1]),
+        36: ("FULL_AND_PIECEWISE", [8, 4, 1], [8, 1]),
         38: ("FULL_AND_PIECEWISE", [8, 4, 2, 1], [8, 1]),
         40: ("FULL_AND_PIECEWISE", [8, 4, 2, 1], [8, 4, 2, 1]),
     }

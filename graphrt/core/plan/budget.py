@@ -180,11 +180,13 @@ def fit(
 ) -> Fitted:
     """Choose which of `keys` (in capture order) to capture within `budget`.
 
-    FULL graphs come first, because pieces take many times as much: there are pieces where all FULL
-    graphs fit. Within a mode the largest size is kept before the smallest, then those of
-    `landmarks` (a full decode batch), then the most valuable (see `by_worth`); what does not fit is
-    left out, and smaller graphs after it may still fit. Where the graphs of a mode cost alike, a
-    larger budget keeps what a smaller one held, and more.
+    FULL graphs come first, because pieces take many times as much: but for
+    `budget.min_piecewise` pieces, which are kept where they take no more than half of the budget,
+    there are pieces where all FULL graphs fit. Within a mode the largest size is kept before the
+    smallest, then those of `landmarks` (a full decode batch), then the most valuable (see
+    `by_worth`); what does not fit is left out, and smaller graphs after it may still fit. Where the
+    graphs of a mode cost alike, a larger budget keeps what a smaller one held, and more, as long as
+    both end in the same mode.
 
     With `traffic` as many sizes as fit are those that pad its batches least (`best_sizes`), the
     largest among them: of the sizes of `keys` if these are a host's `own`, else of any. A larger
@@ -202,10 +204,14 @@ def fit(
         order = by_priority(keys, traffic, landmarks)
     else:
         order = list(keys)
-    kept = _fill(order, costs, budget)
-    pieces = [key for key in keys if key[0] is GraphMode.PIECEWISE]
-    held = sum(key in kept for key in pieces)
+    pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
     fewest = min(budget.min_piecewise, len(pieces))
+    least = pieces[:fewest]
+    if budget.lacks(_total(costs[key] for key in least), _total(costs[key] for key in least)):
+        # More than half of it.
+        least = []
+    kept = _fill(order, costs, budget, least)
+    held = sum(key in kept for key in pieces)
     if mode.mode is GraphMode.FULL_AND_PIECEWISE and held < fewest:
         why = f"the budget holds {held} of {len(pieces)} piecewise sizes, fewer than {fewest}"
         mode = mode.stepped(BUDGET_RULE, GraphMode.FULL_DECODE_ONLY, why)
@@ -269,13 +275,17 @@ def _family(key: CaptureKey) -> object:
 
 
 def _fill(
-    order: Iterable[CaptureKey], costs: dict[CaptureKey, GraphCost], budget: Budget
+    order: Sequence[CaptureKey],
+    costs: dict[CaptureKey, GraphCost],
+    budget: Budget,
+    least: Sequence[CaptureKey] = (),
 ) -> set[CaptureKey]:
+    """What fits, in order; `least` are pieces that come after one FULL graph."""
     kept: set[CaptureKey] = set()
     used = nothing = _total(())
     waiting = False
-    for key in order:
-        if waiting and key[0] is GraphMode.PIECEWISE:
+    for key in dict.fromkeys([*order[:1], *least, *order]):
+        if waiting and key[0] is GraphMode.PIECEWISE and key not in least:
             # Or a larger budget, for another FULL graph, would have fewer pieces.
             continue
         if budget.lacks(used, costs[key]) is None:

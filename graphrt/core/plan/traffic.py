@@ -124,39 +124,32 @@ def _one_more(
     sizes ascend, those that were lowest are passed over for good.
     """
     padded, before = [alone[0]], [-1]
-    lines: list[tuple[float, float, int]] = []
+    slopes: list[float] = []
+    heights: list[float] = []
+    places: list[int] = []
     first = 0
     for at in range(1, len(sizes)):
         slope, height = -weights[at - 1], least[at - 1] + tokens[at - 1]
-        while len(lines) > first and _is_passed(lines, first, slope, height):
-            lines.pop()
-        lines.append((slope, height, at - 1))
+        # The last line is nowhere the lowest where the new one meets the one before it earlier.
+        while len(slopes) > first + 1 and (height - heights[-2]) * (slopes[-2] - slopes[-1]) <= (
+            heights[-1] - heights[-2]
+        ) * (slopes[-2] - slope):
+            slopes.pop()
+            heights.pop()
+            places.pop()
+        slopes.append(slope)
+        heights.append(height)
+        places.append(at - 1)
         size = sizes[at]
-        while first + 1 < len(lines) and _at(lines[first + 1], size) <= _at(lines[first], size):
-            first += 1
-        padded.append(alone[at] + _at(lines[first], size))
-        before.append(lines[first][2])
+        lowest = heights[first] + slopes[first] * size
+        while first + 1 < len(slopes):
+            other = heights[first + 1] + slopes[first + 1] * size
+            if other > lowest:
+                break
+            lowest, first = other, first + 1
+        padded.append(alone[at] + lowest)
+        before.append(places[first])
     return padded, before
-
-
-def _is_passed(
-    lines: list[tuple[float, float, int]], first: int, slope: float, height: float
-) -> bool:
-    """Whether the last line is nowhere the lowest beside one that falls faster."""
-    last_slope, last_height, _ = lines[-1]
-    if last_slope == slope:
-        return height <= last_height
-    if len(lines) - first < 2:
-        return False
-    low_slope, low_height, _ = lines[-2]
-    # Where the line before meets the new one, and where it meets the last.
-    return (height - low_height) * (low_slope - last_slope) <= (last_height - low_height) * (
-        low_slope - slope
-    )
-
-
-def _at(line: tuple[float, float, int], size: int) -> float:
-    return line[1] + line[0] * size
 
 
 def check_traffic(traffic: Traffic) -> dict[int, float]:
