@@ -79,7 +79,6 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.xfail(strict=True, reason="a constant is refused like any value")
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_follows_from_python_data_alone_is_read(name: str, inference: bool) -> None:
     x = torch.randn(4, 2)
@@ -98,7 +97,6 @@ def test_what_may_be_another_value_at_a_replay_is_refused(name: str, inference: 
         KeyedGraphs().capture(1, lambda: WRONG[name](x))
 
 
-@pytest.mark.xfail(strict=True, reason="a constant is refused like any value")
 def test_steps_of_a_runner_are_hits() -> None:
     runner = GraphRunner(
         _positions,
