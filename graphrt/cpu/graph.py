@@ -217,7 +217,7 @@ class _OpenCapture:
         self.tape = Tape(arena, inference=inference)
         self.tasks: list[TaskHandle] = []
         self.task_start: int | None = None
-        self._host_reads = HostReads(self.tape.births.wrapped)
+        self._host_reads = HostReads(self.tape.births.wrapped, self.tape.births.are_constant)
         self._compiled = CompiledCalls(self.tape, self._host_reads)
         self._undo = Undo()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,12 +126,14 @@ class CpuPlatform(Platform):
     def memory_figures(self) -> MemoryFigures | None:
         try:
             page = os.sysconf("SC_PAGE_SIZE")
-            return MemoryFigures(
-                free_bytes=page * os.sysconf("SC_AVPHYS_PAGES"),
-                total_bytes=page * os.sysconf("SC_PHYS_PAGES"),
-            )
+            free, total = (page * os.sysconf(f"SC_{name}_PAGES") for name in ("AVPHYS", "PHYS"))
         except (AttributeError, OSError, ValueError):
             return None  # not a POSIX system that tells
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # What the system keeps of files only until somebody needs the memory is free too.
+            found = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2]
+            free = int(found.split()[0]) << 10
+        return MemoryFigures(free, total)
 
     def task_begin(self, graph: TapeGraph) -> None:
         graph.task_begin()

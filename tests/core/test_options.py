@@ -43,14 +43,14 @@ OPTIONS = st.builds(
     strict=st.booleans(),
     launch=st.sampled_from(["graph", "eager"]),
     check=st.sampled_from(["off", "capture", "first", "sample", "always"]),
-    state_limit_bytes=st.integers(0, 1 << 40),
+    state_limit_bytes=st.none() | st.integers(0, 1 << 40),
     max_padding=st.none() | st.floats(1, 1e9),
 )
 
 
 def test_defaults() -> None:
     options = GraphOptions()
-    assert options.warmups == 1 and options.state_limit_bytes == 64 * 1024 * 1024
+    assert options.warmups == 1 and options.state_limit_bytes is None
 
 
 def test_every_field_is_checked() -> None:

@@ -25,6 +25,7 @@ from graphrt import (
     UpdatableTask,
     current_context,
     eager_break,
+    get_platform,
 )
 from graphrt.core.base import (
     CaptureError,
@@ -45,6 +46,7 @@ from graphrt.core.base import (
     UnknownPlatformError,
     VerificationError,
 )
+from graphrt.core.device import MemoryFigures
 from graphrt.cpu import CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}
@@ -147,22 +149,21 @@ def test_bind_is_called_in_every_phase_with_the_views_of_the_step():
     assert calls == [("eager", 1, 1), ("warmup", 2, 2), ("capture", 2, 2), ("replay", 2, 2)]
 
 
-def test_the_capture_context_is_entered_once_around_all_captures():
-    events = []
-
+def test_the_capture_context_is_entered_once_around_all_captures(capsys):
+    # Printed: what a forward appends to a list is put back after a warm-up.
     @contextlib.contextmanager
     def capture_context():
-        events.append("enter")
+        print("enter")
         yield
-        events.append("exit")
+        print("exit")
 
     def forward(x):
-        events.append("forward")
+        print("forward")
         return x + 1
 
     captured = runner(forward, host=Host(around_capture=capture_context))
     captured.capture()
-    assert events == ["enter", *["forward"] * 4, "exit"]
+    assert capsys.readouterr().out.split() == ["enter", *["forward"] * 4, "exit"]
 
 
 def test_segment_hooks_surround_every_segment():
@@ -386,6 +387,41 @@ def test_graphs_that_do_not_fit_are_dropped_and_what_is_captured_stays(strict):
     assert "1048576" in dropped.reason
     assert torch.equal(captured(x=rows(3)), rows(3, 2.0))
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_state_of_a_small_part_of_the_devices_memory_is_saved(declared):
+    # A static cache of 16 rows: more than 64 MiB, of a device that has it many times over.
+    cache = torch.zeros(2, 16, 16, 8, 144, 64, dtype=torch.bfloat16)
+
+    def forward(x):
+        cache.add_(1)
+        return x + cache.view(-1)[0]
+
+    large = runner(forward, host=Host(state=[cache] if declared else []))
+    if GraphOptions().state_limit(large.pool.platform) < cache.nbytes:
+        pytest.skip("this machine has less than 1.3 GB of free memory")
+    large.capture()
+    assert cache.count_nonzero() == 0
+    for step in range(1, 4):
+        assert torch.equal(large(x=rows(2)), rows(2, 1.0 + step))
+        assert large.last_dispatch.reason is Reason.HIT
+    assert (cache == 3).all()
+
+
+def test_the_limit_of_state_is_the_hosts_or_a_part_of_free_memory():
+    class Told(type(get_platform("cpu"))):
+        figures = MemoryFigures(free_bytes=1 << 40, total_bytes=1 << 41)
+
+        def memory_figures(self):
+            return self.figures
+
+    told, least = Told(), 64 << 20
+    assert GraphOptions().state_limit(told) == 1 << 36
+    assert GraphOptions(state_limit_bytes=5).state_limit(told) == 5
+    for figures in (MemoryFigures(1 << 20, 1 << 41), None):
+        told.figures = figures
+        assert GraphOptions().state_limit(told) == least
 
 
 def test_state_over_the_limit_is_refused_before_anything_is_captured():

@@ -20,7 +20,7 @@ HOST_READS = {
     "if": lambda: 1 if X.sum() > 0 else 2,
     "int": lambda: int(X[0]),
     "float": lambda: float(X[0]),
-    "index": lambda: [0, 1][torch.tensor(1)],
+    "index": lambda: [0, 1][X.long()[1]],
     "tolist": lambda: X.tolist(),
     "numpy": lambda: X.numpy(),
     "array": lambda: np.asarray(X),

@@ -358,3 +358,36 @@ def test_a_number_without_rows_beyond_the_limit_is_a_named_error():
 
     with pytest.raises(StateTooLargeError):
         run()
+
+
+AT = torch.tensor([3, 5])
+PARTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "index_copy_": lambda s: s.index_copy_(2, AT, torch.ones(4, 8, 2, 16)),
+    "index_add_": lambda s: s.index_add_(2, AT, torch.ones(4, 8, 2, 16)),
+    "index_fill_": lambda s: s.index_fill_(-2, AT, 3.0),
+    "index_put_": lambda s: s.__setitem__((slice(None), slice(None), AT), 7.0),
+    "two indices": lambda s: s.__setitem__((AT - 3, slice(None), AT), 7.0),
+    "index behind a slice": lambda s: s[:, 1:3].__setitem__((slice(None), 0, AT), 7.0),
+    "list": lambda s: s.__setitem__((slice(None), slice(None), [3, 5]), 7.0),
+    "scatter_": lambda s: s.scatter_(3, AT.expand(4, 8, 64, 2).clone(), 2.0),
+    "scatter_add_": lambda s: s.scatter_add_(
+        2, AT.view(2, 1).expand(4, 8, 2, 16).clone(), torch.ones(4, 8, 2, 16)
+    ),
+    "slice": lambda s: s.__setitem__((slice(None), slice(None), slice(3, 5)), 7.0),
+    "copy to a slice": lambda s: s[..., 2:4].copy_(torch.ones(4, 8, 64, 2)),
+    "select": lambda s: s[:, :, 3].add_(1),
+    "narrow": lambda s: s.narrow(2, 3, 2).mul_(2),
+    "mask": lambda s: s.__setitem__(s > 3, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_of_writes_by_index_only_what_they_write_is_saved(name: str) -> None:
+    state = torch.randn(4, 8, 64, 16)
+    state.view(-1)[0] = 4.0
+    before, saves = state.clone(), SavedWrites(MUCH)
+    Watch(frozenset(), saves).around(lambda: PARTS[name](state))
+    assert not torch.equal(state, before)
+    assert saves.bytes <= state.nbytes / 8
+    saves.restore()
+    assert torch.equal(state, before)

@@ -23,13 +23,15 @@ from graphrt.core.base import (
     whole,
     wrong_type,
 )
+from graphrt.core.device import Platform
 
 CHECK_LEVELS = ("off", "capture", "first", "sample", "always")
 """How much is checked, each level with all of those before it."""
 
 CHECK_VARIABLE = "GRAPHRT_CHECK"
 
-_MIB = 1 << 20
+_LEAST_STATE = 64 << 20
+_OF_FREE_MEMORY = 16
 _MOST_WARMUPS = 1000
 
 
@@ -66,7 +68,8 @@ class GraphOptions:
       only if its capture fails without.
     - `launch` ("graph"): "eager" runs every step eagerly, padded as its graph would be.
     - `max_padding` (None): the largest ratio of a graph's tokens to the batch's, 1 or more.
-    - `state_limit_bytes` (67108864, 64 MiB): how much state is saved, declared or found, in bytes.
+    - `state_limit_bytes` (None): how much state is saved, declared or found, in bytes; None: a
+      sixteenth of the device's free memory, and at least 64 MiB.
     - `inputs_in_graph` (True): graphs fetch a step's inputs themselves, where the platform can;
       else they are copied before.
 
@@ -85,7 +88,7 @@ class GraphOptions:
     warm_up_each: bool = True
     launch: Literal["graph", "eager"] = "graph"
     max_padding: float | None = None
-    state_limit_bytes: int = 64 * _MIB
+    state_limit_bytes: int | None = None
     inputs_in_graph: bool = True
 
     def __post_init__(self) -> None:
@@ -122,6 +125,14 @@ class GraphOptions:
             )
         return CHECK_LEVELS.index(asked) >= CHECK_LEVELS.index(level)
 
+    def state_limit(self, platform: Platform) -> int:
+        """How many bytes of state are saved on the current device of `platform`."""
+        if self.state_limit_bytes is not None:
+            return self.state_limit_bytes
+        figures = platform.memory_figures()
+        # A trial holds some copies more; what an allocator keeps to itself counts as taken.
+        return max(_LEAST_STATE, 0 if figures is None else figures.free_bytes // _OF_FREE_MEMORY)
+
     def merged(self, changes: Mapping[str, object]) -> GraphOptions:
         """A copy with these values in place of its own."""
         if not isinstance(changes, Mapping):
@@ -151,6 +162,6 @@ _CHECKS: dict[str, Check] = {
     "warm_up_each": flag,
     "launch": choice("graph", "eager"),
     "max_padding": optional(padding_ratio),
-    "state_limit_bytes": whole(0, 64 * _MIB),
+    "state_limit_bytes": optional(whole(0, _LEAST_STATE)),
     "inputs_in_graph": flag,
 }

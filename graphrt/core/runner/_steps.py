@@ -73,7 +73,7 @@ def steps_of(
         padded,
         unpadded,
         updates,
-        limit_bytes=options.state_limit_bytes,
+        limit_bytes=partial(options.state_limit, pool.platform),
         mixes_rows=host.mixes_rows,
         at_bound=host.metadata,
         keep_touched=partial(keep_touched, graphs, pool, inputs),

@@ -242,7 +242,7 @@ class GraphSet:
         return 0 if wrapper is None else sum(not e.breaks for e in wrapper.entries.values())
 
     def _saved_state(self) -> WatchedState:
-        limit = self._options.state_limit_bytes
+        limit = self._options.state_limit(self._pool.platform)
         return WatchedState(
             SavedState(self.state, limit),
             limit_bytes=limit,

@@ -31,12 +31,15 @@ class Births:
     """The constants of one tape.
 
     No operator makes them. One that is neither written nor kept by the forward costs a replay
-    nothing: its block is the graph's own.
+    nothing: its block is the graph's own. What operators compute of nothing else is a constant too:
+    its values are the same at every replay, so the forward may read them.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._born: dict[int, _Birth] = {}
+        # By what names their memory; while there is a weak reference nothing else has the name.
+        self._constant: dict[int, StorageWeakRef] = {}
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the forward gets for a tensor that was just made of Python data."""
@@ -51,7 +54,29 @@ class Births:
         out.copy_(value)
         restore = Call(torch.Tensor.copy_, (self._arena.alias(out), value))
         self._born[out.untyped_storage().data_ptr()] = _Birth(held, seen, restore)
+        self._note_constant(out)
         return out
+
+    def are_constant(self, given: Any) -> bool:
+        """Whether there are tensors in `given`, and all are constants."""
+        tensors = tensors_in(given)
+        return bool(tensors) and all(map(self._is_constant, tensors))
+
+    def derive(self, op: Operator, given: Any, result: Any) -> None:
+        """Note what an operator has computed: constants, if all that it was given is."""
+        if op.repeatable and not op.allocates and all(map(self._is_constant, tensors_in(given))):
+            for tensor in tensors_in(result):
+                self._note_constant(tensor)
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+            return False
+        return tensor.untyped_storage()._cdata in self._constant
+
+    def _note_constant(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided and type(tensor) is torch.Tensor:
+            storage = tensor.untyped_storage()
+            self._constant[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def wrapped(self, value: Any) -> None:
         """Note tensors over memory that the host may hold too: an array, a buffer, a file."""
@@ -62,11 +87,16 @@ class Births:
         for tensor, place in zip(tensors, storage_ids(tensors), strict=True):
             known[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
-    def write(self, op: Operator | None, given: Any) -> None:
-        """Note that an operator, or a compiled callable, may write the tensors in `given`."""
-        if not self._born and not self._arena.wrapped:
+    def write(self, op: Operator | None, given: Any, written: Any = None) -> None:
+        """Note that an operator of what is `given` may write the tensors in `written`; a compiled
+        callable may write all."""
+        if not (self._born or self._constant or self._arena.wrapped):
             return
-        tensors = tensors_in(given)
+        tensors = tensors_in(given if written is None else written)
+        if op is None or not op.built_in or op.random or not self.are_constant(given):
+            for tensor in tensors:
+                if tensor.layout is torch.strided:
+                    self._constant.pop(tensor.untyped_storage()._cdata, None)
         for tensor, place in zip(tensors, storage_ids(tensors), strict=True):
             if place in self._arena.wrapped and op is not None and op.mutates:
                 _refuse(op)
@@ -79,6 +109,7 @@ class Births:
         """What a replay begins with, and what the graph keeps in use."""
         births = list(self._born.values())
         self._born.clear()
+        self._constant.clear()
         restores = [b.restore for b in births if b.written or b.seen() is not None]
         return restores, [b.held for b in births]
 

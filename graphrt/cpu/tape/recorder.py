@@ -28,7 +28,7 @@ from graphrt.cpu.tape.lowering import (
 )
 from graphrt.cpu.tape.metadata import OwnTensors, changes_metadata
 from graphrt.cpu.tape.operators import Operator, operator_of
-from graphrt.cpu.tape.refusals import reads_allowed, refusal_of
+from graphrt.cpu.tape.refusals import VALUE_READS, reads_allowed, refusal_of
 from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
 
 # Under any dispatch mode torch computes vectors that were not asked for (svdvals, eigvalsh, cond,
@@ -94,6 +94,8 @@ class Tape(ThreadMode):
         op = operator_of(func)
         refuse = refusal_of(op)
         if refuse is not None:
+            if op.name in VALUE_READS and self.births.are_constant((args, kwargs)):
+                return func(*args, **kwargs)
             refuse(op, args, kwargs)
         if op.composite:
             return self.take_apart(func, args, kwargs)
@@ -103,7 +105,9 @@ class Tape(ThreadMode):
             return self._change_metadata(op, args, kwargs)
         if op.mutates:
             return self._mutate(op, args, kwargs)
-        return self.own.note(self._compute(op, args, kwargs))
+        result = self._compute(op, args, kwargs)
+        self.births.derive(op, (args, kwargs), result)
+        return self.own.note(result)
 
     def finish(self) -> list[Step]:
         """The steps, without copies of outputs that nothing ever read."""
@@ -149,7 +153,7 @@ class Tape(ThreadMode):
             raise
 
     def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.births.write(op, op.written_arguments(args, kwargs))
+        self.births.write(op, (args, kwargs), op.written_arguments(args, kwargs))
         result = _run(op, args, kwargs)
         fresh = fresh_among(tensors_in(result), (args, kwargs))
         if fresh:
@@ -204,7 +208,7 @@ class Tape(ThreadMode):
     ) -> Any:
         """Replay by running the operator again and copying what is fresh in its result."""
         if not op.mutates:
-            self.births.write(op, op.written_arguments(args, kwargs))
+            self.births.write(op, (args, kwargs), op.written_arguments(args, kwargs))
         weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
         with replay_guard(inference=self._inference):
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))

@@ -23,18 +23,11 @@ _CHECK_ADVICE = (
     "use the variant that raises nothing (torch.linalg.inv_ex, solve_ex, cholesky_ex, "
     "lu_factor_ex, ldl_factor_ex), or do this part in an eager break"
 )
-_SYNC_OPS = frozenset(
-    "aten::" + name
-    for name in (
-        "_linalg_check_errors",
-        "_local_scalar_dense",
-        "_pack_padded_sequence",
-        "allclose",
-        "equal",
-        "is_nonzero",
-        "item",
-    )
+VALUE_READS = frozenset(
+    "aten::" + name for name in ("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item")
 )
+"""They read values and do nothing else: those of constants are the same at every replay."""
+_SYNC_OPS = VALUE_READS | {"aten::_linalg_check_errors", "aten::_pack_padded_sequence"}
 _HOST_TYPES = frozenset({"int", "float", "bool", "number", "complex", "SymInt"})
 _MASK_DTYPES = frozenset({torch.bool, torch.uint8})
 _SHAPE_ADVICE = {
@@ -157,6 +150,11 @@ _HOST_READS = (
     "tolist",
 )
 
+_COPYING_READS = frozenset(
+    ("__bool__", "__complex__", "__float__", "__format__", "__index__", "__int__", "tolist")
+)
+"""Of these reads the forward keeps no memory: those of constants are allowed."""
+
 _WRAPPERS = ("frombuffer", "from_dlpack", "load")
 """They make tensors of memory that no operator wrote."""
 
@@ -170,13 +168,16 @@ _thread = threading.local()
 class HostReads:
     """Refuses the reads of this thread that no operator shows, from `open` to `close`."""
 
-    def __init__(self, wrapped: Callable[[Any], None]) -> None:
-        """`wrapped` is called with what was made of the host's memory."""
+    def __init__(self, wrapped: Callable[[Any], None], are_constant: Callable[[Any], bool]) -> None:
+        """`wrapped` is called with what was made of the host's memory, `are_constant` says whether
+        arguments have the same values at every replay."""
         self._wrapped = wrapped
+        self._are_constant = are_constant
 
     def open(self) -> None:
         _thread.refusing = True
         _thread.wrapped = self._wrapped
+        _thread.are_constant = self._are_constant
         with _lock:
             _open.add(id(self))
             if not _restores:
@@ -186,7 +187,7 @@ class HostReads:
     def close(self) -> None:
         """Allow them again; it may be called again, and where `open` came half-way."""
         _thread.refusing = False
-        _thread.wrapped = None
+        _thread.wrapped = _thread.are_constant = None
         with _lock:
             _open.discard(id(self))
             while _restores and not _open:
@@ -230,6 +231,8 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in _WRAPPERS:
+        return False
+    if name in _COPYING_READS and _thread.are_constant(args):
         return False
     if name != "tensor_split":
         return True

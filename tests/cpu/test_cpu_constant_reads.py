@@ -1,0 +1,113 @@
+"""Values that are the same at every replay may be read on the host: they follow from Python data
+alone. Whatever an input, a weight, or memory of the host's reached may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from graphrt import GraphRunner, InputSpec, KeyedGraphs, Reason
+from graphrt.errors import CaptureSyncError
+
+WEIGHT = torch.tensor([1.0, 2.0])
+
+
+def _positions(x: torch.Tensor) -> torch.Tensor:
+    # As transformers looks for packed sequences in positions that nobody gave.
+    positions = torch.arange(x.shape[0]).unsqueeze(0)
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    if ((steps != 1).cumsum(-1)[:, -1] == 0).all():
+        return x + 1
+    return x
+
+
+def _written_constant(x: torch.Tensor) -> torch.Tensor:
+    count = torch.zeros(2)
+    count += 1
+    count[0] = torch.tensor(5.0)
+    return x * count[0].item()
+
+
+RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "positions": _positions,
+    "bool": lambda x: x + 1 if torch.tensor([2, 3]).sum() > 4 else x,
+    "item": lambda x: x * torch.full((1,), 7.0).item(),
+    "tolist": lambda x: x[:, torch.arange(1, -1, -1).tolist()],
+    "index": lambda x: x[: int(torch.tensor(2))],
+    "range": lambda x: x * sum(range(torch.tensor(3))),
+    "format": lambda x: x * float(f"{torch.tensor(2.5)}"),
+    "equal": lambda x: x if torch.equal(torch.ones(2), torch.tensor([1.0, 1.0])) else x * 0,
+    "written": _written_constant,
+    "a tensor of a tensor": lambda x: x * torch.tensor([torch.tensor(2.0), 3.0]),
+}
+
+
+def _written_by_input(x: torch.Tensor) -> torch.Tensor:
+    count = torch.zeros(2)
+    count += x[0]
+    return x * count[0].item()
+
+
+def _written_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    count = torch.zeros(4)
+    count.view(2, 2)[1].copy_(WEIGHT)
+    return x * count.max().item()
+
+
+def _in_a_used_block(x: torch.Tensor) -> torch.Tensor:
+    made = torch.arange(2.0) + 1
+    made.max().item()
+    del made
+    made = x[0] + 1
+    return x * made.max().item()
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "input": lambda x: x if x.sum() > 0 else -x,
+    "weight": lambda x: x * WEIGHT[0].item(),
+    "derived": lambda x: x * (torch.zeros(2) + WEIGHT).tolist()[0],
+    "random": lambda x: x * torch.rand(()).item(),
+    "empty": lambda x: x * torch.empty(()).item(),
+    "array": lambda x: x * torch.frombuffer(bytearray(8), dtype=torch.float32).sum().item(),
+    "written by an input": _written_by_input,
+    "written through a view": _written_through_a_view,
+    "in a used block": _in_a_used_block,
+    "numpy": lambda x: x * float(torch.ones(()).numpy()),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_follows_from_python_data_alone_is_read(name: str, inference: bool) -> None:
+    x = torch.randn(4, 2)
+    with torch.inference_mode(inference):
+        graph = KeyedGraphs().capture(1, lambda: RIGHT[name](x))
+        for _ in range(3):
+            x.copy_(torch.randn(4, 2))
+            assert torch.equal(graph.replay(), RIGHT[name](x))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_may_be_another_value_at_a_replay_is_refused(name: str, inference: bool) -> None:
+    x = torch.randn(4, 2)
+    with torch.inference_mode(inference), pytest.raises(CaptureSyncError):
+        KeyedGraphs().capture(1, lambda: WRONG[name](x))
+
+
+def test_steps_of_a_runner_are_hits() -> None:
+    runner = GraphRunner(
+        _positions,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 2))},
+        outputs=("tokens", 2),
+        mode="FULL",
+        sizes=[2, 4],
+    )
+    runner.capture()
+    for count in (1, 2, 3, 4):
+        x = torch.randn(count, 2)
+        assert torch.equal(runner(x=x), x + 1)
+        assert runner.last_dispatch is not None
+        assert runner.last_dispatch.reason is Reason.HIT
