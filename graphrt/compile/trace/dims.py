@@ -105,7 +105,8 @@ def telling_sizes(given: Mapping[str, int], avoid: Iterable[int]) -> dict[str, i
     found: dict[str, int] = {}
     for name, size in given.items():
         above = range(size + 1, size + len(taken) + 8)
-        near = (size, *range(size - 1, 3, -1), *above)
+        # Halves of an even size are equal, and the trace may rely on it.
+        near = [size, *sorted((*range(size - 1, 3, -1), *above), key=lambda n: (n - size) % 2)]
         found[name] = next(n for n in near if n not in taken and n + 1 not in taken)
         taken |= {found[name] - 1, found[name], found[name] + 1}
     return found
