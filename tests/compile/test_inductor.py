@@ -251,3 +251,30 @@ def test_batch_norm_that_trains_takes_the_number_of_rows_of_each_call(tmp_path, 
     assert held
     for name, each in held.items():
         torch.testing.assert_close(each, model.get_buffer(name))
+
+
+def last_rows(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    return x[starts[1:] - 1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("first", [2, 3, 5, 7, pytest.param(13, marks=pytest.mark.long)])
+def test_the_last_row_of_each_request_at_any_number_of_rows_of_the_first_call(first, tmp_path):
+    dims = {"x": {0: "tokens"}, "starts": {0: "reqs"}}
+    compiled = compile_module(last_rows, dims, options=options(tmp_path))
+    for rows in (first, 2, 3, 9):
+        x, starts = torch.randn(rows, 4), torch.arange(rows) + 1
+        assert torch.equal(compiled(x, starts), last_rows(x, starts))
+
+
+@needs_compiler
+def test_a_first_call_of_two_rows_that_is_refused_says_what_to_compile_first(tmp_path):
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return x[1:] - x[:-1]
+
+    x = torch.randn(2, 4)
+    with pytest.raises(CompileError, match="ensure_compiled"):
+        compile_module(between, ["x"], options=options(tmp_path))(x)
+    compiled = compile_module(between, ["x"], options=options(tmp_path))
+    compiled.ensure_compiled(torch.randn(4, 4))
+    assert torch.equal(compiled(x), between(x))

@@ -32,8 +32,9 @@ def size_conditions(inputs: Sequence[Any]) -> Iterator[list[Any]]:
             "the compiler takes a batch size for another one, or for a constant",
             got=f"{changed[0]} = {changed[1]}",
             expected="code for every batch size",
-            advice="take the lines that computation_graph shows for this piece into an opaque "
-            "operator, or use backend='eager'",
+            advice="call ensure_compiled() with 4 rows or more before smaller batches; else take "
+            "the lines that computation_graph shows for this piece into an opaque operator, "
+            "or use backend='eager'",
         )
 
 

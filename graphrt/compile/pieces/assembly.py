@@ -172,5 +172,8 @@ def _reassigned(names: tuple[str, ...]) -> ReassignedStateError:
         names=names,
         got=", ".join(names),
         expected="in-place updates, such as self.count.add_(1) or self.buffer.copy_(new)",
-        advice="update the tensor in place and declare it as state, or compile with graphs=False",
+        advice="write into a tensor that is there before the first call and has room for all that "
+        "comes, a count too; a cache of transformers does so with Cache(layers=[StaticLayer("
+        "max_cache_len=...) for each layer]), see docs/compile.md. Or compile with graphs=False, "
+        "for calls that no graph replays",
     )

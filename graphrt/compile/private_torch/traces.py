@@ -45,9 +45,11 @@ _SIZE = re.compile(r"(.+)\.size\(\)\[(\d+)\]$")
 
 
 class SideEffects(Protocol):
-    """What Dynamo knows of the objects that a forward changes; `variable`s are Dynamo's own."""
+    """What Dynamo knows of the objects that a forward changes; `variable`s are Dynamo's own.
+    `keepalive` are the objects themselves."""
 
     id_to_variable: Mapping[int, Any]
+    keepalive: Sequence[Any]
 
     def is_modified(self, variable: Any) -> bool: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from graphrt.compile.private_torch import SideEffects, side_effects
@@ -12,24 +13,55 @@ from graphrt.compile.private_torch import SideEffects, side_effects
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
 _KEPT = re.compile(r"\._(?:parameters|buffers)\b(?:\['(\w+)'\])?")
 _NOTHING = object()
-_PLAIN = (int, float, bool, str, bytes)
+_PLAIN = (int, float, bool, str, bytes, type(None))
 _ARGUMENT = re.compile(r"^L\['(\w+)'\]")
 _IMPORT = re.compile(r"^G\['__import_(\w+?)'\]")
 _GLOBAL = re.compile(r"^G\['(\w+)'\]")
 _ROOT = re.compile(r"^G\['_call'\](?:\.__self__)?")
 
 
-def assigned_names() -> tuple[str, ...]:
-    """Attributes, containers and globals that existed before the forward, and that it assigns to.
+@dataclass(frozen=True)
+class Rewritten:
+    """A place in which the forward leaves the plain value that was there at the trace.
+
+    Compiled code does not write it. Dynamo guards on what the forward reads; a value that it only
+    writes may have become another one meanwhile.
+    """
+
+    name: str
+    value: object
+    _owner: Any
+    _key: Any
+    _is_attribute: bool
+
+    def now(self) -> object:
+        """What is there; "nothing" if the place is gone."""
+        try:
+            return getattr(self._owner, self._key) if self._is_attribute else self._owner[self._key]
+        except (AttributeError, LookupError):
+            return "nothing"
+
+    def holds(self) -> bool:
+        """Whether it is the value of the trace; zeros of either sign are equal."""
+        now = self.now()
+        return type(now) is type(self.value) and repr(now) == repr(self.value)
+
+
+def assignments() -> tuple[tuple[str, ...], tuple[Rewritten, ...]]:
+    """Attributes, containers and globals that existed before the forward, and that it assigns to,
+    by name; and those which it leaves as they were.
 
     Must be called in the backend. In-place operators are no assignments.
     """
-    return tuple(dict.fromkeys(_names(side_effects())))
+    rewritten: list[Rewritten] = []
+    return tuple(dict.fromkeys(_names(side_effects(), rewritten))), tuple(rewritten)
 
 
-def _names(effects: SideEffects) -> Iterator[str]:
+def _names(effects: SideEffects, rewritten: list[Rewritten]) -> Iterator[str]:
     attributes = getattr(effects, "store_attr_mutations", {})
-    for variable in list(effects.id_to_variable.values()):
+    # While Dynamo traces, what the forward writes to still has what it had.
+    objects = {id(each): each for each in effects.keepalive}
+    for key, variable in list(effects.id_to_variable.items()):
         source = getattr(variable, "source", None)
         if source is None or not effects.is_modified(variable):
             continue
@@ -39,13 +71,29 @@ def _names(effects: SideEffects) -> Iterator[str]:
         stored = attributes.get(variable)
         if stored:
             for attribute, value in stored.items():
+                at = f"{name}.{attribute}"
                 if not _is_restored(effects, variable, attribute, value):
-                    yield f"{name}.{attribute}"
+                    yield at
+                elif type(value).__name__ != "DeletedVariable":
+                    old = inspect.getattr_static(variable.value, attribute)
+                    if type(old) in _PLAIN:
+                        rewritten.append(Rewritten(at, old, variable.value, attribute, True))
             continue
         if type(variable).__name__ == "TensorVariable":
             continue
-        keys = _changed_keys(variable)
-        yield from [f"{name}.{key}" for key in keys] or [name]
+        before = objects.get(key, _NOTHING)
+        keys = _changed_keys(effects, variable, before)
+        if keys is None:
+            yield name
+            continue
+        yield from [f"{name}.{key}" if isinstance(key, str) else name for key in keys]
+        if not keys and not isinstance(before, set):
+            places = before.items() if isinstance(before, dict) else enumerate(before)
+            rewritten += [
+                Rewritten(f"{name}[{key!r}]", value, before, key, False)
+                for key, value in places
+                if type(value) in _PLAIN
+            ]
 
 
 def _is_restored(effects: SideEffects, owner: Any, attribute: str, stored: Any) -> bool:
@@ -57,28 +105,29 @@ def _is_restored(effects: SideEffects, owner: Any, attribute: str, stored: Any) 
     before = inspect.getattr_static(instance, attribute, _NOTHING)
     if type(stored).__name__ == "DeletedVariable":
         return before is _NOTHING
-    if before is _NOTHING:
-        return False
-    if effects.id_to_variable.get(id(before)) is stored:
-        return True
-    if not hasattr(stored, "value"):
-        return False
-    value = stored.value
-    return value is before or (
-        type(value) is type(before) and type(value) in _PLAIN and value == before
-    )
+    return before is not _NOTHING and _is_same(effects, stored, before)
 
 
-def _changed_keys(variable: Any) -> list[str]:
-    """The keys of a dict that have other values now, as far as Dynamo tells."""
-    now, before = getattr(variable, "items", None), getattr(variable, "original_items", None)
-    if not isinstance(now, dict) or not isinstance(before, dict):
-        return []
-    named = {_key_of(key): value for key, value in before.items()}
+def _changed_keys(effects: SideEffects, variable: Any, before: Any) -> list[object] | None:
+    """The keys at which a container has another value now than `before`; None if all that is known
+    is that something changed. To write the value that is there is no change: Whisper's cache does
+    so at every step."""
+    now, source = getattr(variable, "items", None), variable.source
+    if type(before) is dict and isinstance(now, dict):
+        values = {_key_of(key): value for key, value in now.items()}
+        if list(values) != list(before):
+            return [key for key in values if key not in before] or None
+        pairs = [(key, values[key], before[key]) for key in before]
+    elif type(before) is list and isinstance(now, list) and len(now) == len(before):
+        pairs = [(place, now[place], before[place]) for place in range(len(before))]
+    elif type(before) is set and now is not None:
+        return [] if {_key_of(key) for key in now} == before else None
+    else:
+        return None
     return [
-        name
-        for key, value in now.items()
-        if isinstance(name := _key_of(key), str) and not _is_same(value, named.get(name))
+        key
+        for key, value, old in pairs
+        if not (_is_same(effects, value, old) or _is_from(value, source, key))
     ]
 
 
@@ -87,12 +136,29 @@ def _key_of(key: Any) -> object:
     return getattr(getattr(key, "vt", key), "value", None)
 
 
-def _is_same(value: Any, before: Any) -> bool:
-    """Dynamo may know one value by two objects, of which one is not looked at yet."""
-    if value is before:
+def _is_same(effects: SideEffects, variable: Any, before: object) -> bool:
+    """Whether Dynamo's variable stands for the value `before`, as far as it tells."""
+    if effects.id_to_variable.get(id(before)) is variable:
         return True
-    source = getattr(value, "source", None)
-    return source is not None and source == getattr(before, "source", None)
+    if type(before) is tuple:
+        items = getattr(variable, "items", None)
+        return (
+            isinstance(items, list | tuple)
+            and len(items) == len(before)
+            and all(_is_same(effects, *both) for both in zip(items, before, strict=True))
+        )
+    if type(variable).__name__ == "LazyVariableTracker" or not hasattr(variable, "value"):
+        return False
+    value = variable.value
+    plain = type(value) is type(before) and type(value) in _PLAIN
+    # Zeros of either sign are equal.
+    return value is before or (plain and repr(value) == repr(before))
+
+
+def _is_from(variable: Any, container: Any, key: object) -> bool:
+    """Whether a value is what the container had at that key, which Dynamo need not have read."""
+    source = getattr(variable, "source", None)
+    return getattr(source, "base", None) == container and getattr(source, "index", None) == key
 
 
 def _name_of(source: Any) -> str | None:

@@ -22,16 +22,25 @@ def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -
     by = found[1] if found else first
     advice = "compare tensors instead (torch.where), or read what data tell, as item() and "
     advice += "nonzero() do, in an opaque operator"
+    if not all(map(_is_own, frames)):
+        advice += "; a model of transformers that counts by its cache takes what it would make of "
+        advice += "that number: pass attention_mask= of the cache's length, and position_ids="
     what = f"the forward cannot be traced as one graph: it decides by what no trace knows, {by}"
     if unbacked:
         what = f"the forward decides by {by}, which dynamic_shapes='unbacked' refuses"
         advice = "add torch._check for what is always true, or use dynamic_shapes='backed'"
-    checks = next(filter(None, map(_checks, reversed(frames))), None)
+    # Nobody writes a line into a library that is installed.
+    own = filter(_is_own, reversed(frames))
+    checks = next(filter(None, map(_checks, own)), None)
     if checks is not None:
         line, calls = checks
         advice = f"a slice may be shorter than it says: write {' and '.join(calls)} before {line}; "
         advice += "where a size is read off data, take that into an opaque operator"
     return TraceError(what, got=frames[-1] if frames else first, advice=advice)
+
+
+def _is_own(frame: Source) -> bool:
+    return "site-packages" not in frame.filename
 
 
 def _checks(frame: Source) -> tuple[str, list[str]] | None:

@@ -172,6 +172,7 @@ def _outside(
     methods = subject.methods(traced.codes)
     return Outside(
         traced.guards,
+        traced.rewritten,
         subject.parameters,
         _device(traced).type,
         methods,

@@ -97,12 +97,16 @@ def sizes_of(dims: DynamicDims, leaves: Iterable[Leaf]) -> dict[str, int]:
 def telling_sizes(given: Mapping[str, int], avoid: Iterable[int]) -> dict[str, int]:
     """A size for every axis, near the given one, that nothing else has.
 
-    A size that two things have would be taken for one size of both.
+    A size that two things have would be taken for one size of both. None is made as small as 2 or
+    3, at which halves and what leaves out an element have a size of 1: Inductor takes `n - 1 = 1`
+    for a constant.
     """
     taken = {0, 1, *avoid}
     found: dict[str, int] = {}
     for name, size in given.items():
-        near = (*range(size, 1, -1), *range(size + 1, size + len(taken) + 8))
+        above = range(size + 1, size + len(taken) + 8)
+        # Halves of an even size are equal, and the trace may rely on it.
+        near = [size, *sorted((*range(size - 1, 3, -1), *above), key=lambda n: (n - size) % 2)]
         found[name] = next(n for n in near if n not in taken and n + 1 not in taken)
         taken |= {found[name] - 1, found[name], found[name] + 1}
     return found

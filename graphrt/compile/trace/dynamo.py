@@ -28,7 +28,7 @@ from graphrt.compile.private_torch import (
     torch_check,
     trace_so_far,
 )
-from graphrt.compile.trace._side_effects import assigned_names
+from graphrt.compile.trace._side_effects import Rewritten, assignments
 from graphrt.compile.trace._unknown_sizes import decided_by_unknown
 from graphrt.compile.trace._user_lines import lines_of
 from graphrt.compile.trace.dims import DynamicDims
@@ -47,7 +47,8 @@ class Traced:
     `graph` takes arguments, sizes and weights, in an order of Dynamo's own. `transformed` is the
     code that Dynamo leaves of the forward: it gathers those, calls the graph, and builds what the
     forward returns. `conditions` are the relations of sizes that the trace relied on. `assigned`
-    are the attributes and containers that the forward assigns to. `codes` is what Dynamo inlined.
+    are the attributes and containers that the forward assigns to, `rewritten` the places that it
+    leaves as they were. `codes` is what Dynamo inlined.
     `size_places` says where the symbols of `conditions` are in the arguments: Dynamo's name of a
     tensor, and a dimension. `guards` are those on what Python can change.
     """
@@ -56,6 +57,7 @@ class Traced:
     transformed: CodeType
     conditions: tuple[Any, ...]
     assigned: tuple[str, ...]
+    rewritten: tuple[Rewritten, ...]
     codes: tuple[CodeType, ...]
     size_places: Mapping[Any, tuple[str, int]]
     guards: Guards
@@ -114,7 +116,7 @@ def trace(
     def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
         found["graph"] = graph
         kept_guards.read = names_read(graph)
-        found["assigned"] = assigned_names()
+        found["assigned"], found["rewritten"] = assignments()
         found["so_far"] = trace_so_far()
         return _stop
 
@@ -159,6 +161,7 @@ def trace(
         found["code"],
         found["so_far"].conditions,
         found["assigned"],
+        found["rewritten"],
         found["so_far"].codes,
         found["so_far"].places,
         guards,

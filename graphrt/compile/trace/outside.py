@@ -11,6 +11,7 @@ from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch import Guards, function_modes, hooks_of_all_modules
 from graphrt.compile.trace._guard_texts import AS_TRACED, explained
 from graphrt.compile.trace._kinds import kind_of, kind_text
+from graphrt.compile.trace._side_effects import Rewritten
 from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
 from graphrt.compile.trace.subject import Method
 from graphrt.core.trust import Ambient
@@ -19,16 +20,17 @@ from graphrt.core.trust import Ambient
 class Outside:
     """What held outside of the arguments at the trace.
 
-    `guards` are Dynamo's, which say nothing of the methods of classes, nor of the defaults of
-    `parameters`, as the traced call is given them all. `inputs` gathers what the graph is given in
-    a call, as Dynamo's code does; `bound` are those at the trace that are neither arguments nor
-    weights that the code has names for. `taken_anew`: Dynamo's code gathers them in each call, so
-    another one will do that is of the same kind.
+    `guards` are Dynamo's, which say nothing of the methods of classes, of what the forward only
+    writes (`rewritten`), nor of the defaults of `parameters`, as the traced call is given them all.
+    `inputs` gathers what the graph is given in a call, as Dynamo's code does; `bound` are those at
+    the trace that are neither arguments nor weights that the code has names for. `taken_anew`:
+    Dynamo's code gathers them in each call, so another one will do that is of the same kind.
     """
 
     def __init__(
         self,
         guards: Guards,
+        rewritten: Sequence[Rewritten],
         parameters: Parameters,
         device_type: str,
         methods: Sequence[Method],
@@ -38,6 +40,7 @@ class Outside:
         taken_anew: bool,
     ) -> None:
         self._guards = guards
+        self._rewritten = tuple(rewritten)
         self._parameters = parameters
         self._methods = tuple(methods)
         self._ambient = Ambient(device_type)
@@ -70,6 +73,9 @@ class Outside:
                 self._guards.broken(arguments), lambda source: self._text_of(source, arguments)
             )
             raise _changed(broken.name, broken.got, broken.expected)
+        for place in self._rewritten:
+            if not place.holds():
+                raise _changed(place.name, _text(place.now()), _text(place.value))
         if hooks_of_all_modules() != self._hooks:
             raise _changed("what is hooked into all modules", "other hooks")
         self._check_methods()

@@ -1,0 +1,120 @@
+"""Models of transformers that compiled code refuses: the error says what to do, and that works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrt import GraphPool, GraphRunner, Reason
+from graphrt.compile import CompileOptions, ReassignedStateError, TraceError, compile_module
+from tests.models.caches import LENGTH, full_length_cache, growing_cache, static_cache
+from tests.models.families import BATCH, INPUTS, VOCAB, Decoder, prompts_of
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+class Step(nn.Module):
+    """A token of each row, behind a prompt."""
+
+    def __init__(self, name: str, new_cache: Callable[[Any], Any]) -> None:
+        super().__init__()
+        decoder = Decoder(name, "cpu", new_cache)
+        self.model, self.cache = decoder.model, decoder.cache
+        decoder.prefill(prompts_of(0, 5, "cpu"))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        found = self.model(input_ids[:, None], past_key_values=self.cache, use_cache=True)
+        return found.logits[:, -1]
+
+
+class Opt(nn.Module):
+    """OPT counts by its cache, unless it is given what it would make of the number."""
+
+    def __init__(self, *, given: bool) -> None:
+        super().__init__()
+        config = transformers.OPTConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=2,
+            ffn_dim=32,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            word_embed_proj_dim=32,
+            pad_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = transformers.OPTForCausalLM(config).eval()
+        self.cache, self.given = static_cache(config), given
+        self.register_buffer("visible", torch.ones(BATCH, LENGTH))
+        self.register_buffer("positions", torch.zeros(BATCH, 1, dtype=torch.int64))
+        with torch.no_grad():
+            self(torch.arange(BATCH))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        more: Mapping[str, Any] = {}
+        if self.given:
+            more = {"attention_mask": self.visible, "position_ids": self.positions}
+        found = self.model(input_ids[:, None], past_key_values=self.cache, **more)
+        self.positions.add_(1)
+        return found.logits[:, -1]
+
+
+def serve(model: nn.Module, twin: nn.Module, pieces: bool) -> None:
+    """Compile, capture and replay `model` beside its eager `twin`."""
+    pool = GraphPool("cpu")
+    options = CompileOptions(backend="eager", **({} if pieces else {"splitting_ops": ()}))
+    compile_module(model, {}, pool=pool, options=options)
+    with GraphRunner(
+        model,
+        mode="PIECEWISE" if pieces else "FULL",
+        sizes=[BATCH],
+        inputs=INPUTS,
+        outputs=("tokens", VOCAB),
+        pool=pool,
+    ) as runner:
+        runner.capture()
+        for step in range(4):
+            tokens = torch.arange(BATCH) * 3 + step
+            with torch.no_grad():
+                expected = twin(tokens)
+            torch.testing.assert_close(runner(input_ids=tokens), expected)
+            assert runner.last_dispatch.reason is Reason.HIT
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize(
+    ("name", "refused", "assigned"),
+    [
+        ("llama", growing_cache, "module.cache.layers[0].keys"),
+        pytest.param(
+            "mistral", growing_cache, "module.cache.layers[0].keys", marks=pytest.mark.long
+        ),
+        ("mistral", static_cache, "module.cache.layers[0].cumulative_length_int"),
+        pytest.param(
+            "gemma3",
+            static_cache,
+            "module.cache.layers[0].cumulative_length_int",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_cache_that_puts_others_in_the_place_of_its_tensors(name, refused, assigned, pieces):
+    with pytest.raises(ReassignedStateError, match="StaticLayer") as caught:
+        serve(Step(name, refused), Step(name, refused), pieces)
+    assert assigned in caught.value.names
+    serve(Step(name, full_length_cache), Step(name, full_length_cache), pieces)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_model_that_counts_by_its_cache(pieces):
+    with pytest.raises(TraceError) as caught:
+        serve(Opt(given=False), Opt(given=False), pieces)
+    said = str(caught.value)
+    assert "attention_mask=" in said and "position_ids=" in said
+    assert "torch._check" not in said, "in a line of transformers"
+    serve(Opt(given=True), Opt(given=False), pieces)
