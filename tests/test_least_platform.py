@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphrt.errors import CaptureSyncError
-from graphrt.platforms import Availability, Capability, GraphWrapper, Platform
+from graphrt.errors import CaptureSyncError, PlatformError
+from graphrt.platforms import (
+    Availability,
+    Capability,
+    GraphWrapper,
+    Platform,
+    wrapper_class,
+)
 from graphrt.testing import PlatformConformance
 
 
@@ -95,3 +102,49 @@ class LeastPlatform(Platform):
 
 class TestLeastPlatform(PlatformConformance):
     platform = LeastPlatform()
+
+
+class OfAnother(LeastPlatform):
+    """What a plugin's author forgets: whose wrapper it is."""
+
+    name = "another"
+
+
+class NoWrapper(LeastPlatform):
+    def get_static_graph_wrapper_cls(self) -> str:
+        return f"{__name__}.Calls"
+
+
+class Nameless(LeastPlatform):
+    def get_static_graph_wrapper_cls(self) -> str:
+        return "graphrt.GraphWrapper"
+
+
+@pytest.mark.parametrize(
+    ("platform", "got"),
+    [
+        (OfAnother(), "platform_name = 'least'"),
+        (Nameless(), "platform_name = None"),
+        (NoWrapper(), "Calls"),
+    ],
+)
+def test_a_wrapper_of_another_platform_is_refused_and_fails_the_suite(platform, got):
+    with pytest.raises(PlatformError, match=got):
+        wrapper_class(platform)
+    suite = TestLeastPlatform()
+    suite.platform = platform
+    with pytest.raises(PlatformError, match="get_static_graph_wrapper_cls"):
+        suite.test_the_wrapper_class_names_this_platform()
+
+
+def test_the_advice_of_that_error_works():
+    class Own(LeastWrapper):
+        platform_name = "another"
+
+    globals()["Own"] = Own
+
+    class Advised(OfAnother):
+        def get_static_graph_wrapper_cls(self) -> str:
+            return f"{__name__}.Own"
+
+    assert wrapper_class(Advised()) is Own

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from graphrt.ascend.budget import TORCH_NPU_STREAMS
-from graphrt.ascend.driver import available_streams, check_queue
+from graphrt.ascend.driver import (
+    available_streams,
+    check_queue,
+    check_replayed,
+    named,
+    watch_queue,
+)
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.update import Tasks
 from graphrt.core.base import StreamBudgetError
@@ -26,6 +33,7 @@ class AclCaptures(Captures[GraphMemory]):
     def _stream_to_capture(self) -> Any:
         if self._npu.is_current_stream_capturing():
             raise nested_capture("torch.npu.graph")
+        watch_queue()
         check_queue()
         free = available_streams()
         # A begin that fails costs a pool, and a side stream that finds no room ends torch_npu's
@@ -45,6 +53,7 @@ class AclCaptures(Captures[GraphMemory]):
         # "global" would fail this capture for an unsafe call of any other thread.
         graph.capture_begin(pool=opened.handle, capture_error_mode="thread_local")
         opened.memory.add(graph)
+        opened.memory.capturing_on(opened.stream)
 
     def _end(self, graph: Any, opened: OpenCapture[GraphMemory]) -> bool:
         graph.capture_end()
@@ -73,6 +82,28 @@ class AclCaptures(Captures[GraphMemory]):
             memory.release_share()
         if routed:
             memory.abandon(graph)
+
+
+def graph_class(npu: Any) -> Any:
+    """torch_npu's graphs, whose replay says by name that the queue of launches has ended: the
+    step's own inputs may have failed there."""
+
+    class Graph(npu.NPUGraph):  # type: ignore[misc]
+        def replay(self) -> None:
+            named(super().replay)
+            check_replayed()
+
+    return Graph
+
+
+def event_class(npu: Any) -> Any:
+    """torch_npu's events, whose record does so: it comes right behind the copy of inputs."""
+
+    class Event(npu.Event):  # type: ignore[misc]
+        def record(self, stream: Any = None) -> None:
+            named(partial(super().record, stream))
+
+    return Event
 
 
 def no_stream() -> StreamBudgetError:

@@ -13,7 +13,8 @@ from graphrt.ascend.private_torch import (
     route_thread_to_pool,
     stop_routing_to_pool,
 )
-from graphrt.core.device import Allocator, PoolHandle, PoolMemory
+from graphrt.ascend.streams import OwnStreams
+from graphrt.core.device import Allocator, Loan, PoolHandle, PoolMemory
 
 
 class GraphMemory(PoolMemory):
@@ -22,6 +23,7 @@ class GraphMemory(PoolMemory):
     def __init__(
         self,
         npu: Any,
+        streams: OwnStreams,
         empty_cache: Callable[[], object] | None = None,
         adopted: PoolHandle | None = None,
     ) -> None:
@@ -35,15 +37,25 @@ class GraphMemory(PoolMemory):
                 route_thread=route_thread_to_pool,
                 stop_routing=stop_routing_to_pool,
                 release_share=release_pool,
-                hold=partial(_hold, npu),
+                hold=partial(_hold, npu, streams),
             ),
             adopted,
         )
+        self._streams = streams
+        self._loans: set[Loan | None] = set()
+
+    def capturing_on(self, stream: Any) -> None:
+        """Keep a stream lent as long as there may be graphs that were captured on it."""
+        self._loans.add(self._streams.loan_of(stream))
+
+    def clear(self) -> None:
+        super().clear()
+        self._loans.clear()
 
 
-def _hold(npu: Any, device: int, handle: PoolHandle) -> Any:
+def _hold(npu: Any, streams: OwnStreams, device: int, handle: PoolHandle) -> Any:
     graph = npu.NPUGraph()
-    with npu.stream(npu.Stream(device)):
+    with npu.stream(streams.lend()):
         try:
             graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         except RuntimeError:

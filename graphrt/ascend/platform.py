@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from graphrt.ascend.budget import SCARCE_STREAMS, device_of, stream_room, streams_needed
-from graphrt.ascend.captures import AclCaptures, no_stream
+from graphrt.ascend.captures import AclCaptures, event_class, graph_class, no_stream
 from graphrt.ascend.driver import (
     DirectStreams,
     availability,
     available_streams,
+    checked_before,
     device_name,
     explain,
     has_queue_ended,
@@ -26,6 +27,7 @@ from graphrt.ascend.driver import (
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import AscendOptions, update_order_of
 from graphrt.ascend.private_torch import current_device, memory_stats, raw_stream_of, weak_ref
+from graphrt.ascend.streams import OwnStreams, own_streams
 from graphrt.ascend.update import (
     TaskHandle,
     Tasks,
@@ -86,6 +88,10 @@ class AscendPlatform(Platform):
         return torch_npu().npu
 
     @cached_property
+    def _streams(self) -> OwnStreams:
+        return own_streams(self._npu, is_update_stream)
+
+    @cached_property
     def _direct(self) -> DirectStreams:
         return DirectStreams(self._npu)
 
@@ -114,6 +120,14 @@ class AscendPlatform(Platform):
     def _captures(self) -> AclCaptures:
         return AclCaptures(self._npu, self._tasks)
 
+    @cached_property
+    def _graph_class(self) -> Any:
+        return graph_class(self._npu)
+
+    @cached_property
+    def _event_class(self) -> Any:
+        return event_class(self._npu)
+
     def availability(self) -> Availability:
         return availability()
 
@@ -138,16 +152,16 @@ class AscendPlatform(Platform):
     # Graphs and their memory -----------------------------------------------------------------
 
     def new_memory(self) -> GraphMemory:
-        return GraphMemory(self._npu, self._empty_cache)
+        return GraphMemory(self._npu, self._streams, self._empty_cache)
 
     def adopt_memory(self, handle: Any) -> GraphMemory:
-        return GraphMemory(self._npu, self._empty_cache, pool_handle(handle))
+        return GraphMemory(self._npu, self._streams, self._empty_cache, pool_handle(handle))
 
     def memory_handle(self, memory: GraphMemory) -> PoolHandle:
         return memory.shown()
 
     def new_graph(self) -> Any:
-        return self._npu.NPUGraph()
+        return self._graph_class()
 
     def begin_capture(self, graph: Any, memory: GraphMemory) -> None:
         self._captures.begin(graph, memory)
@@ -195,7 +209,7 @@ class AscendPlatform(Platform):
 
     def new_stream(self) -> Any:
         try:
-            stream = self._npu.Stream()
+            stream = self._streams.lend()
             # First thing: when streams have become few there may be none left for it.
             if not self._direct.make():
                 return None
@@ -205,10 +219,6 @@ class AscendPlatform(Platform):
             if isinstance(explained, StreamBudgetError):
                 return None
             raise explained from error
-        for _ in range(32):
-            if not is_update_stream(stream):
-                break
-            stream = self._npu.Stream()
         return stream
 
     def adopt_stream(self, stream: Any) -> Any:
@@ -262,7 +272,8 @@ class AscendPlatform(Platform):
         return raw_stream_of()(current_device())
 
     def stream_id_reader(self) -> Callable[[], int]:
-        return partial(raw_stream_of(), current_device())
+        # What every step asks for; so no step is run once torch_npu drops what is issued.
+        return checked_before(partial(raw_stream_of(), current_device()))
 
     def current_stream(self) -> Any:
         return self._npu.current_stream()
@@ -279,7 +290,7 @@ class AscendPlatform(Platform):
         self._npu.synchronize()
 
     def new_event(self) -> Any:
-        return self._npu.Event()
+        return self._event_class()
 
     def float32_precision(self, use: str) -> str:
         # HF32 has as many bits as TF32; torch_npu lets convolutions use it unless told otherwise.

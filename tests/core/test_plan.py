@@ -42,10 +42,17 @@ from graphrt.cpu import CPUGraphWrapper, CpuPlatform
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}
 
 
+class SmallWrapper(CPUGraphWrapper):
+    platform_name = "small"
+
+
 class SmallPlatform(CpuPlatform):
     """Another device, which captures less by default."""
 
     name = "small"
+
+    def get_static_graph_wrapper_cls(self) -> str:
+        return f"{__name__}.SmallWrapper"
 
     def default_max_size(self) -> int:
         return 16

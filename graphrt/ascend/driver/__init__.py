@@ -2,7 +2,15 @@
 
 from graphrt.ascend.driver.direct_stream import DirectStreams
 from graphrt.ascend.driver.explain import explain, explain_replay
-from graphrt.ascend.driver.launch_queue import check_queue, has_queue_ended, queue_ended
+from graphrt.ascend.driver.launch_queue import (
+    check_queue,
+    check_replayed,
+    checked_before,
+    has_queue_ended,
+    named,
+    queue_ended,
+    watch_queue,
+)
 from graphrt.ascend.driver.library import (
     availability,
     available_streams,
@@ -19,6 +27,8 @@ __all__ = [
     "availability",
     "available_streams",
     "check_queue",
+    "check_replayed",
+    "checked_before",
     "device_name",
     "environment_notes",
     "explain",
@@ -26,7 +36,9 @@ __all__ = [
     "has_queue_ended",
     "has_value_wait",
     "limits",
+    "named",
     "queue_ended",
     "torch_npu",
     "versions",
+    "watch_queue",
 ]

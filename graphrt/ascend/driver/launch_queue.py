@@ -1,18 +1,98 @@
 """torch_npu's queue of launches, and that it ends with the first error inside of it.
 
 By default (TASK_QUEUE_ENABLE=1) torch_npu hands operators to a thread that launches them. Where one
-fails there, the error is raised at some later call, the queue ends, and torch_npu drops without a
-word whatever is issued afterwards, on every stream: results are what was in memory before. Only a
+fails there, the thread ends, some later call raises the error, and from then on torch_npu drops
+without a word whatever is issued, on every stream: results are what was in memory before. Only a
 new process gets out of it.
+
+The error may be raised to a host that catches it, so graphrt does not wait to see it. It asks:
+
+1. When a device is in use, `watch_queue` finds the thread that launches.
+2. A step and a capture ask for the time that the thread has used: none if it has ended. A step asks
+   once more behind its replay, by when its inputs went through the queue: if the thread has used
+   no time for them, it may hang since the error (it does where the host waited for the queue).
+3. Then the queue is given an event, and it has ended if that takes no time either. Steps that put
+   nothing into the queue get there too, once a millisecond at most.
 """
 
 from __future__ import annotations
 
-from graphrt.core.base import CaptureError
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from graphrt.ascend.driver.library import torch_npu
+from graphrt.core.base import LaunchQueueError
 from graphrt.core.device import error_chain
 
 _ENDED = "The process exits for this inner error"
+_LAUNCHING, _RELEASING = "acl_thread", "release_thread"
+_TASKS = Path("/proc/self/task")
+_START_TICKS = 19
+"""The place of a thread's start in its `stat`, behind its name and state."""
+_APART_S = 1e-3
+
+# Process-wide, as the queue is.
 _first: list[str] = []
+_launching: list[_Launching] = []
+
+
+class _Launching:
+    """The thread that launches."""
+
+    __slots__ = ("_begun_ns", "_clock", "_event", "_next_s", "_npu")
+
+    def __init__(self, npu: Any, thread: int) -> None:
+        self._npu = npu
+        self._event = npu.Event()
+        # CPUCLOCK_PERTHREAD and CPUCLOCK_SCHED of Linux.
+        self._clock = ~thread << 3 | 6
+        self._begun_ns = -1
+        self._next_s = 0.0
+
+    def begin(self) -> None:
+        """Ask before a step; raises `LaunchQueueError`."""
+        used_ns = self.used_ns()
+        if used_ns == self._begun_ns:
+            self.give_event()
+        self._begun_ns = used_ns
+
+    def end(self) -> None:
+        """Ask behind the replay of a step; raises `LaunchQueueError`."""
+        if self.used_ns() == self._begun_ns:
+            self.give_event()
+
+    def used_ns(self) -> int:
+        """The time it has used; raises `LaunchQueueError` if it has ended."""
+        try:
+            return time.clock_gettime_ns(self._clock)
+        except OSError:
+            raise _noticed() from None
+
+    def give_event(self) -> None:
+        """Have it launch an event; raises `LaunchQueueError` if it does not."""
+        if time.monotonic() < self._next_s or self._npu.is_current_stream_capturing():
+            return
+        if not self.launches():
+            raise _noticed()
+        self._next_s = time.monotonic() + _APART_S
+
+    def launches(self) -> bool:
+        """Whether an event that goes through the queue takes it time."""
+        before_ns = self.used_ns()
+        stream = self._npu.current_stream()
+        named(partial(self._event.record, stream))
+        named(partial(_wait_for_queue, stream))
+        return self.used_ns() != before_ns
+
+
+class _Thread(NamedTuple):
+    start_ticks: int
+    number: int
+    name: str
 
 
 def has_queue_ended(error: BaseException | None) -> bool:
@@ -25,17 +105,100 @@ def has_queue_ended(error: BaseException | None) -> bool:
 
 
 def check_queue() -> None:
-    """Raise `CaptureError` once the queue has ended."""
+    """Raise `LaunchQueueError` once the queue has ended."""
     if _first:
         raise queue_ended()
+    for launching in _launching:
+        launching.begin()
 
 
-def queue_ended() -> CaptureError:
+def named(call: Callable[[], object]) -> None:
+    """Call what may meet the end of the queue; raises `LaunchQueueError` if it does."""
+    try:
+        call()
+    except RuntimeError as error:
+        if has_queue_ended(error):
+            raise queue_ended() from error
+        raise
+
+
+def check_replayed() -> None:
+    """The same behind a replay, before which the queue was empty."""
+    for launching in _launching:
+        launching.end()
+
+
+def checked_before(read: Callable[[], int]) -> Callable[[], int]:
+    """`read`, which every step calls, behind `check_queue`."""
+
+    def checked() -> int:
+        check_queue()
+        return read()
+
+    return checked
+
+
+def watch_queue() -> None:
+    """Look for the thread that launches, until it is found: it has its name once it has launched.
+
+    There is none with TASK_QUEUE_ENABLE=0, and where a process uses several devices nobody can
+    tell whose is whose: then only an error that graphrt sees says that a queue has ended.
+    """
+    if _launching:
+        return
+    threads = _threads_now()
+    releasing = [each for each in threads if each.name == _RELEASING]
+    if len(releasing) != 1:
+        return
+    # It is started right before the one that releases; others have its name from it.
+    launching = [each for each in threads if each.name == _LAUNCHING and each < releasing[0]]
+    if launching:
+        found = _Launching(torch_npu().npu, max(launching).number)
+        # Where clocks are coarse nothing follows from one that stands still.
+        if all(found.launches() for _ in range(3)):
+            _launching.append(found)
+    elif any(each.name == _LAUNCHING for each in threads) and not _first:
+        _first.append("an error from before the first pool of graphs")
+
+
+def queue_ended() -> LaunchQueueError:
     """That the queue has ended; not a lack of room, after which others could be captured."""
-    return CaptureError(
+    return LaunchQueueError(
         "an operator failed in torch_npu's queue of launches, which ends at that: nothing that "
         "this process issues gets to the device any more",
         got=_first[0] if _first else None,
         expected="operators that do not fail",
         advice="start the process anew; with TASK_QUEUE_ENABLE=0 torch_npu goes on after the error",
     )
+
+
+def _noticed() -> LaunchQueueError:
+    """The same, remembered, with torch_npu's own error if that is yet to be raised."""
+    try:
+        _wait_for_queue(torch_npu().npu.current_stream())
+    except RuntimeError as error:
+        has_queue_ended(error)
+    if not _first:
+        _first.append("an error that torch_npu has raised before")
+    return queue_ended()
+
+
+def _wait_for_queue(stream: Any) -> None:
+    """Wait until the queue is empty; raises the error in it."""
+    stream.npu_stream  # noqa: B018 - a property that waits
+
+
+def _threads_now() -> list[_Thread]:
+    found = []
+    try:
+        numbers = os.listdir(_TASKS)
+    except OSError:  # not Linux
+        return []
+    for number in numbers:
+        try:
+            text = (_TASKS / number / "stat").read_text()
+        except OSError:  # it has ended meanwhile
+            continue
+        name, _, rest = text[text.index("(") + 1 :].rpartition(")")
+        found.append(_Thread(int(rest.split()[_START_TICKS]), int(number), name.lower()))
+    return found

@@ -28,7 +28,7 @@ from graphrt.ascend.update.deferred import (
 )
 from graphrt.ascend.update.streams import UpdateStream, leave_stream, new_update_stream
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
-from graphrt.core.base import DeviceHangError, GraphRTError
+from graphrt.core.base import DeviceHangError, GraphRTError, LaunchQueueError
 from graphrt.core.device import TaskUpdate
 
 
@@ -221,6 +221,8 @@ class Tasks:
         signalled = 0
         looking = sure = changed and self._allocations.looks_at(graph)
         try:
+            # A signal that is dropped is one for which a launched graph waits for ever.
+            check_queue()
             with self._npu.stream(stream):
                 for update in updates:
                     if watched is not None:
@@ -304,9 +306,7 @@ class Tasks:
 
 def _named(error: BaseException, update: TaskUpdate) -> GraphRTError | None:
     """What graphrt calls an error that torch_npu raised in an update; None for any other."""
-    if not isinstance(error, RuntimeError):
-        return None
-    if has_queue_ended(error):
+    if isinstance(error, LaunchQueueError) or has_queue_ended(error):
         found = queue_ended()
         hang = DeviceHangError(
             f"task {update.name!r} cannot be signalled, so its replay never ends: {found.what}",
@@ -316,6 +316,8 @@ def _named(error: BaseException, update: TaskUpdate) -> GraphRTError | None:
         )
         hang.task = update.name
         return hang
+    if not isinstance(error, RuntimeError):
+        return None
     explained = explain_replay(error)
     if explained is None:
         return None

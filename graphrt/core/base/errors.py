@@ -228,6 +228,10 @@ class DriverTooOldError(CaptureError):
     """The installed driver or runtime lacks what a capture needs."""
 
 
+class LaunchQueueError(CaptureError):
+    """torch_npu's queue of launches has ended: nothing can be captured or run in this process."""
+
+
 class NestedCaptureError(CaptureError):
     """A capture was begun inside another capture of the same thread."""
 

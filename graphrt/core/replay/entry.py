@@ -10,6 +10,7 @@ import torch
 from graphrt.core.base import (
     DeviceHangError,
     InvalidUpdateError,
+    LaunchQueueError,
     tree,
     without_gradients,
 )
@@ -169,7 +170,7 @@ class Entry:
                 try:
                     part.replay_with(None if values is None else values[taken : taken + count])
                 except Exception as error:
-                    self.update_failed = not isinstance(error, DeviceHangError)
+                    self.update_failed = not isinstance(error, DeviceHangError | LaunchQueueError)
                     raise
                 taken += count
             else:

@@ -15,7 +15,7 @@ from graphrt.core.base import (
     StaleInputError,
 )
 from graphrt.core.batch import current_context, forward_context
-from graphrt.core.capture import eager_break
+from graphrt.core.capture import eager_break, wrapper_class
 from graphrt.core.device import Capability
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner import Host
@@ -37,6 +37,10 @@ class Outputs:
 
 
 class CaptureConformance(ConformanceBase):
+    def test_the_wrapper_class_names_this_platform(self) -> None:
+        # Raises for another platform's: without a pool such a wrapper makes one there.
+        assert wrapper_class(self.platform).platform_name == self.platform.name
+
     def test_replay_equals_eager_bit_for_bit_on_new_inputs(self, pool: GraphPool) -> None:
         weight = torch.linspace(-1, 1, 64).reshape(8, 8).to(self.platform.device_type)
 

@@ -1,0 +1,97 @@
+"""Streams of torch_npu to capture on that graphrt keeps: see `graphrt.core.device.LentStreams`.
+
+torch_npu captures on none but its own (`ExternalStream` is refused), of which it hands out 32 in
+turn. So graphrt takes those that it captures on out of the turn: `torch.npu.Stream()` that comes to
+one of them goes on to the next. They are streams that torch_npu has anyway, so they cost none.
+
+Not seen is who draws in C++: `torch.Stream(device="npu")`, and communicators as they are made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from graphrt.core.device import LentStreams, Loan
+
+_MOST = 32
+_POOL = "STREAMS_PER_DEVICE"
+"""torch_npu's variable: how many streams it has of a device."""
+
+
+class OwnStreams:
+    """The streams of all devices that are kept. Half of torch_npu's are left to others: as soon as
+    the other half is lent, pools share, whose captures on a device take turns."""
+
+    def __init__(self, npu: Any, is_taken: Callable[[Any], bool]) -> None:
+        """None is kept that `is_taken` is true of."""
+        self._npu = npu
+        self._is_taken = is_taken
+        self._kept: dict[int, list[int]] = {}
+        self._shared = 0
+        self._streams = LentStreams(self._make, self._wrapped)
+        self._device_type = npu.default_stream().device_type
+        self._pass_over_kept()
+
+    def lend(self) -> Any:
+        """A stream of the current device. Raises `RuntimeError` where torch_npu has no streams."""
+        return self._streams.lend(self._npu.current_device())
+
+    def loan_of(self, stream: Any) -> Loan | None:
+        """What keeps a stream lent, if it is."""
+        return self._streams.loan_of(stream.device_index, stream.stream_id)
+
+    def _make(self) -> int:
+        kept = self._kept.setdefault(self._npu.current_device(), [])
+        if 2 * len(kept) < _streams_of_torch():
+            for _ in range(_MOST):
+                stream = self._npu.Stream()
+                if not self._is_taken(stream):
+                    kept.append(stream.stream_id)
+                    return kept[-1]
+        self._shared += 1
+        return kept[self._shared % len(kept)]
+
+    def _wrapped(self, number: int) -> Any:
+        return self._npu.Stream(
+            stream_id=number,
+            device_index=self._npu.current_device(),
+            device_type=self._device_type,
+        )
+
+    def _pass_over_kept(self) -> None:
+        cls, kept = self._npu.Stream, self._kept
+        new = cls.__new__
+
+        def passing_over(cls: type, device: Any = None, priority: int = 0, **others: Any) -> Any:
+            stream = new(cls, device, priority, **others)
+            if not others:  # else one that there is
+                for _ in range(_MOST):
+                    if stream.stream_id not in kept.get(stream.device_index, ()):
+                        break
+                    stream = new(cls, device, priority)
+            return stream
+
+        cls.__new__ = staticmethod(passing_over)
+
+
+# Process-wide, as the streams of a device are.
+_own: list[OwnStreams] = []
+_lock = threading.Lock()
+
+
+def own_streams(npu: Any, is_taken: Callable[[Any], bool]) -> OwnStreams:
+    """Those of this process."""
+    with _lock:
+        if not _own:
+            _own.append(OwnStreams(npu, is_taken))
+        return _own[0]
+
+
+def _streams_of_torch() -> int:
+    try:
+        return int(os.environ.get(_POOL, _MOST))
+    except ValueError:
+        return _MOST

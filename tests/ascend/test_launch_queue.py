@@ -1,0 +1,167 @@
+"""torch_npu's queue of launches has ended: each step and capture says so, whoever saw the error."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+from fake_npu import FakeNpu
+from schedules import need_simulator, python
+
+from graphrt.ascend.driver import launch_queue
+from graphrt.errors import LaunchQueueError
+
+HOST = "after_an_operator_of_the_host"
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"{HOST}('FULL', seen=True, waits=False, on_device=False)",
+        f"{HOST}('FULL', seen=True, waits=True, on_device=True)",
+        f"{HOST}('PIECEWISE', seen=True, waits=True, on_device=False)",
+        f"{HOST}('FULL_AND_PIECEWISE', seen=False, waits=False, on_device=True)",
+        "after_an_error_in_staging('FULL')",
+        "after_an_error_in_staging('PIECEWISE')",
+        "with_tasks()",
+        "wrapper_of_a_host()",
+    ],
+)
+def test_nothing_is_handed_out_once_the_queue_has_ended(call):
+    need_simulator()
+    out = python(f"import ended_queue; ended_queue.{call}; print('named')", hang_ms=500)
+    assert out.splitlines()[-1] == "named"
+
+
+@pytest.mark.npu
+def test_a_queue_that_lives_is_not_said_to_have_ended():
+    need_simulator()
+    assert python("import ended_queue; ended_queue.alive(400); print('lives')").endswith("lives\n")
+
+
+@pytest.mark.npu
+def test_without_a_queue_an_operator_that_fails_ends_nothing():
+    need_simulator()
+    out = python(
+        "import ended_queue; ended_queue.without_a_queue(); print('goes on')",
+        environment={"TASK_QUEUE_ENABLE": "0"},
+    )
+    assert out.splitlines()[-1] == "goes on"
+
+
+class Queue:
+    """A thread that does what it is given, as torch_npu's does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.given, self.done, self.ends, self.hangs = [threading.Event() for _ in range(4)]
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        monkeypatch.setattr(launch_queue, "_first", [])
+        monkeypatch.setattr(launch_queue, "_noticed", launch_queue.queue_ended)
+        monkeypatch.setattr(launch_queue, "_wait_for_queue", lambda stream: self.launch())
+        npu = FakeNpu()
+        npu.Event = lambda: type("Event", (), {"record": lambda self, stream: None})()  # type: ignore[attr-defined]
+        assert self.thread.native_id is not None
+        self.launching = launch_queue._Launching(npu, self.thread.native_id)
+        monkeypatch.setattr(launch_queue, "_launching", [self.launching])
+
+    def _run(self) -> None:
+        while not self.ends.is_set():
+            self.given.wait()
+            self.given.clear()
+            self.done.set()
+
+    def launch(self) -> None:
+        if not self.hangs.is_set():
+            self.done.clear()
+            self.given.set()
+            self.done.wait()
+
+    def end(self) -> None:
+        self.ends.set()
+        self.given.set()
+        self.thread.join()
+        # Python lets go of it a little earlier.
+        while os.path.exists(f"/proc/self/task/{self.thread.native_id}"):
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    made = Queue(monkeypatch)
+    yield made
+    made.end()
+
+
+def test_steps_pass_whether_they_put_something_into_a_queue_that_lives_or_not(queue):
+    for turn in range(20):
+        launch_queue.check_queue()
+        if turn % 3:
+            queue.launch()
+        launch_queue.check_replayed()
+
+
+def test_a_step_is_refused_when_the_thread_has_ended(queue):
+    launch_queue.check_queue()
+    queue.end()
+    for ask in (launch_queue.check_queue, launch_queue.check_replayed):
+        with pytest.raises(LaunchQueueError):
+            ask()
+    with pytest.raises(LaunchQueueError):
+        launch_queue.checked_before(lambda: 7)()
+
+
+def test_a_replay_is_refused_when_the_thread_hangs(queue):
+    launch_queue.check_queue()
+    queue.launch()
+    launch_queue.check_replayed()
+    queue.hangs.set()
+    launch_queue.check_queue()
+    with pytest.raises(LaunchQueueError):
+        launch_queue.check_replayed()
+
+
+def test_the_thread_that_launches_is_the_one_started_before_the_one_that_releases(monkeypatch):
+    threads = [
+        launch_queue._Thread(10, 100, "python"),
+        launch_queue._Thread(20, 101, "acl_thread"),
+        launch_queue._Thread(20, 102, "release_thread"),
+        launch_queue._Thread(20, 103, "acl_thread"),
+        launch_queue._Thread(21, 99, "acl_thread"),
+    ]
+    watched: list[int] = []
+
+    class Launching:
+        def __init__(self, npu: object, thread: int) -> None:
+            watched.append(thread)
+
+        def launches(self) -> bool:
+            return True
+
+    monkeypatch.setattr(launch_queue, "_first", [])
+    monkeypatch.setattr(launch_queue, "_Launching", Launching)
+    monkeypatch.setattr(launch_queue, "torch_npu", lambda: type("T", (), {"npu": None}))
+
+    def look(*found: launch_queue._Thread) -> list[int]:
+        watched.clear()
+        monkeypatch.setattr(launch_queue, "_launching", [])
+        monkeypatch.setattr(launch_queue, "_threads_now", lambda: list(found))
+        launch_queue.watch_queue()
+        return list(watched)
+
+    assert look(*threads) == [101]
+    assert look(threads[0]) == []  # no queue
+    assert look(threads[1]) == []
+    assert look(threads[2]) == []  # not named yet, or in a way that nobody knows
+    assert look(*threads, launch_queue._Thread(30, 200, "release_thread")) == []
+    assert not launch_queue._first
+    # It is gone, and those that it had started are there.
+    assert look(threads[0], *threads[2:]) == []
+    assert launch_queue._first == ["an error from before the first pool of graphs"]
+
+
+def test_the_threads_of_this_process_are_read():
+    assert os.getpid() in {each.number for each in launch_queue._threads_now()}

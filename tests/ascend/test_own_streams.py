@@ -1,0 +1,96 @@
+"""A stream that graphrt captures on is no other pool's, and no other thread's."""
+
+from __future__ import annotations
+
+import gc
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec
+from graphrt.ascend.driver import available_streams
+
+pytestmark = pytest.mark.npu
+
+PLATFORM = os.environ.get("GRAPHRT_PLATFORM", "ascend")
+SPEC = {"x": InputSpec(torch.float32, ("tokens", 8))}
+
+
+def drawn(count: int = 100) -> set[int]:
+    return {torch.npu.Stream().stream_id for _ in range(count)}
+
+
+def test_pools_have_streams_that_no_draw_comes_to():
+    gc.collect()
+    pools = [GraphPool(PLATFORM) for _ in range(8)]
+    own = {pool.stream.stream_id for pool in pools}
+    assert len(own) == 8
+    with ThreadPoolExecutor(1) as thread:
+        found = drawn() | thread.submit(drawn).result()
+    assert not own & found and len(found) > 1
+    # A stream that there is is found by its number still.
+    with torch.npu.stream(pools[0].stream):
+        assert torch.npu.current_stream() == pools[0].stream
+    for pool in pools:
+        pool.close()
+
+
+def test_a_stream_is_lent_again_and_streams_of_the_device_cost_none():
+    pools = [GraphPool(PLATFORM)]
+    before = available_streams()
+    seen = set()
+    for _ in range(40):
+        pool = GraphPool(PLATFORM)
+        assert pool.stream != pools[0].stream
+        seen.add(pool.stream.stream_id)
+        pool.close()
+    assert len(seen) < 17 and available_streams() == before
+    pools[0].close()
+
+
+def test_more_pools_than_streams_share_those_of_graphrt():
+    pools = [GraphPool(PLATFORM) for _ in range(33)]
+    own = {pool.stream.stream_id for pool in pools}
+    assert 8 <= len(own) <= 16
+    assert not own & drawn()
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_what_another_thread_does_meanwhile_on_new_streams_is_not_captured(mode):
+    beside: list[torch.Tensor] = []
+
+    def work() -> None:
+        for _ in range(40):
+            with torch.npu.stream(torch.npu.Stream()):
+                beside.append(torch.full((64,), 5.0, device="npu").add_(1))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if torch.npu.is_current_stream_capturing():
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(work).result()
+        return (x + 1) * (x + 2)
+
+    pool = GraphPool(PLATFORM)
+    with GraphRunner(
+        forward,
+        mode=mode,
+        sizes=[2, 4],
+        inputs=SPEC,
+        outputs=("tokens", 8),
+        pool=pool,
+        options=GraphOptions(check="off"),
+    ) as run:
+        run.capture()
+        torch.npu.synchronize()
+        assert beside and all((each.cpu() == 6).all() for each in beside)
+        for each in beside:
+            each.fill_(7)
+        for value in (1.0, 2.0, 3.0):
+            x = torch.full((4, 8), value)
+            assert torch.equal(run(x=x).cpu(), (x + 1) * (x + 2))
+        assert all((each.cpu() == 7).all() for each in beside)
+    pool.close()

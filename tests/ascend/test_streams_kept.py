@@ -1,0 +1,60 @@
+"""Which of torch_npu's streams graphrt keeps, on a `torch.npu` that has them and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from graphrt.ascend.streams import OwnStreams
+
+
+def npu_of(monkeypatch: Any, count: int) -> Any:
+    monkeypatch.setenv("STREAMS_PER_DEVICE", str(count))
+    turn = itertools.cycle(range(count))
+
+    class Stream:
+        device_index, device_type = 0, 20
+
+        def __new__(cls, device: Any = None, priority: int = 0, **others: Any) -> Any:
+            stream = super().__new__(cls)
+            stream.stream_id = others["stream_id"] if others else next(turn)  # type: ignore[attr-defined]
+            return stream
+
+    class Npu:
+        def default_stream(self) -> Any:
+            return Stream(stream_id=-1)
+
+        def current_device(self) -> int:
+            return 0
+
+    Npu.Stream = Stream  # type: ignore[attr-defined]
+    return Npu()
+
+
+def test_no_stream_is_kept_that_tasks_are_updated_on(monkeypatch):
+    npu = npu_of(monkeypatch, 8)
+    own = OwnStreams(npu, lambda stream: stream.stream_id in (0, 2))
+    lent = [own.lend() for _ in range(3)]
+    assert [stream.stream_id for stream in lent] == [1, 3, 4]
+    assert {npu.Stream().stream_id for _ in range(40)} == {0, 2, 5, 6, 7}
+
+
+def test_half_of_them_are_left_to_others(monkeypatch):
+    npu = npu_of(monkeypatch, 8)
+    own = OwnStreams(npu, lambda stream: False)
+    lent = [own.lend() for _ in range(9)]
+    assert {stream.stream_id for stream in lent} == {0, 1, 2, 3}
+    assert {npu.Stream().stream_id for _ in range(40)} == {4, 5, 6, 7}
+    # One that there is is made as it was asked for.
+    assert npu.Stream(stream_id=2, device_index=0, device_type=20).stream_id == 2
+
+
+def test_what_comes_back_is_lent_before_another_is_kept(monkeypatch):
+    own = OwnStreams(npu_of(monkeypatch, 8), lambda stream: False)
+    first = own.lend()
+    number, loan = first.stream_id, own.loan_of(first)
+    del first
+    second = own.lend()
+    assert loan is not None and second.stream_id != number
+    del loan
+    assert own.lend().stream_id == number
