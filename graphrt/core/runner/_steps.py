@@ -64,6 +64,7 @@ def steps_of(
         padded,
         unpadded,
         updates,
+        graphs.run_forward,
         limit_bytes=options.state_limit_bytes,
         mixes_rows=host.mixes_rows,
         at_bound=host.metadata,

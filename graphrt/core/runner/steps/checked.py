@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, Undo, cloned, without_kept_casts
+from graphrt.core.base import InvalidOptionError, Undo, cloned, set_for_capture
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.dispatch import unpadded as unpadded_of
@@ -17,7 +17,7 @@ from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.steps.checks import Checks
 from graphrt.core.runner.steps.padded import PaddedSteps
 from graphrt.core.runner.steps.padded_step import PaddedStep
-from graphrt.core.runner.steps.tried import PaddedTrial, copied_values
+from graphrt.core.runner.steps.tried import AskedForward, PaddedTrial, copied_values
 from graphrt.core.runner.steps.unpadded import UnpaddedSteps
 from graphrt.core.runner.steps.updates import LastUpdates
 from graphrt.core.trust import Trial, Verdict, WarmedUp, places_of
@@ -38,6 +38,7 @@ class CheckedSteps:
         padded: PaddedSteps,
         unpadded: UnpaddedSteps,
         updates: LastUpdates,
+        eager_forward: AskedForward,
         *,
         limit_bytes: int,
         mixes_rows: bool,
@@ -57,6 +58,7 @@ class CheckedSteps:
         self._unpadded = unpadded
         self._updates = updates
         self._limit_bytes = limit_bytes
+        self._eager_forward = eager_forward
 
     def __repr__(self) -> str:
         return "a trial"
@@ -200,6 +202,7 @@ class CheckedSteps:
             # Graphs have it at its bound, if they have it.
             (metadata if self._at_bound is None else self._at_bound(found.descriptor), metadata),
             padded.inputs.padding.nobodys(values),
+            self._eager_forward,
             agreed=agreed,
         )
 
@@ -228,9 +231,11 @@ class CheckedSteps:
             # All the time: a step of another thread would come between two runs.
             undo.later(partial(pool.give_back, pool.check_free(self)))
             pool.owner = self
-            without_kept_casts(undo)
+            # As captures run.
+            set_for_capture(undo)
             verdict = trial.run(undone=undone)
             undo.now()
+            self._eager_forward.follows |= verdict.asks
             return verdict
         except BaseException:
             undo.now()
