@@ -83,6 +83,11 @@ class FakeStep:
     def eager(self, watch: Watch | None) -> Any:
         return self._run("eager", live(), watch)
 
+    has_gradients = False
+
+    def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
+        return self._run("where_asked", live(), watch)
+
     def of_padding(self, watch: Watch) -> Any:
         return self._run("of_padding", live() * 0, watch)
 

@@ -129,6 +129,7 @@ from graphrt.core.base.thread_mode import (
     remove_dispatch_mode,
     set_for_capture,
     unseen,
+    where_asked,
     without_gradients,
     without_kept_casts,
 )
@@ -315,6 +316,7 @@ __all__ = [
     "unseen",
     "warn_caller",
     "warn_if_untested",
+    "where_asked",
     "whole",
     "without_dispatch_modes",
     "without_gradients",

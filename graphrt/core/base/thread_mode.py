@@ -14,6 +14,7 @@ from graphrt.core.base.errors import RefusedOpError
 from graphrt.core.base.torch_names import (
     TorchDispatchMode,
     as_it_was_called,
+    below_autograd,
     conjugation_resolved,
     count_dispatch_modes,
     dispatch_mode_stack,
@@ -214,6 +215,24 @@ def without_gradients(function: Callable[[], T]) -> T:
         return result
     except BaseException:
         torch.set_grad_enabled(True)
+        raise
+
+
+def where_asked(function: Callable[[], T], gradients: bool, inference: bool) -> T:
+    """Call `function`, which finds `gradients` and `inference` mode on or off where it asks, and
+    makes no graph of gradients."""
+    undo = Undo()
+    try:
+        undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        if inference is not torch.is_inference_mode_enabled():
+            undo.enter(inference_guard(inference))
+        undo.enter(below_autograd())
+        torch.set_grad_enabled(gradients)
+        result = function()
+        undo.now()
+        return result
+    except BaseException:
+        undo.now()
         raise
 
 

@@ -59,6 +59,12 @@ inference_guard: Callable[[bool], AbstractContextManager[object]] = NAMES.take(
     "torch._C._InferenceMode", without="nothing can be captured"
 )
 
+below_autograd: Callable[[], AbstractContextManager[object]] = NAMES.take(
+    "torch._C._AutoDispatchBelowAutograd",
+    without="no trial shows that a forward asks for them",
+)
+"""No graph of gradients is made, whatever the grad mode is, as under inference mode."""
+
 # Dispatch keys -----------------------------------------------------------------------------------
 
 _included: Callable[[], Any] = NAMES.take(

@@ -73,6 +73,7 @@ def steps_of(
         padded,
         unpadded,
         updates,
+        graphs.run_forward,
         limit_bytes=partial(options.state_limit, pool.platform),
         mixes_rows=host.mixes_rows,
         at_bound=host.metadata,

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import without_gradients
+import torch
+
+from graphrt.core.base import where_asked, without_gradients
 from graphrt.core.batch import GraphMode, PieceProvider
 from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
 from graphrt.core.inputs import SlotRing
@@ -72,10 +74,31 @@ class Fetching:
         return getattr(self.forward, name)
 
 
-def without_graph(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward itself, which runs eagerly unless the context says otherwise."""
+class EagerForward:
+    """The forward itself, which runs eagerly unless the context says otherwise, and without
+    gradients, as graphs do.
 
-    def run_forward(**arguments: Any) -> Any:
-        return without_gradients(partial(forward, **arguments))
+    Where a trial has shown that it asks for gradients or inference mode, and does something else
+    then, it `follows` its caller: it finds what the caller set.
+    """
 
-    return run_forward
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.follows = False
+        self._forward = forward
+        self._asked: tuple[bool, bool] | None = None
+
+    def __call__(self, **arguments: Any) -> Any:
+        call = partial(self._forward, **arguments)
+        if self._asked is not None:
+            return where_asked(call, *self._asked)
+        if self.follows:
+            return where_asked(call, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        return without_gradients(call)
+
+    def where(self, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:
+        """Call `run`, in which the forward finds these on or off; graphrt around it does not."""
+        try:
+            self._asked = gradients, inference
+            return run()
+        finally:
+            self._asked = None

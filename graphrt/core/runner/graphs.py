@@ -24,7 +24,7 @@ from graphrt.core.replay import WORST_CASE, Doing, GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner._lazy import LazyCaptures
 from graphrt.core.runner._reads import check_reads
-from graphrt.core.runner._wrappers import without_graph, wrappers_of
+from graphrt.core.runner._wrappers import EagerForward, wrappers_of
 from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host, Phase
 from graphrt.core.runner.session import (
@@ -81,7 +81,7 @@ class GraphSet:
         self.weights = AddressBook(
             host.parameters, forward, [module.weights for module in self._compiled.modules]
         )
-        self.run_forward = without_graph(forward)
+        self.run_forward = EagerForward(forward)
         watches = options.checks("capture") and not self.eager_launch
         self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None
         self.warmed_up: dict[Hashable, WarmedUp] = {}

@@ -17,6 +17,8 @@ class Verdict:
     """Of the last run, which was eager and whose effects remain."""
     failure: VerificationError | None = None
     deterministic: bool = True
+    asks: bool = False
+    """Whether the forward does something else where gradients or inference mode are on or off."""
     notes: list[str] = field(default_factory=list)
     harmless: tuple[str, ...] = ()
     """Python numbers that were moved further, and no operator is another one then."""

@@ -58,15 +58,18 @@ class Modes(tuple[object, ...]):
 class Ambient:
     """The settings at capture. `holds` is a few calls of torch's where nothing at all has changed.
 
-    Whether gradients are on, and how many threads there are, is not among them: no replay depends
-    on the former, and on the latter no more than an eager step does.
+    How many threads there are is not among them: a replay depends on it no more than an eager step
+    does. Nor are gradients and inference mode, unless the forward `asks` for them.
     """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
+        self._asks = False
         self._captured = self._now()
         self._guard: Callable[[], bool]
         self._modes: list[object]
+        # Graphs have no gradients, whatever was on around their capture.
+        self._asked = {"gradients": False, "inference mode": torch.is_inference_mode_enabled()}
         self._accept()
 
     def differences(self) -> list[str]:
@@ -82,14 +85,22 @@ class Ambient:
             self._accept()
         return found
 
+    def ask(self) -> None:
+        """From now on compare gradients and inference mode too: the forward goes by them."""
+        if not self._asks:
+            self._asks = True
+            self._captured |= self._asked
+
     def holds(self) -> bool:
         """Whether nothing at all has changed since the last look at what did."""
+        if self._asks:
+            return self._equal()
         return self._guard() and self._modes == self._modes_now()
 
     def looks(self, glances: Iterator[bool]) -> Iterator[bool]:
         """`glances`, each of them true only where `holds()` is too when it is taken. Put together
         of what runs in C, unless there are modes to be told from one another."""
-        if self._modes or not function_mode_is_on:
+        if self._asks or self._modes or not function_mode_is_on:
             return map(and_, each_call(self.holds), glances)
         settings = each_call(self._guard)
         # Where the one is 1 and the other 0, no mode is on.
@@ -108,6 +119,9 @@ class Ambient:
 
     def _now(self) -> dict[str, Any]:
         now = {name: read(self._device_type) for name, read in _SETTINGS.items()}
+        if self._asks:
+            now["gradients"] = torch.is_grad_enabled()
+            now["inference mode"] = torch.is_inference_mode_enabled()
         for name, switch in _ONLY_WITH.items():
             if not now[switch]:
                 now[name] = None

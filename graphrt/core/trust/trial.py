@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from graphrt.core.base import PythonStateError, RowsMixedError, VerificationError
+from graphrt.core.trust._asked import asked_in
 from graphrt.core.trust._constants import baked
 from graphrt.core.trust._verdict import Verdict, mixing
 from graphrt.core.trust.compare import Difference, difference, rounding_of
@@ -59,9 +60,14 @@ class TriedStep(Protocol):
     live_rows: int
     sizes: Sequence[tuple[int, int]]
     """Padded and live tokens, and requests."""
+    has_gradients: bool
+    """Whether its caller has gradients on."""
 
     def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
         """The forward on the padded inputs, under `watch`, its eager parts seen by `parts`."""
+
+    def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
+        """`eager`, but that the forward finds these on or off where it asks."""
 
     def of_padding(self, watch: Watch) -> Any:
         """The forward with nothing but padding rows, as in a warm-up."""
@@ -140,7 +146,7 @@ class Trial:
         try:
             draws = Draws(self._state.generators)
             first = self._watch(rows=(step.rows, step.live_rows), draw=draws.record)
-            eager = step.eager(first)
+            eager, asked = asked_in(lambda: step.eager(first))
             padded = self._state.left()
             drawn = self._state.generators.of_python()
             written = padded.memory
@@ -173,12 +179,13 @@ class Trial:
                 # Draws of Python's and NumPy's cannot be repeated: as many rows draw as many.
                 disturbed = step.disturbed(self._watch())
                 self._back()
-            self._move_numbers(first, eager, written)
             rounding = rounding_of(
                 (use.dtype for use in first.uses.values()),
                 (op.func for op in first.trace),
                 self._precision,
             )
+            verdict.asks = asked and self._goes_by_it(eager, written, rounding)
+            self._move_numbers(first, eager, written)
             if matched is not None and self._has_parts:
                 self._judge_python(
                     padded, after_replay.python, matched_left.python, eager, rounding
@@ -209,6 +216,11 @@ class Trial:
                 # What the step is without graphs; by no run more, which other ranks would not do.
                 self._state.put(left_alone)
                 verdict.outputs = alone
+            elif verdict.asks and step.has_gradients:
+                self._back()
+                verdict.outputs = step.where_asked(
+                    self._watch(), True, torch.is_inference_mode_enabled()
+                )
             if undone or (self._strict and verdict.failure is not None):
                 self._back()
             return verdict
@@ -242,6 +254,24 @@ class Trial:
         self._verdict.notes.append(
             f"eager parts give something else at every call, as a clock does: {spread.text}"
         )
+
+    def _goes_by_it(self, eager: Any, written: list[torch.Tensor], rounding: float) -> bool:
+        """Whether the forward does something else where gradients are on, of which graphs have
+        none, and where inference mode is as it is not now."""
+        otherwise = not torch.is_inference_mode_enabled()
+        try:
+            result = self._step.where_asked(self._watch(), True, otherwise)
+            left = self._saves.values()[: len(written)]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # It may change in place what is none of inference mode's: that is no other way.
+            self._verdict.notes.append(f"with inference mode changed: {error}"[:200])
+            return False
+        finally:
+            self._back()
+        apart = (difference(result, eager, rounded=True), difference(left, written, rounded=True))
+        return any(each is not None and each.relative > rounding for each in apart)
 
     def _alone(self, watch: Watch) -> Any:
         try:

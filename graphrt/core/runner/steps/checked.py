@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, Undo, cloned, without_kept_casts
+from graphrt.core.base import InvalidOptionError, Undo, cloned, set_for_capture
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.dispatch import unpadded as unpadded_of
@@ -16,7 +16,7 @@ from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.steps.checks import Checks
 from graphrt.core.runner.steps.padded import PaddedSteps
 from graphrt.core.runner.steps.padded_step import PaddedStep
-from graphrt.core.runner.steps.tried import PaddedTrial, copied_values
+from graphrt.core.runner.steps.tried import AskedForward, PaddedTrial, copied_values
 from graphrt.core.runner.steps.unpadded import UnpaddedSteps
 from graphrt.core.runner.steps.updates import LastUpdates
 from graphrt.core.trust import Trial, Verdict, WarmedUp, places_of
@@ -37,6 +37,7 @@ class CheckedSteps:
         padded: PaddedSteps,
         unpadded: UnpaddedSteps,
         updates: LastUpdates,
+        eager_forward: AskedForward,
         *,
         limit_bytes: Callable[[], int],
         mixes_rows: bool,
@@ -56,6 +57,7 @@ class CheckedSteps:
         self._unpadded = unpadded
         self._updates = updates
         self._limit_bytes = limit_bytes
+        self._eager_forward = eager_forward
 
     def run(
         self,
@@ -202,6 +204,7 @@ class CheckedSteps:
             # Graphs have it at its bound, if they have it.
             (metadata if self._at_bound is None else self._at_bound(found.descriptor), metadata),
             padded.inputs.padding.nobodys(values),
+            self._eager_forward,
             agreed=agreed,
         )
 
@@ -229,9 +232,11 @@ class CheckedSteps:
         pool, undo = self._padded.pool, Undo()
         try:
             pool.will_put_back("a trial", undo.later)
-            without_kept_casts(undo)
+            # As captures run.
+            set_for_capture(undo)
             verdict = trial.run(undone=undone)
             undo.now()
+            self._eager_forward.follows |= verdict.asks
             return verdict
         except BaseException:
             undo.now()

@@ -198,7 +198,9 @@ class Checks:
                     "eagerly as long as it is not",
                     got="; ".join(changed),
                     expected="the settings of the capture",
-                    advice="call capture() under the settings of the steps, or recapture()",
+                    advice="run steps under torch.no_grad(): graphs have no gradients"
+                    if any(each.startswith("gradients") for each in changed)
+                    else "call capture() under the settings of the steps, or recapture()",
                 )
             )
             return Reason.SETTINGS_CHANGED
@@ -246,6 +248,9 @@ class Checks:
         """
         record, kind = self.records[slot], self._kinds[slot]
         record.steps += 1
+        if verdict.asks and self._ambient is not None:
+            self._ambient.ask()
+            self._look_at(self._glances)
         record.deterministic &= verdict.deterministic
         record.notes = tuple(dict.fromkeys((*record.notes, *verdict.notes)))[:8]
         if verdict.failure is not None:

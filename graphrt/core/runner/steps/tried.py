@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from graphrt.core.base import Undo, cloned
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
@@ -16,6 +18,15 @@ from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.trust import PartResults, Watch
 
 RunPadded = Callable[..., Any]
+
+
+class AskedForward(Protocol):
+    """The forward of eager runs, as far as a trial of what it asks must know it."""
+
+    follows: bool
+
+    def where(self, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:
+        """Call `run`, in which the forward finds gradients and inference mode on or off."""
 
 
 class PaddedTrial:
@@ -37,10 +48,13 @@ class PaddedTrial:
         updates: tuple[Any, Any],
         metadata: tuple[Any, Any],
         pads: Sequence[int],
+        forward: AskedForward,
         *,
         agreed: bool = False,
     ) -> None:
         self.pads = pads
+        self._forward = forward
+        self.has_gradients = torch.is_grad_enabled()
         self._batch = batch
         self._tokens = batch.num_tokens
         self._reqs = reqs
@@ -58,6 +72,9 @@ class PaddedTrial:
 
     def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
         return self._eager(Probe(watch, parts=parts))
+
+    def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
+        return self._forward.where(gradients, inference, partial(self.eager, watch))
 
     def of_padding(self, watch: Watch) -> Any:
         return self._eager(Probe(watch, lambda: self._inputs.reset(self._step.layout)))

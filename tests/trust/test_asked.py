@@ -1,0 +1,109 @@
+"""Forwards that ask whether gradients, or inference mode, are on."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from graphrt import GraphOptions, GraphRunner
+from graphrt.errors import GraphQuarantinedWarning, VerificationError
+from tests.trust.scenario import WIDTH, X
+
+AROUND = {"nothing": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+def asks_for_gradients(x):
+    return x * 2 if torch.is_grad_enabled() else x * 3
+
+
+def asks_for_inference_mode(x):
+    return x * 2 if torch.is_inference_mode_enabled() else x * 3
+
+
+def runner_of(forward, mode="FULL", **options):
+    runner = GraphRunner(
+        forward,
+        mode=mode,
+        sizes=[1, 2, 4],
+        inputs={"x": X},
+        outputs=("tokens", WIDTH),
+        options=GraphOptions(**options),
+    )
+    runner.capture()
+    return runner
+
+
+@pytest.mark.filterwarnings("ignore::graphrt.errors.GraphQuarantinedWarning")
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("order", [["no_grad", "nothing"], ["nothing", "inference", "no_grad"]])
+@pytest.mark.parametrize("forward", [asks_for_gradients, asks_for_inference_mode])
+def test_every_step_is_what_eager_is_where_it_is_called(forward, order, mode):
+    runner = runner_of(forward, mode)
+    for name in order * 3:
+        for rows in (4, 3, 1):
+            with AROUND[name]():
+                x = torch.ones(rows, WIDTH)
+                assert torch.equal(runner(x=x), forward(x)), (name, rows)
+                assert not runner(x=x).requires_grad
+
+
+def test_a_step_with_gradients_says_why_it_is_eager():
+    runner = runner_of(asks_for_gradients)
+    x = torch.ones(4, WIDTH)
+    with torch.no_grad():
+        runner(x=x)
+        assert (runner(x=x) == 3).all() and runner.last_dispatch.reason.name == "HIT"
+    with pytest.warns(GraphQuarantinedWarning, match="gradients: True, False at capture"):
+        assert (runner(x=x) == 2).all()
+    assert runner.last_dispatch.reason.name == "SETTINGS_CHANGED"
+    with torch.no_grad():
+        assert (runner(x=x) == 3).all() and runner.last_dispatch.reason.name == "HIT"
+
+
+def test_strictly_it_is_an_error_whose_advice_works():
+    runner = runner_of(asks_for_gradients, strict=True)
+    x = torch.ones(4, WIDTH)
+    with torch.no_grad():
+        runner(x=x)
+    with pytest.raises(VerificationError, match=r"run steps under torch.no_grad\(\)"):
+        runner(x=x)
+    with torch.no_grad():
+        assert (runner(x=x) == 3).all()
+
+
+class Keeps(torch.nn.Module):
+    """Asks, and does the same; keeps a table and its last result; writes state in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+        self.encoder = torch.nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+        self.register_buffer("state", torch.zeros(8, WIDTH))
+
+    def forward(self, x):
+        self.state[: len(x)].copy_(x)
+        if torch.is_grad_enabled():
+            x = x + 0
+        return self.encoder(self.layer(x)[:, None])[:, 0] + self.state[: len(x)]
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_what_is_the_same_by_rounding_replays_wherever_it_is_called(mode, name):
+    torch.manual_seed(0)
+    model = Keeps().eval()
+    with warnings.catch_warnings(), AROUND[name]():
+        warnings.simplefilter("error")
+        runner = runner_of(model, mode)
+        for around in (*AROUND, *AROUND):
+            for rows in (4, 3, 2, 1):
+                with AROUND[around]():
+                    x = torch.randn(rows, WIDTH)
+                    out = runner(x=x)
+                    assert runner.last_dispatch.reason.name == "HIT"
+                    torch.testing.assert_close(out, model(x).detach())
+    assert not model.state.requires_grad and not model.state.is_inference()
+    assert model.layer.weight.grad is None
