@@ -16,6 +16,7 @@ from graphrt.core.base import (
     dispatch_keys,
     dispatch_keys_now,
     dispatch_modes,
+    shown,
     tree,
 )
 from graphrt.core.capture import user_source
@@ -208,7 +209,7 @@ def _same_values(captured: list[tuple[str, Any]], now: list[tuple[str, Any]]) ->
             raise BakedScalarError(
                 "a compiled callable returned another value than the graph holds"
                 f"{' at ' + path if path else ''}",
-                got=repr(value),
+                got=shown(value),
                 expected=repr(before),
                 advice="return it as a tensor, or do this part in an eager break",
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, shown
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
     CONTRACT_VERSION,
@@ -62,7 +62,7 @@ class CpuPlatform(Platform):
         if not isinstance(handle, Arena):
             raise InvalidOptionError(
                 "no handle of graph memory on the CPU",
-                got=repr(handle),
+                got=shown(handle),
                 expected="the handle of another GraphPool",
             )
         return handle.share()

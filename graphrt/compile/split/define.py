@@ -12,6 +12,7 @@ import torch
 
 from graphrt.compile.errors import OpaqueError
 from graphrt.compile.private_torch import is_registered, remember_functions
+from graphrt.core.base import check_callable, flag, items_of, shown
 from graphrt.core.capture import eager_break
 
 P = ParamSpec("P")
@@ -41,16 +42,21 @@ def opaque(
     the same arguments and returns empty tensors of the right shapes. It may not return what it is
     given. Raises `OpaqueError` where that cannot be an operator.
     """
-    if _NAME.fullmatch(name) is None:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise OpaqueError(
             "an operator needs a namespace and a name",
-            got=repr(name),
+            got=shown(name),
             expected='"namespace::name"',
             advice='@opaque("engine::attention", mutates=["out"])',
         )
 
+    written = items_of("mutates", mutates, '["out"]', OpaqueError)
+    if fake is not None:
+        check_callable("fake", fake, "fake=lambda query: torch.empty_like(query)")
+    flag("splits", splits)
+
     def made_opaque(function: Callable[P, R]) -> Callable[P, R]:
-        overload = _define(name, function, mutates, fake, splits)
+        overload = _define(name, function, written, fake, splits)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -84,7 +90,7 @@ def _define(
         if argument not in known:
             raise OpaqueError(
                 f"{name} has no argument of a name in mutates=",
-                got=repr(argument),
+                got=shown(argument),
                 expected=", ".join(known),
                 advice="name the tensors that the function writes",
             )

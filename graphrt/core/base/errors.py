@@ -26,12 +26,21 @@ class GraphRTError(Exception):
         self.advice = advice
         parts = [what]
         if got is not None:
-            parts.append(f"got: {got}")
+            parts.append(f"got: {_text(got)}")
         if expected is not None:
-            parts.append(f"expected: {expected}")
+            parts.append(f"expected: {_text(expected)}")
         if advice is not None:
             parts.append(f"try: {advice}")
         super().__init__("\n  ".join(parts))
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        # A host's object may refuse to be printed, and nested lists end the stack: the error that
+        # names it would be lost.
+        return type(value).__name__
 
 
 class InvalidModeError(GraphRTError, ValueError):

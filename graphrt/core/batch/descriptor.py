@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
-from graphrt.core.base import InvalidBatchError, count_of, items_of
+from graphrt.core.base import InvalidBatchError, count_of, items_of, shown
 from graphrt.core.batch.modes import GraphMode
 
 
@@ -224,7 +224,7 @@ def checked_variant(variant: Hashable) -> Hashable:
     except TypeError as error:
         raise InvalidBatchError(
             "a variant must be hashable, to tell two graphs apart by it",
-            got=repr(variant)[:200],
+            got=shown(variant),
             expected="a string, an int, or a tuple of them",
             advice="name the variant with a string",
         ) from error
@@ -235,7 +235,5 @@ def _checked_flag(name: str, value: object) -> bool:
     if str(getattr(value, "dtype", "")).endswith("bool"):
         return bool(value)
     if not isinstance(value, bool):
-        raise InvalidBatchError(
-            f"{name} is a flag", got=repr(value)[:200], expected="True or False"
-        )
+        raise InvalidBatchError(f"{name} is a flag", got=shown(value), expected="True or False")
     return value

@@ -19,6 +19,7 @@ from graphrt.core.base import (
     is_taken_apart,
     remove_dispatch_mode,
     schemas_of_operator,
+    shown,
 )
 from graphrt.core.capture.refusals import Copies, Given, SideDoors, refuse_transform, side_doors
 from graphrt.core.replay import Recording, counted, current_capture
@@ -172,7 +173,7 @@ def _check_break(name: str) -> None:
     if not overloads:
         raise InvalidOptionError(
             "no operator of that name is registered",
-            got=repr(name),
+            got=shown(name),
             expected='"namespace::name" or "namespace::name.overload"',
             advice="import the module that registers it before the capture",
         )
@@ -181,7 +182,7 @@ def _check_break(name: str) -> None:
     if any(has_kernel(full, "CompositeImplicitAutograd") for full in full_names):
         raise InvalidOptionError(
             "a composite operator is taken apart before it can be seen, so it cannot be a break",
-            got=repr(name),
+            got=shown(name),
             expected="an operator with a kernel of its own",
             advice="mark the function that calls it @eager_break, or name what it is made of",
         )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, shown
 from graphrt.core.device.platform import Platform
 
 # Process-wide because devices are: two captures on one device at the same time see each other's
@@ -104,7 +104,7 @@ def check_memory(platform: Platform, device: torch.device) -> None:
 def _no_device(kind: str, device: object) -> InvalidOptionError:
     return InvalidOptionError(
         "the argument 'device' names no device",
-        got=repr(device)[:200],
+        got=shown(device),
         expected=f"a torch.device, its name or an index of a device of type {kind!r}",
         advice="leave device= out for the current one",
     )

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pluggy
+import torch
 
 from graphrt.core.base import (
     PlatformConflictError,
@@ -16,6 +17,9 @@ from graphrt.core.base import (
     PlatformUnavailableError,
     PluginBlockedError,
     UnknownPlatformError,
+    check_kind,
+    flag,
+    shown,
 )
 from graphrt.core.device._allowed import AllowedPlugins, normalized
 from graphrt.core.device._contract import check_contract
@@ -87,6 +91,10 @@ class PlatformRegistry:
         Raises `PlatformConflictError` for a name or plugin that is there already and
         `PlatformError` for one that does not implement the hook as specified.
         """
+        check_kind("name", name, str)
+        if isinstance(plugin, torch.Tensor) or type(plugin).__hash__ is None:
+            # It could not be kept in a table, and would be asked for a great many attributes.
+            raise _no_plugin(plugin)
         with self._lock:
             taken = self._plugins.get_name(plugin) or name
             if taken is not None and self._plugins.has_plugin(taken):
@@ -104,7 +112,9 @@ class PlatformRegistry:
             if self._plugins.unregister(name=name) is None:
                 known = ", ".join(each for each, _ in self._plugins.list_name_plugin())
                 raise UnknownPlatformError(
-                    "no plugin of that name is registered", got=repr(name), expected=known or "none"
+                    "no plugin of that name is registered",
+                    got=shown(name),
+                    expected=known or "none",
                 )
             self._collected.pop(name, None)
 
@@ -123,6 +133,8 @@ class PlatformRegistry:
         is blocked, `PlatformConflictError` if two plugins claim the name, and
         `PlatformUnavailableError` if this machine cannot run it.
         """
+        check_kind("name", name, str, optional=False)
+        flag("must_be_available", must_be_available)
         usable = self._usable()
         named = [each for each in usable if each.name == name]
         refuse_two_of_a_name(named)
@@ -149,6 +161,7 @@ class PlatformRegistry:
         `GRAPHRT_PLATFORM` forces one by name. Two out-of-tree platforms that are both available
         raise `PlatformConflictError`.
         """
+        check_kind("environ", environ, Mapping)
         environ = os.environ if environ is None else environ
         forced = environ.get(PLATFORM_VARIABLE, "").strip()
         if forced:
@@ -228,15 +241,10 @@ class PlatformRegistry:
                 advice="examples/platform_plugin is a plugin that works",
             ) from error
         if added is None:
-            raise PlatformConflictError("the plugin is blocked", got=repr(name))
+            raise PlatformConflictError("the plugin is blocked", got=shown(name))
         if not self._plugins.get_hookcallers(plugin):
             self._plugins.unregister(name=added)
-            raise PlatformError(
-                "the plugin implements no graphrt hook",
-                got=repr(plugin),
-                expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
-                advice="mark the function with graphrt.platforms.hookimpl",
-            )
+            raise _no_plugin(plugin)
         return added
 
     def _collect(self, name: str, plugin: object) -> list[FoundPlatform]:
@@ -266,7 +274,7 @@ class PlatformRegistry:
         hint += "".join(f"; {each.plugin} is {each.blocked}" for each in blocked)
         return UnknownPlatformError(
             "no platform of that name is installed",
-            got=repr(name),
+            got=shown(name),
             expected=", ".join(known) or "none is known",
             advice=f"install the plugin of {name!r}, or use one of those{hint}",
         )
@@ -302,13 +310,22 @@ def register(plugin: object, name: str | None = None) -> str:
 # Parts -------------------------------------------------------------------------------------------
 
 
+def _no_plugin(plugin: object) -> PlatformError:
+    return PlatformError(
+        "the plugin implements no graphrt hook",
+        got=shown(plugin),
+        expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
+        advice="mark the function with graphrt.platforms.hookimpl",
+    )
+
+
 def _as_platforms(result: object) -> list[Platform]:
     platforms: list[Any] = list(result) if isinstance(result, Iterable) else [result]
     for each in platforms:
         if not isinstance(each, Platform):
             raise PlatformError(
                 "graphrt_platforms() returned something that is no platform",
-                got=repr(each),
+                got=shown(each),
                 expected="an instance of a Platform subclass, or several",
                 advice="return MyPlatform(), not MyPlatform",
             )

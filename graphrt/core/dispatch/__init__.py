@@ -5,7 +5,7 @@ from graphrt.core.dispatch.index import NOT_FOUND
 from graphrt.core.dispatch.order import preferred
 from graphrt.core.dispatch.reasons import NOT_REPLAYED, Dispatch, Reason
 from graphrt.core.dispatch.tables import Reserved
-from graphrt.core.dispatch.uniform import live_query_len, unpadded
+from graphrt.core.dispatch.uniform import checked_batch, live_query_len, unpadded
 
 __all__ = [
     "NOT_FOUND",
@@ -14,6 +14,7 @@ __all__ = [
     "GraphDispatcher",
     "Reason",
     "Reserved",
+    "checked_batch",
     "live_query_len",
     "preferred",
     "unpadded",

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from graphrt.core.base import MOST, InvalidBatchError, InvalidModeError, count_of, padding_ratio
+from graphrt.core.base import (
+    MOST,
+    InvalidBatchError,
+    InvalidModeError,
+    count_of,
+    items_of,
+    padding_ratio,
+    shown,
+)
 from graphrt.core.batch import Batch, GraphMode
 from graphrt.core.dispatch.tables import (
     FULL_DISAGREED,
@@ -111,10 +119,10 @@ def _modes(*given: Collection[GraphMode | str]) -> frozenset[GraphMode]:
         if isinstance(modes, (str, GraphMode)) or not isinstance(modes, Collection):
             raise InvalidModeError(
                 "modes are excluded as a set of them",
-                got=repr(modes)[:200],
+                got=shown(modes),
                 expected="a set of runtime modes",
                 advice="exclude=frozenset({GraphMode.FULL})",
             )
-        for mode in modes:
+        for mode in items_of("exclude", modes, "{GraphMode.FULL}", InvalidModeError):
             found.add(GraphMode.parse_runtime(mode, "a step runs in no such mode to exclude"))
     return frozenset(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from graphrt.core.base import InvalidBatchError, InvalidModeError
+from graphrt.core.base import InvalidBatchError, InvalidModeError, shown
 from graphrt.core.batch import BatchDescriptor, GraphMode
 
 _INF = float("inf")
@@ -40,7 +40,7 @@ def checked_key(
     if not isinstance(descriptor, BatchDescriptor):
         raise InvalidBatchError(
             "a graph is named by its descriptor",
-            got=repr(descriptor)[:200],
+            got=shown(descriptor),
             expected="BatchDescriptor(num_tokens, num_reqs, ...)",
             advice="BatchDescriptor(num_tokens=4)",
         )

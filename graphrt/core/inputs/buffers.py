@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidInputError
+from graphrt.core.base import InvalidInputError, shown
 from graphrt.core.device import Capability, Platform, RingFormat
 from graphrt.core.inputs.declared import check_fits, declared_inputs, flat_of
 from graphrt.core.inputs.layout import InputLayout, StepMoves
@@ -176,10 +176,18 @@ class StaticInputs:
         Without a layout it is memory that has nothing to do with the buffers."""
         if layout is None:
             self.turn += 1
-            tensors = {
-                name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype)
-                for name, spec in self._specs.items()
-            }
+            try:
+                tensors = {
+                    name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype)
+                    for name, spec in self._specs.items()
+                }
+            except (RuntimeError, TypeError) as error:
+                raise InvalidInputError(
+                    "there is no memory for a slot of so many rows",
+                    got=f"{shown(tokens)} tokens, {shown(reqs)} requests",
+                    expected=f"rows that fit the host's memory; graphs have {self.tokens} tokens",
+                    advice="split the batch",
+                ) from error
             return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
         return self.slot_of(layout, layout.moves(tokens, reqs, _CACHED_MOVES))
 

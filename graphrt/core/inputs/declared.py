@@ -78,13 +78,14 @@ def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         if isinstance(spec, Mapping):
             yield from flat_of(spec, f"{prefix}{name}.")
         else:
-            yield prefix + name, spec
+            # Of a dict that is no input, say, any key.
+            yield f"{prefix}{name}" if prefix else name, spec
 
 
 def _wrong_inputs(where: str, value: object, expected: str) -> InvalidInputError:
     return InvalidInputError(
         f"{where} describes no inputs",
-        got=repr(value)[:200],
+        got=shown(value),
         expected=expected,
         advice='inputs={"input_ids": InputSpec(torch.int64, ("tokens",))}; a mapping in it is an '
         "argument that is a dict",

@@ -212,7 +212,7 @@ def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> N
     known = 'a number, "repeat" or "keep"'
     if isinstance(pad, str):
         if pad not in ("repeat", "keep"):
-            raise InvalidInputError("unknown padding", got=repr(pad), expected=known)
+            raise InvalidInputError("unknown padding", got=shown(pad), expected=known)
         pad = None
     if pad is not None and not isinstance(pad, int | float | complex):
         raise _wrong_spec("pad", pad, known, "pad=0")

@@ -33,7 +33,14 @@ from graphrt.core.replay.recording import (
     under_way,
     warming_up,
 )
-from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
+from graphrt.core.replay.segments import (
+    HookedSegment,
+    Part,
+    SegmentHooks,
+    TaskedSegment,
+    check_hooks,
+    graphs_of,
+)
 from graphrt.core.replay.task_table import check_names
 from graphrt.core.replay.tasks import CapturedTask, UpdatableTask
 
@@ -64,6 +71,7 @@ __all__ = [
     "arguments_of",
     "check_arguments",
     "check_between_steps",
+    "check_hooks",
     "check_names",
     "counted",
     "current_capture",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from graphrt.core.base import check_takes
 from graphrt.core.batch import Batch
 from graphrt.core.inputs import Limits
 from graphrt.core.replay import GraphPool
@@ -43,6 +44,7 @@ class Capturing:
         `ResourceExhaustedError` when the rest is done.
         """
         self._path.check_open()
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
         try:
             self._rounds.all(progress)
         finally:
@@ -85,6 +87,7 @@ class Capturing:
 
     def recapture(self, progress: Progress | None = None) -> None:
         """Destroy all graphs and capture them again, for weights that have moved."""
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
         self.release()
         self.capture(progress)
 

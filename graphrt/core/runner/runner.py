@@ -12,7 +12,7 @@ from graphrt.core.base import Uncopied, check_kind
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Dispatch, Reason
+from graphrt.core.dispatch import Dispatch, Reason, checked_batch
 from graphrt.core.inputs import (
     NO_LIMITS,
     InputSlot,
@@ -220,8 +220,12 @@ class GraphRunner(Capturing, Uncopied):
     ) -> Any:
         """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
         refuse_inside_capture("run_padded_eagerly()")
+        check_kind(
+            "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
+        )
         if found.slot < 0:
             raise no_graph_to_pad_to(found.reason)
+        batch = checked_batch(batch)
         if updates is not None:
             step = self._steps[found.slot]
             updates = self._updates.resolve(updates, step, -1, self._steps, batch)
@@ -251,6 +255,8 @@ class GraphRunner(Capturing, Uncopied):
         refuse_inside_capture("verify()")
         if batch is None:
             batch = batch_of(self.inputs, values)
+        # Its runs without padding take the batch as it is.
+        batch = checked_batch(batch)
         found = self.dispatcher.dispatch(batch)
         if self._eager_launch or found.slot < 0:
             if not self._eager_launch and found.reason is not Reason.NOT_CAPTURED:

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from graphrt.ascend.driver import has_value_wait
-from graphrt.core.base import UnsupportedHostError
+from graphrt.core.base import UnsupportedHostError, shown
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.params import GraphParams
 from graphrt.hosts.vllm_ascend.updating import updated_by
@@ -98,7 +98,7 @@ def install_if_asked() -> None:
     as the plugin `graphrt_vllm_ascend`."""
     asked = os.environ.get(SWITCH, "")
     if asked not in ("", "0", "1"):
-        raise UnsupportedHostError(f"{SWITCH} is a switch", got=repr(asked), expected="0 or 1")
+        raise UnsupportedHostError(f"{SWITCH} is a switch", got=shown(asked), expected="0 or 1")
     if asked == "1":
         install()
 
