@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphrt.core.base import (
+    IN_PIECES,
     CaptureError,
     CaptureSyncError,
     RefusedOpError,
@@ -12,7 +13,7 @@ from graphrt.core.device import error_chain
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
-    "or mark the function around them @eager_break"
+    f"or {IN_PIECES}"
 )
 _SYNC = (
     "the forward made the host wait for the device, read device data on the host, or allocated "
@@ -88,13 +89,13 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
         "cusolver error",
         RefusedOpError,
         "a routine of cuSOLVER was captured that cannot be: it waits for the device or allocates",
-        "take it out of the forward, or mark the function around it @eager_break",
+        f"take it out of the forward, or {IN_PIECES}",
     ),
     (
         "cusparse_status",
         RefusedOpError,
         "a routine of cuSPARSE was captured that cannot be",
-        "take it out of the forward, or mark the function around it @eager_break",
+        f"take it out of the forward, or {IN_PIECES}",
     ),
     (
         "previous error during capture",

@@ -23,6 +23,7 @@ from graphrt.ascend.driver.error_codes import (
     Cause,
 )
 from graphrt.core.base import (
+    IN_PIECES,
     CaptureError,
     CaptureSyncError,
     DeviceHangError,
@@ -57,8 +58,7 @@ _TEXTS: tuple[tuple[re.Pattern[str], Cause], ...] = (
             DriverTooOldError,
             "no if-nodes",
             "the forward has an if-node (torch.cond), which this driver or CANN cannot capture",
-            "update both to versions with software queues, or mark the function around it "
-            "@eager_break",
+            f"update both to versions with software queues, or {IN_PIECES}",
         ),
     ),
     (
@@ -112,7 +112,7 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
                 "an operator was issued that has no form an ACL graph can hold",
                 op=refused[1] or refused[2],
                 got=_original(link),
-                advice="replace it, or mark the function around it @eager_break",
+                advice=f"replace it, or {IN_PIECES}",
             )
     for pattern, cause in _TEXTS:
         for link in chain:

@@ -101,7 +101,7 @@ def _define(
             f"{name} cannot be an operator: {error}",
             got=f"{function.__qualname__}{inspect.signature(function)}",
             expected="annotated tensors, numbers, strings and lists of them",
-            advice="annotate every parameter and the result",
+            advice=_defined_right(function),
         ) from error
     nothing = schema.endswith("-> ()")
     if fake is None and not nothing:
@@ -120,6 +120,24 @@ def _define(
     _libraries.append(library)
     remember_functions(name, function, fake)
     return getattr(getattr(torch.ops, namespace), short).default
+
+
+def _defined_right(function: Callable[..., Any]) -> str:
+    """What to do about a function whose signature no operator can have."""
+    for parameter in inspect.signature(function).parameters.values():
+        name = parameter.name
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return f"name each argument in place of {parameter}"
+        if isinstance(parameter.default, tuple | list):
+            kind = next((type(each).__name__ for each in parameter.default), "int")
+            return (
+                f"{name}: Optional[List[{kind}]] = None, and `{name} = {shown(parameter.default)} "
+                f"if {name} is None else {name}` inside: an operator has no default of several "
+                "values"
+            )
+        if "tuple" in str(parameter.annotation).lower():
+            return f"{name}: List[int], say: an operator takes no tuples"
+    return "annotate every parameter and the result, as (x: torch.Tensor, n: int) -> None"
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -20,6 +20,7 @@ from graphrt.core.base._warnings import (
     warn_caller,
 )
 from graphrt.core.base.errors import (
+    IN_PIECES,
     BakedScalarError,
     BreakError,
     BreakShapeError,
@@ -154,6 +155,7 @@ from graphrt.core.base.torch_names import (
 )
 
 __all__ = [
+    "IN_PIECES",
     "MOST",
     "MOST_INPUTS",
     "BakedScalarError",

@@ -34,6 +34,11 @@ class GraphRTError(Exception):
         super().__init__("\n  ".join(parts))
 
 
+IN_PIECES = 'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE")'
+"""Advice for what no graph can hold: under FULL, and in a wrapper that is not breakable, the mark
+alone does nothing."""
+
+
 def _text(value: object) -> str:
     try:
         return str(value)

@@ -277,7 +277,7 @@ class GraphWrapper(Uncopied):
         """Whether arguments lie elsewhere because a piece before had no graph: then this one has
         none either, and counts so. Raises `StaleInputError` if they do for another reason."""
         try:
-            check_arguments(entry, args, kwargs, self.pool)
+            check_arguments(entry, args, kwargs, self.pool, self.runnable)
         except StaleInputError:
             if not self.pool.is_behind_a_miss(context):
                 raise

@@ -88,6 +88,8 @@ def checked_batch(batch: object) -> Batch:
             "a batch needs at least one token",
             got=batch.num_tokens,
             expected="num_tokens >= 1",
-            advice="skip the step when nothing is scheduled",
+            advice="skip the step when nothing is scheduled"
+            if batch.num_tokens == 0
+            else "Batch(num_tokens) with the live tokens of the step",
         )
     return batch

@@ -18,6 +18,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import Axis
 from graphrt.core.inputs._one_size import OneSize
 from graphrt.core.inputs.output_axes import (
+    Declared,
     DeclaredAxes,
     OutputAxes,
     at_path,
@@ -73,7 +74,8 @@ class OutputLayout:
                     f"the forward returns an object that graphrt cannot look into{at_path(path)}",
                     got=type(leaf).__qualname__,
                     expected="tensors, numbers and strings in tuples, lists, dicts and dataclasses",
-                    advice="return the tensors in it, or what it stands for by another way",
+                    advice="return the tensors in it, or leave it out: result.logits alone, or "
+                    "use_cache=False, of a model of transformers",
                 )
             else:
                 values[path] = leaf
@@ -273,7 +275,7 @@ class OutputLayout:
                     f"an output does not have the axes that outputs= gives it{at_path(path)}",
                     got=f"shape {shape} with {seen.tokens} tokens of {seen.reqs} requests",
                     expected=f"({', '.join(map(name_of_axis, declared))})",
-                    advice="name every dimension in its order; None is one of any size",
+                    advice=_declared_right(declared, shape, sizes),
                 )
 
     def _check_resolved(self, seen: Seen) -> None:
@@ -323,6 +325,20 @@ class OutputLayout:
                             f"{'constant' if axis is None else axis}",
                             advice="declare the axes of what the forward returns: outputs=",
                         )
+
+
+def _declared_right(declared: Declared, shape: tuple[int, ...], sizes: Sequence[int | None]) -> str:
+    """What to do about an output of another shape than its declaration says."""
+    if len(declared) == len(shape):
+        for axis, actual, size in zip(declared, shape, sizes, strict=True):
+            if isinstance(axis, Axis) and size is not None and actual != size:
+                # Padding rows are zeros as a rule, of which a mask takes all or none.
+                return (
+                    "return a row for each of them: torch.where(mask, x, fill) keeps the rows that "
+                    f"x[mask] drops; or None in place of {name_of_axis(axis)} where it has the "
+                    "same size in every batch"
+                )
+    return "name every dimension in its order; None is one of any size"
 
 
 def _columns(seen: Sequence[Seen], path: str) -> Iterable[tuple[int, ...]]:

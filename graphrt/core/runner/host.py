@@ -113,6 +113,18 @@ class Host:
                 raise _wrong_hook("state", each, one, "Host(state=[tensor])")
         check_parameters(self.parameters)
 
+    def around(self) -> AbstractContextManager[object]:
+        """What `around_capture` makes; raises `InvalidOptionError` for what cannot be entered."""
+        found = self.around_capture()
+        if not hasattr(type(found), "__enter__") or not hasattr(type(found), "__exit__"):
+            raise _wrong_hook(
+                "around_capture",
+                found,
+                "a function that makes a context manager",
+                "@contextlib.contextmanager above the hook's def, and a yield in it",
+            )
+        return found
+
     def at_bound(self, descriptor: BatchDescriptor) -> object:
         """What `metadata` gives for a warm-up or capture; None without it."""
         return None if self.metadata is None else self.metadata(descriptor)

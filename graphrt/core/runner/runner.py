@@ -20,6 +20,7 @@ from graphrt.core.inputs import (
     OutputAxes,
     StaticInputs,
     batch_of,
+    check_forward,
 )
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
 from graphrt.core.replay import GraphPool
@@ -105,6 +106,7 @@ class GraphRunner(Capturing, Uncopied):
             device=place,
             fetched=self.options.inputs_in_graph,
         )
+        check_forward(forward, inputs)
         host = host or Host()
         self.graphs = GraphSet(
             forward,

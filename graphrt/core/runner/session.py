@@ -100,7 +100,7 @@ def capture_graphs(
         freeze_garbage(session)
         undo.later(partial(pool.give_back, pool.check_free(session)))
         pool.owner = session
-        with host.around_capture():
+        with host.around():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             pool.follow_stream()
             for done, graph in enumerate(graphs):
@@ -125,10 +125,6 @@ def capture_graphs(
                         continue
                     if hasattr(error, "add_note"):
                         error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
-                        if isinstance(error, TypeError) and "keyword argument" in str(error):
-                            error.add_note(
-                                "a forward is called with its inputs by name, as in inputs="
-                            )
                     raise
             settle()
             if progress is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import (
+    IN_PIECES,
     FrozenMetadataError,
     InvalidBatchError,
     NestedCaptureError,
@@ -121,7 +122,7 @@ class UnpaddedSteps:
                     f"a runner inside the capture of another one was given {name} of its own",
                     got=f"{name}= of {type(given).__name__}",
                     expected=f"{name} of the outer step, which replays can change",
-                    advice=f"pass {name} to the outer runner, or mark the caller @eager_break",
+                    advice=f"pass {name} to the outer runner, or {IN_PIECES}",
                 )
         if self._bind is not None:
             raise NestedCaptureError(
@@ -129,7 +130,7 @@ class UnpaddedSteps:
                 "replays would have what it bound then",
                 got=f"Host(bind={self._bind!r})",
                 expected="a runner without a bind, whose forward becomes part of the outer graph",
-                advice="bind in the outer runner's Host, or mark the caller @eager_break",
+                advice=f"bind in the outer runner's Host, or {IN_PIECES}",
             )
         inputs = self._inputs
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
