@@ -129,6 +129,7 @@ class AcceleratorPlatform(Platform):
             "nothing can be captured on this stream",
             got=shown(stream),
             expected="a torch.Stream on which no capture failed half-way",
+            advice="torch.Stream(device=...), made for this pool; or leave stream= out",
         )
 
     @contextmanager

@@ -90,5 +90,8 @@ def _read(variable: str, kind: type[int | float], text: str) -> int | float:
     except ValueError:
         expected = "seconds" if kind is float else "an integer >= 0"
         raise InvalidOptionError(
-            f"{variable} is no number", got=shown(text), expected=expected
+            f"{variable} is no number",
+            got=shown(text),
+            expected=expected,
+            advice=f"{variable}=1, or leave it unset",
         ) from None

@@ -118,7 +118,11 @@ class CompiledCalls:
 
     def _finish_at_return(self, frame: FrameType) -> None:
         # Stands if someone else's profiler takes the place of this one before the return.
-        lost = CaptureError("the result of a compiled callable was not seen", op="torch.compile")
+        lost = CaptureError(
+            "the result of a compiled callable was not seen",
+            op="torch.compile",
+            advice=f"capture without a profiler, without torch.compile, or {IN_PIECES}",
+        )
         self.tape.failure = lost
 
         def profile(returning: FrameType, event: str, value: Any) -> None:

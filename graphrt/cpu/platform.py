@@ -64,6 +64,7 @@ class CpuPlatform(Platform):
                 "no handle of graph memory on the CPU",
                 got=shown(handle),
                 expected="the handle of another GraphPool",
+                advice='GraphPool("cpu", handle=pool.handle), or leave handle= out',
             )
         return handle.share()
 

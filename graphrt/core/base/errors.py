@@ -12,6 +12,9 @@ class GraphRTError(Exception):
     and one thing to try; each part is also an attribute.
     """
 
+    usual_advice: ClassVar[str | None] = None
+    """What to try, of a class whose errors all ask for the same."""
+
     def __init__(
         self,
         what: str,
@@ -20,6 +23,7 @@ class GraphRTError(Exception):
         expected: object = None,
         advice: str | None = None,
     ) -> None:
+        advice = self.usual_advice if advice is None else advice
         self.what = what
         self.got = got
         self.expected = expected
@@ -142,6 +146,8 @@ class MissingTorchNameError(GraphRTError, ImportError):
 
 class MissingCapabilityError(PlatformError):
     """The platform lacks a capability that the call needs."""
+
+    usual_advice = "ask the platform's `capabilities` first, and do without, or take another one"
 
 
 class MissingLibraryError(GraphRTError, ImportError):
@@ -336,6 +342,11 @@ class PythonStateError(VerificationError):
 
 class CheckpointError(GraphRTError):
     """A checkpoint cannot be read; names the file and the missing key."""
+
+    usual_advice = (
+        "download the checkpoint again, whole, or write another one: config.json, tokenizer.json "
+        "and safetensors files as transformers' save_pretrained() does"
+    )
 
 
 class Uncopied:

@@ -238,6 +238,7 @@ def count_of(
             f"{name} is larger than any number of a plan or a batch",
             got=shown(number),
             expected=f"at most {MOST}",
+            advice=f"{name}={example}" if name.isidentifier() else str(example),
         )
     return number
 

@@ -66,6 +66,7 @@ def device_of(platform: Platform, device: torch.device | str | int | None) -> to
             "there is no device of that index",
             got=str(asked),
             expected=f"an index below {count}",
+            advice="leave device= out for the current one",
         )
     return torch.device(kind) if current is None else torch.device(kind, index)
 

@@ -245,6 +245,7 @@ def pool_handle(handle: Any) -> PoolHandle:
             "no handle of an allocator pool",
             got=shown(handle),
             expected="two integers: graph_pool_handle(), MemPool.id or the pool() of a graph",
+            advice="GraphPool(platform, handle=torch.cuda.graph_pool_handle())",
         )
     return PoolHandle((plain[0], plain[1]))
 

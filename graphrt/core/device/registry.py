@@ -115,6 +115,7 @@ class PlatformRegistry:
                     "no plugin of that name is registered",
                     got=shown(name),
                     expected=known or "none",
+                    advice="the name that register() returned",
                 )
             self._collected.pop(name, None)
 
@@ -241,7 +242,12 @@ class PlatformRegistry:
                 advice="examples/platform_plugin is a plugin that works",
             ) from error
         if added is None:
-            raise PlatformConflictError("the plugin is blocked", got=shown(name))
+            raise PlatformConflictError(
+                "the plugin is blocked",
+                got=shown(name),
+                expected="a name that was not unregistered for good",
+                advice="register(plugin, name=...) with another name",
+            )
         if not self._plugins.get_hookcallers(plugin):
             self._plugins.unregister(name=added)
             raise _no_plugin(plugin)

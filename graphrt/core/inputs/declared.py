@@ -79,10 +79,11 @@ def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None
     try:
         signature.bind(**dict.fromkeys(specs))
     except TypeError as error:
+        called = getattr(call, "__qualname__", type(call).__name__)
         raise InvalidInputError(
             f"the forward cannot be called with what inputs= names: {error}",
             got=f"inputs= names {', '.join(specs)}",
-            expected=f"the arguments of {getattr(call, '__qualname__', type(call).__name__)}{signature}",
+            expected=f"the arguments of {called}{signature}",
             advice=_forward_right(signature, specs),
         ) from None
 

@@ -41,7 +41,9 @@ def asked() -> bool:
     """Whether GRAPHRT_VLLM asks for graphrt; raises `UnsupportedHostError` for no switch."""
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
-        raise UnsupportedHostError(f"{SWITCH} is a switch", got=shown(value), expected="0 or 1")
+        raise UnsupportedHostError(
+            f"{SWITCH} is a switch", got=shown(value), expected="0 or 1", advice=f"{SWITCH}=1"
+        )
     return value == "1"
 
 

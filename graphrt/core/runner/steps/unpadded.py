@@ -184,4 +184,6 @@ def no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
         "there is no graph whose padding the step could have",
         got=reason.name,
         expected="a dispatch with Reason.HIT",
+        advice="capture() before; found = runner.dispatcher.dispatch(batch), and go on where "
+        "found.reason is Reason.HIT",
     )
