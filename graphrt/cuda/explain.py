@@ -9,7 +9,7 @@ from graphrt.core.base import (
     RefusedOpError,
     ResourceExhaustedError,
 )
-from graphrt.core.device import error_chain
+from graphrt.core.device import Unexplained, error_chain
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
@@ -20,6 +20,9 @@ _SYNC = (
     "on a stream that is not captured"
 )
 _SMALLER = "capture fewer or smaller sizes, or leave the KV cache less memory"
+_LIBRARIES = ("cuda", "cublas", "cudnn", "cufft", "cusolver", "cusparse", "nccl", "triton")
+"""Whose errors a capture may cause, with a text that is not known here."""
+
 _RERUN = "run the same forward eagerly; if that passes, look for work CUDA cannot capture"
 
 # The first pattern found in the chain of errors decides, so the specific ones come first and the
@@ -107,10 +110,13 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
 
 
 def explain(error: BaseException) -> CaptureError:
-    """The cause of a failed capture, looked for in the whole chain of `error`."""
+    """The cause of a failed capture, looked for in the whole chain of `error`; `Unexplained` where
+    it is the forward's own."""
     messages = [f"{type(link).__name__}: {link}" for link in error_chain(error)]
     for pattern, kind, what, advice in _CAUSES:
         for message in messages:
             if pattern in message.lower():
                 return kind(what, got=message.splitlines()[0], advice=advice)
-    return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
+    if any(name in message.lower() for message in messages for name in _LIBRARIES):
+        return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
+    return Unexplained.of(error)

@@ -416,7 +416,6 @@ class Own(Exception):
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
 @pytest.mark.parametrize("when", ["warm-up", "capture", "eager part", "trial", "too large"])
 @pytest.mark.parametrize("error", [Own(7), TypeError("a keyword argument"), RuntimeError("x")])
-@pytest.mark.xfail(strict=False, reason="a capture explains what it cannot know")
 def test_a_forwards_own_exception_stays_its_own(mode, when, error):
     calls = []
 

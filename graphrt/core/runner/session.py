@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from graphrt.core.base import (
-    CaptureError,
     GraphRTError,
     ResourceExhaustedError,
     StreamBudgetError,
@@ -225,7 +224,7 @@ class _Session:
             if isinstance(error, StreamBudgetError):
                 self._streams.failed(*key, room)
             raise
-        except CaptureError:
+        except Exception:
             if warm or not self._warm_ups.count:
                 raise
             transaction.rollback()
