@@ -17,7 +17,7 @@ from graphrt.accelerator.library import (
     pool_snapshot,
 )
 from graphrt.accelerator.memory import GraphMemory
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, shown
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
     CONTRACT_VERSION,
@@ -127,8 +127,9 @@ class AcceleratorPlatform(Platform):
             return own
         raise InvalidOptionError(
             "nothing can be captured on this stream",
-            got=repr(stream),
+            got=shown(stream),
             expected="a torch.Stream on which no capture failed half-way",
+            advice="torch.Stream(device=...), made for this pool; or leave stream= out",
         )
 
     @contextmanager

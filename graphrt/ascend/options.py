@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from graphrt.core.base import DeviceHangError, InvalidOptionError, count_of
+from graphrt.core.base import DeviceHangError, InvalidOptionError, count_of, shown
 
 UpdateOrder = Literal["replay_first", "update_first"]
 UpdateStrategy = Literal["groups", "auto_dispatch"]
@@ -45,7 +45,7 @@ class AscendOptions:
         if timeout is not None and not timeout > 0:
             raise InvalidOptionError(
                 "hang_timeout_s has a wrong value",
-                got=repr(timeout),
+                got=shown(timeout),
                 expected="seconds > 0, or None for no watchdog",
                 advice="hang_timeout_s=60",
             )
@@ -75,7 +75,7 @@ def _check(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise InvalidOptionError(
             f"{name} has a wrong value",
-            got=repr(value),
+            got=shown(value),
             expected=" or ".join(choices),
             advice=f"{name}={choices[0]!r}",
         )
@@ -90,5 +90,8 @@ def _read(variable: str, kind: type[int | float], text: str) -> int | float:
     except ValueError:
         expected = "seconds" if kind is float else "an integer >= 0"
         raise InvalidOptionError(
-            f"{variable} is no number", got=repr(text), expected=expected
+            f"{variable} is no number",
+            got=shown(text),
+            expected=expected,
+            advice=f"{variable}=1, or leave it unset",
         ) from None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.core.base import InvalidInputError, InvalidOptionError
+from graphrt.core.base import InvalidInputError, InvalidOptionError, shown
 from graphrt.core.batch import current_context
 from graphrt.core.capture import operator_break
 
@@ -46,7 +46,7 @@ class OpaqueAttention:
         if name in _by_name:
             raise InvalidOptionError(
                 "two attention backends have one name",
-                got=repr(name),
+                got=shown(name),
                 expected="a name for each backend that is in use",
                 advice='OpaqueAttention(backend, name="draft")',
             )
@@ -132,7 +132,7 @@ def _attend(
         _refuse_copy(layer)
         raise InvalidInputError(
             "compiled code asks for an attention backend that is not there",
-            got=repr(layer),
+            got=shown(layer),
             expected=", ".join(map(repr, _by_name)) or "an OpaqueAttention of that name",
             advice="make it before the model is called, and keep it as long",
         )

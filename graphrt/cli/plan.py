@@ -9,7 +9,7 @@ from pathlib import Path
 
 from graphrt.cli.attention import find_level
 from graphrt.cli.budget import ASCEND, BudgetRequest, budget_of
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, shown
 from graphrt.core.batch import AttentionSupport
 from graphrt.core.device import Platform, get_platform, resolve_platform
 from graphrt.core.plan import UNNAMED, Plan, PlanArguments
@@ -80,7 +80,7 @@ def _declared(text: str) -> tuple[str, AttentionSupport]:
 def _unknown_support(level: str, backend: str = "") -> InvalidOptionError:
     return InvalidOptionError(
         "unknown attention support",
-        got=repr(level),
+        got=shown(level),
         expected=", ".join(AttentionSupport.__members__),
         advice=f"--attention {backend}UNIFORM_BATCH",
     )

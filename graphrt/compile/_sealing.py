@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphrt.compile.errors import CompileSealedError
+from graphrt.core.base import shown
 from graphrt.core.replay import current_capture
 
 
@@ -16,7 +17,7 @@ def check_may_compile(module: object, *, sealed: bool) -> None:
         return
     raise CompileSealedError(
         f"a module would have to be compiled {when}",
-        got=repr(module),
+        got=shown(module),
         expected="a module that was compiled before",
         advice=f"call ensure_compiled() {advice}",
     )

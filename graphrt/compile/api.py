@@ -11,6 +11,8 @@ from graphrt.compile.errors import CompileError
 from graphrt.compile.module import CompiledModule
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.private_torch import call_instead
+from graphrt.compile.trace import DynamicDims
+from graphrt.core.base import flag, shown
 from graphrt.core.batch import ForwardContext, current_context
 from graphrt.core.capture import GraphOptions
 from graphrt.core.replay import GraphPool, SegmentHooks
@@ -29,11 +31,13 @@ def support_compile(
     `DynamicDims` for the forms. Raises `CompileError` for what is no module class.
     """
 
+    DynamicDims(dynamic_dims)
+
     def marked(cls: M) -> M:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise CompileError(
                 "support_compile marks a module class",
-                got=repr(cls),
+                got=shown(cls),
                 expected="a subclass of torch.nn.Module",
                 advice="pass a function to graphrt.compile(function, dynamic_dims=...)",
             )
@@ -81,6 +85,7 @@ def compile_module(
             if inside
             else 'dynamic_dims={"ids": 0}',
         )
+    flag("in_place", in_place)
     compiled = CompiledModule(
         module,
         dynamic_dims,

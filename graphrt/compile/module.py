@@ -37,10 +37,18 @@ from graphrt.compile.trace import (
     leaves,
     without_memory,
 )
-from graphrt.core.base import logger
+from graphrt.core.base import (
+    check_callable,
+    check_kind,
+    check_takes,
+    count_of,
+    flag,
+    items_of,
+    logger,
+)
 from graphrt.core.batch import ForwardContext, GraphMode, PieceProvider, current_context
 from graphrt.core.capture import GraphOptions, GraphWrapper, check_traced
-from graphrt.core.replay import GraphPool, SegmentHooks
+from graphrt.core.replay import GraphPool, SegmentHooks, check_hooks
 
 
 class CompiledModule:
@@ -64,6 +72,18 @@ class CompiledModule:
         read_context: Callable[[], ForwardContext | None] = current_context,
     ) -> None:
         """See `compile_module`."""
+        check_callable("module", module)
+        check_kind("options", options, CompileOptions)
+        check_kind("pool", pool, GraphPool)
+        flag("graphs", graphs)
+        check_kind("wrapper_options", wrapper_options, GraphOptions)
+        check_hooks("hooks", hooks)
+        check_takes("read_context", read_context, "read_context()")
+        if capture_sizes is not None:
+            capture_sizes = [
+                count_of("a capture size", size, least=1)
+                for size in items_of("capture_sizes", capture_sizes, "[8, 16]")
+            ]
         self.module = module
         self.options = options or CompileOptions()
         call = forward = module

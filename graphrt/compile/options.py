@@ -70,7 +70,7 @@ def _sizes(key: str, value: object) -> object:
     sizes = sequence(key, value, expected, example)
     for size in sizes:
         positive = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        if not positive and size != "capture_sizes":
+        if not positive and not (isinstance(size, str) and size == "capture_sizes"):
             raise wrong_type(key, size, expected, example)
     return sizes
 

@@ -143,6 +143,7 @@ class Arena:
                 "tensor does not live in this arena",
                 got=f"address {address:#x}",
                 expected="memory that this arena allocated",
+                advice="ask owns(tensor) first",
             )
         # Of the block's own extent: an operator that grows an output, or views the storage, does
         # the same as to the tensor itself, and never reaches a neighbour.
@@ -327,7 +328,7 @@ class Arena:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise PoolClosedError("the arena was released")
+            raise PoolClosedError("the arena was released", advice="a new GraphPool")
 
 
 def _map(nbytes: int) -> mmap.mmap:

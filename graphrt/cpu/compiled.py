@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from graphrt.core.base import (
+    IN_PIECES,
     BakedScalarError,
     CaptureError,
     dispatch_keys,
     dispatch_keys_now,
     dispatch_modes,
     fork_safe,
+    shown,
     tree,
 )
 from graphrt.core.capture import user_source
@@ -87,7 +89,7 @@ class CompiledCalls:
             op="Inductor",
             source=None if source is None else str(source),
             advice="use torch.compile, wrap it in a custom operator (torch.library.custom_op), or "
-            "do this part in an eager break",
+            f"{IN_PIECES}",
         )
 
     def enter(self, frame: FrameType) -> bool:
@@ -117,7 +119,11 @@ class CompiledCalls:
 
     def _finish_at_return(self, frame: FrameType) -> None:
         # Stands if someone else's profiler takes the place of this one before the return.
-        lost = CaptureError("the result of a compiled callable was not seen", op="torch.compile")
+        lost = CaptureError(
+            "the result of a compiled callable was not seen",
+            op="torch.compile",
+            advice=f"capture without a profiler, without torch.compile, or {IN_PIECES}",
+        )
         self.tape.failure = lost
 
         def profile(returning: FrameType, event: str, value: Any) -> None:
@@ -197,7 +203,7 @@ def _baked(result: Any) -> list[tuple[str, Any]]:
                 op="torch.compile",
                 got=f"{type(leaf).__name__}{' at ' + path if path else ''}",
                 expected="tensors, numbers and strings in tuples, lists, dicts and dataclasses",
-                advice="return one of these, or do this part in an eager break",
+                advice=f"return one of these, or {IN_PIECES}",
             )
         found.append((path, leaf))
     return found
@@ -209,9 +215,9 @@ def _same_values(captured: list[tuple[str, Any]], now: list[tuple[str, Any]]) ->
             raise BakedScalarError(
                 "a compiled callable returned another value than the graph holds"
                 f"{' at ' + path if path else ''}",
-                got=repr(value),
-                expected=repr(before),
-                advice="return it as a tensor, or do this part in an eager break",
+                got=shown(value),
+                expected=shown(before),
+                advice=f"return it as a tensor, or {IN_PIECES}",
             )
 
 
@@ -223,7 +229,7 @@ def _why_not(code: CodeType) -> CaptureError | None:
         and _NEEDED_CELLS.issubset(code.co_freevars)
     ):
         what = f"compiled callables of torch {torch.__version__} cannot be recorded"
-        advice = "capture without torch.compile, or do this part in an eager break"
+        advice = f"capture without torch.compile, or {IN_PIECES}"
     elif not _RESULT_LOCALS.issubset(code.co_varnames) and sys.getprofile() is not None:
         what = f"torch {torch.__version__}: no compiled callable is recorded under a profiler"
         advice = "capture without the profiler (sys.setprofile), or use torch 2.12 or later"

@@ -175,7 +175,10 @@ class TapeGraph:
         """
         indices = range(handle.start, handle.stop)
         if self._run is None or any(i not in self._task_calls for i in indices):
-            raise TaskContractError("the task belongs to another graph, or to one that was reset")
+            raise TaskContractError(
+                "the task belongs to another graph, or to one that was reset",
+                advice="update a graph with the handles of its own task_end()",
+            )
         steps = self._steps[handle.start : handle.stop]
         found = reissue(steps, issue, inference=self._inference)
         for index, step, new in zip(indices, steps, found, strict=True):

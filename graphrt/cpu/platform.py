@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, InvalidOptionError, ResourceExhaustedError
+from graphrt.core.base import CaptureError, InvalidOptionError, ResourceExhaustedError, shown
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import (
     CONTRACT_VERSION,
@@ -66,8 +66,9 @@ class CpuPlatform(Platform):
         if not isinstance(handle, Arena):
             raise InvalidOptionError(
                 "no handle of graph memory on the CPU",
-                got=repr(handle),
+                got=shown(handle),
                 expected="the handle of another GraphPool",
+                advice='GraphPool("cpu", handle=pool.handle), or leave handle= out',
             )
         return handle.share()
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from graphrt.core.base import (
+    IN_PIECES,
     CaptureError,
     CaptureSyncError,
     PageableCopyError,
     RefusedOpError,
     ResourceExhaustedError,
 )
-from graphrt.core.device import error_chain
+from graphrt.core.device import Unexplained, error_chain
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
-    "or mark the function around them @eager_break"
+    f"or {IN_PIECES}"
 )
 _SYNC = (
     "the forward made the host wait for the device, read device data on the host, or allocated "
@@ -24,6 +25,9 @@ _NO_COPY = (
     "forward, or mark the function around it @eager_break"
 )
 _SMALLER = "capture fewer or smaller sizes, or leave the KV cache less memory"
+_LIBRARIES = ("cuda", "cublas", "cudnn", "cufft", "cusolver", "cusparse", "nccl", "triton")
+"""Whose errors a capture may cause, with a text that is not known here."""
+
 _RERUN = "run the same forward eagerly; if that passes, look for work CUDA cannot capture"
 
 # The first pattern found in the chain of errors decides, so the specific ones come first and the
@@ -93,13 +97,13 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
         "cusolver error",
         RefusedOpError,
         "a routine of cuSOLVER was captured that cannot be: it waits for the device or allocates",
-        "take it out of the forward, or mark the function around it @eager_break",
+        f"take it out of the forward, or {IN_PIECES}",
     ),
     (
         "cusparse_status",
         RefusedOpError,
         "a routine of cuSPARSE was captured that cannot be",
-        "take it out of the forward, or mark the function around it @eager_break",
+        f"take it out of the forward, or {IN_PIECES}",
     ),
     (
         "previous error during capture",
@@ -111,10 +115,13 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
 
 
 def explain(error: BaseException) -> CaptureError:
-    """The cause of a failed capture, looked for in the whole chain of `error`."""
+    """The cause of a failed capture, looked for in the whole chain of `error`; `Unexplained` where
+    it is the forward's own."""
     messages = [f"{type(link).__name__}: {link}" for link in error_chain(error)]
     for pattern, kind, what, advice in _CAUSES:
         for message in messages:
             if pattern in message.lower():
                 return kind(what, got=message.splitlines()[0], advice=advice)
-    return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
+    if any(name in message.lower() for message in messages for name in _LIBRARIES):
+        return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
+    return Unexplained.of(error)

@@ -107,9 +107,17 @@ def _read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"the prompts file {path} cannot be read", got=error) from error
+        raise InvalidInputError(
+            f"the prompts file {path} cannot be read",
+            got=error,
+            advice="the path of a text file in UTF-8",
+        ) from error
     if not (texts := [line for line in lines if line.strip()]):
-        raise InvalidInputError(f"the prompts file {path} is empty", expected="a prompt per line")
+        raise InvalidInputError(
+            f"the prompts file {path} is empty",
+            expected="a prompt per line",
+            advice="write a prompt into it",
+        )
     return texts
 
 

@@ -95,6 +95,7 @@ class Engine:
                 "a request holds a prompt and leaves room for a token in the context",
                 got=f"{len(prompt)} prompt tokens, max_new_tokens {max_new_tokens}",
                 expected=f"1 to {limits.context - 1} prompt tokens, max_new_tokens >= 1",
+                advice="shorten the prompt, or give the engine a larger context",
             )
         max_len = min(len(prompt) + max_new_tokens, limits.context)
         if (pages := limits.pages(max_len)) >= limits.num_pages:

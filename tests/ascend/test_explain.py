@@ -23,6 +23,7 @@ from graphrt.core.base import (
     TaskContractError,
     UnjoinedStreamError,
 )
+from graphrt.core.device import Unexplained
 
 
 def npu_error(call: str, code: int, text: str = "", recent: str = "") -> RuntimeError:
@@ -282,7 +283,7 @@ def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch)
 
 def test_errors_of_the_forward_keep_their_text() -> None:
     found = explain(ValueError("no such layer"))
-    assert type(found) is CaptureError
+    assert type(found) is Unexplained
     assert "ValueError: no such layer" in str(found)
 
 

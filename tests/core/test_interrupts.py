@@ -238,7 +238,7 @@ def test_axes_that_an_interrupted_recapture_forgot_are_found_again(line):
         finally:
             sys.settrace(before)
 
-    assert interrupt("recapture", call) == (line < 3)
+    assert interrupt("recapture", call) == (line < 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.core.base import InvalidUpdateError
+from graphrt.core.base import InvalidUpdateError, shown
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.replay import HostArg, HostValues, UpdatableTask
 
@@ -114,7 +114,7 @@ def listed(name: str, lengths: Any) -> list[int]:
     except TypeError as error:
         raise InvalidUpdateError(
             f"the lengths {name!r} are no list",
-            got=repr(lengths)[:200],
+            got=shown(lengths),
             expected="one whole number for each request",
             advice="pass the scheduler's own list of them",
         ) from error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, shown
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.plan import GraphCost, check_sizes
 
@@ -59,7 +59,7 @@ class Deployment:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InvalidOptionError(
                     f"{name} is not a count",
-                    got=repr(value),
+                    got=shown(value),
                     expected=f"an integer >= {least}",
                     advice=f"{name}={max(least, 1)}",
                 )
@@ -213,13 +213,13 @@ def profile_named(name: str) -> Profile:
     if version is not None and tuple(map(int, version.groups())) >= _WITHOUT_FORMULA:
         raise InvalidOptionError(
             "vllm-ascend removed its stream formula in 0.21, so this version has none",
-            got=repr(name),
+            got=shown(name),
             expected=", ".join(PROFILES),
             advice='"structural", which is the default; profile="last" is the formula\'s last form',
         )
     raise InvalidOptionError(
         "unknown stream profile",
-        got=repr(name),
+        got=shown(name),
         expected=", ".join(PROFILES),
         advice='profile="0.20"',
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from graphrt.ascend.budget.profiles import Deployment, StreamFigures, profile_named
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, shown
 from graphrt.core.device import GraphWork, StreamRoom
 
 STRUCTURAL = "structural"
@@ -99,7 +99,7 @@ def device_named(name: str) -> Device:
             return device
     raise InvalidOptionError(
         "unknown generation of NPUs",
-        got=repr(name),
+        got=shown(name),
         expected=", ".join(names),
         advice="A2 for Ascend 910B, A3 for Ascend 910_93",
     )

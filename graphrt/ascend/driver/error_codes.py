@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from graphrt.core.base import (
+    IN_PIECES,
     CaptureError,
     CaptureSyncError,
     CaptureThreadError,
@@ -47,17 +48,14 @@ CONSEQUENCES = (107033, INVALIDATED)
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
-    "or mark the function around them @eager_break"
+    f"or {IN_PIECES}"
 )
 _WAITS = "the forward made the host wait for the device, or read device data on the host"
 _FEWER = "capture fewer sizes or fewer pieces; `graphrt plan --platform ascend` shows what fits"
 _SMALLER = "capture fewer or smaller sizes, or leave the KV cache less memory"
 _ONE_GROUP = "begin and end every task inside one segment, and update from one thread at a time"
 _ONE_KERNEL = "bracket only the operator whose host arguments change"
-_NO_UPDATE = (
-    "mark the function around it @eager_break, or use an operator that takes its lengths as a "
-    "device tensor"
-)
+_NO_UPDATE = f"use an operator that takes its lengths as a device tensor, or {IN_PIECES}"
 
 NO_STREAMS = Cause(
     StreamBudgetError,

@@ -23,6 +23,7 @@ from graphrt.ascend.driver.error_codes import (
     Cause,
 )
 from graphrt.core.base import (
+    IN_PIECES,
     CaptureError,
     CaptureSyncError,
     DeviceHangError,
@@ -30,7 +31,7 @@ from graphrt.core.base import (
     GraphRTError,
     RefusedOpError,
 )
-from graphrt.core.device import error_chain
+from graphrt.core.device import Unexplained, error_chain
 
 _CODE = re.compile(r"(?:error code is |\(code )(\d{6})")
 # torch_npu refuses these itself, before the device could give a code.
@@ -57,8 +58,7 @@ _TEXTS: tuple[tuple[re.Pattern[str], Cause], ...] = (
             DriverTooOldError,
             "no if-nodes",
             "the forward has an if-node (torch.cond), which this driver or CANN cannot capture",
-            "update both to versions with software queues, or mark the function around it "
-            "@eager_break",
+            f"update both to versions with software queues, or {IN_PIECES}",
         ),
     ),
     (
@@ -89,6 +89,8 @@ _TEXTS: tuple[tuple[re.Pattern[str], Cause], ...] = (
         ),
     ),
 )
+_LIBRARIES = ("acl", "cann", "hccl", "npu")
+"""Whose errors a capture may cause, with a text that is not known here."""
 _MOST_LINES = 12
 _BLOCKING = "ASCEND_LAUNCH_BLOCKING"
 
@@ -112,7 +114,7 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
                 "an operator was issued that has no form an ACL graph can hold",
                 op=refused[1] or refused[2],
                 got=_original(link),
-                advice="replace it, or mark the function around it @eager_break",
+                advice=f"replace it, or {IN_PIECES}",
             )
     for pattern, cause in _TEXTS:
         for link in chain:
@@ -130,11 +132,13 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
             got=hang.got,
             advice=hang.advice,
         )
-    return CaptureError(
-        f"capture failed: {type(error).__name__}: {error}",
-        advice="run the same forward eagerly; if that passes, look for work that an NPU cannot "
-        "capture",
-    )
+    if any(name in str(link).lower() for link in chain for name in _LIBRARIES) or _codes(chain):
+        return CaptureError(
+            f"capture failed: {type(error).__name__}: {error}",
+            advice="run the same forward eagerly; if that passes, look for work that an NPU cannot "
+            "capture",
+        )
+    return Unexplained.of(error)
 
 
 def explain_replay(

@@ -7,7 +7,7 @@ from functools import cache
 
 from graphrt.attention.levels.facts import FACTS, Fact, KnownBackend, Level
 from graphrt.attention.levels.known import FAMILIES
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, shown
 from graphrt.core.batch import AttentionSupport
 
 
@@ -52,7 +52,7 @@ def known_backend(name: str) -> KnownBackend:
     close = list(dict.fromkeys(by_name[match].name for match in matches))[:3]
     raise InvalidOptionError(
         "unknown attention backend",
-        got=repr(name),
+        got=shown(name),
         expected=" or ".join(close) or "a name that `graphrt attention` lists",
         advice=f"{(close or ['flashinfer'])[0]}, or declare the level of a backend of your own",
     )
@@ -70,7 +70,7 @@ def _check_fact(name: str, value: object) -> None:
         close = difflib.get_close_matches(name, facts, n=1) or ["decode_context_parallel"]
         raise InvalidOptionError(
             "unknown fact about an attention backend",
-            got=repr(name),
+            got=shown(name),
             expected=", ".join(facts),
             advice=f"{close[0]}={facts[close[0]].default}",
         )
@@ -79,7 +79,7 @@ def _check_fact(name: str, value: object) -> None:
         return
     raise InvalidOptionError(
         f"fact {name!r} has a wrong value",
-        got=repr(value),
+        got=shown(value),
         expected="True or False" if isinstance(default, bool) else "a number from 1",
         advice=f"{name}={default}",
     )

@@ -9,6 +9,7 @@ from torch import fx
 
 from graphrt.compile.backend.inductor import InductorBackend, why_not
 from graphrt.compile.errors import CompileError
+from graphrt.core.base import shown
 
 
 class Backend(Protocol):
@@ -53,7 +54,7 @@ def backend_for(
         return (EagerBackend(), reason) if reason else (InductorBackend(autotune=autotune), "")
     raise CompileError(
         "unknown compile backend",
-        got=repr(name),
+        got=shown(name),
         expected="eager or inductor",
         advice='backend="inductor"',
     )

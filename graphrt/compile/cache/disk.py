@@ -21,7 +21,7 @@ from typing import Literal, cast
 
 from graphrt.compile.cache.entry import CacheEntry, CacheFigures
 from graphrt.compile.cache.key import CacheKey
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, shown
 
 DIRECTORY_VARIABLE = "GRAPHRT_CACHE_DIR"
 DISABLE_VARIABLE = "GRAPHRT_DISABLE_COMPILE_CACHE"
@@ -107,7 +107,7 @@ def _disabled() -> bool:
     if text not in _FLAGS:
         raise InvalidOptionError(
             f"{DISABLE_VARIABLE} has a wrong value",
-            got=repr(text),
+            got=shown(text),
             expected="1 or 0",
             advice=f"{DISABLE_VARIABLE}=1",
         )
@@ -119,7 +119,7 @@ def _save_format(given: str | None) -> SaveFormat:
     if text not in SAVE_FORMATS:
         raise InvalidOptionError(
             "unknown save format of the compile cache",
-            got=repr(text),
+            got=shown(text),
             expected=" or ".join(SAVE_FORMATS),
             advice=f"{FORMAT_VARIABLE}=unpacked, to look into what the compiler made",
         )
@@ -130,7 +130,7 @@ def _checked_rank(rank: int | str) -> str:
     if _RANK.fullmatch(str(rank)) is None:
         raise InvalidOptionError(
             "a rank names a directory of the compile cache",
-            got=repr(rank),
+            got=shown(rank),
             expected="a number, or letters, digits, '_', '-' and '.'",
             advice="rank=0",
         )

@@ -33,7 +33,7 @@ from graphrt.compile.cache.store import (
     write_atomic,
     write_synced,
 )
-from graphrt.core.base import InvalidOptionError, logger
+from graphrt.core.base import InvalidOptionError, logger, shown
 
 Payload = bytes | Callable[[Path], object]
 Loaded = TypeVar("Loaded")
@@ -304,7 +304,7 @@ def _check_name(name: str) -> None:
     if _NAME.fullmatch(name) is None or name in (MANIFEST, KEY_FILE):
         raise InvalidOptionError(
             "a name in the compile cache is the name of a file",
-            got=repr(name),
+            got=shown(name),
             expected="letters, digits, '_', '-' and '.'",
             advice="piece_0",
         )

@@ -23,7 +23,7 @@ from graphrt.compile.cache.store import (
     read_manifest,
     remove_tree,
 )
-from graphrt.core.base import GraphRTError, InvalidOptionError
+from graphrt.core.base import GraphRTError, InvalidOptionError, shown
 
 _KEY_NAME = re.compile(r"[0-9a-f]{16}")
 _RANK_PREFIX = "rank_"
@@ -105,7 +105,7 @@ def find_key(directory: Path, prefix: str) -> StoredKey:
     if len(matching) != 1:
         raise InvalidOptionError(
             "several keys of the compile cache begin so" if matching else "no such key",
-            got=repr(prefix),
+            got=shown(prefix),
             expected=", ".join(each.name for each in matching or keys) or f"none in {directory}",
             advice="graphrt cache ls",
         )

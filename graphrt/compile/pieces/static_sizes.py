@@ -11,6 +11,7 @@ from torch import fx
 from graphrt.compile.errors import CompileSizeError
 from graphrt.compile.private_torch import expressions, fake_tensors
 from graphrt.compile.trace import value_of
+from graphrt.core.base import shown
 
 
 def wanted_sizes(
@@ -27,7 +28,7 @@ def wanted_sizes(
                 raise CompileSizeError(
                     "compile_sizes asks for all capture sizes, and nobody has named them",
                     size=size,
-                    got=repr(size),
+                    got=shown(size),
                     expected="capture sizes, or numbers",
                     advice="pass capture_sizes=, or give the module to a GraphRunner first",
                 )
@@ -59,7 +60,7 @@ def check_one_size(compile_sizes: Sequence[int | str]) -> None:
         raise CompileSizeError(
             "compile_sizes names batch sizes, and dynamic_dims={} says that there is one alone",
             size=compile_sizes[0],
-            got=repr(compile_sizes),
+            got=shown(compile_sizes),
             expected="no compile_sizes",
             advice="leave compile_sizes out, or name the batch dimensions in dynamic_dims",
         )

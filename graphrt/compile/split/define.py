@@ -12,6 +12,7 @@ import torch
 
 from graphrt.compile.errors import OpaqueError
 from graphrt.compile.private_torch import is_registered, remember_functions
+from graphrt.core.base import check_callable, flag, items_of, shown
 from graphrt.core.capture import operator_break
 
 P = ParamSpec("P")
@@ -41,16 +42,21 @@ def opaque(
     the same arguments and returns empty tensors of the right shapes. It may not return what it is
     given. Raises `OpaqueError` where that cannot be an operator.
     """
-    if _NAME.fullmatch(name) is None:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise OpaqueError(
             "an operator needs a namespace and a name",
-            got=repr(name),
+            got=shown(name),
             expected='"namespace::name"',
             advice='@opaque("engine::attention", mutates=["out"])',
         )
 
+    written = items_of("mutates", mutates, '["out"]', OpaqueError)
+    if fake is not None:
+        check_callable("fake", fake, "fake=lambda query: torch.empty_like(query)")
+    flag("splits", splits)
+
     def made_opaque(function: Callable[P, R]) -> Callable[P, R]:
-        overload = _define(name, function, mutates, fake, splits)
+        overload = _define(name, function, written, fake, splits)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -84,7 +90,7 @@ def _define(
         if argument not in known:
             raise OpaqueError(
                 f"{name} has no argument of a name in mutates=",
-                got=repr(argument),
+                got=shown(argument),
                 expected=", ".join(known),
                 advice="name the tensors that the function writes",
             )
@@ -95,7 +101,7 @@ def _define(
             f"{name} cannot be an operator: {error}",
             got=f"{function.__qualname__}{inspect.signature(function)}",
             expected="annotated tensors, numbers, strings and lists of them",
-            advice="annotate every parameter and the result",
+            advice=_defined_right(function),
         ) from error
     nothing = schema.endswith("-> ()")
     if fake is None and not nothing:
@@ -114,6 +120,24 @@ def _define(
     _libraries.append(library)
     remember_functions(name, function, fake)
     return getattr(getattr(torch.ops, namespace), short).default
+
+
+def _defined_right(function: Callable[..., Any]) -> str:
+    """What to do about a function whose signature no operator can have."""
+    for parameter in inspect.signature(function).parameters.values():
+        name = parameter.name
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return f"name each argument in place of {parameter}"
+        if isinstance(parameter.default, tuple | list):
+            kind = next((type(each).__name__ for each in parameter.default), "int")
+            return (
+                f"{name}: Optional[List[{kind}]] = None, and `{name} = {shown(parameter.default)} "
+                f"if {name} is None else {name}` inside: an operator has no default of several "
+                "values"
+            )
+        if "tuple" in str(parameter.annotation).lower():
+            return f"{name}: List[int], say: an operator takes no tuples"
+    return "annotate every parameter and the result, as (x: torch.Tensor, n: int) -> None"
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -10,6 +10,7 @@ import torch
 from graphrt.compile.errors import RetraceError, TraceError
 from graphrt.compile.trace.dims import DynamicDims, sizes_of
 from graphrt.compile.trace.parameters import Leaf
+from graphrt.core.base import shown
 
 Small = tuple[tuple[str, int], ...]
 """Axes of a call whose size is 0 or 1, with that size."""
@@ -246,7 +247,7 @@ def _another_size(
         f"argument {path} has another size in dimension {dim} than the one that was compiled for, "
         "as dynamic_dims names no dimension",
         input=path,
-        got=repr(got),
+        got=shown(got),
         expected=_shape_text(expected),
         advice="name the dimension in dynamic_dims; or serve this size alone, "
         f"sizes=[{expected[dim]}], and compile another instance for each other one",

@@ -9,7 +9,7 @@ import torch
 
 from graphrt.compile.errors import CompileError, RetraceError
 from graphrt.compile.trace.parameters import Leaf
-from graphrt.core.base import InvalidInputError
+from graphrt.core.base import InvalidInputError, shown
 from graphrt.core.batch import Axis
 
 DEFAULT_AXIS = "tokens"
@@ -26,6 +26,8 @@ class DynamicDims:
     def __init__(self, given: Mapping[str, Any] | Sequence[str]) -> None:
         if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
             raise _wrong_dims(given)
+        if not all(isinstance(name, str) for name in given):
+            raise _wrong_dims(given)
         named = given if isinstance(given, Mapping) else dict.fromkeys(given, 0)
         self._axes = {name: _axes(value) for name, value in named.items()}
 
@@ -39,7 +41,7 @@ class DynamicDims:
             if Leaf(name, None).argument not in names:
                 raise CompileError(
                     "dynamic_dims names an argument that the forward does not have",
-                    got=repr(name),
+                    got=shown(name),
                     expected=", ".join(names),
                     advice="use the parameter names of forward",
                 )
@@ -149,28 +151,26 @@ def _axis(text: object) -> Axis:
     except InvalidInputError as error:
         raise CompileError(
             "a batch axis has a name",
-            got=repr(text),
+            got=shown(text),
             expected='"tokens", "reqs" or "reqs+1"',
             advice='dynamic_dims={"ids": 0, "block_table": {0: "reqs"}}',
         ) from error
 
 
 def _axes(value: Any) -> dict[int, Axis]:
-    if isinstance(value, Mapping):
-        axes = {dim: _axis(axis) for dim, axis in value.items()}
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        axes = {dim: Axis(DEFAULT_AXIS) for dim in value}
-    else:
-        axes = {value: Axis(DEFAULT_AXIS)}
-    if not all(isinstance(dim, int) and not isinstance(dim, bool) for dim in axes):
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    dims = list(value) if several or isinstance(value, Mapping) else [value]
+    if not all(isinstance(dim, int) and not isinstance(dim, bool) for dim in dims):
         raise _wrong_dims(value)
-    return axes
+    if isinstance(value, Mapping):
+        return {dim: _axis(axis) for dim, axis in value.items()}
+    return {dim: Axis(DEFAULT_AXIS) for dim in dims}
 
 
 def _wrong_dims(value: object) -> CompileError:
     return CompileError(
         "dynamic_dims says which dimensions are the batch's",
-        got=repr(value),
+        got=shown(value),
         expected="names of arguments, or a dict from them to dimensions",
         advice='dynamic_dims={"ids": 0, "block_table": {0: "reqs"}}',
     )

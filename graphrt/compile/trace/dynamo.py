@@ -148,7 +148,10 @@ def trace(
     names = [n for n in found["code"].co_names if n.startswith("__compiled_fn")]
     if len(names) != 1:
         raise TraceError(
-            "the traced code calls no single graph", got=names, expected="one compiled function"
+            "the traced code calls no single graph",
+            got=names,
+            expected="one compiled function",
+            advice="a torch of constraints.txt, with which this graphrt was tested",
         )
     guards = Guards(function, kept_guards, arguments.arguments)
     # Dynamo takes its names out of the globals when it forgets the trace.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphrt.compile.errors import CompileError
-from graphrt.core.base import tree
+from graphrt.core.base import shown, tree
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,15 @@ class Parameters:
     """The signature of a forward."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.signature = inspect.signature(function)
+        try:
+            self.signature = inspect.signature(function)
+        except (TypeError, ValueError) as error:
+            raise CompileError(
+                "the parameters of a forward have names, and this one tells none",
+                got=shown(function),
+                expected="a function of Python, or a module with a forward",
+                advice="compile a function that calls it: def forward(x): return function(x)",
+            ) from error
         self.names = tuple(self.signature.parameters)
         self._function = inspect.unwrap(getattr(function, "__func__", function))
         self._own_defaults = _defaults_of(self._function)

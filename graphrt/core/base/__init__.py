@@ -22,6 +22,7 @@ from graphrt.core.base._warnings import (
     warn_caller,
 )
 from graphrt.core.base.errors import (
+    IN_PIECES,
     BakedScalarError,
     BreakError,
     BreakShapeError,
@@ -95,8 +96,10 @@ from graphrt.core.base.option_values import (
     Check,
     check_callable,
     check_fields,
+    check_hashable,
     check_keys,
     check_kind,
+    check_takes,
     choice,
     count_of,
     flag,
@@ -164,6 +167,7 @@ from graphrt.core.base.torch_names import (
 )
 
 __all__ = [
+    "IN_PIECES",
     "MOST",
     "MOST_INPUTS",
     "BakedScalarError",
@@ -256,8 +260,10 @@ __all__ = [
     "can_mark_unreadable",
     "check_callable",
     "check_fields",
+    "check_hashable",
     "check_keys",
     "check_kind",
+    "check_takes",
     "choice",
     "cloned",
     "clones",

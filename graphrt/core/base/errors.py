@@ -12,6 +12,9 @@ class GraphRTError(Exception):
     and one thing to try; each part is also an attribute.
     """
 
+    usual_advice: ClassVar[str | None] = None
+    """What to try, of a class whose errors all ask for the same."""
+
     def __init__(
         self,
         what: str,
@@ -20,18 +23,33 @@ class GraphRTError(Exception):
         expected: object = None,
         advice: str | None = None,
     ) -> None:
+        advice = self.usual_advice if advice is None else advice
         self.what = what
         self.got = got
         self.expected = expected
         self.advice = advice
         parts = [what]
         if got is not None:
-            parts.append(f"got: {got}")
+            parts.append(f"got: {_text(got)}")
         if expected is not None:
-            parts.append(f"expected: {expected}")
+            parts.append(f"expected: {_text(expected)}")
         if advice is not None:
             parts.append(f"try: {advice}")
         super().__init__("\n  ".join(parts))
+
+
+IN_PIECES = 'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE")'
+"""Advice for what no graph can hold: under FULL, and in a wrapper that is not breakable, the mark
+alone does nothing."""
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        # A host's object may refuse to be printed, and nested lists end the stack: the error that
+        # names it would be lost.
+        return type(value).__name__
 
 
 class InvalidModeError(GraphRTError, ValueError):
@@ -128,6 +146,8 @@ class MissingTorchNameError(GraphRTError, ImportError):
 
 class MissingCapabilityError(PlatformError):
     """The platform lacks a capability that the call needs."""
+
+    usual_advice = "ask the platform's `capabilities` first, and do without, or take another one"
 
 
 class MissingLibraryError(GraphRTError, ImportError):
@@ -334,6 +354,11 @@ class PythonStateError(VerificationError):
 
 class CheckpointError(GraphRTError):
     """A checkpoint cannot be read; names the file and the missing key."""
+
+    usual_advice = (
+        "download the checkpoint again, whole, or write another one: config.json, tokenizer.json "
+        "and safetensors files as transformers' save_pretrained() does"
+    )
 
 
 class Uncopied:

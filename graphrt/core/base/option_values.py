@@ -31,6 +31,9 @@ MOST_ITEMS = 1 << 16
 _SHOWN = 200
 """Characters of a value in a message."""
 
+_EXAMPLES = {str: '"name"', int: "1", Mapping: "{}", torch.Tensor: "torch.zeros(1)"}
+"""Right values of a type, for messages."""
+
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 
 
@@ -38,6 +41,8 @@ def check_keys(
     given: Mapping[str, object], owner: type, prefix: str = "", like: Sequence[str] = ()
 ) -> None:
     """Raise `InvalidOptionError` for a key that is no field; `like` are further ones to name."""
+    if not isinstance(given, Mapping):
+        raise wrong_type("options", given, "a dict of options", "{}")
     known = [prefix + each.name for each in fields(owner)]
     for key in given:
         name = f"{prefix}{key}"
@@ -79,8 +84,10 @@ def check_fields(options: Any, checks: Mapping[str, Check], prefix: str = "") ->
         object.__setattr__(options, name, check(prefix + name, getattr(options, name)))
 
 
-def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that was probably meant."""
+def nearest(name: object, known: Sequence[str]) -> str | None:
+    """The known name that was probably meant; None for what is no name."""
+    if not isinstance(name, str):
+        return None
     # Users leave out the prefix or the case as often as they mistype.
     plain = {each.rpartition(".")[2].lower(): each for each in known}
     match = difflib.get_close_matches(name.rpartition(".")[2].lower(), plain, n=1)
@@ -91,8 +98,9 @@ def shown(value: object) -> str:
     """A value for a message, of any size or depth."""
     try:
         return repr(value)[:_SHOWN]
-    except (ValueError, RecursionError, MemoryError):
-        # Python refuses to print the longest integers, and what is nested too deeply.
+    except Exception:
+        # Python refuses to print the longest integers, and what is nested too deeply; an object of
+        # the host's may refuse too.
         what = f" of {value.bit_length()} bits" if isinstance(value, int) else " too large to print"
         return f"{type(value).__name__}{what}"
 
@@ -112,14 +120,17 @@ def wrong_type(key: str, value: object, expected: str, example: str) -> InvalidO
     )
 
 
-def check_kind(name: str, value: object, kind: type, *, optional: bool = True) -> None:
-    """Raise `InvalidOptionError` for an argument of another type than `kind`; None may be one."""
+def check_kind(
+    name: str, value: object, kind: type, *, optional: bool = True, example: str | None = None
+) -> None:
+    """Raise `InvalidOptionError` for an argument of another type than `kind`; None may be one if
+    it is `optional`. `example` is a right value, where `kind()` is none."""
     if not isinstance(value, kind) and not (optional and value is None):
         raise InvalidOptionError(
             f"the argument {name!r} has a wrong type",
             got=shown(value),
-            expected=kind.__name__,
-            advice=f"{name}={kind.__name__}(...)",
+            expected=kind.__name__ + (" or None" if optional else ""),
+            advice=f"{name}={example or _EXAMPLES.get(kind, f'{kind.__name__}()')}",
         )
 
 
@@ -134,6 +145,44 @@ def check_callable(name: str, value: object, advice: str | None = None) -> None:
         )
 
 
+def check_takes(name: str, value: object, signature: str, *, optional: bool = False) -> None:
+    """Raise `InvalidOptionError` for an argument that cannot be called as `signature`, such as
+    "bind(buffers, descriptor, phase)", has it; None may be one if it is `optional`."""
+    if optional and value is None:
+        return
+    check_callable(name, value, f"def {signature}: ...")
+    try:
+        # Behind a decorator there is another signature than the one that is called.
+        own = inspect.signature(value, follow_wrapped=False)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return  # of C, say: nobody can tell
+    given = [each for each in signature.partition("(")[2].rstrip(")").split(", ") if each]
+    try:
+        own.bind(*given)
+    except TypeError as error:
+        raise InvalidOptionError(
+            f"the argument {name!r} cannot be called as it will be: {error}",
+            got=f"{getattr(value, '__name__', type(value).__name__)}{own}",
+            expected=signature,
+            advice=f"def {signature}: ...",
+        ) from None
+
+
+def check_hashable(
+    name: str, value: object, error: type[GraphRTError] = InvalidOptionError
+) -> None:
+    """Raise `error` for a value that is looked up, and cannot be hashed."""
+    try:
+        hash(value)
+    except Exception as cause:
+        raise error(
+            f"{name} must be hashable",
+            got=shown(value),
+            expected="a string, an int, or a tuple of them",
+            advice="a string that names it",
+        ) from cause
+
+
 def flag(key: str, value: object) -> object:
     if not isinstance(value, bool):
         raise wrong_type(key, value, "true or false", f"{key}=true")
@@ -142,7 +191,7 @@ def flag(key: str, value: object) -> object:
 
 def text(key: str, value: object) -> object:
     if not isinstance(value, str) or not value:
-        raise wrong_type(key, value, "a string", f"quote it: {key}={json.dumps(str(value))}")
+        raise wrong_type(key, value, "a string", f"quote it: {key}={json.dumps(shown(value))}")
     return value
 
 
@@ -189,6 +238,7 @@ def count_of(
             f"{name} is larger than any number of a plan or a batch",
             got=shown(number),
             expected=f"at most {MOST}",
+            advice=f"{name}={example}" if name.isidentifier() else str(example),
         )
     return number
 
@@ -249,8 +299,10 @@ def padding_ratio(key: str, value: object) -> object:
 
 def choice(*choices: str) -> Check:
     def check(key: str, value: object) -> object:
-        if value not in choices or not isinstance(value, str):
-            best = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.4)
+        # In this order: an object may refuse to be compared.
+        if not isinstance(value, str) or value not in choices:
+            text = value.lower() if isinstance(value, str) else ""
+            best = difflib.get_close_matches(text, choices, n=1, cutoff=0.4)
             raise wrong_type(key, value, " or ".join(choices), f"{key}={(best or choices)[0]}")
         return value
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import items_of, shown
 
 _MOST_BYTES = 1 << 20
 """Of a file of options."""
@@ -19,6 +20,8 @@ _MOST_BYTES = 1 << 20
 def read_json(text_or_path: str | os.PathLike[str]) -> Any:
     """What a JSON object, or the file of that path, says; raises `InvalidOptionError`."""
     text = text_or_path
+    if not isinstance(text, str | os.PathLike):
+        raise _no_json(shown(text))
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         text = _read(Path(text))
     try:
@@ -36,12 +39,12 @@ def read_settings(settings: Iterable[str]) -> dict[str, object]:
     A value is JSON if it parses as such, else a string. Raises `InvalidOptionError`.
     """
     found: dict[str, object] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
+    for setting in items_of("settings", settings, '["outputs=clone"]'):
+        key, equals, text = (setting if isinstance(setting, str) else "").partition("=")
         if not equals or not key.strip():
             raise InvalidOptionError(
                 "a setting needs a key and a value",
-                got=repr(setting),
+                got=shown(setting),
                 expected="key=value",
                 advice="mode=FULL, sizes=[1,2,4] or outputs=clone",
             )

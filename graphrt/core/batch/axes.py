@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from graphrt.core.base import InvalidInputError, shown
+from graphrt.core.base import InvalidInputError, items_of, nearest, shown
 
 _AXIS = re.compile(r"\s*(\w+?)\s*(?:\+\s*(\d{1,18})\s*)?")
 
@@ -23,13 +23,21 @@ class Axis(NamedTuple):
 
         Raises `InvalidInputError`.
         """
+        known = None
+        if names is not None:
+            listed = items_of("names", names, '("tokens", "reqs")', InvalidInputError)
+            known = [name for name in listed if isinstance(name, str)]
         found = _AXIS.fullmatch(text) if isinstance(text, str) else None
-        if found is None or (names is not None and found[1] not in names):
+        if found is None or (known is not None and found[1] not in known):
+            meant = nearest(found[1] if found else text, known or ("tokens", "reqs"))
+            extra = f"+{found[2]}" if found and found[2] else ""
             raise InvalidInputError(
                 "unknown batch axis in a shape",
                 got=shown(text),
                 expected='"tokens", "reqs", "reqs+1" or an int',
-                advice='("tokens",), or ("reqs", 64) for rows of 64',
+                advice=f'"{meant}{extra}"'
+                if meant
+                else '("tokens",), or ("reqs", 64) for rows of 64',
             )
         return cls(found[1], int(found[2] or 0))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token, copy_context
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base import InvalidOptionError, check_callable
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
@@ -235,6 +235,7 @@ def carry_context(function: Callable[P, R]) -> Callable[P, R]:
     New threads start without context variables, so wrappers called there would run eagerly. The
     result may be called any number of times, in several threads at once.
     """
+    check_callable("function", function, "carry_context(model)")
     context = copy_context()
 
     @functools.wraps(function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
-from graphrt.core.base import InvalidBatchError, count_of, items_of
+from graphrt.core.base import InvalidBatchError, count_of, items_of, shown
 from graphrt.core.batch.modes import GraphMode
 
 
@@ -70,19 +70,31 @@ class BatchDescriptor(_Named):
         has_lora = _checked_flag("has_lora", has_lora) or num_active_loras > 0
         if num_tokens < 1:
             raise InvalidBatchError(
-                "a descriptor needs at least one token", got=num_tokens, expected=">= 1"
+                "a descriptor needs at least one token",
+                got=num_tokens,
+                expected=">= 1",
+                advice="BatchDescriptor(num_tokens=1)",
             )
         if num_reqs is not None and num_reqs < 1:
             raise InvalidBatchError(
-                "num_reqs must be positive, or None for any", got=num_reqs, expected=">= 1"
+                "num_reqs must be positive, or None for any",
+                got=num_reqs,
+                expected=">= 1",
+                advice="num_reqs=None",
             )
         if num_active_loras < 0:
             raise InvalidBatchError(
-                "num_active_loras cannot be negative", got=num_active_loras, expected=">= 0"
+                "num_active_loras cannot be negative",
+                got=num_active_loras,
+                expected=">= 0",
+                advice="num_active_loras=0",
             )
         if query_len is not None and query_len < 1:
             raise InvalidBatchError(
-                "query_len must be positive, or None for none", got=query_len, expected=">= 1"
+                "query_len must be positive, or None for none",
+                got=query_len,
+                expected=">= 1",
+                advice="query_len=1",
             )
         if uniform and query_len is None:
             if num_reqs is None or num_tokens % num_reqs:
@@ -90,6 +102,7 @@ class BatchDescriptor(_Named):
                     "a uniform descriptor needs its query length",
                     got=f"{num_tokens} tokens, {num_reqs} reqs",
                     expected="query_len, or num_tokens divisible by num_reqs",
+                    advice="query_len=1, or uniform=False for requests of any length",
                 )
             query_len = num_tokens // num_reqs
         if uniform and query_len is not None and num_tokens % query_len:
@@ -97,6 +110,8 @@ class BatchDescriptor(_Named):
                 "a uniform descriptor holds whole requests",
                 got=f"{num_tokens} tokens, query length {query_len}",
                 expected="num_tokens divisible by query_len",
+                advice=f"num_tokens={max(num_tokens // query_len, 1) * query_len}, or a descriptor "
+                "without query_len, uniform=False",
             )
         return _new_tuple(
             cls,
@@ -228,7 +243,7 @@ def checked_variant(variant: Hashable) -> Hashable:
     except TypeError as error:
         raise InvalidBatchError(
             "a variant must be hashable, to tell two graphs apart by it",
-            got=repr(variant)[:200],
+            got=shown(variant),
             expected="a string, an int, or a tuple of them",
             advice="name the variant with a string",
         ) from error
@@ -240,6 +255,9 @@ def _checked_flag(name: str, value: object) -> bool:
         return bool(value)
     if not isinstance(value, bool):
         raise InvalidBatchError(
-            f"{name} is a flag", got=repr(value)[:200], expected="True or False"
+            f"{name} is a flag",
+            got=shown(value),
+            expected="True or False",
+            advice=f"{name}=False",
         )
     return value

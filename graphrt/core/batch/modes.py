@@ -6,7 +6,7 @@ import enum
 import os
 from collections.abc import Mapping
 
-from graphrt.core.base import InvalidModeError, InvalidOptionError, nearest
+from graphrt.core.base import InvalidModeError, InvalidOptionError, nearest, shown
 
 MODE_VARIABLE = "GRAPHRT_MODE"
 
@@ -37,9 +37,9 @@ class GraphMode(enum.Enum):
         except (KeyError, AttributeError):
             raise InvalidModeError(
                 "unknown graph mode",
-                got=repr(value),
+                got=shown(value),
                 expected=", ".join(cls.__members__),
-                advice=f"mode={nearest(str(value), list(cls.__members__)) or 'FULL'!r}",
+                advice=f"mode={nearest(value, list(cls.__members__)) or 'FULL'!r}",
             ) from None
 
     @classmethod
@@ -126,7 +126,7 @@ class AttentionSupport(enum.IntEnum):
             return cls(value)
         raise InvalidOptionError(
             "unknown level of attention support",
-            got=repr(value)[:200],
+            got=shown(value),
             expected=", ".join(cls.__members__),
             advice="attention=AttentionSupport.UNIFORM_BATCH",
         )
@@ -149,7 +149,7 @@ class PieceProvider(enum.Enum):
         except (ValueError, AttributeError):
             raise InvalidOptionError(
                 "unknown provider of pieces",
-                got=repr(value),
+                got=shown(value),
                 expected=", ".join(provider.value for provider in cls) + ", or None",
                 advice='pieces="breakable"',
             ) from None
@@ -164,7 +164,7 @@ def graphs_off(environ: Mapping[str, str] | None = None) -> bool:
     if text and text.upper() != GraphMode.NONE.name:
         raise InvalidModeError(
             f"{MODE_VARIABLE} can only turn graphs off",
-            got=repr(text),
+            got=shown(text),
             expected="NONE",
             advice="pass mode= to the plan or the runner",
         )

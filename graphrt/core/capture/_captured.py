@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import CaptureError, tree
+from graphrt.core.base import CaptureError, InvalidOptionError, shown, tree
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture._kept import Kept
 from graphrt.core.capture.recorder import Capture
@@ -53,6 +53,16 @@ def capture_entry(
 def _hold_loosely(pool: GraphPool, outputs: Any, result: Any) -> None:
     pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
     pool.hold_loosely(kept for kept, own in pairs if kept is not own)
+
+
+def no_slot(slot: object) -> InvalidOptionError:
+    """The error for a context whose slot is no index."""
+    return InvalidOptionError(
+        "the slot of a context is the dispatcher's number of its graph",
+        got=shown(slot),
+        expected="an integer, -1 for none",
+        advice="forward_context(found.mode, found.descriptor, slot=found.slot)",
+    )
 
 
 def captured_already(descriptor: BatchDescriptor | None, *, in_this_step: bool) -> CaptureError:

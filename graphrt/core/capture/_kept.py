@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphrt.core.base import GraphsCapturedError, check_kind
+from graphrt.core.base import GraphsCapturedError, check_hashable, check_kind
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture._hot import Hot
 from graphrt.core.capture.bridges import Bridges
@@ -45,6 +45,7 @@ class Kept:
 
     def take(self, descriptor: BatchDescriptor) -> Sequence[DeviceGraph]:
         """The graphs of one descriptor, which no step finds any more."""
+        check_hashable("descriptor", descriptor)
         entry = self.entries.get(descriptor)
         if entry is None:
             return []

@@ -12,7 +12,9 @@ from graphrt.core.base import (
     NestedCaptureError,
     Uncopied,
     check_callable,
+    check_hashable,
     check_kind,
+    shown,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode, current_context
 from graphrt.core.capture.lookup import wrapper_class
@@ -83,7 +85,7 @@ class KeyedGraphs(Uncopied):
         if key in self._graphs:
             raise CaptureError(
                 "a key was captured a second time",
-                got=repr(key),
+                got=shown(key),
                 expected="one graph for each key",
                 advice="drop(key) before",
             )
@@ -117,6 +119,7 @@ class KeyedGraphs(Uncopied):
     def drop(self, key: Hashable) -> None:
         """Destroy the graph of a key, if there is one; waits for captures of other threads, and
         raises `PoolBusyError` while a step is under way in the pool."""
+        check_hashable("the key of a graph", key)
         with self.pool.capture_lock:
             graph = self._graphs.get(key)
             if graph is not None:
@@ -284,7 +287,7 @@ class KeyedGraph:
         if under_way and is_inside_capture():
             raise NestedCaptureError(
                 "a graph was replayed inside of a capture: it would leave no trace there",
-                got=repr(self),
+                got=shown(self),
                 expected="its forward in its place",
                 advice="call the forward itself where something else is captured",
             )

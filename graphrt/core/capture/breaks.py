@@ -20,6 +20,7 @@ from graphrt.core.base import (
     is_taken_apart,
     remove_dispatch_mode,
     schemas_of_operator,
+    shown,
 )
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.refusals import (
@@ -237,7 +238,7 @@ def _check_break(name: str) -> None:
     if not overloads:
         raise InvalidOptionError(
             "no operator of that name is registered",
-            got=repr(name),
+            got=shown(name),
             expected='"namespace::name" or "namespace::name.overload"',
             advice="import the module that registers it before the capture",
         )
@@ -246,7 +247,7 @@ def _check_break(name: str) -> None:
     if any(has_kernel(full, "CompositeImplicitAutograd") for full in full_names):
         raise InvalidOptionError(
             "a composite operator is taken apart before it can be seen, so it cannot be a break",
-            got=repr(name),
+            got=shown(name),
             expected="an operator with a kernel of its own",
             advice="mark the function that calls it @eager_break, or name what it is made of",
         )

@@ -6,16 +6,17 @@ import importlib
 
 from graphrt.core.base import PlatformError
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device import Platform, check_platform
+from graphrt.core.device import Platform, given_platform
 
 
-def wrapper_class(platform: Platform) -> type[GraphWrapper]:
-    """The class behind `get_static_graph_wrapper_cls()`.
+def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
+    """The class behind `get_static_graph_wrapper_cls()` of a platform, by itself or its name, or of
+    the current one.
 
     Raises `PlatformError` where that path cannot be imported, or leads to no wrapper of this
     platform, and `ContractVersionError` for a platform of another version of the device contract.
     """
-    check_platform(platform)
+    platform = given_platform(platform)
     path = platform.get_static_graph_wrapper_cls()
     module, _, name = path.rpartition(".")
     try:

@@ -12,6 +12,7 @@ from graphrt.core.base import (
     InvalidOptionError,
     check_fields,
     check_keys,
+    check_kind,
     choice,
     flag,
     only_known,
@@ -20,6 +21,7 @@ from graphrt.core.base import (
     padding_ratio,
     read_json,
     read_settings,
+    shown,
     whole,
     wrong_type,
 )
@@ -109,6 +111,7 @@ class GraphOptions:
         cls, settings: Iterable[str], base: GraphOptions | None = None
     ) -> GraphOptions:
         """Options from "key=value" settings, such as `-c` gives; later ones win."""
+        check_kind("base", base, GraphOptions)
         return (base or cls()).merged(read_settings(settings))
 
     def checks(self, level: str) -> bool:
@@ -116,12 +119,14 @@ class GraphOptions:
 
         Raises `InvalidOptionError` for a `GRAPHRT_CHECK` that is no level.
         """
+        choice(*CHECK_LEVELS)("level", level)
         asked = os.environ.get(CHECK_VARIABLE, "").strip().lower() or self.check
         if asked not in CHECK_LEVELS:
             raise InvalidOptionError(
                 f"{CHECK_VARIABLE} is no level of checking",
-                got=repr(asked),
+                got=shown(asked),
                 expected=", ".join(CHECK_LEVELS),
+                advice=f"{CHECK_VARIABLE}=capture",
             )
         return CHECK_LEVELS.index(asked) >= CHECK_LEVELS.index(level)
 

@@ -42,7 +42,7 @@ from graphrt.core.capture.refusals import (
     source_of,
     withhold,
 )
-from graphrt.core.device import Capability, DeviceGraph
+from graphrt.core.device import Capability, DeviceGraph, Unexplained
 from graphrt.core.replay import (
     CapturedTask,
     EagerPart,
@@ -156,7 +156,10 @@ class Capture:
             # What is named already needs no explanation.
             if isinstance(error, GraphRTError) or not isinstance(error, Exception):
                 raise
-            raise self._platform.explain(error).at(source_of(error)) from error
+            explained = self._platform.explain(error)
+            if isinstance(explained, Unexplained):
+                raise
+            raise explained.at(source_of(error)) from error
 
     def _enter_pool(self, undo: Undo) -> None:
         """Make the capture stream current, behind all that was done in the pool.

@@ -11,7 +11,10 @@ from graphrt.core.base import (
     InvalidOptionError,
     StaleInputError,
     StateTooLargeError,
+    check_kind,
+    check_takes,
     inference_guard,
+    shown,
     without_gradients,
 )
 
@@ -35,9 +38,15 @@ class State:
         if (tensor is None) == (save is None) or (save is None) != (restore is None):
             raise InvalidOptionError(
                 "state is either a tensor or a pair of functions",
-                got=f"tensor={tensor is not None}, save={save}, restore={restore}",
+                got=f"tensor={tensor is not None}, save={shown(save)}, restore={shown(restore)}",
                 expected="State(tensor, rows=...) or State(save=..., restore=...)",
+                advice="State(tensor) of a tensor that the forward writes in place",
             )
+        check_kind("tensor", tensor, torch.Tensor)
+        check_takes("save", save, "save()", optional=True)
+        check_takes("restore", restore, "restore(saved)", optional=True)
+        if tensor is not None and rows is not None:
+            _check_rows(tensor, rows)
         # An index that copies (a list or tensor of rows) must write back into the tensor itself.
         self._tensor = tensor
         self._rows = slice(None) if rows is None else rows
@@ -88,6 +97,20 @@ class State:
                 )
 
         return restore_tensor
+
+
+def _check_rows(tensor: torch.Tensor, rows: Any) -> None:
+    """Raise `InvalidOptionError` for rows that the tensor does not have."""
+    try:
+        wrong = None if tensor.dim() == 0 else tensor[rows]
+    except Exception as error:
+        raise InvalidOptionError(
+            "State(rows=) is no index of the tensor's first dimension",
+            got=f"{shown(rows)}, of a tensor of shape {tuple(tensor.shape)}",
+            expected="a slice, a list of rows, or a tensor of them",
+            advice="State(tensor, rows=slice(0, 1))",
+        ) from error
+    del wrong
 
 
 class SavedState:

@@ -13,7 +13,9 @@ from graphrt.core.base import (
     Uncopied,
     check_callable,
     check_kind,
+    check_takes,
     cloned,
+    flag,
     tree,
     without_gradients,
 )
@@ -24,7 +26,7 @@ from graphrt.core.batch import (
     current_context,
     graphs_off,
 )
-from graphrt.core.capture._captured import capture_entry, captured_already
+from graphrt.core.capture._captured import capture_entry, captured_already, no_slot
 from graphrt.core.capture._hot import Hot
 from graphrt.core.capture._kept import Kept
 from graphrt.core.capture._leaves import strided
@@ -40,6 +42,7 @@ from graphrt.core.replay import (
     SegmentHooks,
     Updates,
     check_arguments,
+    check_hooks,
     in_turn,
     is_inside_capture,
     under_way,
@@ -77,9 +80,11 @@ class GraphWrapper(Uncopied):
         FULL, and `InvalidOptionError`.
         """
         check_callable("runnable", runnable)
-        check_callable("read_context", read_context)
+        check_hooks("hooks", hooks)
+        check_takes("read_context", read_context, "read_context()")
         check_kind("pool", pool, GraphPool)
         check_kind("options", options, GraphOptions)
+        flag("breakable", breakable)
         self.runnable = runnable
         self.runtime_mode = GraphMode.parse(runtime_mode)
         if self.runtime_mode not in (GraphMode.FULL, GraphMode.PIECEWISE):
@@ -131,6 +136,8 @@ class GraphWrapper(Uncopied):
                 entry = hot.by_slot[context.slot]
             except IndexError:
                 entry = None
+            except TypeError:
+                raise no_slot(context.slot) from None
             if entry is None or entry.descriptor is not context.descriptor:
                 entry = self._entry_or_none(context)
             if entry is None:
@@ -286,7 +293,7 @@ class GraphWrapper(Uncopied):
         """Whether arguments lie elsewhere because a piece before had no graph: then this one has
         none either, and counts so. Raises `StaleInputError` if they do for another reason."""
         try:
-            check_arguments(entry, args, kwargs, self.pool)
+            check_arguments(entry, args, kwargs, self.pool, self.runnable)
         except StaleInputError:
             if not self.pool.is_behind_a_miss(context):
                 raise
@@ -297,7 +304,11 @@ class GraphWrapper(Uncopied):
 
     def _entry_or_none(self, context: ForwardContext) -> Entry | None:
         descriptor = context.descriptor
-        entry = None if descriptor is None else self._kept.entries.get(descriptor)
+        try:
+            entry = None if descriptor is None else self._kept.entries.get(descriptor)
+        except TypeError:
+            check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+            raise
         if entry is None:
             return None
         under_way = context.capture or context.token
@@ -322,7 +333,7 @@ class GraphWrapper(Uncopied):
 
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
         descriptor = context.descriptor
-        check_kind("descriptor", descriptor, BatchDescriptor)
+        check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
         assert descriptor is not None
         capture = Capture(
             self.pool,

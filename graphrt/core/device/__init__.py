@@ -12,7 +12,7 @@ from graphrt.core.device._devices import (
 from graphrt.core.device._input_ring import InputRing, RingFormat, slot_bytes
 from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
-from graphrt.core.device.error_chain import error_chain
+from graphrt.core.device.error_chain import Unexplained, error_chain
 from graphrt.core.device.figures import (
     GraphWork,
     Limits,
@@ -88,6 +88,7 @@ __all__ = [
     "SharingFigures",
     "StreamRoom",
     "TaskUpdate",
+    "Unexplained",
     "UpdateFigures",
     "asked_device",
     "capture_lock",

@@ -30,16 +30,17 @@ class AllowedPlugins:
     def __post_init__(self) -> None:
         for name in ("blocked", "only"):
             given = getattr(self, name)
-            if given is not None:
-                names = frozenset(items_of(name, given, '["ascend-sim"]'))
+            if given is not None or name == "blocked":
+                names = items_of(name, given, '["ascend-sim"]')
                 for each in names:
-                    check_kind(name, each, str)
-                object.__setattr__(self, name, names)
+                    check_kind(f"a name in {name}", each, str, optional=False)
+                object.__setattr__(self, name, frozenset(names))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> AllowedPlugins:
         """What `GRAPHRT_BLOCK_PLUGINS` and `GRAPHRT_ONLY_PLUGINS` say, comma separated; the latter
         allows none where it is set and empty."""
+        check_kind("environ", environ, Mapping)
         environ = os.environ if environ is None else environ
         only = environ.get(ONLY_VARIABLE)
         return cls(_names(environ.get(BLOCK_VARIABLE, "")), None if only is None else _names(only))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, fork_safe
+from graphrt.core.base import InvalidOptionError, fork_safe, shown
 from graphrt.core.device.platform import Platform
 
 # Process-wide because devices are: two captures on one device at the same time see each other's
@@ -66,6 +66,7 @@ def device_of(platform: Platform, device: torch.device | str | int | None) -> to
             "there is no device of that index",
             got=str(asked),
             expected=f"an index below {count}",
+            advice="leave device= out for the current one",
         )
     return torch.device(kind) if current is None else torch.device(kind, index)
 
@@ -104,7 +105,7 @@ def check_memory(platform: Platform, device: torch.device) -> None:
 def _no_device(kind: str, device: object) -> InvalidOptionError:
     return InvalidOptionError(
         "the argument 'device' names no device",
-        got=repr(device)[:200],
+        got=shown(device),
         expected=f"a torch.device, its name or an index of a device of type {kind!r}",
         advice="leave device= out for the current one",
     )

@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from graphrt.core.base import CaptureError
+
+
+class Unexplained(CaptureError):
+    """Of an error in a capture that no device is known to raise: it is the forward's own, and is
+    raised as it is."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Unexplained:
+        """The explanation of an error that has none."""
+        return cls(
+            f"capture failed: {type(error).__name__}: {error}",
+            advice="run the same forward eagerly; if that passes, look for what cannot be captured",
+        )
+
 
 def error_chain(
     error: BaseException, leave_out: type[BaseException] | None = None

@@ -40,5 +40,5 @@ def given_platform(platform: Platform | str | None) -> Platform:
 def check_platform(platform: object) -> None:
     """Raise for what is given as a platform and is none, `InvalidOptionError`, or one of another
     version of the contract, `ContractVersionError`; whether it is available is not asked."""
-    check_kind("platform", platform, Platform, optional=False)
+    check_kind("platform", platform, Platform, optional=False, example='get_platform("cpu")')
     check_contract(platform)

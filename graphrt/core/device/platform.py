@@ -13,6 +13,7 @@ import torch
 from graphrt.core.base import CaptureError, MissingCapabilityError
 from graphrt.core.device._contract import Capability
 from graphrt.core.device._input_ring import InputRing
+from graphrt.core.device.error_chain import Unexplained
 from graphrt.core.device.figures import (
     GraphWork,
     Limits,
@@ -324,11 +325,17 @@ class Platform(ABC):
         return work.graphs
 
     def explain(self, error: BaseException) -> CaptureError:
-        """The cause of a failed capture, with the offending operator and advice where known."""
+        """The cause of a failed capture, with the offending operator and advice where known.
+
+        What this answers by itself, where no device can have raised the error, has the forward's
+        own exception raised as it is.
+        """
         if isinstance(error, CaptureError):
             return error
-        advice = "run the same forward eagerly; if that passes, look for what cannot be captured"
-        return CaptureError(f"capture failed: {type(error).__name__}: {error}", advice=advice)
+        unknown = Unexplained.of(error)
+        if self.capture_executes or type(error) is not RuntimeError:
+            return unknown
+        return CaptureError(unknown.what, advice=unknown.advice)
 
     # Tasks -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NewType
 from weakref import WeakSet, ref
 
-from graphrt.core.base import InvalidOptionError, PoolError, logger
+from graphrt.core.base import InvalidOptionError, PoolError, logger, shown
 
 PoolHandle = NewType("PoolHandle", tuple[int, int])
 
@@ -243,8 +243,9 @@ def pool_handle(handle: Any) -> PoolHandle:
     if len(plain) != 2 or not all(isinstance(each, int) for each in plain) or plain == (0, 0):
         raise InvalidOptionError(
             "no handle of an allocator pool",
-            got=repr(handle),
+            got=shown(handle),
             expected="two integers: graph_pool_handle(), MemPool.id or the pool() of a graph",
+            advice="GraphPool(platform, handle=torch.cuda.graph_pool_handle())",
         )
     return PoolHandle((plain[0], plain[1]))
 

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pluggy
+import torch
 
 from graphrt.core.base import (
     PlatformConflictError,
@@ -16,6 +17,8 @@ from graphrt.core.base import (
     PlatformUnavailableError,
     PluginBlockedError,
     UnknownPlatformError,
+    check_kind,
+    flag,
     fork_safe,
     logger,
     shown,
@@ -93,6 +96,10 @@ class PlatformRegistry:
         Raises `PlatformConflictError` for a name or plugin that is there already and
         `PlatformError` for one that does not implement the hook as specified.
         """
+        check_kind("name", name, str)
+        if isinstance(plugin, torch.Tensor) or type(plugin).__hash__ is None:
+            # It could not be kept in a table, and would be asked for a great many attributes.
+            raise _no_plugin(plugin)
         with self._lock:
             taken = self._plugins.get_name(plugin) or name
             if taken is not None and self._plugins.has_plugin(taken):
@@ -110,7 +117,10 @@ class PlatformRegistry:
             if self._plugins.unregister(name=name) is None:
                 known = ", ".join(each for each, _ in self._plugins.list_name_plugin())
                 raise UnknownPlatformError(
-                    "no plugin of that name is registered", got=repr(name), expected=known or "none"
+                    "no plugin of that name is registered",
+                    got=shown(name),
+                    expected=known or "none",
+                    advice="the name that register() returned",
                 )
             self._collected.pop(name, None)
 
@@ -130,6 +140,8 @@ class PlatformRegistry:
         is blocked, `PlatformConflictError` if two plugins claim the name, and
         `PlatformUnavailableError` if this machine cannot run it.
         """
+        check_kind("name", name, str, optional=False)
+        flag("must_be_available", must_be_available)
         named = self._known_without_imports(name) or [
             each for each in self._usable() if each.name == name
         ]
@@ -157,6 +169,7 @@ class PlatformRegistry:
         `GRAPHRT_PLATFORM` forces one by name. Two out-of-tree platforms that are both available
         raise `PlatformConflictError`. One that cannot start is warned about and left out.
         """
+        check_kind("environ", environ, Mapping)
         environ = os.environ if environ is None else environ
         forced = environ.get(PLATFORM_VARIABLE, "").strip()
         if forced:
@@ -268,15 +281,15 @@ class PlatformRegistry:
                 advice="examples/platform_plugin is a plugin that works",
             ) from error
         if added is None:
-            raise PlatformConflictError("the plugin is blocked", got=repr(name))
+            raise PlatformConflictError(
+                "the plugin is blocked",
+                got=shown(name),
+                expected="a name that was not unregistered for good",
+                advice="register(plugin, name=...) with another name",
+            )
         if not self._plugins.get_hookcallers(plugin):
             self._plugins.unregister(name=added)
-            raise PlatformError(
-                "the plugin implements no graphrt hook",
-                got=repr(plugin),
-                expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
-                advice="mark the function with graphrt.platforms.hookimpl",
-            )
+            raise _no_plugin(plugin)
         return added
 
     def _collect(self, name: str, plugin: object) -> list[FoundPlatform]:
@@ -307,7 +320,7 @@ class PlatformRegistry:
         hint += "".join(f"; {each.plugin} is {each.blocked}" for each in blocked)
         return UnknownPlatformError(
             "no platform of that name is installed",
-            got=repr(name),
+            got=shown(name),
             expected=", ".join(known) or "none is known",
             advice=f"install the plugin of {name!r}, or use one of those{hint}",
         )
@@ -343,13 +356,22 @@ def register(plugin: object, name: str | None = None) -> str:
 # Parts -------------------------------------------------------------------------------------------
 
 
+def _no_plugin(plugin: object) -> PlatformError:
+    return PlatformError(
+        "the plugin implements no graphrt hook",
+        got=shown(plugin),
+        expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
+        advice="mark the function with graphrt.platforms.hookimpl",
+    )
+
+
 def _as_platforms(result: object) -> list[Platform]:
     platforms: list[Any] = list(result) if isinstance(result, Iterable) else [result]
     for each in platforms:
         if not isinstance(each, Platform):
             raise PlatformError(
                 "graphrt_platforms() returned something that is no platform",
-                got=repr(each),
+                got=shown(each),
                 expected="an instance of a Platform subclass, or several",
                 advice="return MyPlatform(), not MyPlatform",
             )

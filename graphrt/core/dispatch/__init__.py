@@ -1,6 +1,6 @@
 """Which captured graph serves a batch."""
 
-from graphrt.core.dispatch.asked import live_query_len, unpadded
+from graphrt.core.dispatch.asked import checked_batch, live_query_len, unpadded
 from graphrt.core.dispatch.dispatcher import NOT_FOUND, GraphDispatcher, Reserved
 from graphrt.core.dispatch.ladders import preferred
 from graphrt.core.dispatch.reasons import NOT_REPLAYED, Agreed, Dispatch, Reason
@@ -13,6 +13,7 @@ __all__ = [
     "GraphDispatcher",
     "Reason",
     "Reserved",
+    "checked_batch",
     "live_query_len",
     "preferred",
     "unpadded",

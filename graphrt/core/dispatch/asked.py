@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from graphrt.core.base import InvalidBatchError, InvalidModeError, count_of, padding_ratio
+from graphrt.core.base import (
+    InvalidBatchError,
+    InvalidModeError,
+    count_of,
+    items_of,
+    padding_ratio,
+    shown,
+)
 from graphrt.core.batch import (
     Batch,
     BatchDescriptor,
@@ -98,7 +105,9 @@ def checked_batch(batch: object) -> Batch:
             "a batch needs at least one token",
             got=batch.num_tokens,
             expected="num_tokens >= 1",
-            advice="skip the step when nothing is scheduled",
+            advice="skip the step when nothing is scheduled"
+            if batch.num_tokens == 0
+            else "Batch(num_tokens) with the live tokens of the step",
         )
     return batch
 
@@ -110,12 +119,13 @@ def checked_modes(modes: Collection[GraphMode | str]) -> frozenset[GraphMode]:
     if isinstance(modes, (str, GraphMode)) or not isinstance(modes, Collection):
         raise InvalidModeError(
             "modes are excluded as a set of them",
-            got=repr(modes)[:200],
+            got=shown(modes),
             expected="a set of runtime modes",
             advice="exclude=frozenset({GraphMode.FULL})",
         )
     what = "a step runs in no such mode to exclude"
-    return frozenset([GraphMode.parse_runtime(mode, what) for mode in modes])
+    each = items_of("exclude", modes, "{GraphMode.FULL}", InvalidModeError)
+    return frozenset([GraphMode.parse_runtime(mode, what) for mode in each])
 
 
 def checked_agreed(agreed: Agreed) -> tuple[tuple[GraphMode, ...], BatchDescriptor]:
@@ -126,7 +136,7 @@ def checked_agreed(agreed: Agreed) -> tuple[tuple[GraphMode, ...], BatchDescript
         return GRAPH_MODES, agreed
     raise InvalidBatchError(
         "ranks agree on a graph",
-        got=repr(agreed)[:200],
+        got=shown(agreed),
         expected="its descriptor, or a Dispatch",
         advice="agreed=dispatcher.peek(batch) of the rank that decides",
     )
@@ -158,7 +168,7 @@ def checked_key(
     if not isinstance(descriptor, BatchDescriptor):
         raise InvalidBatchError(
             "a graph is named by its descriptor",
-            got=repr(descriptor)[:200],
+            got=shown(descriptor),
             expected="BatchDescriptor(num_tokens, num_reqs, ...)",
             advice="BatchDescriptor(num_tokens=4)",
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidInputError
+from graphrt.core.base import InvalidBatchError, InvalidInputError, nearest, shown
 from graphrt.core.device import Capability, Platform, RingFormat
 from graphrt.core.inputs.declared import check_fits, declared_inputs, flat_of
 from graphrt.core.inputs.layout import InputLayout, StepMoves
@@ -176,10 +176,18 @@ class StaticInputs:
         Without a layout it is memory that has nothing to do with the buffers."""
         if layout is None:
             self.turn += 1
-            tensors = {
-                name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype, device="cpu")
-                for name, spec in self._specs.items()
-            }
+            try:
+                tensors = {
+                    name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype, device="cpu")
+                    for name, spec in self._specs.items()
+                }
+            except (RuntimeError, TypeError) as error:
+                raise InvalidInputError(
+                    "there is no memory for a slot of so many rows",
+                    got=f"{shown(tokens)} tokens, {shown(reqs)} requests",
+                    expected=f"rows that fit the host's memory; graphs have {self.tokens} tokens",
+                    advice="split the batch",
+                ) from error
             return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
         return self.slot_of(layout, layout.moves(tokens, reqs, _CACHED_MOVES))
 
@@ -277,7 +285,7 @@ class StaticInputs:
                 "the step's inputs are not the declared ones",
                 got=f"missing {missing}, unknown {unknown}",
                 expected=sorted(self._specs),
-                advice="declare every input of the forward in inputs= and pass each of them",
+                advice=_named_right(missing, unknown),
             )
 
     def check(
@@ -319,10 +327,19 @@ class StaticInputs:
                         f"the inputs disagree on the number of {axis.name}",
                         got=f"{rows} by {name!r}",
                         expected=found[axis.name],
+                        advice=f"pass {found[axis.name] + axis.extra} rows of {name!r} in "
+                        f"dimension {dim}, as the inputs before it have",
                     )
         except (AttributeError, IndexError, RuntimeError, TypeError) as error:
             self.check(values, None, None, error)
             raise
+        if not found:
+            raise InvalidBatchError(
+                "the shapes of the inputs do not say how large the batch is",
+                got=f"no batch axis in any of {sorted(self._specs)}",
+                expected="the batch itself",
+                advice="runner(Batch(num_tokens, num_reqs), ...)",
+            )
         reqs = found.get("reqs")
         return found.get("tokens", reqs or 0), reqs
 
@@ -352,3 +369,18 @@ class StaticInputs:
         found = dict(flat_of(values))
         self.check_names(found)
         return found
+
+
+def _named_right(missing: list[str], unknown: list[str]) -> str:
+    """What to do about inputs that a step lacks, or should not have."""
+    found = []
+    for name in unknown:
+        meant = nearest(name, missing)
+        found.append(
+            f"pass it as {meant}= in place of {name}="
+            if meant
+            else f"leave {name}= out: only what inputs= declares is passed"
+        )
+    if not found:
+        found = [f"pass {name}= too" for name in missing]
+    return "; ".join(found)

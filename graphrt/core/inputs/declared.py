@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from graphrt.core.base import MOST, InvalidInputError, shown
+import torch
+
+from graphrt.core.base import MOST, InvalidInputError, nearest, shown
 from graphrt.core.device import Platform
 from graphrt.core.inputs.spec import InputSpec
 
@@ -60,6 +63,60 @@ def check_fits(specs: Mapping[str, InputSpec], platform: Platform, tokens: int, 
         )
 
 
+def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None:
+    """Raise `InvalidInputError` unless `forward` takes what `inputs=` names, by name, and needs
+    nothing else; one that does not tell what it takes is called as it is."""
+    call: Any = forward
+    if isinstance(forward, torch.nn.Module) and type(forward).__call__ is torch.nn.Module.__call__:
+        if vars(forward).get("_forward_pre_hooks"):
+            return  # they may pass it something else
+        call = forward.forward
+    try:
+        # Behind a decorator there is another signature than the one that is called.
+        signature = inspect.signature(call, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**dict.fromkeys(specs))
+    except TypeError as error:
+        called = getattr(call, "__qualname__", type(call).__name__)
+        raise InvalidInputError(
+            f"the forward cannot be called with what inputs= names: {error}",
+            got=f"inputs= names {', '.join(specs)}",
+            expected=f"the arguments of {called}{signature}",
+            advice=_forward_right(signature, specs),
+        ) from None
+
+
+def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> str:
+    by_position = [
+        each.name for each in signature.parameters.values() if each.kind is each.POSITIONAL_ONLY
+    ]
+    if by_position:
+        return f"a forward that takes {', '.join(by_position)} by name, without `/`"
+    needed = [
+        each.name
+        for each in signature.parameters.values()
+        if each.default is each.empty
+        and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        and each.name not in specs
+    ]
+    found = []
+    for name in specs:
+        if name not in signature.parameters:
+            meant = nearest(name, needed or [*signature.parameters])
+            found.append(
+                f"name it {meant!r} in place of {name!r}"
+                if meant
+                else f"leave {name!r} out of inputs="
+            )
+    found = found or [
+        f"name {name!r} in inputs= too, or bind it: functools.partial(forward, {name}=...)"
+        for name in needed
+    ]
+    return "; ".join(found)
+
+
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted names as nested dicts again, which is how the forward gets them."""
     nested: dict[str, Any] = {}
@@ -78,13 +135,14 @@ def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         if isinstance(spec, Mapping):
             yield from flat_of(spec, f"{prefix}{name}.")
         else:
-            yield prefix + name, spec
+            # Of a dict that is no input, say, any key.
+            yield f"{prefix}{name}" if prefix else name, spec
 
 
 def _wrong_inputs(where: str, value: object, expected: str) -> InvalidInputError:
     return InvalidInputError(
         f"{where} describes no inputs",
-        got=repr(value)[:200],
+        got=shown(value),
         expected=expected,
         advice='inputs={"input_ids": InputSpec(torch.int64, ("tokens",))}; a mapping in it is an '
         "argument that is a dict",

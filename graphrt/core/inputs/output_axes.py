@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, OutputError, tree
+from graphrt.core.base import InvalidOptionError, OutputError, shown, tree
 from graphrt.core.batch import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
@@ -26,7 +26,10 @@ class DeclaredAxes:
         """Raises `InvalidInputError` for an axis that there is not, `InvalidOptionError` for
         anything else."""
         self._by_prefix: dict[str, Declared] = {}
-        self._read(declared, "")
+        try:
+            self._read(declared, "")
+        except RecursionError:
+            raise _no_axes("", declared) from None
         self._forms = {prefix: _forms(prefix) for prefix in self._by_prefix}
         self._found: dict[str, Declared | None] = {}
 
@@ -85,7 +88,7 @@ def _axis(axis: Any) -> int | Axis | None:
 def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
     return InvalidOptionError(
         f"outputs= gives no axes{at_path(prefix)}",
-        got=repr(axes)[:200],
+        got=shown(axes),
         expected='"tokens", "reqs", "reqs+1", a size, or None for any size, in a tuple for every '
         "tensor",
         advice='outputs=("tokens", 4096), or outputs={"logits": ("tokens", vocab)}',

@@ -12,12 +12,14 @@ import torch
 from graphrt.core.base import (
     GraphRTError,
     OutputError,
+    logger,
     told,
     tree,
 )
 from graphrt.core.batch import Axis
 from graphrt.core.inputs._one_size import OneSize
 from graphrt.core.inputs.output_axes import (
+    Declared,
     DeclaredAxes,
     OutputAxes,
     at_path,
@@ -58,6 +60,7 @@ class OutputLayout:
         self._batch_dims: dict[str, BatchDims] = {}
         self._seen: list[Seen] = []
         self._resolved: set[tuple[int, int]] = set()
+        self._fails_at: set[tuple[int, int]] = set()
 
     def see(self, tokens: int, reqs: int, outputs: Any) -> None:
         """Note what a forward returned; raises `OutputError` for what cannot be handed out."""
@@ -73,7 +76,8 @@ class OutputLayout:
                     f"the forward returns an object that graphrt cannot look into{at_path(path)}",
                     got=type(leaf).__qualname__,
                     expected="tensors, numbers and strings in tuples, lists, dicts and dataclasses",
-                    advice="return the tensors in it, or what it stands for by another way",
+                    advice="return the tensors in it, or leave it out: result.logits alone, or "
+                    "use_cache=False, of a model of transformers",
                 )
             else:
                 values[path] = leaf
@@ -89,6 +93,7 @@ class OutputLayout:
         self._resolved = set()
         self._seen = []
         self._batch_dims = {}
+        self._fails_at = set()
 
     def batch_dims(self, path: str) -> BatchDims:
         """The dimensions to cut of the tensor at `path`; raises `OutputError` for one that was not
@@ -124,6 +129,8 @@ class OutputLayout:
             except Exception as error:
                 # Perhaps of this size alone.
                 failed = error
+        if failed is None and probe is not None:
+            self._see_a_small_size(probe, query_len)
         if failed is not None and self._saw_one_size() and not self._unclear_values():
             seen = self._seen[0]
             self._batch_dims = {path: self._of_one_size(path, seen) for path in seen.shapes}
@@ -140,6 +147,43 @@ class OutputLayout:
         first = self._seen[0]
         self._batch_dims = {path: self._dims_of(path) for path in first.shapes}
         self._resolved = {(each.tokens, each.reqs) for each in self._seen}
+
+    def _see_a_small_size(self, probe: Callable[[int, int], object], query_len: int | None) -> None:
+        """Look at a size that shows what those seen do not, if there is one.
+
+        Three rows at 4 and 8 tokens may be `x[:3]`, which has one row at one token; an axis that
+        was seen at even sizes alone may be rounded up. A forward that does not run at that size
+        has no steps of it either.
+        """
+        size = self._small_size(query_len)
+        if size is None or size in self._fails_at:
+            return
+        try:
+            probe(*size)
+        except OutputError:
+            raise
+        except Exception as error:
+            self._fails_at.add(size)
+            logger.debug("the forward does not run at %d tokens of %d requests: %s", *size, error)
+
+    def _small_size(self, query_len: int | None) -> tuple[int, int] | None:
+        """Tokens and requests of a step at which a size would differ that looks constant, or
+        like the tokens; None where all is told by what was seen."""
+        least = min(seen.tokens for seen in self._seen)
+        below: list[int] = []
+        for path in self._seen[0].shapes:
+            declared = self._axes.get(path) or ()
+            for dim, column in enumerate(_columns(self._seen, path)):
+                given = declared[dim] if dim < len(declared) else 0
+                if len(set(column)) == 1 and 1 < column[0] <= least and isinstance(given, int):
+                    below.append(column[0])
+                elif not declared and all(size % 2 == 0 for size in column):
+                    below.append(least)
+        few = min(below, default=1) - 1
+        if few < 1 or query_len is None:
+            return None if few < 1 else (few, 1)
+        reqs = max(few // query_len, 1)
+        return None if reqs * query_len >= least else (reqs * query_len, reqs)
 
     def _unclear(self) -> list[str]:
         first = self._seen[0]
@@ -217,11 +261,11 @@ class OutputLayout:
                 f"requests do{at_path(path)}",
                 got=", ".join(
                     f"dimension {dim} is {size} with {seen.tokens} tokens of {seen.reqs} requests"
-                    for size, seen in list(zip(column, self._seen, strict=True))[:2]
+                    for size, seen in _that_differ(column, self._seen)
                 ),
                 expected="a dimension for tokens or for requests",
-                advice='split it ([tokens * 2] as ["tokens", 2]), or declare it: None in '
-                "outputs= leaves it as it is, padding included",
+                advice='split it ([tokens * 2] as ["tokens", 2]), or return a row for every token '
+                "and let the caller cut them, as x[:3] of the result",
             )
         return fits[0]
 
@@ -273,7 +317,7 @@ class OutputLayout:
                     f"an output does not have the axes that outputs= gives it{at_path(path)}",
                     got=f"shape {shape} with {seen.tokens} tokens of {seen.reqs} requests",
                     expected=f"({', '.join(map(name_of_axis, declared))})",
-                    advice="name every dimension in its order; None is one of any size",
+                    advice=_declared_right(declared, shape, sizes),
                 )
 
     def _check_resolved(self, seen: Seen) -> None:
@@ -323,6 +367,32 @@ class OutputLayout:
                             f"{'constant' if axis is None else axis}",
                             advice="declare the axes of what the forward returns: outputs=",
                         )
+
+
+def _declared_right(declared: Declared, shape: tuple[int, ...], sizes: Sequence[int | None]) -> str:
+    """What to do about an output of another shape than its declaration says."""
+    if len(declared) == len(shape):
+        for axis, actual, size in zip(declared, shape, sizes, strict=True):
+            if isinstance(axis, Axis) and size is not None and actual != size:
+                # Padding rows are zeros as a rule, of which a mask takes all or none.
+                return (
+                    "return a row for each of them: torch.where(mask, x, fill) keeps the rows that "
+                    f"x[mask] drops; or None in place of {name_of_axis(axis)} where it has the "
+                    "same size in every batch"
+                )
+            if isinstance(axis, int) and actual != axis:
+                return (
+                    f"{actual} in place of {axis} where it always is, or the axis that it grows "
+                    "with; where it bends, return all rows and let the caller cut them"
+                )
+    return "name every dimension in its order; None is one of any size"
+
+
+def _that_differ(column: Sequence[int], seen: Sequence[Seen]) -> list[tuple[int, Seen]]:
+    """The first size with its batch, and another one: of another size if there is one."""
+    both = list(zip(column, seen, strict=True))
+    other = next((each for each in both if each[0] != column[0]), both[-1])
+    return [both[0], other]
 
 
 def _columns(seen: Sequence[Seen], path: str) -> Iterable[tuple[int, ...]]:

@@ -11,7 +11,13 @@ from typing import Any, TypeGuard
 
 import torch
 
-from graphrt.core.base import GraphRTError, InvalidInputError, OverwrittenOutputError, shown
+from graphrt.core.base import (
+    GraphRTError,
+    InvalidInputError,
+    OverwrittenOutputError,
+    nearest,
+    shown,
+)
 from graphrt.core.batch import Axis
 
 _MOST_BLOCKS = 1 << 16
@@ -79,6 +85,16 @@ class InputSpec:
         )
 
 
+_NO_VALUES = "a tensor that has values: torch.zeros({name}.shape, dtype={name}.dtype), say"
+_DENSE = {
+    "meta": _NO_VALUES,
+    "nested": "torch.cat({name}.unbind()), or {name}.to_padded_tensor(0)",
+    "FakeTensor": _NO_VALUES,
+    "Tensor": _NO_VALUES,
+}
+"""How a tensor of a kind is made one with rows."""
+
+
 LOWEST_ADDRESS = 1 << 24
 """Below it there is rarely memory: a tensor whose storage was given back says that its rows begin
 at as many bytes as it skips, and is looked at."""
@@ -99,7 +115,7 @@ def check_value(
             f"input {name!r} is no tensor",
             got=type(value).__name__,
             expected=f"a tensor of {spec.dtype}",
-            advice=f"torch.tensor({name}, dtype={spec.dtype})",
+            advice=f"torch.as_tensor({name}, dtype={spec.dtype}) of a list or an array",
         )
     kind = "meta" if value.is_meta else "nested" if value.is_nested else None
     if kind is None and value.layout is not torch.strided:
@@ -119,9 +135,27 @@ def check_value(
             f"input {name!r} has the wrong shape",
             got=shape,
             expected=spec.shape if live is None else f"{live} from {spec.shape}",
-            advice="pass the live rows only; graphrt pads them",
+            advice=_shaped_right(name, spec, shape, live),
         )
     return None
+
+
+def _shaped_right(
+    name: str, spec: InputSpec, shape: tuple[int, ...], live: tuple[int, ...] | None
+) -> str:
+    """What to do about an input of another shape."""
+    declared = f"InputSpec({spec.dtype}, shape=...) of that shape, if the forward takes it"
+    axis, at = spec.batch_axis()
+    if len(shape) != len(spec.shape):
+        axes = ", ".join(str(size) for size in spec.shape)
+        return f"{name}.reshape({axes}) where it has as many elements; or {declared}"
+    fixed = [dim for dim in range(len(shape)) if dim != at or axis is None]
+    if live is None or axis is None or any(shape[dim] != live[dim] for dim in fixed):
+        return f"{name} with the sizes that inputs= declares; or {declared}"
+    if shape[at] > live[at]:
+        return f"{name}.narrow({at}, 0, {live[at]}): the live rows only; graphrt pads them"
+    counted = "num_tokens" if axis.name == "tokens" else "num_reqs"
+    return f"Batch({counted}={max(shape[at] - axis.extra, 1)}), or {live[at]} rows of {name}"
 
 
 def check_memory(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTError | None:
@@ -154,7 +188,7 @@ def _without_rows(name: str, spec: InputSpec, kind: str) -> InvalidInputError:
         f"input {name!r} has no rows in memory that could be copied",
         got=f"a tensor of kind {kind}",
         expected=f"a dense tensor of {spec.dtype}",
-        advice=f"{name}.to_dense() of a sparse tensor; values, where there are shapes alone",
+        advice=_DENSE.get(kind, "{name}.to_dense()").format(name=name),
     )
 
 
@@ -171,7 +205,10 @@ def _check_shape(shape: object) -> None:
             raise _wrong_spec("shape", shape, "ints >= 0, and one of them an axis", example)
     if len(axes) > 1:
         raise InvalidInputError(
-            "an input has at most one batch axis", got=shape, expected="one of them named"
+            "an input has at most one batch axis",
+            got=shape,
+            expected="one of them named",
+            advice="two inputs, each with one batch axis; or a fixed size in place of one",
         )
     blocks = math.prod(itertools.takewhile(lambda size: not isinstance(size, str), shape))
     if axes and blocks > _MOST_BLOCKS:
@@ -212,7 +249,12 @@ def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> N
     known = 'a number, "repeat" or "keep"'
     if isinstance(pad, str):
         if pad not in ("repeat", "keep"):
-            raise InvalidInputError("unknown padding", got=repr(pad), expected=known)
+            raise InvalidInputError(
+                "unknown padding",
+                got=shown(pad),
+                expected=known,
+                advice=f"pad={nearest(pad, ('repeat', 'keep')) or 'repeat'!r}",
+            )
         pad = None
     if pad is not None and not isinstance(pad, int | float | complex):
         raise _wrong_spec("pad", pad, known, "pad=0")

@@ -13,6 +13,7 @@ from graphrt.core.base import (
     count_of,
     items_of,
     nearest,
+    shown,
 )
 from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, checked_variant
 from graphrt.core.plan.budget import Budget
@@ -153,7 +154,7 @@ def _named(attention: Mapping[Any, Any]) -> bool:
         if not isinstance(name, str):
             raise InvalidOptionError(
                 "attention backends are named by strings",
-                got=repr(name)[:200],
+                got=shown(name),
                 expected="a dict of names and levels",
                 advice='attention={"flash": AttentionSupport.UNIFORM_BATCH}',
             )

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from graphrt.core.base import MOST, InvalidOptionError, count_of, items_of, number_of, only_known
+from graphrt.core.base import (
+    MOST,
+    InvalidOptionError,
+    check_hashable,
+    count_of,
+    items_of,
+    number_of,
+    only_known,
+    shown,
+)
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey, capture_order
@@ -70,7 +79,7 @@ class Budget:
         least = count_of("min_piecewise", self.min_piecewise, least=0)
         notes = items_of("notes", self.notes, '("a line",)')
         object.__setattr__(self, "min_piecewise", least)
-        object.__setattr__(self, "notes", tuple(map(str, notes)))
+        object.__setattr__(self, "notes", tuple(map(_line, notes)))
         cost = self.cost
         if isinstance(cost, Mapping):
             # Looked up by mode, whose name may be given.
@@ -79,7 +88,7 @@ class Budget:
         elif cost is not None and not callable(cost):
             raise InvalidOptionError(
                 "the cost of graphs has a wrong type",
-                got=repr(cost)[:200],
+                got=shown(cost),
                 expected="a GraphCost for each runtime mode, or a function of mode and descriptor",
                 advice="cost={GraphMode.FULL: GraphCost(streams=1)}",
             )
@@ -88,6 +97,7 @@ class Budget:
         """What the graph of a key takes; raises `InvalidOptionError` if `cost` cannot say."""
         if callable(self.cost):
             return _checked_cost(self.cost(mode, descriptor))
+        check_hashable("mode", mode)
         return (self.cost or {}).get(mode, GraphCost())
 
     def lacks(self, used: GraphCost, more: GraphCost) -> str | None:
@@ -99,11 +109,15 @@ class Budget:
         return None
 
 
+def _line(note: object) -> str:
+    return note if isinstance(note, str) else shown(note)
+
+
 def _checked_cost(cost: object) -> GraphCost:
     if not isinstance(cost, GraphCost):
         raise InvalidOptionError(
             "what a graph takes is no GraphCost",
-            got=repr(cost)[:200],
+            got=shown(cost),
             expected="GraphCost(streams=, graphs=, device_bytes=, capture_s=)",
             advice="GraphCost(streams=1)",
         )

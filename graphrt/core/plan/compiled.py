@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, items_of
+from graphrt.core.base import InvalidOptionError, items_of, shown
 from graphrt.core.batch import GraphMode, PieceProvider
 from graphrt.core.plan.resolution import ModeResolution
 
@@ -65,7 +65,7 @@ def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
         if not modules:
             raise InvalidOptionError(
                 "a value in compiled= is no compiled module and has none",
-                got=repr(value)[:200],
+                got=shown(value),
                 expected="what graphrt.compile returned, or a module that was compiled in place",
                 advice="compiled=[graphrt.compile(module, ...)]",
             )

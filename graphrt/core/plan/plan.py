@@ -6,7 +6,14 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from graphrt.core.base import InvalidSizesError, ResourceExhaustedError, only_known
+from graphrt.core.base import (
+    InvalidSizesError,
+    ResourceExhaustedError,
+    check_kind,
+    flag,
+    items_of,
+    only_known,
+)
 from graphrt.core.batch import (
     AttentionSupport,
     BatchDescriptor,
@@ -14,7 +21,7 @@ from graphrt.core.batch import (
     PieceProvider,
     graphs_off,
 )
-from graphrt.core.device import Platform, given_platform
+from graphrt.core.device import Platform, check_platform, given_platform
 from graphrt.core.plan import saved, text
 from graphrt.core.plan.arguments import (
     PlanArguments,
@@ -151,6 +158,7 @@ class Plan:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
         how many streams are free for graphs, those first that are worth most if it runs out. With
         `serving` while others are still missing, those that `traffic` needs most."""
+        flag("serving", serving)
         by_worth = serving and self.arguments["traffic"] is not None
         if not by_worth and self.platform.stream_room() is None:
             return self.keys
@@ -240,6 +248,8 @@ class Plan:
 
         What comes out differently is printed as a `PlanChangedWarning`.
         """
+        check_platform(platform)
+        compiled = items_of("compiled", compiled, "[module]")
         same_modules = list(map(id, self.compiled)) == list(map(id, compiled))
         off = any(step.rule == SWITCHED_OFF for step in self.resolution.steps)
         # Of a plan that has no graphs anyway there is no step that says so.
@@ -254,6 +264,7 @@ class Plan:
 
     def differences(self, other: Plan) -> list[str]:
         """What is not the same in another plan, in lines from this one to the other."""
+        check_kind("other", other, Plan, optional=False)
         return saved.differences(self._results(), other._results())
 
     # For people and files ------------------------------------------------------------------------

@@ -163,7 +163,10 @@ def write(path: str | os.PathLike[str], plain: Mapping[str, Any]) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise PlanFileError(
-            "the plan cannot be written", got=f"{str(path)!r} ({error.strerror})"
+            "the plan cannot be written",
+            got=f"{str(path)!r} ({error.strerror})",
+            expected="a path in a folder that may be written",
+            advice='plan.save("plan.json"), or make the folder before',
         ) from error
 
 
@@ -247,10 +250,11 @@ def _is_deeper(content: object, most: int) -> bool:
 
 
 def _path(path: str | os.PathLike[str]) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not Path(path).name:
+    wrong = not isinstance(path, (str, os.PathLike)) or not Path(path).name
+    if wrong or "\0" in str(path):
         raise PlanFileError(
             "a plan is kept in a file",
-            got=repr(path),
+            got=shown(path),
             expected="its path",
             advice='"plan.json"',
         )
@@ -281,7 +285,7 @@ def _plain_variant(variant: Hashable) -> Any:
         return [_plain_variant(each) for each in variant]
     raise InvalidOptionError(
         "a plan with this variant cannot be saved",
-        got=repr(variant),
+        got=shown(variant),
         expected="a string, an int, or a tuple of them",
         advice="name the variant with a string",
     )

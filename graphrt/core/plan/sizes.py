@@ -81,16 +81,23 @@ def decode_sizes(
     return tuple(sorted(size for size in {*whole, full} if size <= min(full, limit)))
 
 
+def _no_sizes(sizes: object) -> InvalidSizesError:
+    return InvalidSizesError(
+        "capture sizes must be a list of integers",
+        got=shown(sizes),
+        expected="a list of ascending positive integers",
+        advice="sizes=[1, 2, 4, 8]",
+    )
+
+
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     """`sizes` as a tuple if they ascend and are positive; raises `InvalidSizesError` otherwise."""
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
-        raise InvalidSizesError(
-            "capture sizes must be a list of integers",
-            got=repr(sizes)[:200],
-            expected="a list of ascending positive integers",
-            advice="sizes=[1, 2, 4, 8]",
-        )
-    given = tuple(itertools.islice(sizes, _MOST + 1))
+        raise _no_sizes(sizes)
+    try:
+        given = tuple(itertools.islice(sizes, _MOST + 1))
+    except TypeError as error:  # a tensor of one number
+        raise _no_sizes(sizes) from error
     if len(given) > _MOST:
         raise _too_many("sizes has more")
     checked = tuple(_checked_size(size, given) for size in given)
@@ -359,7 +366,7 @@ def _check_positive(**numbers: int) -> None:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise InvalidSizesError(
                 f"{name} must be a positive integer",
-                got=repr(number),
+                got=shown(number),
                 expected=">= 1",
                 advice=f"{name}=1 or more",
             )

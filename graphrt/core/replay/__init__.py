@@ -36,7 +36,14 @@ from graphrt.core.replay.recording import (
     under_way,
     warming_up,
 )
-from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
+from graphrt.core.replay.segments import (
+    HookedSegment,
+    Part,
+    SegmentHooks,
+    TaskedSegment,
+    check_hooks,
+    graphs_of,
+)
 from graphrt.core.replay.task_table import check_names
 from graphrt.core.replay.tasks import CapturedTask, UpdatableTask
 
@@ -68,6 +75,7 @@ __all__ = [
     "arguments_of",
     "check_arguments",
     "check_between_steps",
+    "check_hooks",
     "check_names",
     "counted",
     "current_capture",

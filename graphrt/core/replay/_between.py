@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import PoolBusyError
+from graphrt.core.base import PoolBusyError, shown
 from graphrt.core.batch import current_context
 from graphrt.core.replay.pool import GraphPool
 
@@ -15,7 +15,7 @@ def check_between_steps(pool: GraphPool, what: str) -> None:
     if under_way is not None:
         raise PoolBusyError(
             f"{what} was called while a step, or a capture, is under way",
-            got=repr(under_way),
+            got=shown(under_way),
             expected="a call between two steps of the pool, when the last one has its updates",
             advice="call it after the step has returned, from the thread that steps",
         )

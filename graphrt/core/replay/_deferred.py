@@ -57,6 +57,7 @@ class Deferred(AwaitsUpdates):
                 "the updates of a launched step cannot be put off again",
                 got="DEFERRED",
                 expected="its updates, or UNCHANGED",
+                advice="updates=UNCHANGED, or this step's host arguments",
             )
         asked = copy.copy(self.context)
         asked.updates = updates

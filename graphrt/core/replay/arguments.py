@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from graphrt.core.base import StaleInputError, tree
 from graphrt.core.device import GraphRead, Platform
+from graphrt.core.replay.eager_part import name_of
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.pool import GraphPool
 
@@ -41,7 +42,11 @@ def pooled_paths(args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool)
 
 
 def check_arguments(
-    entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool
+    entry: Entry,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    pool: GraphPool,
+    runnable: Callable[..., Any],
 ) -> None:
     """Raise `StaleInputError` unless a graph's arguments are what it was captured with; tensors
     that it does not read, as far as the platform can tell, may be others."""
@@ -55,15 +60,18 @@ def check_arguments(
             continue
         if path in entry.pooled or not _is_unread(before.get(path), reads):
             raise StaleInputError(
-                f"argument {path} is not where the graph of [{entry.descriptor}] reads it",
+                f"argument {path} of {name_of(runnable)} is not where the graph of "
+                f"[{entry.descriptor}] reads it",
                 got=bound,
                 expected=before.get(path, "no such tensor at capture"),
-                advice="copy into the captured tensor, or let GraphRunner own the buffers",
+                advice="copy_() into the tensor that it was captured with, and pass that one at "
+                "every step; or let GraphRunner own the buffers",
             )
     if [path for path, _ in now] == [path for path, _ in entry.inputs]:
         return
     raise StaleInputError(
-        f"the graph of [{entry.descriptor}] was captured with other arguments",
+        f"the graph of {name_of(runnable)} for [{entry.descriptor}] was captured with other "
+        "arguments",
         got=[path for path, _ in now],
         expected=[path for path, _ in entry.inputs],
         advice="call the wrapper with the same arguments at every step",

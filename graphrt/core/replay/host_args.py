@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from graphrt.core.base import InvalidUpdateError
+from graphrt.core.base import InvalidUpdateError, check_kind, choice, flag, shown
 from graphrt.core.batch import Axis, Batch
 
 HostValues = Mapping[str, Any]
@@ -62,6 +62,10 @@ class HostArg:
     _axis: Axis | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        choice("zero", "repeat", "cumulative", "query_len")("pad", self.pad)
+        flag("optional", self.optional)
+        for name in ("least", "most"):
+            check_kind(name, getattr(self, name), int)
         # The only way to set a field of a frozen dataclass.
         object.__setattr__(self, "_axis", None if self.axis is None else Axis.parse(self.axis))
 
@@ -155,7 +159,7 @@ def _whole(key: str, value: Any, axis: str) -> list[int]:
         cause = error
     raise InvalidUpdateError(
         f"host argument {key!r} is no list of whole numbers",
-        got=repr(value)[:200],
+        got=shown(value),
         expected=f"one whole number for each of the {axis}",
         advice="pass a list of ints",
     ) from cause

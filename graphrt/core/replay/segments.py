@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, cast
 
+from graphrt.core.base import InvalidOptionError, check_takes, shown
 from graphrt.core.device import DeviceGraph, Platform
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import HostValues
@@ -29,6 +30,22 @@ class SegmentHooks(Protocol):
 
     def before_replay(self) -> None:
         """Before every replay of a segment."""
+
+
+def check_hooks(name: str, hooks: object) -> None:
+    """Raise `InvalidOptionError` for the argument `name` that is no `SegmentHooks`; None may be."""
+    if hooks is None:
+        return
+    for method in ("before_capture", "end_of_capture", "before_replay"):
+        found = getattr(hooks, method, None)
+        if not callable(found):
+            raise InvalidOptionError(
+                f"the argument {name!r} is called around graphs, and has no {method}()",
+                got=shown(hooks),
+                expected="an object with before_capture(), end_of_capture(), before_replay()",
+                advice="a subclass of graphrt.SegmentHooks, whose methods do nothing by themselves",
+            )
+        check_takes(f"{name}.{method}", found, f"{method}()")
 
 
 class HookedSegment:

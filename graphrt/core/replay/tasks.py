@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidUpdateError, MissingUpdateError, tree
+from graphrt.core.base import (
+    InvalidUpdateError,
+    MissingUpdateError,
+    check_callable,
+    check_kind,
+    check_takes,
+    shown,
+    tree,
+)
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, current_context
 from graphrt.core.replay.host_args import WORST_CASE, HostArg, HostValues
 from graphrt.core.replay.recording import Recording, counted, current_capture
@@ -44,6 +52,15 @@ class UpdatableTask:
         keywords which this task is then issued with at every replay. A call that brings its own
         `workspace=`, or None for none, is not asked for.
         """
+        check_kind("group", group, str, optional=False)
+        check_callable("issue", issue)
+        check_takes("at_capture", at_capture, "at_capture(descriptor)", optional=True)
+        if workspace is not None:
+            check_callable("workspace", workspace)
+        check_kind("host_args", host_args, Mapping, optional=False)
+        for name, argument in host_args.items():
+            check_kind("a name in host_args", name, str, optional=False)
+            check_kind(f"host_args[{name!r}]", argument, HostArg, optional=False)
         self.group = group
         self.issue = issue
         self.host_args = dict(host_args)
@@ -113,9 +130,12 @@ class UpdatableTask:
 
         Raises `MissingUpdateError` if there are none, `InvalidUpdateError` for wrong keys.
         """
-        values = updates.get(name)
-        if values is None:
-            values = updates.get(self.group)
+        try:
+            values = updates.get(name)
+            if values is None:
+                values = updates.get(self.group)
+        except (AttributeError, TypeError):
+            raise _no_updates(updates, name, self.group) from None
         if values is None:
             raise MissingUpdateError(
                 f"no update for task {name!r}",
@@ -123,13 +143,14 @@ class UpdatableTask:
                 expected=f"{name!r} or its group {self.group!r}",
                 advice="a replay needs the host arguments of every task, or updates=UNCHANGED",
             )
+        declared = self.host_args
         if type(values) is not dict and not isinstance(values, Mapping):
             raise InvalidUpdateError(
                 f"the update of task {name!r} is no mapping",
-                got=repr(values)[:200],
+                got=shown(values),
                 expected=f"a mapping of {sorted(self.host_args)} to this step's values",
+                advice=f"updates={{{name!r}: dict({'=..., '.join(declared)}=...)}}",
             )
-        declared = self.host_args
         if values.keys() == declared.keys():
             return values
         missing = [key for key, arg in declared.items() if key not in values and not arg.optional]
@@ -164,6 +185,15 @@ class UpdatableTask:
             for key, host_arg in self.host_args.items()
             if key in values
         }
+
+
+def _no_updates(updates: object, name: object, group: str) -> InvalidUpdateError:
+    return InvalidUpdateError(
+        "updates are a mapping, and their tasks have names",
+        got=f"{shown(updates)} for task {shown(name)}",
+        expected="updates={task or group: {host argument: value}}, or UNCHANGED",
+        advice=f"updates={{{group!r}: {{...}}}}",
+    )
 
 
 class CapturedTask:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from graphrt.core.base import check_takes
 from graphrt.core.batch import Batch
 from graphrt.core.dispatch import Agreed
 from graphrt.core.replay import GraphPool, in_turn
@@ -44,6 +45,7 @@ class Capturing:
         `ResourceExhaustedError` when the rest is done.
         """
         self._path.check_open()
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
         try:
             self._rounds.all(progress)
         finally:
@@ -89,6 +91,7 @@ class Capturing:
     def recapture(self, progress: Progress | None = None) -> None:
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
         the pool, so no step comes between."""
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
         self._path.check_open()
 
         def again() -> None:

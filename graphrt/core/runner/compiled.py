@@ -11,6 +11,7 @@ from graphrt.core.base import (
     InvalidOptionError,
     UnannouncedModuleError,
     check_callable,
+    shown,
 )
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform, asked_device, check_memory, resolve_platform
@@ -72,7 +73,7 @@ class CompiledModules:
         if not any(module is known for known in self.modules):
             raise UnannouncedModuleError(
                 "a compiled module takes part in a capture and was not announced",
-                got=repr(module),
+                got=shown(module),
                 expected=", ".join(map(repr, self.modules)) or "no compiled module",
                 advice="name it in the plan: compiled=[...]",
             )

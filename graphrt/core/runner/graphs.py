@@ -265,7 +265,7 @@ class GraphSet:
         if step is None:
             rows = BatchDescriptor(self._inputs.tokens, self._inputs.reqs)
             step = self._step(GraphMode.NONE, rows)
-        with self._host.around_capture():
+        with self._host.around():
             self._see(step, saved)
 
     def _see_all(
@@ -330,7 +330,7 @@ class GraphSet:
     def _settle_or_release(self, saved: WatchedState | None, more: bool) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""
         try:
-            with self._host.around_capture():
+            with self._host.around():
                 self._settle(saved, more)
         except GraphRTError:
             self.release()

@@ -9,10 +9,18 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, only_known
+from graphrt.core.base import (
+    InvalidOptionError,
+    check_kind,
+    check_takes,
+    flag,
+    items_of,
+    only_known,
+    shown,
+)
 from graphrt.core.batch import Batch, BatchDescriptor
 from graphrt.core.capture import State
-from graphrt.core.replay import SegmentHooks
+from graphrt.core.replay import SegmentHooks, check_hooks
 from graphrt.core.trust import Parameters, check_parameters
 
 Phase = Literal["warmup", "capture", "replay", "eager"]
@@ -34,6 +42,10 @@ class Example:
     values: Mapping[str, Any]
     updates: Any = None
     metadata: Any = None
+
+    def __post_init__(self) -> None:
+        example = '{"input_ids": torch.ones(4)}'
+        check_kind("values", self.values, Mapping, optional=False, example=example)
 
 
 MakeExample = Callable[[Batch, torch.Generator], Example]
@@ -76,39 +88,52 @@ class Host:
     example: MakeExample | None = None
 
     def __post_init__(self) -> None:
-        if self.bind is not None and not callable(self.bind):
-            raise _wrong_hook("bind", self.bind, "a function of buffers, descriptor and phase")
+        check_takes("bind", self.bind, "bind(buffers, descriptor, phase)", optional=True)
+        check_takes("example", self.example, "example(batch, generator)", optional=True)
+        check_takes("metadata", self.metadata, "metadata(descriptor)", optional=True)
         around = self.around_capture
-        if not callable(around) or isinstance(around, AbstractContextManager):
-            raise _wrong_hook("around_capture", around, "a function that returns a context manager")
-        hooks = self.around_graph
-        names = ("before_capture", "end_of_capture", "before_replay")
-        if hooks is not None and not all(callable(getattr(hooks, name, None)) for name in names):
-            raise _wrong_hook("around_graph", hooks, f"an object with {', '.join(names)}")
-        if isinstance(self.state, torch.Tensor | torch.nn.Module | Mapping | str) or not isinstance(
-            self.state, Iterable
-        ):
-            raise _wrong_hook("state", self.state, "an iterable of State and tensors")
+        if isinstance(around, AbstractContextManager):
+            raise _wrong_hook(
+                "around_capture",
+                around,
+                "a function that makes a context manager",
+                "Host(around_capture=lambda: torch.no_grad())",
+            )
+        check_takes("around_capture", around, "around_capture()")
+        check_hooks("around_graph", self.around_graph)
+        flag("mixes_rows", self.mixes_rows)
+        one = "State and tensors in a list"
+        if isinstance(self.state, torch.Tensor | torch.nn.Module | Mapping):
+            raise _wrong_hook("state", self.state, one, "Host(state=[tensor])")
         # An iterator can be read only once, and every capture reads it.
-        object.__setattr__(self, "state", tuple(self.state))
-        for each in self.state:
+        state = items_of("state", self.state, "[tensor]")
+        object.__setattr__(self, "state", state)
+        for each in state:
             if not isinstance(each, State | torch.Tensor):
-                raise _wrong_hook("state", each, "State and tensors")
+                raise _wrong_hook("state", each, one, "Host(state=[tensor])")
         check_parameters(self.parameters)
-        if self.example is not None and not callable(self.example):
-            raise _wrong_hook("example", self.example, "a function of a batch and a generator")
-        if self.metadata is not None and not callable(self.metadata):
-            raise _wrong_hook("metadata", self.metadata, "a function of a descriptor")
+
+    def around(self) -> AbstractContextManager[object]:
+        """What `around_capture` makes; raises `InvalidOptionError` for what cannot be entered."""
+        found = self.around_capture()
+        if not hasattr(type(found), "__enter__") or not hasattr(type(found), "__exit__"):
+            raise _wrong_hook(
+                "around_capture",
+                found,
+                "a function that makes a context manager",
+                "@contextlib.contextmanager above the hook's def, and a yield in it",
+            )
+        return found
 
     def at_bound(self, descriptor: BatchDescriptor) -> object:
         """What `metadata` gives for a warm-up or capture; None without it."""
         return None if self.metadata is None else self.metadata(descriptor)
 
 
-def _wrong_hook(name: str, value: object, expected: str) -> InvalidOptionError:
+def _wrong_hook(name: str, value: object, expected: str, advice: str) -> InvalidOptionError:
     return InvalidOptionError(
         f"Host({name}=) cannot be used",
-        got=repr(value)[:200],
+        got=shown(value),
         expected=expected,
-        advice=f"Host({name}=...) as the docstring of Host says",
+        advice=advice,
     )

@@ -12,13 +12,14 @@ from graphrt.core.base import Uncopied, check_kind
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Agreed, Dispatch, Reason
+from graphrt.core.dispatch import Agreed, Dispatch, Reason, checked_batch
 from graphrt.core.inputs import (
     InputSlot,
     InputSpec,
     OutputAxes,
     StaticInputs,
     batch_of,
+    check_forward,
 )
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
 from graphrt.core.replay import GraphPool, in_turn
@@ -104,6 +105,7 @@ class GraphRunner(Capturing, Uncopied):
             device=place,
             fetched=self.options.inputs_in_graph,
         )
+        check_forward(forward, inputs)
         host = host or Host()
         self.graphs = GraphSet(
             forward,
@@ -218,6 +220,9 @@ class GraphRunner(Capturing, Uncopied):
     ) -> Any:
         """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
         refuse_inside_capture("run_padded_eagerly()")
+        check_kind(
+            "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
+        )
         run = partial(self._run_padded_eagerly, batch, found, values, updates, metadata)
         return in_turn(self.pool, self.graphs.owner, run)
 
@@ -234,6 +239,7 @@ class GraphRunner(Capturing, Uncopied):
         if found.slot >= len(self._steps) or self._steps[found.slot] is None:
             # Its graph has gone since.
             raise no_graph_to_pad_to(Reason.NOT_CAPTURED)
+        batch = checked_batch(batch)
         if updates is not None:
             step = self._steps[found.slot]
             updates = self._updates.resolve(updates, step, -1, self._steps, batch)
@@ -269,6 +275,8 @@ class GraphRunner(Capturing, Uncopied):
     ) -> Any:
         if batch is None:
             batch = batch_of(self.inputs, values)
+        # Its runs without padding take the batch as it is.
+        batch = checked_batch(batch)
         found = self.dispatcher.dispatch(batch)
         if self._eager_launch or found.slot < 0:
             if not self._eager_launch and found.reason is not Reason.NOT_CAPTURED:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from graphrt.core.base import (
-    CaptureError,
     GraphRTError,
     PageableCopyError,
     ResourceExhaustedError,
@@ -100,7 +99,7 @@ def capture_graphs(
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
         undo.later(partial(thaw_garbage, session))
         freeze_garbage(session)
-        with host.around_capture():
+        with host.around():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             pool.follow_stream()
             for done, graph in enumerate(graphs):
@@ -126,10 +125,6 @@ def capture_graphs(
                         continue
                     if hasattr(error, "add_note"):
                         error.add_note(f"while capturing {graph.mode.name} [{graph.descriptor}]")
-                        if isinstance(error, TypeError) and "keyword argument" in str(error):
-                            error.add_note(
-                                "a forward is called with its inputs by name, as in inputs="
-                            )
                     raise
             settle()
             if progress is not None:
@@ -231,7 +226,7 @@ class _Session:
             if isinstance(error, StreamBudgetError):
                 self._streams.failed(*key, room)
             raise
-        except CaptureError:
+        except Exception:
             if warm or not self._warm_ups.count:
                 raise
             transaction.rollback()

@@ -199,8 +199,9 @@ class WatchedState:
                 "left padding rows in it",
                 got=f"{path}: {use}",
                 expected="state that is there before capture()",
-                advice="make it before the capture (a cache often has a method for it, or run the "
-                "forward once on a real batch), in tensors that are written in place",
+                advice="use state of a fixed size that is written in place (of transformers a "
+                "StaticCache, never a DynamicCache), and make it before the capture: run the "
+                "forward once on a real batch",
             )
 
     def is_new(self, kind: Hashable) -> bool:

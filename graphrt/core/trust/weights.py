@@ -13,6 +13,7 @@ from graphrt.core.base import (
     InvalidOptionError,
     StaleInputError,
     UntrackedWeightsError,
+    shown,
     tree,
 )
 from graphrt.core.device import GraphRead
@@ -107,7 +108,7 @@ def check_parameters(parameters: object) -> None:
         raise InvalidOptionError(
             "Host(parameters=) is an iterator: it gives the tensors of now, so one that takes the "
             "place of another would not be seen",
-            got=repr(parameters)[:200],
+            got=shown(parameters),
             expected="a module, or a function that returns the tensors in use",
             advice="parameters=model, or parameters=model.parameters without ()",
         )
@@ -123,7 +124,7 @@ def check_parameters(parameters: object) -> None:
     ):
         raise InvalidOptionError(
             "Host(parameters=) holds no tensors",
-            got=repr(parameters)[:200],
+            got=shown(parameters),
             expected="a module, tensors by name, a sequence of tensors, or what returns them",
             advice="parameters=model",
         )

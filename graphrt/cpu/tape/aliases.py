@@ -62,7 +62,7 @@ class Aliases:
 
     def weak_output(self, out: torch.Tensor) -> torch.Tensor:
         """The tape's reference to an output; does not count as a read."""
-        return self._alias(out) if out.numel() else out
+        return self._alias(out) if out.numel() else _stand_in(out)
 
     def _weak_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in PLAIN:
@@ -71,9 +71,7 @@ class Aliases:
             if not tensor.numel():
                 # It has no address; where its storage is a block, it must not keep that in use.
                 if self.arena.token_of(tensor):
-                    return torch.empty_strided(
-                        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
-                    )
+                    return _stand_in(tensor)
             elif self.arena.owns(tensor):
                 self._read.add(self.arena.token_of(tensor))
                 return self._alias(tensor)
@@ -89,6 +87,15 @@ class Aliases:
             with inference_guard(False), torch.no_grad():
                 alias = self._aliases[key] = self.arena.alias(tensor)
         return alias
+
+
+def _stand_in(empty: torch.Tensor) -> torch.Tensor:
+    """Another tensor without elements, of this shape for good: the forward may transpose its own in
+    place (`x[:, :0].clone().t_()`), and a replay would write the old shape into the new one."""
+    with inference_guard(False), torch.no_grad():
+        return torch.empty_strided(
+            empty.size(), empty.stride(), dtype=empty.dtype, device=empty.device
+        )
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError
+from graphrt.core.base import IN_PIECES, CaptureError
 from graphrt.cpu.tape.lowering import Call
 from graphrt.cpu.tape.recorder import Step
 from graphrt.cpu.tape.tensors import core, tensors_in
@@ -96,7 +96,7 @@ def _checked_copies(result: Any, copies: tuple[tuple[int, torch.Tensor], ...], s
                 source=None if step.source is None else str(step.source),
                 got=f"{new.dtype} {tuple(new.size())}",
                 expected=f"{out.dtype} {tuple(out.size())}",
-                advice="do this part in an eager break",
+                advice=IN_PIECES,
             )
         if new.data_ptr() != out.data_ptr():
             core(out).copy_(core(new))

@@ -8,11 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphrt.core.base import (
-    RefusedOpError,
-    TaskContractError,
-    ThreadMode,
-)
+from graphrt.core.base import IN_PIECES, RefusedOpError, TaskContractError, ThreadMode
 from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch
@@ -246,7 +242,7 @@ class Tape(ThreadMode):
                 "code, with other bits",
                 op=op.label,
                 source=_text(source),
-                advice="do this part in an eager break, or use the vectors too (linalg.svd, eigh)",
+                advice=f"use the vectors too (linalg.svd, eigh), or {IN_PIECES}",
             )
 
     # Memory -----------------------------------------------------------------------------------
@@ -283,7 +279,7 @@ class Tape(ThreadMode):
                 op=op.label,
                 source=_text(user_source()),
                 got=f"layout {like.layout}, device {like.device}",
-                advice="do this part in an eager break",
+                advice=IN_PIECES,
             )
         return self.arena.empty_strided(like.size(), like.stride(), like.dtype)
 

@@ -10,18 +10,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphrt.core.base import CaptureSyncError, RefusedOpError, fork_safe
+from graphrt.core.base import IN_PIECES, CaptureSyncError, RefusedOpError, fork_safe
 from graphrt.core.capture import user_source
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
 
 _READ_ADVICE = (
     "keep the value on the device (torch.where, masked arithmetic), pass it in as an argument of "
-    "the step, or do this part in an eager break"
+    f"the step, or {IN_PIECES}"
 )
 _CHECK_ADVICE = (
     "use the variant that raises nothing (torch.linalg.inv_ex, solve_ex, cholesky_ex, "
-    "lu_factor_ex, ldl_factor_ex), or do this part in an eager break"
+    f"lu_factor_ex, ldl_factor_ex), or {IN_PIECES}"
 )
 VALUE_READS = frozenset(
     "aten::" + name for name in ("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item")
@@ -40,7 +40,7 @@ _SHAPE_ADVICE = {
     "aten::bincount": "use scatter_add_ into a tensor of fixed size",
 }
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
-_STATIC_SHAPE_ADVICE = "compute it outside the graph, in an eager break, or pad it to a fixed size"
+_STATIC_SHAPE_ADVICE = f"pad it to a fixed size, or {IN_PIECES}"
 
 _Refusal = Callable[[Operator, tuple[Any, ...], dict[str, Any]], None]
 
@@ -69,7 +69,7 @@ def _refuse_collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, An
         "a collective goes on behind the call, and a replay would not wait for it",
         op=op.label,
         source=_where(),
-        advice="mark the function around it and its wait @eager_break",
+        advice=f"of it and its wait: {IN_PIECES}",
     )
 
 

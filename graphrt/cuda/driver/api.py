@@ -142,6 +142,7 @@ def need() -> ctypes.CDLL:
             "this needs the CUDA driver library",
             got="no libcuda.so.1",
             expected="an NVIDIA driver on Linux",
+            advice='install the driver, or platform="cpu"',
         )
     if not hasattr(_threads, "entered"):
         enter_context(library)
@@ -182,6 +183,11 @@ def check(call: str, status: int) -> None:
 
 class DriverError(GraphRTError):
     """A call of the CUDA driver failed."""
+
+    usual_advice = (
+        "look CUresult up in cuda.h; run once with CUDA_LAUNCH_BLOCKING=1, which names the call "
+        "that failed first"
+    )
 
 
 def pointer(handle: int) -> ctypes.c_void_p:

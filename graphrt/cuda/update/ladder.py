@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from graphrt.core.base import UpdateRefusedError
+from graphrt.core.base import IN_PIECES, UpdateRefusedError
 from graphrt.core.device import UpdateFigures
 from graphrt.cuda.update.images import EMPTY, KERNEL, SKIPPED, Image
 from graphrt.cuda.update.node_parameters import Setting, WholeSetting
@@ -243,5 +243,5 @@ def _no_way_left() -> UpdateRefusedError:
         got="a refusal of a node's, of all parameters at once, and of another executable",
         expected="what it took when the graph was captured",
         advice="set eager_after_failed_update to run its batches eagerly from now on, capture it "
-        "again, or mark the task's operator @eager_break",
+        f"again, or {IN_PIECES}",
     )

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from graphrt.core.base import CaptureSyncError, GraphRTError, TaskContractError
+from graphrt.core.base import IN_PIECES, CaptureSyncError, GraphRTError, TaskContractError
 from graphrt.core.device import TaskUpdate
 from graphrt.cuda.driver import (
     NodeCalls,
@@ -274,7 +274,7 @@ def refused(update: TaskUpdate, what: str) -> TaskContractError:
         got=what,
         expected="the same kernels, copies and fills as at its capture, on the same tensors and "
         "into given memory",
-        advice="fix the workspace and the kernel choice at capture, or mark it @eager_break",
+        advice=f"fix the workspace and the kernel choice at capture, or {IN_PIECES}",
     )
 
 

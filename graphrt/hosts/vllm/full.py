@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from graphrt import KeyedGraph
+from graphrt.core.base import shown
 from graphrt.errors import CaptureError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.wrapper import check_config, offloading
@@ -135,7 +136,7 @@ class FullCaptures:
         if not graph.filled:
             raise CaptureError(
                 "vLLM captured no forward where one was expected",
-                got=repr(self._key),
+                got=shown(self._key),
                 expected="a call of what create_forward_fn() has returned",
                 advice="report it, with the version of vLLM",
             )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from graphrt.core.base import shown
 from graphrt.core.batch import graphs_off
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
@@ -40,7 +41,9 @@ def asked() -> bool:
     """Whether GRAPHRT_VLLM asks for graphrt; raises `UnsupportedHostError` for no switch."""
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
-        raise UnsupportedHostError(f"{SWITCH} is a switch", got=repr(value), expected="0 or 1")
+        raise UnsupportedHostError(
+            f"{SWITCH} is a switch", got=shown(value), expected="0 or 1", advice=f"{SWITCH}=1"
+        )
     return value == "1"
 
 

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from graphrt.ascend.driver import has_value_wait
-from graphrt.core.base import UnsupportedHostError
+from graphrt.core.base import UnsupportedHostError, shown
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.params import GraphParams
 from graphrt.hosts.vllm_ascend.updating import updated_by
@@ -73,6 +73,8 @@ def install() -> None:
             "the engine has wrapped a model already, or begun to capture",
             got=", ".join(begun) or f"{len(module._acl_graph_wrappers)} wrappers",
             expected="install() before the engine loads its model",
+            advice="GRAPHRT_VLLM_ASCEND=1 where the process starts, or install() right after the "
+            "import",
         )
     engine = Engine(module)
     new: dict[str, Any] = {
@@ -98,7 +100,9 @@ def install_if_asked() -> None:
     as the plugin `graphrt_vllm_ascend`."""
     asked = os.environ.get(SWITCH, "")
     if asked not in ("", "0", "1"):
-        raise UnsupportedHostError(f"{SWITCH} is a switch", got=repr(asked), expected="0 or 1")
+        raise UnsupportedHostError(
+            f"{SWITCH} is a switch", got=shown(asked), expected="0 or 1", advice=f"{SWITCH}=1"
+        )
     if asked == "1":
         install()
 

@@ -66,6 +66,7 @@ def _check_lengths(issued: Issued) -> None:
                 f"argument {name!r} of {issued.function} holds a negative length",
                 got=lengths,
                 expected="0 or more for each request",
+                advice="0 for a request that is padding",
             )
     lengths = _on_host(given.get("context_lens"))
     if not lengths:
@@ -76,12 +77,14 @@ def _check_lengths(issued: Issued) -> None:
             f"argument 'context_lens' of {issued.function} is beyond its block table",
             got=lengths,
             expected=f"at most {keys} each, what one row of the table has room for",
+            advice="pass this step's lengths in tokens, and a block table with room for them",
         )
     if requests is not None and len(lengths) < requests:
         raise InvalidUpdateError(
             f"argument 'context_lens' of {issued.function} leaves requests out",
             got=lengths,
             expected=f"one for each of {requests}",
+            advice="pad the list with a length for each request of the graph",
         )
 
 

@@ -67,6 +67,7 @@ class GraphParams:
                 got=f"{tokens} tokens"
                 + " of another GraphParams" * (first.sites.params is not self),
                 expected=f"{first.tokens} tokens",
+                advice="the GraphParams, and the number of tokens, of the graph that is replayed",
             )
         return found
 

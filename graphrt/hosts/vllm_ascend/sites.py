@@ -71,6 +71,7 @@ class Sites:
                 "a site of a graph began inside of another one",
                 got=f"{tokens} tokens",
                 expected="one event, one tuple of parameters and one handle for each call",
+                advice="end the site of one operator before that of the next one begins",
             )
         self._open = site = Site(self, tokens, event)
         self._watch.__enter__()
@@ -118,6 +119,7 @@ class Sites:
             raise TaskContractError(
                 f"{what} of a site that has not begun",
                 expected="the site's event first, then its parameters and its handle",
+                advice="append the event to GraphParams.events before the other two",
             )
         return self._open
 
@@ -140,6 +142,7 @@ class HostUpdate:
                 "a site was updated on another stream than it was given",
                 got=stream,
                 expected=self._window.stream,
+                advice="update on the stream that was given to the updating function",
             )
         issued = self.watch.take()
         if issued and site.issued is not None:

@@ -57,7 +57,10 @@ class ACLGraphWrapper:
         self._mode = GraphMode.parse(runtime_mode.name)
         if self._mode is GraphMode.NONE:
             raise NoModeError(
-                "a wrapper captures in one runtime mode", got="NONE", expected="FULL or PIECEWISE"
+                "a wrapper captures in one runtime mode",
+                got="NONE",
+                expected="FULL or PIECEWISE",
+                advice="call the runnable itself in steps of mode NONE",
             )
         self.graph_pool = self.engine.graph_pool()
         self.aclgraph_options = (
@@ -128,6 +131,7 @@ class ACLGraphWrapper:
                 "graphs cannot be put into a wrapper",
                 got=f"{len(entries)} entries",
                 expected="an empty dict, which destroys those that there are",
+                advice="wrapper.concrete_aclgraph_entries = {}, and capture again",
             )
 
     def unwrap(self) -> Callable[..., Any]:

@@ -71,9 +71,8 @@ class FailureConformance(ConformanceBase):
         wrapper = self.wrap(forward, mode, pool, breakable=True)
         x = self.tensor(1, 2, 3, 4)
         stream = self.platform.current_stream_id()
-        with pytest.raises(CaptureError, match="in the forward") as caught:
+        with pytest.raises(Boom, match="in the forward"):
             self.capture(wrapper, mode, x)
-        assert isinstance(caught.value.__cause__, Boom)
         assert self.platform.current_stream_id() == stream
         assert not wrapper.entries
         self.check_usable(pool)
@@ -95,7 +94,7 @@ class FailureConformance(ConformanceBase):
             raise Boom("in the eager part")
 
         wrapper = self.wrap(lambda x: failing(x + 1) + 1, PIECEWISE, pool, breakable=True)
-        with pytest.raises(CaptureError, match="in the eager part"):
+        with pytest.raises(Boom, match="in the eager part"):
             self.capture(wrapper, PIECEWISE, self.tensor(1, 2, 3, 4))
         assert not wrapper.entries
         self.check_usable(pool)
@@ -107,7 +106,7 @@ class FailureConformance(ConformanceBase):
         wrapper = self.wrap(
             lambda x: torch.mm(x + 1, x[:3]), PIECEWISE, pool, breakable=True, breaks=breaks
         )
-        with pytest.raises(CaptureError):
+        with pytest.raises((CaptureError, RuntimeError)):
             self.capture(wrapper, PIECEWISE, self.tensor(1, 2, 3, 4))
         assert not wrapper.entries
         self.check_usable(pool)
@@ -129,7 +128,7 @@ class FailureConformance(ConformanceBase):
             return x
 
         x = self.tensor(1, 2, 3, 4)
-        with pytest.raises(CaptureError, match="third"):
+        with pytest.raises(Boom, match="third"):
             self.capture(model, PIECEWISE, x)
         assert [len(piece.entries) for piece in pieces] == [0] * 5
         self.check_usable(pool)
@@ -146,7 +145,7 @@ class FailureConformance(ConformanceBase):
             x.mul(3)
             raise Boom("later")
 
-        with pytest.raises(CaptureError):
+        with pytest.raises(Boom):
             self.capture(self.wrap(failing, FULL, pool), FULL, x)
         assert self.first(self.step(good, FULL, x)) == [2, 3, 4, 5]
 

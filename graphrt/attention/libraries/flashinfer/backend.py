@@ -93,6 +93,7 @@ class FlashInferAttention(AttentionBackend):
                 "a step has one context length and one query length for each request",
                 got=f"{len(context_lens)} context lengths, {len(queries)} query lengths",
                 expected="equally many",
+                advice="one entry of both lists for each request",
             )
         self._next = Lengths(tuple(context_lens), tuple(queries))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InputSlotError, InvalidInputError, Uncopied
+from graphrt.core.base import InputSlotError, InvalidInputError, Uncopied, shown
 from graphrt.core.batch import Batch
 from graphrt.core.dispatch import Agreed
 from graphrt.core.inputs.layout import StepMoves
@@ -120,7 +120,7 @@ class InputSlot(Mapping[str, torch.Tensor], Uncopied):
         if self.used:
             raise InputSlotError(
                 "a slot was used twice",
-                got=repr(self),
+                got=shown(self),
                 expected="a slot of its own for every step",
                 advice="runner.slot(batch) before each step",
             )
@@ -133,7 +133,7 @@ class InputSlot(Mapping[str, torch.Tensor], Uncopied):
             raise InputSlotError(
                 "a slot was given up before it was used: its runner has made another one, run "
                 "another step, or captured since",
-                got=repr(self),
+                got=shown(self),
                 expected="the runner's last slot",
                 advice="runner.slot(batch), write it, runner(slot), one step after the other",
             )

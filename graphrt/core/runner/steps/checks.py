@@ -214,7 +214,10 @@ class Checks:
             return None
         if self.strict:
             raise VerificationError(
-                f"{found.mode.name} [{found.descriptor}] is in quarantine", got=failure
+                f"{found.mode.name} [{found.descriptor}] is in quarantine",
+                got=failure,
+                advice="mend what it says and recapture(); or strict=False, which runs its batches "
+                "eagerly",
             )
         return Reason.QUARANTINED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphrt.core.base import InputSlotError, InvalidBatchError
+from graphrt.core.base import InputSlotError, InvalidBatchError, shown
 from graphrt.core.batch import Batch
 from graphrt.core.capture import Sealing
 from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher
@@ -106,7 +106,7 @@ class Slots:
         if slot.maker is not self:
             raise InputSlotError(
                 "a slot was given to another runner than made it",
-                got=repr(slot),
+                got=shown(slot),
                 expected="a slot of this runner",
                 advice="runner.slot(batch) of the runner that is called",
             )
@@ -129,7 +129,7 @@ class Slots:
             raise InvalidBatchError(
                 "a slot is made before there are inputs, whose shapes would say how many requests "
                 "the batch has",
-                got=repr(batch),
+                got=shown(batch),
                 expected="num_reqs, or query_len",
                 advice="Batch(num_tokens, num_reqs)",
             )

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from graphrt.core.base import (
+    IN_PIECES,
     FrozenMetadataError,
     InvalidBatchError,
     NestedCaptureError,
@@ -130,7 +131,7 @@ class UnpaddedSteps:
                     f"a runner inside the capture of another one was given {name} of its own",
                     got=f"{name}= of {type(given).__name__}",
                     expected=f"{name} of the outer step, which replays can change",
-                    advice=f"pass {name} to the outer runner, or mark the caller @eager_break",
+                    advice=f"pass {name} to the outer runner, or {IN_PIECES}",
                 )
         if self._bind is not None:
             raise NestedCaptureError(
@@ -138,7 +139,7 @@ class UnpaddedSteps:
                 "replays would have what it bound then",
                 got=f"Host(bind={self._bind!r})",
                 expected="a runner without a bind, whose forward becomes part of the outer graph",
-                advice="bind in the outer runner's Host, or mark the caller @eager_break",
+                advice=f"bind in the outer runner's Host, or {IN_PIECES}",
             )
         inputs = self._inputs
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
@@ -197,4 +198,6 @@ def no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
         "there is no graph whose padding the step could have",
         got=reason.name,
         expected="a dispatch with Reason.HIT",
+        advice="capture() before; found = runner.dispatcher.dispatch(batch), and go on where "
+        "found.reason is Reason.HIT",
     )

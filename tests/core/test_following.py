@@ -1,0 +1,452 @@
+"""What an error advises works when it is followed: each case breaks, reads, follows, and runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable
+from typing import Any, List, Optional  # noqa: UP035 - what an operator's schema takes
+
+import pytest
+import torch
+from test_runner import INPUTS, rows, runner
+
+import graphrt.compile
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    Example,
+    GraphOptions,
+    GraphPool,
+    GraphRTError,
+    GraphRunner,
+    GraphWrapper,
+    Host,
+    HostArg,
+    InputSpec,
+    Plan,
+    Reason,
+    SegmentHooks,
+    State,
+    UpdatableTask,
+    eager_break,
+    errors,
+    forward_context,
+    get_platform,
+    wrapper_class,
+)
+
+X = INPUTS["x"]
+
+
+def advice_of(call: Callable[..., Any], *args: Any, **keywords: Any) -> str:
+    with pytest.raises(GraphRTError) as caught:
+        call(*args, **keywords)
+    advice = caught.value.advice
+    assert advice is not None and advice in str(caught.value)
+    return advice
+
+
+def captured(*args: Any, **keywords: Any) -> GraphRunner:
+    found = runner(*args, **keywords)
+    found.capture()
+    return found
+
+
+# Captures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(
+    ("read", "result"),
+    [
+        (lambda x: x * x.sum().item(), 36.0),
+        (lambda x: x * float(x.sum()), 36.0),
+        (lambda x: x * len(torch.nonzero(x)), 18.0),
+    ],
+)
+def test_an_eager_break_is_advised_with_the_mode_that_has_it(mode, read, result):
+    advice = advice_of(captured, read, mode=mode, sizes=[3])
+    if "nonzero_static" in advice:  # a case with an advice of its own
+        return
+    assert '@eager_break and capture in pieces (mode="PIECEWISE")' in advice
+    marked = eager_break(read)
+    run = captured(lambda x: marked(x) + 0, mode="PIECEWISE", sizes=[3])
+    assert torch.equal(run(x=rows(3)), rows(3, result / 3))
+    assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_under_full_the_mark_alone_does_nothing():
+    marked = eager_break(lambda x: x * x.sum().item())
+    assert 'mode="PIECEWISE"' in advice_of(captured, marked, mode="FULL", sizes=[3])
+
+
+def test_a_platform_is_named_where_its_wrapper_class_is_asked_for():
+    assert wrapper_class("cpu") is wrapper_class(get_platform("cpu"))
+    advice = advice_of(wrapper_class, 3)
+    assert advice == 'platform=get_platform("cpu")'
+    assert wrapper_class(**eval(f"dict({advice})"))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("outputs", [None, ("tokens", 4)])
+def test_a_mask_of_booleans_is_a_where(mode, outputs):
+    forward = lambda x: x[x[:, 0] > 0]  # noqa: E731
+    assert "torch.where(mask, x, fill)" in advice_of(captured, forward, mode=mode, outputs=outputs)
+    run = captured(
+        lambda x: torch.where(x[:, :1] > 0, x, 0) + 0,
+        mode=mode,
+        outputs=outputs,
+        pieces="breakable",
+    )
+    assert torch.equal(run(x=rows(3)), rows(3))
+
+
+# Inputs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", [(4, 4), (2, 4), (3, 5), (3,), (12,), (3, 4, 1)], ids=lambda shape: str(shape)
+)
+def test_a_wrong_shape_is_told_what_is_wrong_with_it(given):
+    run = captured()
+    x, batch = torch.ones(given), Batch(3, 3, 1)
+    advice = advice_of(run, batch, x=x)
+    if advice.startswith("x.narrow"):
+        x = eval(advice.partition(":")[0], {"x": x})
+    elif advice.startswith("Batch"):
+        batch = eval(advice.partition(",")[0], {"Batch": Batch})
+    elif advice.startswith("x.reshape") and x.numel() == 12:
+        x = eval(advice.partition(" where")[0], {"x": x, "tokens": 3})
+    else:
+        assert "InputSpec(torch.float32, shape=...) of that shape" in advice
+        spec = InputSpec(torch.float32, ("tokens", *given[1:]))
+        run = captured(inputs={"x": spec}, outputs=("tokens", *given[1:]))
+        batch = Batch(given[0])
+    assert torch.equal(run(batch, x=x), x + 1)
+    if given[1:] != (4,):
+        assert "live rows" not in advice
+
+
+@pytest.mark.parametrize("names", [("xs",), ("x", "y"), ("X",), ()])
+def test_a_step_with_other_inputs_is_told_their_names(names):
+    run = captured()
+    advice = advice_of(run.step, Batch(3), {name: rows(3) for name in names})
+    expected = {
+        ("xs",): "pass it as x= in place of xs=",
+        ("X",): "pass it as x= in place of X=",
+        ("x", "y"): "leave y= out: only what inputs= declares is passed",
+        (): "pass x= too",
+    }
+    assert advice == expected[names]
+
+
+@pytest.mark.parametrize(
+    ("forward", "names", "advice"),
+    [
+        (lambda input_ids: input_ids + 1, ("inputs_ids",), "name it 'input_ids' in place of"),
+        (lambda x: x + 1, ("x", "positions"), "leave 'positions' out of inputs="),
+        (lambda x, scale: x * scale, ("x",), "functools.partial(forward, scale=...)"),
+    ],
+)
+def test_an_input_that_the_forward_does_not_take_is_named(forward, names, advice):
+    inputs = dict.fromkeys(names, X)
+    assert advice in advice_of(runner, forward, inputs=inputs)
+    module = torch.nn.Module()
+    module.forward = forward
+    assert advice in advice_of(runner, module, inputs=inputs)
+
+
+def test_advice_about_a_forwards_arguments_works():
+    forward = lambda x, scale: x * scale  # noqa: E731
+    assert "partial" in advice_of(runner, forward)
+    run = captured(functools.partial(forward, scale=3.0))
+    assert torch.equal(run(x=rows(3)), rows(3, 3.0))
+
+
+def test_forwards_that_do_not_tell_what_they_take_are_called_as_they_are():
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            return function(*args, scale=2.0, **keywords)
+
+        return call
+
+    @decorated
+    def scaled(x, scale):
+        return x * scale
+
+    class Hooked(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden * 2
+
+    hooked = Hooked()
+    hooked.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {"hidden": kwargs["x"]}), with_kwargs=True
+    )
+    for forward in (scaled, hooked, torch.jit.script(torch.nn.Identity()), decorated(scaled)):
+        runner(forward, inputs={"x": X} if forward is not torch.neg else {"input": X})
+    for forward in (scaled, hooked):
+        assert torch.equal(captured(forward)(x=rows(3)), rows(3, 2.0))
+
+
+def test_a_batch_that_cannot_be_told_is_given():
+    spec = InputSpec(torch.float32, (3, 4))
+    run = captured(inputs={"x": spec}, outputs=(3, 4))
+    advice = advice_of(run, x=rows(3))
+    assert advice.startswith("runner(Batch(num_tokens, num_reqs)")
+    assert torch.equal(run(Batch(2, 2), x=rows(3)), rows(3, 2.0))
+
+
+def test_a_step_without_tokens_is_skipped():
+    run = captured()
+    assert advice_of(run, x=rows(0)).startswith("skip the step")
+    assert "skip" not in advice_of(run, Batch(-1), x=rows(1))
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("token", "tokens"),
+        ("Tokens", "tokens"),
+        ("requests", "reqs"),
+        ("req+1", "reqs+1"),
+        ("num_tokens", "tokens"),
+    ],
+)
+def test_a_typo_of_an_axis_is_mended(typo, meant):
+    assert advice_of(InputSpec, torch.float32, (typo, 4)) == f'"{meant}"'
+    assert advice_of(runner, outputs=(typo, 4)) == f'"{meant}"'
+    assert advice_of(HostArg, typo) == f'"{meant}"'
+    assert InputSpec(torch.float32, (meant, 4)).sizes(2, 2)[1:] == (4,)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(3, 4).to_sparse(), torch.ones(3, 4, device="meta")], ids=["sparse", "meta"]
+)
+def test_tensors_without_rows_are_told_how_to_have_some(value):
+    run = captured()
+    advice = advice_of(run, x=value)
+    made = eval(
+        advice.partition(", say")[0].rpartition("values: ")[2], {"x": value, "torch": torch}
+    )
+    assert run(x=made).shape == (3, 4)
+
+
+# Hooks ------------------------------------------------------------------------------------------
+
+
+def nothing() -> None:
+    """Takes nothing."""
+
+
+def one(value: Any) -> None:
+    """Takes one."""
+
+
+class Hooks(SegmentHooks):
+    def before_replay(self, graph: Any) -> None:  # type: ignore[override]
+        """Takes one more than it is given."""
+
+
+def hook(name: str, value: Any) -> Callable[[], Any]:
+    return lambda: Host(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "own", "expected"),
+    [
+        (hook("bind", nothing), "nothing() -> 'None'", "bind(buffers, descriptor, phase)"),
+        (hook("bind", lambda buffers, descriptor: None), "<lambda>(buffers, descriptor)", "bind("),
+        (hook("example", one), "one(value", "example(batch, generator)"),
+        (hook("metadata", nothing), "nothing()", "metadata(descriptor)"),
+        (hook("around_capture", one), "one(value", "around_capture()"),
+        (hook("around_graph", Hooks()), "before_replay(graph", "before_replay()"),
+        (lambda: State(save=one, restore=one), "one(value", "save()"),
+        (lambda: State(save=nothing, restore=nothing), "nothing()", "restore(saved)"),
+        (
+            lambda: UpdatableTask("t", print, {}, at_capture=nothing),
+            "nothing()",
+            "at_capture(descriptor)",
+        ),
+        (lambda: runner().capture(one), "one(value", "progress(done, total, descriptor)"),
+        (
+            lambda: GraphWrapper(one, "FULL", pool=GraphPool("cpu"), read_context=one),
+            "one(value",
+            "read_context()",
+        ),
+    ],
+)
+def test_hooks_of_a_wrong_signature_print_both_sides(make, own, expected):
+    with pytest.raises(errors.InvalidOptionError) as caught:
+        make()
+    text = str(caught.value)
+    assert own in text and expected in text
+    advice = caught.value.advice
+    assert advice is not None and advice.startswith("def ")
+    compile(advice, "advice", "exec")
+
+
+def test_a_hook_as_advised_is_called():
+    advice = advice_of(hook("bind", nothing))
+    space: dict[str, Any] = {}
+    exec(advice, space)
+    run = captured(host=Host(bind=space["bind"]))
+    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+
+
+def test_a_hook_that_makes_no_context_manager_is_named():
+    assert "contextlib.contextmanager" in advice_of(captured, host=Host(around_capture=nothing))
+
+    @contextlib.contextmanager
+    def around():
+        yield
+
+    assert torch.equal(captured(host=Host(around_capture=around))(x=rows(3)), rows(3, 2.0))
+
+
+def test_hooks_of_any_right_signature_are_taken():
+    class Bound:
+        def bind(self, buffers, descriptor, phase, more=None):
+            """Has a default."""
+
+    Host(bind=Bound().bind, example=lambda *args: Example({}), metadata=functools.partial(one))
+    Host(bind=lambda *args, **keywords: None, around_capture=torch.no_grad)
+
+
+# Operators, wrappers, state ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("default", [(1, 2), [1, 2], (1.5,)], ids=str)
+def test_an_operator_with_a_default_of_several_values(default):
+    name = f"following::op{abs(hash(str(default)))}"
+
+    def scale(x: torch.Tensor, out: torch.Tensor, by: Any = default) -> None:
+        out.copy_(x * by[0])
+
+    kind = List[int] if type(default[0]) is int else List[float]  # noqa: UP006
+    scale.__annotations__ = {"x": torch.Tensor, "out": torch.Tensor, "by": kind, "return": None}
+    advice = advice_of(graphrt.compile.opaque(name, mutates=["out"]), scale)
+    assert f"Optional[List[{type(default[0]).__name__}]] = None" in advice
+
+    def mended(x, out, by=None):
+        by = default if by is None else by
+        out.copy_(x * by[0])
+
+    annotation = eval(
+        advice.removeprefix("by: ").partition(" = ")[0], {"List": list, "Optional": Optional}
+    )
+    mended.__annotations__ = {**scale.__annotations__, "by": annotation}
+    out = torch.empty(2)
+    graphrt.compile.opaque(name, mutates=["out"])(mended)(torch.ones(2), out)
+    assert out.tolist() == [default[0]] * 2
+
+
+def test_a_moved_argument_names_its_wrapper():
+    def layer_seven(x):
+        return x + 1
+
+    wrapper = GraphWrapper(
+        layer_seven, "FULL", pool=GraphPool("cpu"), options=GraphOptions(lazy=True)
+    )
+    x, descriptor = rows(2), BatchDescriptor(2, 2)
+
+    def step(given: torch.Tensor) -> torch.Tensor:
+        with forward_context("FULL", descriptor):
+            return wrapper(given)
+
+    step(x)
+    advice = advice_of(step, rows(2, 5.0))
+    with pytest.raises(errors.StaleInputError, match="layer_seven"):
+        step(rows(2, 5.0))
+    assert advice.startswith("copy_() into the tensor that it was captured with")
+    x.copy_(rows(2, 5.0))
+    assert torch.equal(step(x), rows(2, 6.0))
+
+
+def test_a_cache_that_grows_becomes_one_of_a_fixed_size():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(
+        vocab_size=32, num_attention_heads=2, num_key_value_heads=2, **sizes
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+
+    def made(cache: Any) -> GraphRunner:
+        return captured(
+            lambda ids: model(ids[None], past_key_values=cache).logits[0],
+            inputs={"ids": InputSpec(torch.int64, ("tokens",))},
+            outputs=("tokens", 32),
+            sizes=[1],
+        )
+
+    advice = advice_of(made, transformers.DynamicCache(config=config))
+    assert "StaticCache" in advice and "run the forward once" in advice
+    cache = transformers.StaticCache(config=config, max_cache_len=8)
+    token = torch.tensor([3])
+    with torch.no_grad():
+        model(token[None], past_key_values=cache)
+    run = made(cache)
+    grown = transformers.DynamicCache(config=config)
+    with torch.no_grad():
+        expected = [model(token[None], past_key_values=grown).logits[0] for _ in range(4)][1:]
+    for want in expected:
+        assert torch.allclose(run(ids=token), want, atol=1e-5)
+        assert run.last_dispatch.reason is Reason.HIT
+    # And what it returns beside logits is left out, as advised.
+    whole = lambda ids: model(ids[None])  # noqa: E731
+    advice = advice_of(
+        captured, whole, inputs={"ids": InputSpec(torch.int64, ("tokens",))}, outputs=None
+    )
+    assert "result.logits alone" in advice and "use_cache=False" in advice
+
+
+# A forward's own exceptions ---------------------------------------------------------------------
+
+
+class Own(Exception):
+    """The host's."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"own {code}")
+        self.code = code
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+@pytest.mark.parametrize("when", ["warm-up", "capture", "eager part", "trial", "too large"])
+@pytest.mark.parametrize("error", [Own(7), TypeError("a keyword argument"), RuntimeError("x")])
+def test_a_forwards_own_exception_stays_its_own(mode, when, error):
+    calls = []
+
+    def raise_own(x):
+        raise error
+
+    part = eager_break(raise_own)
+
+    def forward(x):
+        calls.append(tuple(x.shape))
+        at = {"warm-up": 1, "capture": 2, "trial": 3}.get(when)
+        if when == "eager part":
+            return part(x)
+        if at == len(calls) or (when == "too large" and x.shape[0] == 9):
+            return raise_own(x)
+        return x + 1
+
+    run = runner(forward, mode=mode, outputs=("tokens", 4), pieces="breakable")
+    try:
+        run.capture()
+        for count in (3, 9, 1):
+            run(x=rows(count))
+    except type(error) as found:
+        same = found is error
+        frames = [frame.name for frame in traceback.extract_tb(found.__traceback__)]
+        assert same and frames[-1] == "raise_own"
+    else:
+        # Piecewise without a break, or no graph, calls the forward fewer times.
+        assert when in ("capture", "trial") or len(calls) < 3
+
+
+def test_a_plan_is_followed_too():
+    advice = advice_of(Plan, mode="FULL", sizes=3)
+    assert Plan(mode="FULL", platform="cpu", **eval(f"dict({advice})")).keys

@@ -1,0 +1,140 @@
+"""Whatever is given to a public call: a named error, or it works; and the next right call works."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from garbage import GARBAGE, TARGETS, Target, parameters
+
+import graphrt
+from graphrt import GraphRTError
+from graphrt.types import PlanArguments
+
+OF_PLANS = tuple(PlanArguments.__annotations__)
+"""What a runner and a plan take beside the names of their signatures."""
+
+BEING_REPLACED = ("at_least", "at_most_mode")
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)  # "x" is the path of a plan too
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def named(name: str, target: Target, call: Callable[..., Any], right: dict[str, Any]) -> list[str]:
+    found = parameters(call, right)
+    if name in ("Plan", "Plan.replace", "GraphRunner"):
+        found += [each for each in OF_PLANS if each not in found]
+    return [each for each in found if each not in (*target.skipped, *BEING_REPLACED)]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_garbage_is_named_and_the_next_right_call_works(name: str) -> None:
+    target = TARGETS[name]
+    call, right = target.make()
+    found: list[str] = []
+    for parameter in named(name, target, call, right):
+        for kind, make in GARBAGE.items():
+            if not target.shared:
+                call, right = target.make()
+            try:
+                call(**{**right, parameter: make()})
+            except (GraphRTError, *target.own):
+                pass
+            except Exception as error:
+                found.append(f"{parameter}={kind}: {type(error).__name__}: {text(error)}")
+            if not target.shared:
+                call, right = target.make()
+            try:
+                call(**right)
+            except Exception as error:
+                found.append(f"after {parameter}={kind}: {type(error).__name__}: {text(error)}")
+                break
+    assert not found, "\n".join(found)
+
+
+def text(error: Exception) -> str:
+    try:
+        return str(error)[:100]
+    except Exception:
+        return "?"
+
+
+UNTRIED = {
+    # Values that graphrt makes, or protocols: nobody calls them with arguments of a host's.
+    "CaptureSession",
+    "Dispatch",
+    "GraphMode",
+    "AttentionSupport",
+    "PieceProvider",
+    "Reason",
+    "InputSlot",
+    "KeyedGraph",
+    "Platform",
+    "RunnerReport",
+    "SegmentHooks",
+    "GraphRTError",
+    # Without arguments.
+    "current_context",
+    "current_platform",
+    # Looked at where they are used: see "Batch in ...".
+    "Batch",
+}
+
+
+def test_everything_public_is_tried() -> None:
+    calls = {
+        name
+        for name in graphrt.__all__
+        if inspect.isclass(getattr(graphrt, name)) or inspect.isroutine(getattr(graphrt, name))
+    }
+    tried = {name.partition(".")[0].partition(" ")[0] for name in TARGETS}
+    assert calls - tried - UNTRIED == set()
+    assert tried >= {"compile", "opaque", "support_compile"}
+
+
+@pytest.mark.parametrize(
+    ("owner", "left_out"),
+    [
+        (
+            "GraphRunner",
+            {"close", "module_changed", "release", "report", "seal", "weights_changed"},
+        ),
+        (
+            "GraphDispatcher",
+            # Without arguments, or what wrappers and runners call.
+            {"counts", "not_replayed", "reset_counts", "run_eagerly", "served_by", "withdraw_all"},
+        ),
+        ("GraphOptions", {"to_dict"}),
+        ("Plan", {"as_dict", "lines", "refuse_less"}),
+        ("KeyedGraphs", {"clear_graphs"}),
+        (
+            "GraphWrapper",
+            # A wrapper hands its arguments on; `update` is told by its context.
+            {
+                "clear_graphs",
+                "in_session",
+                "look_again",
+                "seal",
+                "serve_owner",
+                "unseal",
+                "unwrap",
+                "update",
+            },
+        ),
+    ],
+)
+def test_every_method_that_takes_arguments_is_tried(owner: str, left_out: set[str]) -> None:
+    kind = getattr(graphrt, owner)
+    methods = {
+        name for name, _ in inspect.getmembers(kind, inspect.isroutine) if not name.startswith("_")
+    }
+    assert {name for name in methods if f"{owner}.{name}" not in TARGETS} == left_out
