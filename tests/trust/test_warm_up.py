@@ -34,6 +34,7 @@ def watched(
         device_type="cpu",
         is_in_graphs=lambda _: False,
         each_warmed_up=True,
+        has_parts=True,
         **arguments,
     )
 

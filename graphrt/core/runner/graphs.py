@@ -253,6 +253,7 @@ class GraphSet:
             device_type=self._pool.platform.device_type,
             is_in_graphs=partial(self._pool.platform.owns, self._pool.memory),
             each_warmed_up=self._options.warm_up_each,
+            has_parts=self._plan.mode.has_piecewise,
         )
 
     def _compile(self, step: PaddedStep | None, saved: WatchedState) -> None:

@@ -119,14 +119,15 @@ class Moving:
             if self._changes[place.path][0] > 1 and isinstance(now, torch.Tensor):
                 yield place.path, now
 
-    def settle(self) -> set[str]:
+    def settle(self, *, contents: bool) -> set[str]:
         """After several runs: put back what more than one of them has moved, and leave what was
         made once, such as a table that the first run builds. So do containers and objects with
-        tensors, which graphs may read. Returns where something was put back."""
+        tensors, which graphs may read. `contents` says that eager parts may go by what is in a
+        container; else it is left, as notes of the host. Returns where something was put back."""
         for change, (container, was, items) in zip(
             self._contents, self._state.contents(), strict=True
         ):
-            if change[0] > 1 and is_plain(items):
+            if contents and change[0] > 1 and is_plain(items):
                 refill(container, was)
         for change, (array, was) in zip(self._arrays, self._state.arrays(), strict=True):
             if change[0] > 1:

@@ -60,9 +60,10 @@ class WatchedState:
         device_type: str,
         is_in_graphs: Callable[[torch.Tensor], bool],
         each_warmed_up: bool,
+        has_parts: bool,
     ) -> None:
-        """`is_in_graphs` says whether a tensor lies in graph memory, `each_warmed_up` whether no
-        size is captured without a run of its own."""
+        """`has_parts` says that graphs may have eager parts, `is_in_graphs` whether a tensor lies
+        in graph memory, `each_warmed_up` whether no size is captured without a run of its own."""
         self._declared = declared
         self._forward = forward
         self._reads = reads
@@ -79,6 +80,7 @@ class WatchedState:
         self._generators = Generators(device_type)
         self._is_in_graphs = is_in_graphs
         self._each_warmed_up = each_warmed_up
+        self._has_parts = has_parts
         self._left: list[str] = []
         # Where a run has put a tensor that it computed without its inputs, as hooks that normalize
         # a weight do at every call.
@@ -241,7 +243,7 @@ class WatchedState:
         put_back = set()
         if self._moving is not None:
             self._note_left(self._moving.anew())
-            put_back = self._moving.settle()
+            put_back = self._moving.settle(contents=self._has_parts)
         self._reads.protected += self._saves.check_protected(self._pads)
         # Every eager run makes these anew, and what is there now is what was there before.
         self._reads.remade |= put_back & self._of_weights
