@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -120,6 +122,27 @@ class ConstantConformance(ConformanceBase):
             x.copy_(self.tensor(*values))
             expected = self.host(forward(x))
             assert torch.equal(self.host(self.step(wrapper, FULL, x)), expected)
+
+    def test_the_memory_they_are_copied_from_lives_as_long_as_the_graph(
+        self, pool: GraphPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kept: list[weakref.ref[torch.Tensor]] = []
+        make = self.platform.host_buffer
+
+        def noted(nbytes: int) -> torch.Tensor:
+            buffer = make(nbytes)
+            kept.append(weakref.ref(buffer))
+            return buffer
+
+        monkeypatch.setattr(self.platform, "host_buffer", noted)
+        wrapper = self.wrap(_new_tensor, FULL, pool)
+        self.capture(wrapper, FULL, self.tensor(1, 2, 3, 4))
+        gc.collect()
+        assert [ref() is None for ref in kept] == [False] * len(kept)
+        assert bool(kept) == self.platform.needs_pinned_copies
+        wrapper.clear_graphs()
+        gc.collect()
+        assert [ref() is None for ref in kept] == [True] * len(kept)
 
     def test_segments_have_their_own_constants(self, pool: GraphPool) -> None:
         @eager_break
