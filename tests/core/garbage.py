@@ -375,6 +375,7 @@ TARGETS: dict[str, Target] = {
     "GraphPool.capture_session": Target(lambda: (GraphPool("cpu").capture_session, {})),
     "GraphDispatcher": constructor(GraphDispatcher, mode="FULL"),
     "GraphDispatcher.dispatch": of_dispatcher("dispatch", batch=Batch(2)),
+    "GraphDispatcher.peek": of_dispatcher("peek", batch=Batch(2)),
     "GraphDispatcher.planned_for": of_dispatcher("planned_for", batch=Batch(2)),
     "GraphDispatcher.publish": of_dispatcher("publish", mode="FULL", descriptor=D),
     "GraphDispatcher.reserve": of_dispatcher("reserve", mode="FULL", descriptor=D),
