@@ -119,7 +119,7 @@ def test_everything_public_is_tried() -> None:
                 "withdraw_all",
             },
         ),
-        ("GraphOptions", {"to_dict"}),
+        ("GraphOptions", {"state_limit", "to_dict"}),
         ("Plan", {"as_dict", "lines", "refuse_less"}),
         ("KeyedGraphs", {"clear_graphs"}),
         (
@@ -127,6 +127,7 @@ def test_everything_public_is_tried() -> None:
             # A wrapper hands its arguments on; `update` is told by its context.
             {
                 "clear_graphs",
+                "destroy_graphs",
                 "in_session",
                 "look_again",
                 "seal",

@@ -50,7 +50,9 @@ class PaddingRows:
             axis, dim = (None, 0) if spec is None else spec.batch_axis()
             if spec is None or axis is None or not isinstance(value, torch.Tensor):
                 continue
-            if value.numel() and _differs(value, spec, dim):
+            # What is no input at all, such as a sparse tensor, is named when it is written.
+            dense = value.layout is torch.strided and value.device.type != "meta"
+            if dense and value.dim() > dim and value.numel() and _differs(value, spec, dim):
                 found.add(name)
         return frozenset(found)
 
@@ -89,7 +91,7 @@ def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
     elif spec.pad == "keep":
         row = value.narrow(dim, 0, 1)
     else:
-        row = torch.full((), spec.pad_value, dtype=spec.dtype, device=value.device)
+        row = torch.full((), spec.pad_value, dtype=value.dtype, device=value.device)
     # As bytes: 8-bit floats cannot be compared, and NaN is itself.
     row = row.expand_as(value)
     return not torch.equal(tree.octets(value), tree.octets(row))
