@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,9 +67,15 @@ class StepPath:
         self._last: tuple[Any, object, Any] = None, None, None
 
     def check_open(self) -> None:
-        """Raise `PoolClosedError` after `close()`."""
+        """Raise `PoolClosedError` after `close()`, and while the interpreter shuts down: torch then
+        ends the process where a tensor goes that has a view, as trials and eager steps make."""
         if self.closed:
             raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
+        if sys.is_finalizing():
+            raise PoolClosedError(
+                "the interpreter is shutting down",
+                advice="step before it: in a `with` block or an atexit handler, not in __del__",
+            )
 
     def entrance(self) -> Callable[..., Any]:
         """`run`, or what does the same faster. Kept by the runner: here it would be a cycle, and
@@ -206,6 +213,7 @@ class StepPath:
         agreed: Agreed | None,
     ) -> Any:
         """A step that is tried, or whose graph may not be replayed any more."""
+        self.check_open()
         told = self._dispatcher.counted_otherwise
         try:
             run = self._steps.checked.run

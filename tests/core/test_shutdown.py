@@ -1,0 +1,64 @@
+"""Steps in `__del__` while the interpreter shuts down: served or refused, never an abort."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+import torch
+from graphrt import GraphOptions, GraphRunner, InputSpec
+
+model = torch.nn.Linear(4, 4).eval()
+runner = GraphRunner(
+    lambda x: model(x),
+    mode="FULL",
+    sizes=[1, 2, 4],
+    inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+    outputs=("tokens", 4),
+    options=GraphOptions(check=sys.argv[1]),
+)
+if sys.argv[2] == "captured":
+    runner.capture()
+
+
+class Last:
+    def __init__(self, runner):
+        self.runner = runner
+
+    def __del__(self):
+        try:
+            self.runner(x=torch.ones(3, 4))
+            print(self.runner.last_dispatch.reason.name, flush=True)
+        except BaseException as error:
+            print(type(error).__name__, flush=True)
+
+
+last = Last(runner)
+if sys.argv[3] == "cycle":
+    last.itself = last
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "captured", "told"),
+    [
+        ("capture", "captured", "PoolClosedError"),  # its first step is a trial
+        ("always", "captured", "PoolClosedError"),
+        ("off", "captured", "HIT"),
+        ("capture", "not captured", "PoolClosedError"),  # an eager step
+    ],
+)
+@pytest.mark.parametrize("shape", ["plain", "cycle"])
+def test_a_step_of_a_finalizer_does_not_end_the_process(check, captured, told, shape):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, check, captured, shape],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.split() == [told] and done.returncode == 0, done.stderr[-2000:]
