@@ -60,6 +60,10 @@ issued: ContextVar[list[Any] | None] = ContextVar("graphrt_issued_operators", de
 """The operators that the step which captures in this thread has issued so far, where they are
 noted."""
 
+in_task: ContextVar[bool] = ContextVar("graphrt_task", default=False)
+"""Whether the operators of a task are issued eagerly in this thread: what they make of its host
+arguments is made anew at every replay."""
+
 under_way: set[int] = set()
 """Captures and warm-ups in any thread, by their `id`: mostly none, as every step sees by one look.
 What is left in it by mistake costs steps a second look, at the thread's own variables."""

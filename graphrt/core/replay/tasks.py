@@ -23,7 +23,7 @@ from graphrt.core.base import (
 )
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, current_context
 from graphrt.core.replay.host_args import WORST_CASE, HostArg, HostValues
-from graphrt.core.replay.recording import Recording, counted, current_capture
+from graphrt.core.replay.recording import Recording, counted, current_capture, in_task
 
 
 class UpdatableTask:
@@ -83,7 +83,12 @@ class UpdatableTask:
             work = counted.get()
             if work is not None:
                 work.tasks += 1
-            self.issue(*args, **kwargs, **values)
+            outer = in_task.get()
+            in_task.set(True)
+            try:
+                self.issue(*args, **kwargs, **values)
+            finally:
+                in_task.set(outer)
             return
         assert context is not None
         worst = self._worst_case(context) or values

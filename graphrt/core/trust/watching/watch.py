@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import ThreadMode, is_taken_apart, storage_of_weak, unseen
 from graphrt.core.capture import Source, in_eager_part, user_source
+from graphrt.core.replay import in_task
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.watching.draws import draws_numbers
 from graphrt.core.trust.watching.operators import facts_of, in_bounds, written
@@ -213,8 +214,8 @@ class Watch(ThreadMode):
 
     def _note_constant(self, tensor: torch.Tensor) -> None:
         key, place = storage_key(tensor), len(self.trace) - 1
-        # Memory of an array is read where it is.
-        if key is not None and tensor.untyped_storage().resizable():
+        # Memory of an array is read where it is, and a task makes its own anew at every replay.
+        if key is not None and tensor.untyped_storage().resizable() and not in_task.get():
             self._of_data[key] = place
             if in_eager_part.get() is not None:
                 self.constants_of_parts.add(place)
