@@ -217,6 +217,18 @@ def test_module_changed_names_it_and_steps_have_the_new_values(change, mode, lev
             assert runner.last_dispatch.reason is Reason.QUARANTINED
 
 
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("change", [FOLLOWED[0], OTHERS[0], *UNSEEN])
+def test_after_weights_changed_has_named_it_steps_have_the_new_values(change, mode, tmp_path):
+    model, runner = captured(change, mode, "eager", "capture", str(tmp_path))
+    with runner:
+        with pytest.raises((StaleInputError, RetraceError)):
+            runner.weights_changed()
+        for rows in SIZES:
+            assert step(model, runner, rows)
+            assert runner.last_dispatch.reason is Reason.QUARANTINED
+
+
 @pytest.mark.parametrize("change", [*FOLLOWED, *OTHERS, *UNSEEN])
 def test_module_changed_names_it_where_nothing_is_checked(change, tmp_path):
     _, runner = captured(change, "FULL", "eager", "off", str(tmp_path))

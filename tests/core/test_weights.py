@@ -10,7 +10,7 @@ import torch
 from test_runner import INPUTS, rows, runner
 from torch import nn
 
-from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, State, eager_break
+from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, Reason, State, eager_break
 from graphrt.core.base import InvalidOptionError, StaleInputError, UntrackedWeightsError
 from graphrt.cpu import CpuPlatform
 
@@ -101,9 +101,12 @@ def test_the_weights_of_a_module_are_found_without_being_named(way, change, mode
     change(model)
     with pytest.raises(StaleInputError, match=r"linear\.weight|scale"):
         run.weights_changed()
+    assert torch.equal(run(x=rows(2)), model(rows(2)))
+    assert run.last_dispatch is not None and run.last_dispatch.reason is Reason.QUARANTINED
     run.recapture()
     run.weights_changed()
     assert torch.equal(run(x=rows(2)), model(rows(2)))
+    assert run.last_dispatch.reason is Reason.HIT
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

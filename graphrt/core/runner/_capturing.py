@@ -111,7 +111,8 @@ class Capturing:
     def weights_changed(self) -> None:
         """Declare that weights were written; raises `StaleInputError` if they moved,
         `UntrackedWeightsError` if graphs read what nobody owns, and `PoolBusyError` while a step is
-        under way in the pool. Then as `module_changed`."""
+        under way in the pool. Then as `module_changed`. Where steps are checked they run eagerly
+        after a `StaleInputError` too, until `recapture()`."""
         in_turn(self.pool, self.graphs.owner, self.graphs.check_weights)
         self.module_changed()
 

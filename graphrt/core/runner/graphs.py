@@ -6,7 +6,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import CaptureError, GraphRTError, ResourceExhaustedError, Undo, logger
+from graphrt.core.base import (
+    CaptureError,
+    GraphRTError,
+    ResourceExhaustedError,
+    StaleInputError,
+    Undo,
+    logger,
+)
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture import (
     Captured,
@@ -177,16 +184,20 @@ class GraphSet:
         `UntrackedWeightsError` if nobody can say."""
         if not self.records or self.eager_launch:
             return
-        self.weights.check()
         own = [*self._inputs.buffers.values()]
         # On the CPU every view is a storage of its own, and starts elsewhere at another size.
         own += [view for step in self.steps if step for view in step.layout.views.values()]
         own += [s.tensor for s in as_states(self.state) if s.tensor is not None]
-        check_reads(self.weights, self.reads, self.owners(), self._pool, own)
+        try:
+            self.weights.check()
+            check_reads(self.weights, self.reads, self.owners(), self._pool, own)
+        except StaleInputError as error:
+            self.checks.set_aside(error)
+            raise
 
     def check_modules(self) -> None:
         """Raise the error of a compiled module that has changed, and `StaleInputError` if graphs
-        read what was replaced. Where steps are checked they run eagerly then."""
+        read what was replaced."""
         try:
             self._compiled.check()
             self._check_replaced()
