@@ -51,8 +51,7 @@ class PaddingRows:
             if spec is None or axis is None or not isinstance(value, torch.Tensor):
                 continue
             # What is no input at all, such as a sparse tensor, is named when it is written.
-            dense = value.layout is torch.strided and value.device.type != "meta"
-            if dense and value.dim() > dim and value.numel() and _differs(value, spec, dim):
+            if _is_plain(value) and value.dim() > dim and _differs(value, spec, dim):
                 found.add(name)
         return frozenset(found)
 
@@ -81,6 +80,12 @@ class PaddingRows:
         for name, spec in self._specs.items():
             if not spec.index:
                 _spread(layout.views[name], spec, tokens, reqs)
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested
+    dense = plain and value.layout is torch.strided and value.device.type != "meta"
+    return dense and value.numel() > 0
 
 
 def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:

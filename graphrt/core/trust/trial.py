@@ -506,7 +506,9 @@ class Trial:
     ) -> str | None:
         """How outputs of this step differ where it starts from what a padded step has left, and not
         from what one without padding has; None if they do not."""
-        expected, raised = self._steps_from(alone, {})
+        # What later runs write for the first time is of these runs alone.
+        count = len(self._saves.values())
+        expected, raised = self._steps_from(alone, {}, count)
         if raised is not None:
             return None
         numbers = {
@@ -514,7 +516,7 @@ class Trial:
         }
         for steps in (0, *_STEPS[1:]):
             moved = {path: further(both[1], both[0], steps) for path, both in numbers.items()}
-            got, raised = self._steps_from(padded, moved if steps else {})
+            got, raised = self._steps_from(padded, moved if steps else {}, count)
             if raised is not None:
                 if steps:
                     # An index out of range, say: it says nothing about other steps.
@@ -526,11 +528,11 @@ class Trial:
         return None
 
     def _steps_from(
-        self, start: PythonLeft, moved: Mapping[str, Any]
+        self, start: PythonLeft, moved: Mapping[str, Any], count: int
     ) -> tuple[list[Any], str | None]:
-        """The outputs and the state of a few steps, one after the other, from `start` with `moved`;
-        or what they raise."""
-        count, runs = len(self._saves.values()), []
+        """The outputs of a few steps, one after the other, from `start` with `moved`, and the first
+        `count` pieces of memory that they write; or what they raise."""
+        runs: list[Any] = []
         self._state.python.put(start)
         for path, value in moved.items():
             self._state.python.move(path, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,15 +32,18 @@ class Given:
         self._hosts = set(map(_memory, on_host)) if self._on_device and not bake else set()
         self._places: list[object] = []
         self._generator: torch.Tensor | None = None
+        self._looked = self._drew = False
 
     def __bool__(self) -> bool:
-        """Whether operators have to be looked at."""
-        return bool(self._hosts)
+        """Whether operators have to be looked at: where other threads run, only they tell whose
+        draws have moved the host's generator."""
+        return bool(self._hosts) or (self._on_device and threading.active_count() > 1)
 
     def begin(self) -> None:
         """A segment begins."""
         self._places = list(map(tree.identity, self._kept))
         self._generator = torch.default_generator.get_state() if self._on_device else None
+        self._looked = self._drew = False
 
     def end(self) -> None:
         """A segment ends; raises `RefusedOpError` for what a replay of it would not do again."""
@@ -52,8 +56,11 @@ class Given:
                     advice="change a view of it: x.unsqueeze(0), x.view(...)",
                 )
         before_it, self._generator = self._generator, None
-        if before_it is not None and not torch.equal(
-            before_it, torch.default_generator.get_state()
+        ours = self._drew or not self._looked
+        if (
+            before_it is not None
+            and ours
+            and not torch.equal(before_it, torch.default_generator.get_state())
         ):
             raise RefusedOpError(
                 "random numbers were drawn on the host: every replay would have those of the "
@@ -63,7 +70,9 @@ class Given:
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
-        on the host; views of it are made, and pinned memory is copied."""
+        on the host; views of it are made, and pinned memory is copied. Notes draws on the host."""
+        self._looked = True
+        self._drew = self._drew or _draws_on_host(func, args, kwargs)
         if not self._hosts or _makes_a_view(func):
             return
         for tensor in tree.tensors((args, kwargs)):
@@ -95,3 +104,13 @@ def _makes_a_view(func: Any) -> bool:
     if schema is None or schema.is_mutable:
         return False
     return any(result.alias_info is not None for result in schema.returns)
+
+
+def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws from the host's generator, and not from a device's."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    given = [tensor.device.type for tensor in tree.tensors((args, kwargs))]
+    asked = kwargs.get("device")
+    devices = given or ["cpu" if asked is None else torch.device(asked).type]
+    return "cpu" in devices
