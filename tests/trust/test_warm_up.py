@@ -93,6 +93,26 @@ def test_a_number_that_only_the_first_run_moves_stays():
     assert (model.built, model.calls) == (True, 0)
 
 
+def test_containers_that_eager_runs_never_change_stay():
+    model = SimpleNamespace(log=[], captured={}, bound=[])
+
+    def forward() -> None:
+        model.log.append(1)
+
+    state = watched(lambda: (forward(), model.captured, model.bound))
+    for size in (4, 2, 1):
+        model.bound.append(size)  # As what a host does before a run,
+        run(state, forward, tokens=size)
+        model.bound.append(size)
+        forward()
+        model.captured[size] = True  # and a platform, or a hook around a graph, in a capture.
+        state.look()
+    state.settle(lambda: None)
+    assert model.log == []
+    assert model.captured == {4: True, 2: True, 1: True}
+    assert model.bound == [4, 4, 2, 2, 1, 1]
+
+
 def test_a_tensor_that_every_run_replaces_is_put_back_and_one_of_the_first_stays():
     model = SimpleNamespace(last=torch.zeros(2), table=torch.zeros(2), calls=0)
     before = model.last

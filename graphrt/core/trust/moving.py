@@ -29,6 +29,8 @@ class Moving:
         self._moves_of_memory: dict[str, list[Any]] = {}
         self._replaced: list[tuple[Place, torch.Tensor, object]] = []
         # Of what is in a container or an array: how many runs have changed it, and what it is now.
+        # Of a container those from the first eager run on that has: what captures alone change is
+        # the platform's, or of a hook around a graph.
         self._contents: list[list[Any]] = [[0, was] for _, was, _ in state.contents()]
         self._arrays: list[list[Any]] = [[0, was] for _, was in state.arrays()]
 
@@ -38,6 +40,11 @@ class Moving:
             if place.path in moved:
                 self._moved[place.path] = (place, moved[place.path][0], now)
                 self._changes[place.path] = [0, now]
+
+    def begin(self) -> None:
+        """Before an eager run: what is in containers by now, no run of the forward has changed."""
+        for change, (_, _, items) in zip(self._contents, self._state.contents(), strict=True):
+            change[1] = items
 
     def look(self) -> None:
         """Note what is not what it was."""
@@ -55,8 +62,8 @@ class Moving:
             self._moved_memory.setdefault(place.path, memory)
         self.look_at_moved()
 
-    def look_at_moved(self) -> None:
-        """Note which of what was moved has moved again."""
+    def look_at_moved(self, *, captured: bool = False) -> None:
+        """Note which of what was moved has moved again; `captured` says that the run was one."""
         for place in [each[0] for each in (*self._moved.values(), *self._replaced)]:
             change, now = self._changes[place.path], place.get()
             if not (now is change[1] or same_value(change[1], now)):
@@ -67,7 +74,7 @@ class Moving:
                 change[:] = change[0] + 1, storage_key(held)
         for change, (_, _, items) in zip(self._contents, self._state.contents(), strict=True):
             if len(items) != len(change[1]) or not all(map(is_, items, change[1])):
-                change[:] = change[0] + 1, items
+                change[:] = change[0] + (change[0] > 0 or not captured), items
         for change, (array, _) in zip(self._arrays, self._state.arrays(), strict=True):
             if array.tobytes() != change[1].tobytes():
                 change[:] = change[0] + 1, array.copy()

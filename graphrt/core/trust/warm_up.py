@@ -126,6 +126,7 @@ class WatchedState:
                 self._generators.note(generator)
             keys = [storage_key(tensor) for _, tensor in places.tensors]
             self._outside = {key for key in keys if key is not None}
+        self._moving.begin()
         known = self._warmed_up.get(kind)
         # What a forward writes has to be saved in every session.
         is_saved = kind in self._watched or (known is not None and not known.writes)
@@ -213,7 +214,7 @@ class WatchedState:
     def look(self) -> None:
         """Note what a run that was not watched, a capture, has moved in Python."""
         if self._moving is not None:
-            self._moving.look_at_moved()
+            self._moving.look_at_moved(captured=True)
 
     def restore(self) -> None:
         """Put back what was declared and what was found."""
