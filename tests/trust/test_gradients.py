@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 
 import pytest
@@ -64,13 +63,13 @@ class Frozen(Model):
         return super().forward(x)
 
 
-def runner_of(forward, mode="FULL", capture=True, sizes=(1, 2, 4), **options):
+def runner_of(forward, mode="FULL", capture=True, sizes=(1, 2, 4), check="sample", **options):
     runner = GraphRunner(
         forward,
         mode=mode,
         sizes=list(sizes),
         inputs={"x": X},
-        options=GraphOptions(**options),
+        options=GraphOptions(check=check, **options),
     )
     if capture:
         runner.capture()
@@ -185,15 +184,22 @@ def test_outputs_with_a_gradient_expire():
         saved.sum().backward()
 
 
-def test_steps_without_gradients_are_plain_hits():
-    model = Layer()
-    runner = runner_of(model)
-    for around in itertools.chain.from_iterable([[torch.no_grad, torch.inference_mode]] * 3):
-        with around():
-            runner(x=torch.randn(4, WIDTH))
-            runner(x=torch.randn(3, WIDTH))
+def test_steps_of_lower_levels_are_plain_hits_whose_outputs_have_no_gradient():
+    for check in ("off", "capture", "first"):
+        runner = runner_of(Layer(), check=check)
+        for _ in range(3):
+            for rows in (4, 3):
+                assert runner(x=torch.randn(rows, WIDTH)).numpy().shape == (rows, WIDTH)
+        assert next(runner.graphs.checks.looks)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_steps_without_gradients_find_out_nothing(around):
+    runner = runner_of(Layer())
+    with around():
+        for _ in range(3):
             assert not runner(x=torch.randn(4, WIDTH)).requires_grad
-            assert next(runner.graphs.checks.looks)
+    assert runner(x=torch.randn(4, WIDTH)).requires_grad
 
 
 def test_a_cache_keeps_no_graph_of_gradients():

@@ -81,10 +81,8 @@ class GraphSet:
         self.weights = AddressBook(
             host.parameters, forward, [module.weights for module in self._compiled.modules]
         )
-        self.gradients = Gradients(
-            # Compiled code has no gradients by itself.
-            on=options.checks("capture") and not self._compiled.modules
-        )
+        # A plain hit looks at no gradients, and compiled code has none in any case.
+        self.gradients = Gradients(on=options.checks("sample") and not self._compiled.modules)
         self.run_forward = EagerForward(forward, self.gradients)
         watches = options.checks("capture") and not self.eager_launch
         self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None

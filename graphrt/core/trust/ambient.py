@@ -16,7 +16,6 @@ from graphrt.core.base import (
     function_mode_is_on,
     function_modes,
     state_guard,
-    without_gradients,
 )
 from graphrt.core.trust.reads import each_call
 
@@ -60,14 +59,11 @@ class Ambient:
     """The settings at capture. `holds` is a few calls of torch's where nothing at all has changed.
 
     How many threads there are is not among them: a replay depends on it no more than an eager step
-    does. Nor are gradients and inference mode, unless the forward `asks` for them. While
-    `ends_gradients` says that outputs would have some, no step with gradients on passes `looks`.
+    does. Nor are gradients and inference mode, unless the forward `asks` for them.
     """
 
-    def __init__(self, device_type: str, ends_gradients: Callable[[], bool] = bool) -> None:
+    def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self._ends_gradients = ends_gradients
-        self._without_gradients = False
         self._asks = False
         self._captured = self._now()
         self._guard: Callable[[], bool]
@@ -99,8 +95,7 @@ class Ambient:
         """Whether nothing at all has changed since the last look at what did."""
         if self._asks:
             return self._equal()
-        same = without_gradients(self._guard) if self._without_gradients else self._guard()
-        return same and self._modes == self._modes_now()
+        return self._guard() and self._modes == self._modes_now()
 
     def looks(self, glances: Iterator[bool]) -> Iterator[bool]:
         """`glances`, each of them true only where `holds()` is too when it is taken. Put together
@@ -113,13 +108,7 @@ class Ambient:
         return map(and_, map(gt, modeless, each_call(count_dispatch_modes)), glances)
 
     def _accept(self) -> None:
-        self._without_gradients = self._ends_gradients()
-        if not state_guard:
-            self._guard = self._equal
-        elif self._without_gradients:
-            self._guard = without_gradients(state_guard).check
-        else:
-            self._guard = state_guard().check
+        self._guard = self._equal if not state_guard else state_guard().check
         self._modes = self._modes_now()
 
     def _equal(self) -> bool:

@@ -23,11 +23,11 @@ _ENDS = (
 
 
 class Gradients:
-    """Which outputs of a forward depend on what requires gradients: found in one run of it that has
-    the grad mode on, and asked of at every step that has."""
+    """Which outputs of a forward depend on what requires gradients: found in one run of it with
+    gradients on, and looked at in every step with gradients on."""
 
     def __init__(self, *, on: bool) -> None:
-        self._on = on
+        self._on = on and bool(delayed_error)
         self.reset()
 
     def reset(self) -> None:
@@ -39,10 +39,6 @@ class Gradients:
     def wanted(self) -> bool:
         """Whether the next run is to find out."""
         return self._on and self._sources is None and expected()
-
-    def looks(self) -> bool:
-        """Whether steps with the grad mode on may have such outputs."""
-        return self._on and (self._sources is None or any(self._sources.values()))
 
     def find(self, call: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """Call the forward, and note which of its outputs are such ones."""

@@ -127,7 +127,7 @@ class Checks:
         if not self.on:
             return
         if self._ambient is None:
-            self._ambient = Ambient(self._device_type, self._gradients.looks)
+            self._ambient = Ambient(self._device_type)
         self._go_round()
         kinds: dict[Hashable, list[tuple[int, int]]] = {}
         for graph in graphs:
