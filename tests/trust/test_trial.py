@@ -84,9 +84,13 @@ class FakeStep:
         return self._run("eager", live(), watch)
 
     has_gradients = False
+    finds_gradients = False
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self._run("where_asked", live(), watch)
+
+    def find_gradients(self, watch: Watch) -> None:
+        self._run("find_gradients", live(), watch)
 
     def of_padding(self, watch: Watch) -> Any:
         return self._run("of_padding", live() * 0, watch)

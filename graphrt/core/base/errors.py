@@ -104,6 +104,13 @@ class OverwrittenOutputError(GraphRTError, RuntimeError):
     """
 
 
+class GradientError(GraphRTError, RuntimeError):
+    """`backward` reaches an output of a runner, whose graphs and eager steps have no gradients.
+
+    torch raises it, as a `RuntimeError` whose text begins with the name of this class.
+    """
+
+
 class UntrackedWeightsError(GraphRTError):
     """Nobody can say whether weights moved: graphs read tensors whose owner is not known."""
 

@@ -65,6 +65,12 @@ below_autograd: Callable[[], AbstractContextManager[object]] = NAMES.take(
 )
 """No graph of gradients is made, whatever the grad mode is, as under inference mode."""
 
+delayed_error: Callable[[str, int], Callable[..., Any]] = NAMES.take(
+    "torch._C._functions.DelayedError", without="gradients that end at a runner say nothing"
+)
+"""What makes of so many tensors others over their memory, which depend on all of them, and whose
+`backward` raises a `RuntimeError`."""
+
 # Dispatch keys -----------------------------------------------------------------------------------
 
 _included: Callable[[], Any] = NAMES.take(

@@ -1,7 +1,7 @@
 """Static inputs, filled and padded at every step, and the live rows of outputs."""
 
 from graphrt.core.inputs.buffers import StaticInputs
-from graphrt.core.inputs.declared import check_forward, nest
+from graphrt.core.inputs.declared import check_forward, flat_of, nest
 from graphrt.core.inputs.layout import InputLayout, StepMoves
 from graphrt.core.inputs.output_axes import OutputAxes, at_path, check_tensor
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout
@@ -24,6 +24,7 @@ __all__ = [
     "batch_of",
     "check_forward",
     "check_tensor",
+    "flat_of",
     "nest",
     "reqs_of",
     "wrong_requests",

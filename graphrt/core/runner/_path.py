@@ -223,7 +223,7 @@ class StepPath:
             raise
         self.last_dispatch = found
         self.live_tokens += batch[0] if found.slot >= 0 else 0
-        return outputs
+        return self._graphs.gradients.marked(outputs, values)
 
     def _run_by_context(
         self,
@@ -243,7 +243,8 @@ class StepPath:
                 given = self._updates.resolve(updates, step, slot, self._by_slot, batch)
             if found.slot < 0:
                 self.check_open()
-                return self._steps.unpadded.run(batch, found, values, given, metadata)
+                outputs = self._steps.unpadded.run(batch, found, values, given, metadata)
+                return self._graphs.gradients.marked(outputs, values)
             mode = GraphMode.NONE if self._eager_launch else found.mode
             named, slot = found.descriptor, found.slot
             context = ForwardContext(mode, named, slot, given, metadata, live=batch)

@@ -13,8 +13,9 @@ from graphrt.core.batch import GraphMode, PieceProvider
 from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
 from graphrt.core.inputs import SlotRing
 from graphrt.core.plan import Plan
-from graphrt.core.replay import GraphPool, SegmentHooks
+from graphrt.core.replay import GraphPool, SegmentHooks, is_inside_capture
 from graphrt.core.runner.compiled import CompiledModules
+from graphrt.core.trust import Gradients
 
 
 def wrappers_of(
@@ -79,21 +80,34 @@ class EagerForward:
     gradients, as graphs do.
 
     Where a trial has shown that it asks for gradients or inference mode, and does something else
-    then, it `follows` its caller: it finds what the caller set.
+    then, it `follows` its caller: it finds what the caller set. The first run whose caller has
+    gradients finds out which `gradients` it ends.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], gradients: Gradients) -> None:
         self.follows = False
+        self.gradients = gradients
+        self._finds = False
         self._forward = forward
         self._asked: tuple[bool, bool] | None = None
 
     def __call__(self, **arguments: Any) -> Any:
         call = partial(self._forward, **arguments)
+        if self._finds or (self.gradients.wanted and not is_inside_capture()):
+            return self.gradients.find(call, arguments)
         if self._asked is not None:
             return where_asked(call, *self._asked)
         if self.follows:
             return where_asked(call, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         return without_gradients(call)
+
+    def finding(self, run: Callable[[], Any]) -> Any:
+        """Call `run`, in which the forward finds out which gradients it ends."""
+        try:
+            self._finds = True
+            return run()
+        finally:
+            self._finds = False
 
     def where(self, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:
         """Call `run`, in which the forward finds these on or off; graphrt around it does not."""

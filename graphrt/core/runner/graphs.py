@@ -43,7 +43,7 @@ from graphrt.core.runner.session import (
     capture_graphs,
 )
 from graphrt.core.runner.steps import Checks, PaddedStep
-from graphrt.core.trust import AddressBook, Reads, WarmedUp, WatchedState
+from graphrt.core.trust import AddressBook, Gradients, Reads, WarmedUp, WatchedState
 
 
 class GraphSet:
@@ -88,12 +88,16 @@ class GraphSet:
         self.weights = AddressBook(
             host.parameters, forward, [module.weights for module in self._compiled.modules]
         )
-        self.run_forward = EagerForward(forward)
+        # A plain hit looks at no gradients, and compiled code has none in any case.
+        self.gradients = Gradients(on=options.checks("sample") and not self._compiled.modules)
+        self.run_forward = EagerForward(forward, self.gradients)
         watches = options.checks("capture") and not self.eager_launch
         self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None
         self.warmed_up: dict[Hashable, WarmedUp] = {}
         shown_by = frozenset() if host.mixes_rows else inputs.padding.with_rows
-        self.checks = Checks(options, self.reads, pool.platform.device_type, shown_by)
+        self.checks = Checks(
+            options, self.reads, pool.platform.device_type, shown_by, self.gradients
+        )
         self.checks.on &= not self.eager_launch
         self.forward = forward
         self.mixes_rows = host.mixes_rows

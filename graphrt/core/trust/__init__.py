@@ -2,6 +2,7 @@
 
 from graphrt.core.trust._verdict import Verdict
 from graphrt.core.trust.ambient import Ambient
+from graphrt.core.trust.gradients import Gradients
 from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads, TensorUse
@@ -21,6 +22,7 @@ from graphrt.core.trust.weights import AddressBook, Parameters, Tensors, check_p
 __all__ = [
     "AddressBook",
     "Ambient",
+    "Gradients",
     "Parameters",
     "PartResults",
     "Reads",

@@ -62,12 +62,17 @@ class TriedStep(Protocol):
     """Padded and live tokens, and requests."""
     has_gradients: bool
     """Whether its caller has gradients on."""
+    finds_gradients: bool
+    """Whether nobody knows yet which gradients of its caller's it ends."""
 
     def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
         """The forward on the padded inputs, under `watch`, its eager parts seen by `parts`."""
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         """`eager`, but that the forward finds these on or off where it asks."""
+
+    def find_gradients(self, watch: Watch) -> None:
+        """`eager`, which finds out which gradients it ends."""
 
     def of_padding(self, watch: Watch) -> Any:
         """The forward with nothing but padding rows, as in a warm-up."""
@@ -185,6 +190,8 @@ class Trial:
                 self._precision,
             )
             verdict.asks = asked and self._goes_by_it(eager, written, rounding)
+            if step.finds_gradients:
+                self._find_gradients()
             self._move_numbers(first, eager, written)
             if matched is not None and self._has_parts:
                 self._judge_python(
@@ -272,6 +279,17 @@ class Trial:
             self._back()
         apart = (difference(result, eager, rounded=True), difference(left, written, rounded=True))
         return any(each is not None and each.relative > rounding for each in apart)
+
+    def _find_gradients(self) -> None:
+        try:
+            self._step.find_gradients(self._watch())
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # It may be written for steps without gradients alone: its outputs have none.
+            self._verdict.notes.append(f"with gradients: {error}"[:200])
+        finally:
+            self._back()
 
     def _alone(self, watch: Watch) -> Any:
         try:

@@ -17,7 +17,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.trust import Ambient, Reads, Verdict
+from graphrt.core.trust import Ambient, Gradients, Reads, Verdict
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
@@ -86,6 +86,7 @@ class Checks:
         reads: Reads | None,
         device_type: str,
         inputs: frozenset[str],
+        gradients: Gradients,
     ) -> None:
         """`inputs` are those whose padding rows may show that rows are mixed."""
         self.on = options.checks("capture")
@@ -96,6 +97,7 @@ class Checks:
         self._device_type = device_type
         self._reads = reads
         self._inputs = inputs
+        self._gradients = gradients
         self._warned_of: set[str] = set()
         self.reset()
 
@@ -116,6 +118,7 @@ class Checks:
         self._quarantined: dict[int, str] = {}
         self._steps = 0
         self._ambient: Ambient | None = None
+        self._gradients.reset()
         self._look_at(repeat(True))
 
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
@@ -230,6 +233,8 @@ class Checks:
         which live rows differ from the padding, where it `awaits_padding`."""
         kind = self._kinds[slot]
         if slot in self._to_try or slot in self._moved or kind in self._untried:
+            return True
+        if self._gradients.wanted:
             return True
         trials = None if differing is None else self._unpadded.get(kind)
         if differing is not None and trials is not None:

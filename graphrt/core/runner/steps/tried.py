@@ -15,7 +15,7 @@ from graphrt.core.dispatch import Dispatch
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.replay import under_way, warming_up
 from graphrt.core.runner.steps.padded_step import PaddedStep
-from graphrt.core.trust import PartResults, Watch
+from graphrt.core.trust import Gradients, PartResults, Watch
 
 RunPadded = Callable[..., Any]
 
@@ -24,6 +24,10 @@ class AskedForward(Protocol):
     """The forward of eager runs, as far as a trial of what it asks must know it."""
 
     follows: bool
+    gradients: Gradients
+
+    def finding(self, run: Callable[[], Any]) -> Any:
+        """Call `run`, in which the forward finds out which gradients it ends."""
 
     def where(self, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:
         """Call `run`, in which the forward finds gradients and inference mode on or off."""
@@ -55,6 +59,7 @@ class PaddedTrial:
         self.pads = pads
         self._forward = forward
         self.has_gradients = torch.is_grad_enabled()
+        self.finds_gradients = forward.gradients.wanted
         self._batch = batch
         self._tokens = batch.num_tokens
         self._reqs = reqs
@@ -75,6 +80,9 @@ class PaddedTrial:
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self._forward.where(gradients, inference, partial(self.eager, watch))
+
+    def find_gradients(self, watch: Watch) -> None:
+        self._forward.finding(partial(self.eager, watch))
 
     def of_padding(self, watch: Watch) -> Any:
         return self._eager(Probe(watch, lambda: self._inputs.reset(self._step.layout)))

@@ -2,6 +2,7 @@
 
 from graphrt.core.trust.watching.count import WorkCount
 from graphrt.core.trust.watching.draws import Draws
+from graphrt.core.trust.watching.gradients import WEIGHTS, GradientWatch
 from graphrt.core.trust.watching.issued import IssuedWatch
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
@@ -16,8 +17,10 @@ from graphrt.core.trust.watching.writes import SavedWrites, still_there
 
 __all__ = [
     "LIFT_FRESH",
+    "WEIGHTS",
     "Deviation",
     "Draws",
+    "GradientWatch",
     "IssuedWatch",
     "Kept",
     "SavedWrites",
