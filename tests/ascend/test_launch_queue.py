@@ -124,7 +124,7 @@ def test_a_replay_is_refused_when_the_thread_hangs(queue):
         launch_queue.check_replayed()
 
 
-def test_the_thread_that_launches_is_the_one_started_before_the_one_that_releases(monkeypatch):
+def test_the_thread_that_launches_is_the_oldest_before_the_one_that_releases(monkeypatch):
     threads = [
         launch_queue._Thread(10, 100, "python"),
         launch_queue._Thread(20, 101, "acl_thread"),
@@ -132,6 +132,7 @@ def test_the_thread_that_launches_is_the_one_started_before_the_one_that_release
         launch_queue._Thread(20, 103, "acl_thread"),
         launch_queue._Thread(21, 99, "acl_thread"),
     ]
+    releasing_late = launch_queue._Thread(23, 105, "release_thread")
     watched: list[int] = []
 
     class Launching:
@@ -153,6 +154,8 @@ def test_the_thread_that_launches_is_the_one_started_before_the_one_that_release
         return list(watched)
 
     assert look(*threads) == [101]
+    # A thread of the device, started by 101 before the one that releases.
+    assert look(*threads[:2], launch_queue._Thread(20, 102, "acl_thread"), releasing_late) == [101]
     assert look(threads[0]) == []  # no queue
     assert look(threads[1]) == []
     assert look(threads[2]) == []  # not named yet, or in a way that nobody knows

@@ -150,10 +150,11 @@ def watch_queue() -> None:
     releasing = [each for each in threads if each.name == _RELEASING]
     if len(releasing) != 1:
         return
-    # It is started right before the one that releases; others have its name from it.
+    # It is started right before the one that releases. What it starts has its name from it: a
+    # device's own threads, which on a busy machine are there before the one that releases.
     launching = [each for each in threads if each.name == _LAUNCHING and each < releasing[0]]
     if launching:
-        found = _Launching(torch_npu().npu, max(launching).number)
+        found = _Launching(torch_npu().npu, min(launching).number)
         # Where clocks are coarse nothing follows from one that stands still.
         if all(found.launches() for _ in range(3)):
             _launching.append(found)
