@@ -17,8 +17,8 @@ class RetraceError(CompileError):
     """A call differs from the traced one in something that the traced code has baked in.
 
     `input` names what differs: an argument, or an element of one. `of_sizes`: the forward would
-    take another way at the call's number of tokens or requests. `of_module`: no call is right any
-    more, as the module itself, or what else it reads of Python, is another one.
+    take another way at the call's number of tokens or requests. `of_module`: no call is right
+    now, as the module itself, what else it reads of Python, or a setting of torch is another one.
     """
 
     def __init__(

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphrt
 from graphrt import Batch, CompileOptions, GraphMode, GraphPool, GraphRunner, InputSpec
 from graphrt.compile import CompileError, compile_module
+from graphrt.errors import GraphQuarantinedWarning
 
 WIDTH = 8
 BACKENDS = [
@@ -27,6 +29,7 @@ BACKENDS = [
     ),
 ]
 fails: list[str] = []
+enters: list[TorchDispatchMode] = []
 
 
 @graphrt.opaque("tests_contexts::product", mutates=["out"])
@@ -34,6 +37,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     if fails:
         raise ValueError(fails[0])
     out.copy_(x @ weight)
+    for mode in enters:
+        mode.__enter__()
 
 
 def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,10 +71,10 @@ class Inferring(Mixed):
         return self.layer(x)
 
 
-def runner_of(model: Any, pool: GraphPool) -> GraphRunner:
+def runner_of(model: Any, pool: GraphPool, mode: str = "PIECEWISE") -> GraphRunner:
     return GraphRunner(
         model,
-        mode="PIECEWISE",
+        mode=mode,
         sizes=[2, 4],
         inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
         pool=pool,
@@ -195,10 +200,41 @@ def test_a_setting_between_splitting_operators_is_as_before_after_a_call_that_fa
     with torch.no_grad():
         assert torch.equal(compiled(rows(0)), model(rows(0)))
     before = found()
-    raising = _Raising()
-    with raising, pytest.raises(ZeroDivisionError):
-        compiled(rows(1))
+    enters.append(_Raising())
+    try:
+        with pytest.raises(ZeroDivisionError):
+            compiled(rows(1))
+    finally:
+        enters.pop().__exit__(None, None, None)
     assert found() == before
+
+
+class _Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Called(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("around", [_Dispatched, _Called])
+def test_a_sealed_runner_serves_under_other_settings_what_the_module_itself_gives(around, mode):
+    pool = GraphPool("cpu")
+    model = Setting(nullcontext, inside=False).eval()
+    compile_module(model, ["x"], pool=pool, options=CompileOptions(backend="eager"))
+    run = runner_of(model, pool, mode)
+    run.capture()
+    x = rows(1)
+    expected = run(Batch(4, 4, 1), x=x).clone()
+    with around(), pytest.warns(GraphQuarantinedWarning, match="as long as it is not"):
+        assert torch.equal(run(Batch(4, 4, 1), x=x), expected)
+    assert run.last_dispatch is not None
+    assert run.last_dispatch.reason is graphrt.Reason.SETTINGS_CHANGED
+    assert torch.equal(run(Batch(4, 4, 1), x=x), expected)
+    assert run.last_dispatch.reason is graphrt.Reason.HIT
 
 
 class Writing(Mixed):

@@ -16,6 +16,13 @@ from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
 from graphrt.compile.trace.subject import Method
 from graphrt.core.trust import Ambient
 
+_ANEW = (
+    "set it before compiling, compile a new instance of the module, or make it a tensor that is "
+    "written in place"
+)
+# Not "compile under it": Dynamo traces nothing under a dispatch mode.
+_UNDER_THE_SAME = "call it under the settings of the trace"
+
 
 class Outside:
     """What held outside of the arguments at the trace.
@@ -56,10 +63,10 @@ class Outside:
         be called without gradients. A fraction of a microsecond."""
         if not self._ambient.holds() and (found := self._ambient.differences()):
             text = found[0].replace("capture", "the trace")
-            raise _changed(found[0].partition(":")[0], text, of_module=False)
+            raise _changed(found[0].partition(":")[0], text, advice=_UNDER_THE_SAME)
         if function_modes() != self._modes:
             text = f"{function_modes()} of them, {self._modes} at the trace"
-            raise _changed("torch function modes", text, of_module=False)
+            raise _changed("torch function modes", text, advice=_UNDER_THE_SAME)
 
     def check_state(
         self, arguments: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -124,14 +131,13 @@ def _text(value: object) -> str:
 
 
 def _changed(
-    name: str, got: str, expected: str = AS_TRACED, *, of_module: bool = True
+    name: str, got: str, expected: str = AS_TRACED, *, advice: str = _ANEW
 ) -> RetraceError:
     return RetraceError(
         f"{name} is not as it was when the code was traced",
         input=name,
         got=got,
         expected=expected,
-        advice="set it before compiling, compile a new instance of the module, or make it a tensor "
-        "that is written in place",
-        of_module=of_module,
+        advice=advice,
+        of_module=True,
     )
