@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import struct
+import warnings
 
 import pytest
 import torch
 from fake_nodes import CHILD, EMPTY, HOST, MEMCPY, MEMSET, FakeNodes, Node, kernel, words
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
 from graphrt.core.device import GraphPointers, MemoryBlock
@@ -224,6 +226,14 @@ def test_all_tensors_of_python_are_found_and_what_has_no_memory_is_passed_over()
     addresses = tensor_addresses()
     assert {each.untyped_storage().data_ptr() for each in held} <= addresses
     assert 0 not in addresses and odd
+
+
+def test_tensors_of_a_trace_are_passed_over_without_a_warning():
+    with FakeTensorMode():
+        fake = torch.ones(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(tensor_addresses(), set) and fake is not None
 
 
 class Told(CpuPlatform):

@@ -101,8 +101,13 @@ def address_of(tensor: torch.Tensor) -> int:
 def tensor_addresses() -> set[int]:
     """Where the storages of all tensors begin that Python has, but for what the host has frozen
     (`gc.freeze`)."""
-    # Most objects of a process are none; isinstance() would ask each of them.
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    # Most objects of a process are none; isinstance() would ask each of them. Those that a trace
+    # works with have no memory, and torch warns whoever asks for it.
+    tensors = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.Tensor) and type(each).__name__ != "FakeTensor"
+    ]
     return unseen(lambda: {address for each in tensors if (address := address_of(each))})
 
 
