@@ -165,6 +165,7 @@ from graphrt.core.base.torch_names import (
     tensor_guards,
     tensor_over,
     transform_under_way,
+    uncompiled,
     without_dispatch_modes,
 )
 
@@ -323,6 +324,7 @@ __all__ = [
     "torch_import",
     "transform_under_way",
     "tree",
+    "uncompiled",
     "unseen",
     "warn_caller",
     "warn_if_untested",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from graphrt.core.base import Undo, delayed_error, tree, where_asked
+from graphrt.core.base import Undo, delayed_error, tree, uncompiled, where_asked
 from graphrt.core.inputs import flat_of
 from graphrt.core.trust.watching import WEIGHTS, GradientWatch
 
@@ -45,9 +44,8 @@ class Gradients:
         watch = GradientWatch(_by_name(arguments))
         undo = Undo()
         try:
-            if "torch._dynamo" in sys.modules:
-                # It would compile code anew, for gradients that nobody asks for.
-                undo.enter(torch.compiler.set_stance("force_eager"))
+            # Code would be compiled anew, for gradients that nobody asks for.
+            undo.enter(uncompiled())
             outputs = where_asked(lambda: watch.around(call), True, False)
             undo.now()
         except BaseException:
