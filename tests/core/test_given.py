@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -21,7 +23,13 @@ def test_a_tensor_of_the_host_is_not_read_by_a_graph_of_a_device():
         watched.check(ADD, (other, given.view(2, 2)[0]), {})
 
 
-def test_a_host_that_tells_them_apart_has_numbers_of_the_capture():
+@pytest.fixture
+def alone(monkeypatch):
+    """No other thread may draw from the host's generator."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+
+def test_a_host_that_tells_them_apart_has_numbers_of_the_capture(alone):
     given = torch.ones(4)
     watched = Given((given,), "cuda", bake=True)
     assert not watched
@@ -32,7 +40,7 @@ def test_a_host_that_tells_them_apart_has_numbers_of_the_capture():
         watched.end()
 
 
-def test_an_empty_tensor_of_the_host_has_nothing_to_read():
+def test_an_empty_tensor_of_the_host_has_nothing_to_read(alone):
     watched = Given((torch.ones(0),), "cuda")
     assert not watched
     watched.check(ADD, (torch.ones(0), torch.ones(0)), {})
@@ -57,6 +65,35 @@ def test_random_numbers_of_the_host_are_refused_within_a_segment_alone():
     watched.end()
     torch.rand(1)
     watched.begin()
+    torch.rand(1)
+    with pytest.raises(RefusedOpError, match="drawn on the host"):
+        watched.end()
+
+
+RAND = torch.ops.aten.rand.default
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_draws_of_other_threads_are_none_of_a_captures(monkeypatch, others):
+    monkeypatch.setattr(threading, "active_count", lambda: others)
+    watched = Given((), "cuda")
+    assert bool(watched) == (others > 1)
+    watched.begin()
+    if watched:
+        watched.check(ADD, (torch.ones(1), torch.ones(1)), {})
+    torch.rand(1)
+    if others > 1:
+        watched.end()
+    else:
+        with pytest.raises(RefusedOpError, match="drawn on the host"):
+            watched.end()
+
+
+def test_draws_of_the_capture_are_refused_beside_other_threads(monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    watched = Given((), "cuda")
+    watched.begin()
+    watched.check(RAND, ([1],), {})
     torch.rand(1)
     with pytest.raises(RefusedOpError, match="drawn on the host"):
         watched.end()

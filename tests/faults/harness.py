@@ -85,7 +85,7 @@ class Harness:
         return found[::step][:count]
 
     def doubled(self, count: int) -> list[Fault]:
-        """As many faults, each followed by a second one while graphrt recovers."""
+        """As many faults, each followed by an interrupt while graphrt recovers."""
         return [
             replace(fault, second=1 + number % 5) for number, fault in enumerate(self.sample(count))
         ]

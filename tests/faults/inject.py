@@ -30,8 +30,8 @@ OUT_OF_MEMORY = {
 class Fault:
     """The action number `at` of a kind fails: in its place, or `late`, right after it was done.
 
-    With `second`, so does the action that comes so many actions later, of whatever kind: 1 is the
-    first thing that is done to recover.
+    With `second`, the action that comes so many actions later, of whatever kind, is interrupted: 1
+    is the first thing that is done to recover.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Fault:
 
     def __str__(self) -> str:
         first = f"{self.error}{' after' if self.late else ' in place of'} {self.kind} {self.at}"
-        return f"{first}, and the action {self.second} after it" if self.second else first
+        return f"{first}, interrupt at action {self.second} after it" if self.second else first
 
 
 WAYS = (("runtime", False), ("memory", False), ("interrupt", False), ("interrupt", True))
@@ -57,7 +57,6 @@ class Faults:
         self.seen: Counter[str] = Counter()
         self.where = ""
         self.happened: type[BaseException] | None = None
-        self.happened_again = False
         self._since = 0
         self._device_type = device_type
         self._fault: Fault | None = None
@@ -67,7 +66,7 @@ class Faults:
         """Count, and let `fault` happen, inside of the block."""
         self.seen.clear()
         self._fault, self.happened, self.where = fault, None, ""
-        self.happened_again, self._since = False, 0
+        self._since = 0
         self.on = True
         try:
             yield
@@ -83,8 +82,7 @@ class Faults:
         if self.happened is not None:
             self._since += 1
             if fault is not None and self._since == fault.second:
-                self.happened_again = True
-                self._raise()
+                self._raise(again=True)
         if fault is None or fault.kind != kind or fault.at != place:
             return _nothing
         if fault.late:
@@ -116,12 +114,12 @@ class Faults:
 
         return call
 
-    def _raise(self) -> None:
+    def _raise(self, again: bool = False) -> None:
         fault = self._fault
         assert fault is not None
         self.where = _caller(sys._getframe(1))
         error: BaseException
-        if fault.error == "interrupt":
+        if fault.error == "interrupt" or again:
             error = KeyboardInterrupt("injected")
         elif fault.error == "memory":
             error = OUT_OF_MEMORY[self._device_type]()

@@ -38,6 +38,13 @@ def test_a_fault_leaves_nothing_half_done(name):
     check(ON_CPU[name], maker_of("cpu"), 4)
 
 
+@pytest.mark.parametrize("name", ON_CPU)
+def test_an_interrupt_while_a_fault_is_undone_leaves_nothing_half_done(name):
+    harness = Harness(ON_CPU[name], maker_of("cpu"))
+    found = [harness.inject(fault) for fault in harness.doubled(8)]
+    assert found and not [str(each) for each in found if each.wrong]
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_fault_in_a_compiled_module_leaves_nothing_half_done(name):
     check(COMPILED[name], maker_of("cpu"), 2)

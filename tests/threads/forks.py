@@ -22,6 +22,7 @@ from graphrt import (
     InputSpec,
     current_context,
 )
+from graphrt.core.capture import GraphWrapper
 from graphrt.core.device import Capability, Platform, get_platform
 from graphrt.cpu.platform import CpuPlatform
 from graphrt.errors import PoolBusyError, PoolLeftBehindError
@@ -173,12 +174,21 @@ def _elsewhere(*, in_warm_ups: bool) -> str:
     return within(other, other.runner.capture, check)
 
 
+class DeviceWrapper(GraphWrapper):
+    """That of `Device`."""
+
+    platform_name = "device"
+
+
 class Device(CpuPlatform):
     """A platform whose graphs do not survive a fork, one of two devices."""
 
     name = "device"
     capabilities = CpuPlatform.capabilities - {Capability.FORK}
     forked = False
+
+    def get_static_graph_wrapper_cls(self) -> str:
+        return f"{__name__}.DeviceWrapper"
 
     def device_count(self) -> int:
         return 2

@@ -56,6 +56,7 @@ def opaque(
     flag("splits", splits)
 
     def made_opaque(function: Callable[P, R]) -> Callable[P, R]:
+        check_callable("function", function)
         overload = _define(name, function, written, fake, splits)
 
         @functools.wraps(function)

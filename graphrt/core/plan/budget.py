@@ -12,6 +12,7 @@ from graphrt.core.base import (
     MOST,
     InvalidOptionError,
     check_hashable,
+    check_takes,
     count_of,
     items_of,
     number_of,
@@ -85,7 +86,9 @@ class Budget:
             # Looked up by mode, whose name may be given.
             by_mode = {GraphMode.parse(mode): _checked_cost(each) for mode, each in cost.items()}
             object.__setattr__(self, "cost", by_mode)
-        elif cost is not None and not callable(cost):
+        elif callable(cost):
+            check_takes("cost", cost, "cost(mode, descriptor)")
+        elif cost is not None:
             raise InvalidOptionError(
                 "the cost of graphs has a wrong type",
                 got=shown(cost),

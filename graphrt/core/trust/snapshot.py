@@ -173,6 +173,14 @@ class PythonState:
         for (_, array), values in zip(self._arrays, left.arrays, strict=True):
             array[...] = values
 
+    def put_numbers(self, left: PythonLeft) -> None:
+        """Bring back the numbers alone, which `left` has returned."""
+        values = left.values[len(left.values) - len(self.numbers) :]
+        for place, value in zip(self.numbers, values, strict=True):
+            known = value is not MISSING and place.writable
+            if known and not same_value(value, place.get()):
+                put_at(place, value)
+
     def differences(self, ours: PythonLeft, theirs: PythonLeft) -> dict[str, tuple[Any, Any]]:
         """Where two runs have left other values, and both of them."""
         found = {}

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import PythonStateError, RowsMixedError, VerificationError
+from graphrt.core.base import PythonStateError, RowsMixedError, Undo, VerificationError
 from graphrt.core.trust._asked import asked_in
 from graphrt.core.trust._constants import baked
 from graphrt.core.trust._verdict import Verdict, mixing
@@ -232,7 +232,10 @@ class Trial:
                 self._back()
             return verdict
         except BaseException:
-            self._back()
+            # As an undo: a second interrupt must not leave half of it.
+            undo = Undo()
+            undo.later(self._back)
+            undo.now()
             raise
 
     def _look_at_parts(self, eager: Any, again: Any, rounding: float) -> None:

@@ -4,6 +4,7 @@ protected without being declared."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -233,12 +234,19 @@ class WatchedState:
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
         self._is_left_to_look_at = True
+        python = self._python
+        # These runs have sizes that no step may ever have, so what they move is no step's either.
+        before = None if python is None else python.left()
+        undo = Undo()
         try:
+            undo.later(self._generators.restore)
+            if python is not None and before is not None:
+                undo.later(partial(python.put_numbers, before))
             last_runs()
+            undo.now()
         except BaseException:
-            self._generators.restore()
+            undo.now()
             raise
-        self._generators.restore()
         if self._reads is None:
             return
         put_back = set()
