@@ -16,6 +16,7 @@ from graphrt.core.base import (
     DriverTooOldError,
     GraphRTError,
     NestedCaptureError,
+    PageableCopyError,
     PoolBusyError,
     RefusedOpError,
     ResourceExhaustedError,
@@ -170,7 +171,7 @@ CAPTURES = {
         ".item()",
     ),
     "pageable copy": Case(
-        npu_error("aclrtMemcpyAsync", 107030), CaptureSyncError, "pageable", "107030", "pin"
+        npu_error("aclrtMemcpyAsync", 107030), PageableCopyError, "pageable", "107030", "pin"
     ),
     "default stream": Case(
         RuntimeError(
