@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -539,6 +540,8 @@ def test_steps_of_two_threads_never_see_the_other_ones_rows():
             try:
                 seen = runner(Batch(rows, rows, 1), **given).clone()
             except PoolBusyError:
+                # The other one's trial takes longer than all these steps, refused at once, do.
+                time.sleep(0.0002)
                 continue
             except BaseException as error:
                 # The other thread's step came before the clone, where torch can mark outputs.
