@@ -129,7 +129,8 @@ assert_type(platform.get_static_graph_wrapper_cls(), str)
 assert_type(wrapper_class(platform), type[GraphWrapper])
 wrapper_class(platform)(forward, "FULL", pool=runner.pool, options=options)
 wrapper_class(platform)(forward)  # refused: call-arg, reportCallIssue
-wrapper_class("cpu")  # refused: arg-type, reportArgumentType
+assert_type(wrapper_class("cpu"), type[GraphWrapper])
+wrapper_class(7)  # refused: arg-type, reportArgumentType
 platform.require(Capability.EXEC_DEDUP, "my engine")
 
 
