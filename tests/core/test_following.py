@@ -450,3 +450,10 @@ def test_a_forwards_own_exception_stays_its_own(mode, when, error):
 def test_a_plan_is_followed_too():
     advice = advice_of(Plan, mode="FULL", sizes=3)
     assert Plan(mode="FULL", platform="cpu", **eval(f"dict({advice})")).keys
+
+
+def test_an_opaque_function_and_a_cost_that_cannot_be_called_are_named():
+    with pytest.raises(GraphRTError, match="'function' cannot be called"):
+        graphrt.opaque("graphrt_following::none", mutates=[])(None)
+    with pytest.raises(GraphRTError, match="'cost' cannot be called as it will be"):
+        graphrt.Budget(streams=3, cost=lambda: 1)

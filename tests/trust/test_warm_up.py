@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt import GraphOptions, GraphRunner, InputSpec
+from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, Reason
 from graphrt.core.base import PythonStateError, StateTooLargeError
 from graphrt.core.capture import SavedState
 from graphrt.core.trust import Reads, WarmedUp, WatchedState
@@ -382,3 +382,25 @@ def test_a_table_that_is_made_anew_beside_the_graphs_is_kept_for_them():
     for count in itertools.chain(range(1, 7), (2, 4, 6, 3)):
         x = torch.rand(count, WIDTH)
         assert torch.equal(runner(x=x), x + torch.arange(float(count))[:, None]), count
+
+
+def test_runs_that_look_for_output_axes_move_no_number():
+    """They have sizes, 3 rows here, that no step of the runner may ever have."""
+    state = [1.0]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 3:
+            state[0] = 7.0
+        return x * state[0]
+
+    with GraphRunner(
+        forward,
+        mode="FULL_DECODE_ONLY",
+        sizes=[1, 2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        platform="cpu",
+    ) as runner:
+        runner.capture()
+        assert state == [1.0]
+        assert runner(Batch(2, 2, 1), x=torch.ones(2, 4)).unique().tolist() == [1.0]
+        assert runner.last_dispatch.reason is Reason.HIT
