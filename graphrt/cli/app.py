@@ -172,7 +172,7 @@ def plan(
     if max_num_tokens is not None:
         arguments["max_num_tokens"] = max_num_tokens
     if arguments.get("sizes") is None:
-        # The largest size of a given list is the largest batch: the default would add a graph of 256.
+        # The largest given size is the largest batch: the default would add a graph of 256.
         arguments = {"max_num_reqs": 256, "max_num_tokens": 2048, **arguments}
     request = PlanRequest(
         arguments,
