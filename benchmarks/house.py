@@ -66,9 +66,9 @@ def _texts_by_themselves(node: ast.AST) -> Iterator[ast.expr]:
     """Docstrings, those behind an attribute too."""
     if isinstance(node, _DOCUMENTED):
         for statement in node.body:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                if isinstance(statement.value.value, str):
-                    yield statement.value
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value
 
 
 def _c_lines(text: str) -> int:
