@@ -91,6 +91,7 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.base.garbage import freeze_garbage, frozen_gc, thaw_garbage
+from graphrt.core.base.homes import show_home
 from graphrt.core.base.log import logger, set_up_logging
 from graphrt.core.base.option_values import (
     MOST,
@@ -309,6 +310,7 @@ __all__ = [
     "set_attention_order",
     "set_for_capture",
     "set_up_logging",
+    "show_home",
     "shown",
     "state_guard",
     "storage_at",

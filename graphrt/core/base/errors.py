@@ -395,9 +395,3 @@ class Uncopied:
             expected="one owner of each graph and its memory",
             advice=self._instead,
         )
-
-
-# What a traceback names, and what a pickled error is looked up in, is where hosts import it from.
-for _error in tuple(globals().values()):
-    if isinstance(_error, type) and issubclass(_error, GraphRTError):
-        _error.__module__ = "graphrt.errors"
