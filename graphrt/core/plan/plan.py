@@ -57,7 +57,8 @@ class Plan:
     It is resolved when it is made and does not change. `print(plan)` shows all of it, `save` keeps
     it, and `graphrt plan` prints the same. `mode` is the one that runs, `resolution` how it came
     to that, `sizes` the lists of sizes in tokens, `keys` what is captured, in capture order,
-    `left_out` what the budget does not hold and `total` what all graphs take together.
+    `captured` the same with what each takes, `left_out` what the budget does not hold, and why, and
+    `total` what all graphs take together.
     """
 
     def __init__(
@@ -146,11 +147,9 @@ class Plan:
         self.mode: GraphMode = self.resolution.mode
         self.pieces: PieceProvider | None = provider
         self.keys: tuple[CaptureKey, ...] = self._fitted.keys
-
-    @property
-    def captured(self) -> tuple[PlannedCapture, ...]:
-        """The graphs that are captured, in capture order, with what each takes."""
-        return self._fitted.captured
+        self.captured: tuple[PlannedCapture, ...] = self._fitted.captured
+        self.left_out: tuple[LeftOut, ...] = self._fitted.left_out
+        self.total: GraphCost = self._fitted.total
 
     def capture_order(
         self, *, serving: bool = False
@@ -163,16 +162,6 @@ class Plan:
         if not by_worth and self.platform.stream_room() is None:
             return self.keys
         return tuple(by_priority(self.keys, self.arguments["traffic"], self._landmarks))
-
-    @property
-    def left_out(self) -> tuple[LeftOut, ...]:
-        """The graphs that the budget does not hold, and why."""
-        return self._fitted.left_out
-
-    @property
-    def total(self) -> GraphCost:
-        """What all captured graphs take together."""
-        return self._fitted.total
 
     @property
     def _landmarks(self) -> list[int]:
