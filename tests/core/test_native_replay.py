@@ -176,7 +176,7 @@ odd = {{
     5: (None, "a", yes),
     6: (plain.exclude, frozenset({{GraphMode.FULL}}), frozenset(), yes),
 }}
-made = [tuple.__new__(Batch, fields) for fields in itertools.product(*odd.values())]
+made = [tuple.__new__(Batch, (*fields, *plain[7:])) for fields in itertools.product(*odd.values())]
 lasts = [batch for batch in made if is_plain(batch)] + [Batch(2**70, 3), Batch(3, 3), None]
 assert len(lasts) > 10
 equal = 0
