@@ -14,9 +14,10 @@ import torch
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
 from graphrt.core.base import NativePath, NativeReplay, NativeSame
+from graphrt.core.batch import same_in_python
 from graphrt.core.replay import GraphPool, handout
 from graphrt.core.runner import _path
-from graphrt.core.runner.steps import again, replayed
+from graphrt.core.runner.steps import replayed
 from graphrt.errors import GraphRTError
 from tests.core.soft_ring import RingGraph, RingPlatform
 
@@ -122,9 +123,7 @@ def use(*, native: bool) -> None:
     assert NativeSame is not None
     replayed.NativeReplay = REPLAYS if native else None  # type: ignore[attr-defined]
     _path.NativePath = PATHS if native else None  # type: ignore[attr-defined]
-    _path.same = (  # type: ignore[attr-defined]
-        NativeSame(Batch, Batch(1).bounds, Batch(1).exclude) if native else again.same_in_python
-    )
+    _path.same = NativeSame(Batch) if native else same_in_python  # type: ignore[attr-defined]
 
 
 def specs_of(rng: random.Random) -> dict[str, InputSpec]:

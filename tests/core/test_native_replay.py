@@ -160,7 +160,7 @@ def test_a_step_inside_of_another_is_told_from_it(built: Path) -> None:
 SAME = f"""{LOAD}
 import itertools
 from graphrt import Batch, GraphMode
-from graphrt.core.runner.steps.again import is_plain, same, same_in_python
+from graphrt.core.batch import is_plain, same, same_in_python
 
 assert type(same) is module.Same
 yes = type("Yes", (), {{"__eq__": lambda *_: True, "__hash__": lambda _: 0}})()
@@ -176,7 +176,7 @@ odd = {{
     5: (None, "a", yes),
     6: (plain.exclude, frozenset({{GraphMode.FULL}}), frozenset(), yes),
 }}
-made = [tuple.__new__(Batch, fields) for fields in itertools.product(*odd.values())]
+made = [tuple.__new__(Batch, (*fields, *plain[7:])) for fields in itertools.product(*odd.values())]
 lasts = [batch for batch in made if is_plain(batch)] + [Batch(2**70, 3), Batch(3, 3), None]
 assert len(lasts) > 10
 equal = 0
@@ -196,8 +196,8 @@ def fails(function, *arguments, **named):
 fails(same)
 fails(same, plain)
 fails(same, plain, last=plain)
-fails(module.Same, int, (), ())
-fails(module.Same, 3, (), ())
+fails(module.Same, int)
+fails(module.Same, 3)
 """
 
 

@@ -84,7 +84,7 @@ def provider_of(
     if any(module.whole_graph for module in modules):
         return None, True
     brought = next((module.provides for module in modules if module.provides is not None), None)
-    if isinstance(asked, str) and asked.strip().lower() == AUTO:
+    if asked == AUTO:
         return brought or PieceProvider.BREAKABLE, False
     provider = PieceProvider.parse(asked)
     if brought is not None and provider is PieceProvider.BREAKABLE:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from graphrt.core.base import NativePath, NativeSame, PoolClosedError
-from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.batch import Batch, ForwardContext, GraphMode, is_plain, same
 from graphrt.core.dispatch import Agreed, Dispatch, Reserved
 from graphrt.core.inputs import InputSlot, StaticInputs, agreed_too_late, batch_of
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner._steps import Steps
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, PaddedStep, is_plain, same
+from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, PaddedStep
 
 
 class StepPath:

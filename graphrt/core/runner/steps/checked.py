@@ -9,8 +9,8 @@ import torch
 
 from graphrt.core.base import InvalidOptionError, Undo, cloned, set_for_capture
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.batch import unpadded as unpadded_of
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.dispatch import unpadded as unpadded_of
 from graphrt.core.inputs import reqs_of
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.steps.checks import Checks

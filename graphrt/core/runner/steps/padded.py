@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from graphrt.core.base import cloned
-from graphrt.core.batch import Batch, ForwardContext, GraphMode
-from graphrt.core.dispatch import Dispatch, GraphDispatcher, live_query_len
+from graphrt.core.batch import Batch, ForwardContext, GraphMode, live_query_len
+from graphrt.core.dispatch import Dispatch, GraphDispatcher
 from graphrt.core.inputs import StaticInputs, reqs_of, wrong_requests
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner.host import Bind, Phase
