@@ -82,7 +82,6 @@ class Capture:
         breaks: frozenset[str] = frozenset(),
         must_break: bool = False,
         hooks: SegmentHooks | None = None,
-        share_executables: bool = False,
     ) -> None:
         self.pool = pool
         self.bridges = bridges
@@ -95,7 +94,6 @@ class Capture:
         self._depth = 0
         self._platform = pool.platform
         self._hooks = hooks
-        self._share = share_executables
         self._sites = 0
         self._keeps_pool = False
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
@@ -319,7 +317,7 @@ class Capture:
         if self._hooks is not None:
             self._hooks.before_capture()
         platform = self._platform
-        graph = platform.new_shareable_graph() if self._share else platform.new_graph()
+        graph = platform.new_graph()
         # First, so that whatever interrupts the rest, there is something to take back.
         self.graph = graph
         try:
@@ -356,8 +354,6 @@ class Capture:
         if not self._platform.capture_executes:
             # A capturing call has the effect of one eager call, and what follows reads its results.
             segment.replay()
-        if self._share and not tasks:
-            self._platform.share_executable(graph, self.pool.memory)
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
         if tasks:

@@ -34,7 +34,6 @@ from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Capture
 from graphrt.core.capture.refusals import Given
 from graphrt.core.capture.sealing import Sealing
-from graphrt.core.device import Capability
 from graphrt.core.dispatch import Reason
 from graphrt.core.replay import (
     Entry,
@@ -98,8 +97,6 @@ class GraphWrapper(Uncopied):
         self.options = options or GraphOptions()
         self._breakable = breakable and self.runtime_mode is GraphMode.PIECEWISE
         self._segment_hooks = hooks
-        if self.options.share_executables:
-            self.pool.platform.require(Capability.EXEC_DEDUP, "share_executables")
         self.calls_without_context = self.calls_without_graph = 0
         self.eager_calls_after_seal = self.failed_updates = 0
         self.last_failed_update: str | None = None
@@ -349,7 +346,6 @@ class GraphWrapper(Uncopied):
             breaks=frozenset(self.options.breaks),
             must_break=self.runtime_mode is GraphMode.PIECEWISE,
             hooks=self._segment_hooks,
-            share_executables=self.options.share_executables,
         )
         capture.give(tree.tensors((args, kwargs)) if self._owner_served else ())
         body = functools.partial(self._run, args, kwargs, capture)
