@@ -17,10 +17,10 @@ from graphrt.core.base import (
     shown,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode, current_context
-from graphrt.core.capture.lookup import wrapper_class
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.refusals import inside_capture
+from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.capture.wrapper import wrapper_class
 from graphrt.core.replay import (
     WORST_CASE,
     GraphPool,
@@ -67,7 +67,7 @@ class KeyedGraphs(Uncopied):
         check_callable("forward", forward)
         descriptor = BatchDescriptor(1, variant=key)
         if is_inside_capture():
-            raise inside_capture()
+            raise NESTED_CAPTURE()
         # The device's, and no lock besides it: who holds that one may come to drop a graph.
         with self.pool.capture_lock:
             graph, captured = self._capture(key, descriptor, forward)
