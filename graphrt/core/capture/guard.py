@@ -203,7 +203,7 @@ def is_listed(func: Any, breaks: frozenset[str]) -> bool:
     return name in breaks or f"{name}.{func._overloadname}" in breaks
 
 
-# Tensors of the caller, and work of the host ------------------------------------------------------------------
+# Tensors of the caller, and work of the host ------------------------------------------------------
 
 
 class Given:
@@ -292,7 +292,7 @@ def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return "cpu" in devices
 
 
-# A step's metadata ------------------------------------------------------------------
+# A step's metadata --------------------------------------------------------------------------------
 
 
 class _Withholding:
@@ -347,7 +347,7 @@ def _withholding(kind: type) -> type:
     return type(kind.__name__, (_Withholding, kind), {"__slots__": ()})
 
 
-# Tensors that leave an eager part by a side door ------------------------------------------------------------------
+# Tensors that leave an eager part by a side door --------------------------------------------------
 
 
 class _Made(NamedTuple):

@@ -56,7 +56,7 @@ class Refusal(NamedTuple):
         return self.error(what, got=got, expected=self.expected, advice=self.advice, **at)
 
 
-# Captures ------------------------------------------------------------------
+# Captures -----------------------------------------------------------------------------------------
 
 NESTED_CAPTURE = Refusal(
     NestedCaptureError,
@@ -87,7 +87,7 @@ NOT_STRIDED = Refusal(
     has_line=False,
 )
 
-# Tensors of the caller, and work of the host ------------------------------------------------------------------
+# Tensors of the caller, and work of the host ------------------------------------------------------
 
 RESHAPED_ARGUMENT = Refusal(
     RefusedOpError,
@@ -110,7 +110,7 @@ HOST_DRAW = Refusal(
     has_line=False,
 )
 
-# Eager parts ------------------------------------------------------------------
+# Eager parts --------------------------------------------------------------------------------------
 
 MISSED_BREAK = Refusal(
     MissedBreakError,
