@@ -1,10 +1,10 @@
 """How a step is captured: segments, eager breaks, state, the wrapper."""
 
-from graphrt.core.capture._keyed import KeyedGraph, KeyedGraphs
 from graphrt.core.capture.breaks import check_traced, eager_break, operator_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.graphs import hot_of
 from graphrt.core.capture.guard import PartRules, SideDoors, in_eager_part, is_listed, side_doors
+from graphrt.core.capture.keyed import KeyedGraph, KeyedGraphs
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE, Refusal
 from graphrt.core.capture.sealing import Sealing
