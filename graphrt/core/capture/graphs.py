@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from graphrt.core.base import GraphsCapturedError, check_hashable, check_kind
+from graphrt.core.base import GraphsCapturedError, check_hashable, check_kind, cloned
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device import DeviceGraph
 from graphrt.core.replay import Entry, GraphPool, graphs_of
+
+_FULL = GraphMode.FULL
+
+
+class RepeatsEagerly(Protocol):
+    """A wrapper, whose runnable may be run where the update of a graph's tasks failed."""
+
+    def repeat_eagerly(
+        self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
+    ) -> Any:
+        """What a step returns that is run eagerly after all; raises `error` if it is not."""
 
 
 class WrapperGraphs:
@@ -73,6 +85,40 @@ class WrapperGraphs:
                 expected="no graphs",
                 advice="call clear_graphs() before; what is captured next lies in the new pool",
             )
+
+    def replay(
+        self, entry: Entry, context: ForwardContext, wrapper: RepeatsEagerly, args: Any, kwargs: Any
+    ) -> Any:
+        """Replay an entry in the turn of `context`; returns its outputs. A step that waits for its
+        updates has the pool from then on."""
+        pool = self.pool
+        whole = self.mode is _FULL
+        if whole:
+            if pool.step is not None:
+                pool.leave_step(context)
+            pool.generation += 1
+            if pool.handed_out:
+                pool.expire_outputs()
+        elif pool.step is not context.token or context.token is None:
+            pool.enter_step(context)
+        if self.read_stream_id is not None:
+            stream_id = self.read_stream_id()
+            if stream_id != pool.stream_id:
+                pool.change_stream(stream_id)
+        if entry.graph is not None:
+            entry.graph.replay()
+        else:
+            try:
+                entry.launch(context, all_tasks=whole)
+            except Exception as error:
+                return wrapper.repeat_eagerly(entry, context, error, args, kwargs)
+            if entry.deferred is not None:
+                pool.owner = entry.deferred
+        if self.clones:
+            return cloned(entry.outputs)
+        if entry.fresh is not None and self.fresh_containers:
+            return entry.fresh()
+        return entry.outputs
 
     def leave(self, context: ForwardContext, outer: object) -> None:
         """End the turn of a call; a step that waits for its updates keeps the pool."""

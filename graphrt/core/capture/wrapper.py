@@ -153,7 +153,7 @@ class GraphWrapper(Uncopied):
             if entry is None or entry.descriptor is not context.descriptor:
                 entry = self._find(context, args, kwargs)
             if entry is not None:
-                outputs = self._replay(entry, context, args, kwargs)
+                outputs = graphs.replay(entry, context, self, args, kwargs)
                 # Inside of `try`, and no `finally`: an interrupt on the way out must not keep it. A
                 # step that waits for its updates keeps the pool.
                 if pool.owner is context:
@@ -201,37 +201,6 @@ class GraphWrapper(Uncopied):
             return False
         entry.unchecked = self._graphs.always_checks
         return True
-
-    def _replay(self, entry: Entry, context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        graphs = self._graphs
-        pool = graphs.pool
-        whole = graphs.mode is _FULL
-        if whole:
-            if pool.step is not None:
-                pool.leave_step(context)
-            pool.generation += 1
-            if pool.handed_out:
-                pool.expire_outputs()
-        elif pool.step is not context.token or context.token is None:
-            pool.enter_step(context)
-        if graphs.read_stream_id is not None:
-            stream_id = graphs.read_stream_id()
-            if stream_id != pool.stream_id:
-                pool.change_stream(stream_id)
-        if entry.graph is not None:
-            entry.graph.replay()
-        else:
-            try:
-                entry.launch(context, all_tasks=whole)
-            except Exception as error:
-                return self._repeat_eagerly(entry, context, error, args, kwargs)
-            if entry.deferred is not None:
-                pool.owner = entry.deferred
-        if graphs.clones:
-            return cloned(entry.outputs)
-        if entry.fresh is not None and graphs.fresh_containers:
-            return entry.fresh()
-        return entry.outputs
 
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
         """Capture a call, and return its result; `_EAGER` where it may not."""
@@ -305,17 +274,6 @@ class GraphWrapper(Uncopied):
         transaction = context.capture
         if context.descriptor is not None and (transaction is None or transaction.tells_pool):
             self.pool.captured(self, context.descriptor)
-
-    def _repeat_eagerly(
-        self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
-    ) -> Any:
-        """A step whose update failed, run eagerly if the host wants that, and counted."""
-        allowed = entry.update_failed and self.options.eager_after_failed_update
-        if not (allowed and isinstance(context.updates, Mapping)):
-            raise error
-        self._eager_calls[Reason.UPDATE_FAILED] += 1
-        self.last_failed_update = f"{type(error).__name__}: {error}"
-        return without_gradients(partial(self._run, args, kwargs))
 
     def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
         """What the runnable returns, in static buffers where these are asked for."""
@@ -419,6 +377,18 @@ class GraphWrapper(Uncopied):
         """See `GraphPool.missed`."""
         if not self._owner_served and self.runtime_mode is not _FULL:
             self._graphs.look_again(descriptor)
+
+    def repeat_eagerly(
+        self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
+    ) -> Any:
+        """A step whose update failed, run eagerly if the host wants that, and counted; raises
+        `error` if not."""
+        allowed = entry.update_failed and self.options.eager_after_failed_update
+        if not (allowed and isinstance(context.updates, Mapping)):
+            raise error
+        self._eager_calls[Reason.UPDATE_FAILED] += 1
+        self.last_failed_update = f"{type(error).__name__}: {error}"
+        return without_gradients(partial(self._run, args, kwargs))
 
 
 def _no_slot(slot: object) -> InvalidOptionError:
