@@ -40,16 +40,15 @@ from graphrt.core.capture.sealing import Sealing
 from graphrt.core.device import Platform, given_platform
 from graphrt.core.dispatch import Reason
 from graphrt.core.replay import (
+    BoundArguments,
     Entry,
     GraphPool,
     SegmentHooks,
     Updates,
-    arguments_of,
-    check_arguments,
     check_hooks,
     in_turn,
     is_inside_capture,
-    pooled_paths,
+    name_of,
     under_way,
     waiting_step,
 )
@@ -194,7 +193,7 @@ class GraphWrapper(Uncopied):
         """Whether arguments are where the capture found them. Not so behind a piece of the step
         that ran eagerly; raises `StaleInputError` where another reason has them elsewhere."""
         try:
-            check_arguments(entry, args, kwargs, self.pool, self.runnable)
+            entry.check_arguments(args, kwargs, self.pool, name_of(self.runnable))
         except StaleInputError:
             if not self.pool.is_behind_a_miss(context):
                 raise
@@ -229,14 +228,13 @@ class GraphWrapper(Uncopied):
         them."""
         pool, context, graphs = self.pool, recorder.context, self._graphs
         transaction = context.capture
-        # Asked before the call, which may clear a list of them.
-        inputs, pooled = arguments_of(args, kwargs), pooled_paths(args, kwargs, pool)
+        bound = BoundArguments.of(args, kwargs, pool)
         try:
             pool.check_held((args, kwargs), context)
             result = recorder.record(partial(self._run, args, kwargs, recorder))
             outputs = tree.map_tensors(recorder.captured_ref, result)
             step = transaction or context.token
-            entry = Entry(descriptor, tuple(recorder.parts), outputs, inputs, step, pooled)
+            entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
             if self.options.outputs != "static":
                 pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
                 pool.hold_loosely(kept for kept, own in pairs if kept is not own)
