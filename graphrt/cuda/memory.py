@@ -24,14 +24,12 @@ from graphrt.cuda.private_torch import (
     route_thread_to_pool,
     stop_routing_to_pool,
 )
-from graphrt.cuda.sharing import Sharing
 from graphrt.cuda.streams import loan_of, own_stream
 from graphrt.cuda.update import UpdateCounts
 
 
 class GraphMemory(PoolMemory):
-    """Allocator pools of CUDA memory, the executables that graphs in them share, and how their
-    tasks were updated."""
+    """Allocator pools of CUDA memory, and how the tasks of graphs in them were updated."""
 
     def __init__(self, adopted: PoolHandle | None = None) -> None:
         super().__init__(
@@ -48,7 +46,6 @@ class GraphMemory(PoolMemory):
             ),
             adopted,
         )
-        self.sharing = Sharing()
         self.updates = UpdateCounts()
         self._empties: list[Any] = []
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -91,7 +88,6 @@ class GraphMemory(PoolMemory):
         self._reset_empties()
         super().clear()
         self._ask_for_hosts()
-        self.sharing = Sharing()
         self.updates = UpdateCounts()
         self._streams.clear()
         self._loans.clear()

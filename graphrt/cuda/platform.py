@@ -21,7 +21,6 @@ from graphrt.core.device import (
     MemoryFigures,
     Platform,
     PoolHandle,
-    SharingFigures,
     TaskUpdate,
     UpdateFigures,
     pool_handle,
@@ -34,7 +33,6 @@ from graphrt.cuda.driver import FetchRing, driver_available, pointers_of
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory, empty_cache
 from graphrt.cuda.private_torch import current_device, memory_stats, raw_stream_of
-from graphrt.cuda.sharing import ShareableGraph
 from graphrt.cuda.streams import own_stream
 from graphrt.cuda.update import TaskHandle, Tasks
 
@@ -59,11 +57,7 @@ class CudaPlatform(Platform):
             Capability.RANDOM,
             Capability.HOST_POOL,
         }
-        | (
-            {Capability.EXEC_DEDUP, Capability.TASK_UPDATE, Capability.INPUT_RING}
-            if torch.version.hip is None
-            else set()
-        )
+        | ({Capability.TASK_UPDATE, Capability.INPUT_RING} if torch.version.hip is None else set())
     )
 
     def __init__(self) -> None:
@@ -111,16 +105,6 @@ class CudaPlatform(Platform):
     def new_graph(self) -> torch.cuda.CUDAGraph:
         # The template is what an update of a task names its nodes by.
         return torch.cuda.CUDAGraph(keep_graph=driver_available())
-
-    def new_shareable_graph(self) -> ShareableGraph:
-        return ShareableGraph()
-
-    def share_executable(self, graph: Any, memory: GraphMemory) -> None:
-        memory.sharing.add(graph)
-
-    def sharing_figures(self, memory: GraphMemory) -> SharingFigures | None:
-        figures = memory.sharing.figures()
-        return figures if figures.graphs else None
 
     def update_figures(self, memory: GraphMemory) -> UpdateFigures | None:
         return memory.updates.figures()

@@ -95,9 +95,8 @@ def kinds_of(graph):
 # What watching does not see -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [False, True], ids=["own executables", "shared executables"])
-def test_a_tensor_that_only_a_raw_kernel_reads_is_found_and_named(table, share):
-    with captured_runner(with_table, share_executables=share) as runner:
+def test_a_tensor_that_only_a_raw_kernel_reads_is_found_and_named(table):
+    with captured_runner(with_table) as runner:
         found = unknown_of(runner)
         assert [block.address for block in found.blocks] == [table.untyped_storage().data_ptr()]
         assert found.blocks[0].bytes == table.untyped_storage().nbytes()

@@ -24,7 +24,6 @@ from graphrt.cpu import CpuPlatform
 from graphrt.cuda.blocks import blocks_of
 from graphrt.cuda.driver import api, pointers_of
 from graphrt.cuda.platform import CudaPlatform
-from graphrt.cuda.sharing import ShareableGraph
 
 AT = 0x7F10_0000_0000
 MIB = 1 << 20
@@ -136,14 +135,6 @@ def test_the_platform_cannot_tell_without_a_driver_or_a_template(driver, monkeyp
     assert platform.pointers(Graph(None)) is None
     monkeypatch.setattr(api, "_library", lambda: None)
     assert platform.pointers(Graph(1)) is None
-
-
-def test_a_graph_on_another_ones_executable_is_read_by_its_own_copy():
-    graph = ShareableGraph.__new__(ShareableGraph)
-    graph.graph, graph.group, graph.template = Graph(7), None, 8
-    assert graph.raw_cuda_graph() == 7
-    graph.group = object()
-    assert graph.raw_cuda_graph() == 8
 
 
 # The blocks of a snapshot -------------------------------------------------------------------------

@@ -338,10 +338,6 @@ class DeviceHangError(GraphRTError):
     task: str | None = None
 
 
-class ExecutableSwitchError(GraphRTError):
-    """A device refused to switch a shared executable from one graph to another."""
-
-
 class VerificationError(GraphRTError):
     """A replay differed from the same callable run eagerly on the same inputs."""
 

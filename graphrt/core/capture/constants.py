@@ -29,7 +29,7 @@ from graphrt.core.base import (
     tree,
     unseen,
 )
-from graphrt.core.capture.refusals import user_source
+from graphrt.core.capture.source import user_source
 from graphrt.core.device import DeviceGraph, Platform
 
 _aten = torch.ops.aten

@@ -17,7 +17,6 @@ from graphrt.core.device.figures import (
     GraphWork,
     Limits,
     MemoryFigures,
-    SharingFigures,
     StreamRoom,
     UpdateFigures,
 )
@@ -85,7 +84,6 @@ __all__ = [
     "PoolHandle",
     "PoolMemory",
     "RingFormat",
-    "SharingFigures",
     "StreamRoom",
     "TaskUpdate",
     "Unexplained",

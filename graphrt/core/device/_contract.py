@@ -30,8 +30,6 @@ class Capability(enum.Enum):
     """`task_begin`, `task_end` and `replay_updated`."""
     DEFERRED_UPDATE = "deferred_update"
     """`launch_deferred` and `update_deferred`."""
-    EXEC_DEDUP = "exec_dedup"
-    """`new_shareable_graph` and `share_executable`."""
     RANDOM = "random"
     """Random operators of a graph draw new numbers at every replay."""
     INPUT_RING = "input_ring"

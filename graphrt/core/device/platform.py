@@ -18,7 +18,6 @@ from graphrt.core.device.figures import (
     GraphWork,
     Limits,
     MemoryFigures,
-    SharingFigures,
     StreamRoom,
     UpdateFigures,
 )
@@ -166,19 +165,6 @@ class Platform(ABC):
             self.synchronize()
         for graph in graphs:
             graph.reset()
-
-    def new_shareable_graph(self) -> DeviceGraph:
-        """A graph that `share_executable` may be called with (capability EXEC_DEDUP)."""
-        raise MissingCapabilityError(f"platform {self.name!r} cannot share executables")
-
-    def share_executable(self, graph: Any, memory: Any) -> None:
-        """Let a graph that was replayed once run on the executable of an earlier one in `memory`
-        that has the same structure, where that is safe; it stays as it is where it is not."""
-        raise MissingCapabilityError(f"platform {self.name!r} cannot share executables")
-
-    def sharing_figures(self, memory: Any) -> SharingFigures | None:
-        """What sharing brought in `memory`; None if nothing was shared."""
-        return None
 
     def update_figures(self, memory: Any) -> UpdateFigures | None:
         """How tasks of graphs in `memory` were updated; None where that is not counted, or there

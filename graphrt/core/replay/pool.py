@@ -16,7 +16,6 @@ from graphrt.core.device import (
     Capability,
     DeviceGraph,
     Platform,
-    SharingFigures,
     UpdateFigures,
     capture_lock,
     device_of,
@@ -262,10 +261,6 @@ class GraphPool(PoolSteps, Uncopied):
     def bytes(self) -> int | None:
         """Bytes the pool holds from the device, where that can be told."""
         return None if self.closed else self.platform.memory_bytes(self.memory)
-
-    def sharing_figures(self) -> SharingFigures | None:
-        """What it brought that graphs share executables; None where they do not."""
-        return None if self.closed else self.platform.sharing_figures(self.memory)
 
     def update_figures(self) -> UpdateFigures | None:
         """How tasks were updated; None where that is not counted, or there are none."""

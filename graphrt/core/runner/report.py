@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.device import SharingFigures, UpdateFigures
+from graphrt.core.device import UpdateFigures
 from graphrt.core.dispatch import Reason
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.plan import ModeResolution
@@ -63,8 +63,6 @@ class RunnerReport:
     driver_bytes: int | None
     """What the driver took for the executables of all graphs: see `GraphRecord.driver_bytes`."""
     capture_s: float
-    sharing: SharingFigures | None = None
-    """Of the whole pool, where executables are shared."""
     dropped: tuple[DroppedGraph, ...] = ()
     """Planned graphs that did not fit on the device."""
     updates: UpdateFigures | None = None
@@ -78,15 +76,6 @@ class RunnerReport:
     trust: TrustReport = TrustReport()
     meanwhile: StepsMeanwhile | None = None
     """The steps while graphs were missing; None where `capture_next()` has captured none."""
-
-    @property
-    def saved_bytes(self) -> int | None:
-        """Estimate of what shared executables save, by the driver's bytes for a node; None where
-        nothing is shared or the driver's bytes are not known."""
-        sharing = self.sharing
-        if sharing is None or not sharing.nodes or self.driver_bytes is None:
-            return None
-        return int(self.driver_bytes * sharing.nodes_saved / sharing.nodes)
 
     @property
     def padding(self) -> float:
@@ -142,7 +131,6 @@ def report_of(
         pool_bytes=pool.bytes(),
         driver_bytes=_total(record.driver_bytes for record in records),
         capture_s=sum(record.capture_s for record in records),
-        sharing=pool.sharing_figures(),
         updates=pool.update_figures(),
         dropped=tuple(graphs.dropped),
         staging_waits=inputs.staging_waits,

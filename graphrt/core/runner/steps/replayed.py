@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from graphrt.core.base import NativeReplay
-from graphrt.core.batch import Batch, BatchDescriptor
+from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphWrapper, hot_of
 from graphrt.core.inputs import (
     InputLayout,
@@ -60,7 +60,7 @@ def replay_of(
     hot, entry = hot_of(wrapper), wrapper.entries[descriptor]
     graph, outputs = entry.graph, entry.outputs
     # With several pieces it is the wrapper that counts them as one step.
-    if graph is None or hot.clones or not hot.one_call_a_step:
+    if graph is None or hot.clones or hot.mode is not GraphMode.FULL:
         return None
     inputs, layout, ring, views, bind = read
     fill_from = inputs.fill_from

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-_GRAPHRT = Path(os.path.abspath(__file__)).parents[3]
+_GRAPHRT = Path(os.path.abspath(__file__)).parents[2]
 _NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     # Not all of graphrt: the demo and the conformance suite are users of it.
@@ -56,9 +56,11 @@ def user_source() -> Source | None:
     """The innermost frame outside torch and graphrt, or the line that generated code stands for."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = _source(frame.f_code, frame.f_lineno)
-        if found is not None:
-            return found
+        filename = frame.f_code.co_filename
+        if _is_users(filename) or filename in _generated:
+            found = _source(frame.f_code, frame.f_lineno)
+            if found is not None:
+                return found
         frame = frame.f_back
     return None
 
