@@ -23,7 +23,6 @@ from graphrt.core.device import (
     GraphPointers,
     GraphRead,
     GraphWork,
-    InputRing,
     Limits,
     Memory,
     MemoryBlock,
@@ -33,7 +32,6 @@ from graphrt.core.device import (
     PlatformRegistry,
     PoolHandle,
     PoolMemory,
-    RingFormat,
     SharingFigures,
     StreamRoom,
     TaskUpdate,
@@ -45,7 +43,6 @@ from graphrt.core.device import (
     installed_platforms,
     register,
     resolve_platform,
-    slot_bytes,
     weak_alias,
 )
 
@@ -64,7 +61,6 @@ __all__ = [
     "GraphRead",
     "GraphWork",
     "GraphWrapper",
-    "InputRing",
     "Limits",
     "Memory",
     "MemoryBlock",
@@ -74,7 +70,6 @@ __all__ = [
     "PlatformRegistry",
     "PoolHandle",
     "PoolMemory",
-    "RingFormat",
     "SharingFigures",
     "StreamRoom",
     "TaskUpdate",
@@ -86,7 +81,6 @@ __all__ = [
     "installed_platforms",
     "register",
     "resolve_platform",
-    "slot_bytes",
     "weak_alias",
     "wrapper_class",
 ]

@@ -9,7 +9,6 @@ from graphrt.core.device._devices import (
     device_of,
     no_other_capture,
 )
-from graphrt.core.device._input_ring import InputRing, RingFormat, slot_bytes
 from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
 from graphrt.core.device.error_chain import Unexplained, error_chain
@@ -70,7 +69,6 @@ __all__ = [
     "GraphPointers",
     "GraphRead",
     "GraphWork",
-    "InputRing",
     "LentStreams",
     "Limits",
     "Loan",
@@ -84,7 +82,6 @@ __all__ = [
     "PluginWarning",
     "PoolHandle",
     "PoolMemory",
-    "RingFormat",
     "SharingFigures",
     "StreamRoom",
     "TaskUpdate",
@@ -108,6 +105,5 @@ __all__ = [
     "pool_handle",
     "register",
     "resolve_platform",
-    "slot_bytes",
     "weak_alias",
 ]

@@ -34,8 +34,6 @@ class Capability(enum.Enum):
     """`new_shareable_graph` and `share_executable`."""
     RANDOM = "random"
     """Random operators of a graph draw new numbers at every replay."""
-    INPUT_RING = "input_ring"
-    """`new_input_ring`."""
     HOST_POOL = "host_pool"
     """`adopt_memory` and `memory_handle`."""
     FORK = "fork"

@@ -169,13 +169,3 @@ class SlotViews:
             self._found.clear()
         found = self._found[at, moves] = tensors, Arrays(tensors)
         return found
-
-
-def views_in(memory: torch.Tensor, start: int, moves: StepMoves) -> dict[str, torch.Tensor]:
-    """The live rows of a layout that lies in `memory` from byte `start` on."""
-    found: dict[str, torch.Tensor] = {}
-    for move in moves.fields:
-        field = move.field
-        part = memory[start + field.offset : start + field.end].view(field.spec.dtype)
-        found[move.name] = move.live_part(part.view(field.view.shape))
-    return found
