@@ -286,11 +286,11 @@ def moves_of(runner: GraphRunner) -> Any:
 @compiled
 def test_a_host_that_enters_inference_mode_is_known_again(warm):
     runner, given = warm
-    before = len(moves_of(runner).writers)
+    before = len(moves_of(runner).prepared.writers)
     with torch.inference_mode():
         for _ in range(3):
             check(runner, given)
-        assert len(moves_of(runner).writers) == before + 1
+        assert len(moves_of(runner).prepared.writers) == before + 1
         assert moves_of(runner).alike(given, runner.inputs.layout(4, 4).fetch, False)
 
 
@@ -310,8 +310,8 @@ def test_kinds_that_take_turns_are_all_known(warm):
             with torch.inference_mode(kind is inside):
                 check(runner, kind)
         if turn == 1:
-            known = list(moves_of(runner).writers)
-    assert moves_of(runner).writers == known and 2 <= len(known) < MOST_KINDS
+            known = list(moves_of(runner).prepared.writers)
+    assert moves_of(runner).prepared.writers == known and 2 <= len(known) < MOST_KINDS
     for kind, writer in ((given, known[0]), (inside, known[1])):
         with torch.inference_mode(kind is inside):
             check(runner, kind)
@@ -380,7 +380,7 @@ def test_empty_inputs_leave_no_kinds_behind():
         given = values(3, seed)
         out = runner(BATCH, **given, none=torch.empty(3, 0))
         assert torch.equal(out, padded(given, 4))
-    assert moves_of(runner).writers == []
+    assert moves_of(runner).prepared.writers == []
 
 
 class Anything:
@@ -405,12 +405,14 @@ def test_kinds_that_were_seen_first_make_room_for_others():
     for turn in range(100):
         given = kind_of_three(min(turn, 7), turn)
         assert runner(BATCH, **given).tolist() == [3 * turn + 3] * 3
-        made.add(moves_of(runner).made)
+        made.add(moves_of(runner).prepared.made)
         if turn == MOST_KINDS - 1:
-            first = list(moves_of(runner).writers)
+            first = list(moves_of(runner).prepared.writers)
     moves = moves_of(runner)
-    assert moves.alike is moves.writers[-1] and max(made) == 8 < MOST_MADE
-    assert len(moves.writers) == MOST_KINDS and not set(first) & set(moves.writers)
+    assert moves.alike is moves.prepared.writers[-1] and max(made) == 8 < MOST_MADE
+    assert len(moves.prepared.writers) == MOST_KINDS and not set(first) & set(
+        moves.prepared.writers
+    )
 
 
 @compiled
@@ -419,7 +421,7 @@ def test_of_many_kinds_few_are_known():
     for _ in range(3):
         for kind in range(8):
             assert runner(BATCH, **kind_of_three(kind, kind)).tolist() == [3 * kind + 3] * 3
-    assert len(moves_of(runner).writers) == MOST_KINDS
+    assert len(moves_of(runner).prepared.writers) == MOST_KINDS
 
 
 @pytest.mark.parametrize(

@@ -475,10 +475,10 @@ def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_befor
     right = log.values(rng, 0, rows, 1)
     tables = [transport._table(moves, kind * len(moves.fields)) for kind in "dk"]
     tensors = [right[move.field.name] for move in moves.fields]
-    learn(moves, Sources(tensors, "ddddd", True), inputs.ring, transport.slab, *tables)
+    learn(moves, Sources(tensors, [], "ddddd", True), inputs.ring, transport.slab, *tables)
     fast = moves.alike
     assert fast is not None
-    moves.writers = []
+    moves.prepared.writers = []
     taken: dict[int, bool] = {}
 
     def alike(*args):

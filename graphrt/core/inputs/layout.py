@@ -9,7 +9,7 @@ in a kernel of a transport's own, takes it from the `pads` and `repeats` there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove, memset
 from typing import Any
 
@@ -209,7 +209,6 @@ class StepMoves:
     """What a step of so many live tokens and requests moves into one layout."""
 
     __slots__ = (
-        "_few",
         "_padded",
         "_spans",
         "alike",
@@ -218,11 +217,10 @@ class StepMoves:
         "fixed",
         "from_host",
         "live",
-        "made",
+        "prepared",
         "rows",
-        "tables",
+        "short",
         "whole",
-        "writers",
     )
 
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
@@ -242,26 +240,25 @@ class StepMoves:
             for move in self.fields
         ]
         self.from_host = "h" * len(self.fields)
-        # Short single copies, which are done at once: where to, and the bytes.
+        # Where to, and the bytes, if each input is one short copy: they are done at once.
+        self.short: tuple[list[int], list[c_size_t]] | None = None
         firsts = [move.copies[0] for move in self.fields if len(move.copies) == 1]
-        few = len(firsts) == len(self.fields) and all(b <= _FEW_BYTES for _, _, b in firsts)
-        self._few = ([to for to, _, _ in firsts], [c_size_t(b) for _, _, b in firsts], few)
+        if len(firsts) == len(self.fields) and all(b <= _FEW_BYTES for _, _, b in firsts):
+            self.short = [to for to, _, _ in firsts], [c_size_t(b) for _, _, b in firsts]
         self._padded = [move for move in self.fields if move.pads or move.repeats]
         self.fetch = layout.fetch
-        # Of a transport: the writers of inputs like earlier ones, the one that wrote the last step,
-        # and how many were made. And what it prepared for inputs of the same kinds of places.
-        self.writers: list[Any] = []
+        # What a transport prepared for such steps, and what wrote the last one, if that was
+        # compiled.
+        self.prepared: Any = None
         self.alike: Any = None
-        self.made = 0
-        self.tables: dict[Hashable, Any] = {}
         self.whole: tuple[Span, ...] = ((0, layout.nbytes),) if layout.nbytes else ()
         self._spans: dict[str, tuple[Span, ...]] = {}
 
     def copy_at(self, base: int, addresses: Sequence[int]) -> None:
         """Copy the live rows of all inputs, which lie at these addresses, into the host's packed
         memory at `base`."""
-        places, sizes, few = self._few
-        if few:
+        if self.short is not None:
+            places, sizes = self.short
             # Each returns None, so that `any` has all of them done, without a loop in Python.
             any(map(_copy_few, [base + to for to in places], addresses, sizes))
         else:

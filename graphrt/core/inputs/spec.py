@@ -258,31 +258,27 @@ def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> N
         pad = None
     if pad is not None and not isinstance(pad, int | float | complex):
         raise _wrong_spec("pad", pad, known, "pad=0")
-    if dtype in _QUANTIZED:
+    if dtype in _QUANTIZED or not _holds(dtype, 0):
         raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8")
+    if pad is not None and not _holds(dtype, pad):
+        raise InvalidInputError(
+            "the dtype of an input cannot hold its padding",
+            got=f"pad={shown(pad)}",
+            expected=f"a value of {dtype}",
+            advice="pad with a value that kernels know as padding, in that dtype",
+        )
+
+
+def _holds(dtype: torch.dtype, value: complex) -> bool:
+    """Whether rows can be filled with a value, which for integers is then itself."""
     try:
-        held = torch.full((1,), 0 if pad is None else pad, dtype=dtype, device="cpu").item()
-    except (OverflowError, RuntimeError, TypeError) as error:
-        if pad is None:
-            raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8") from error
-        raise _pad_does_not_fit(dtype, pad) from error
-    if pad is None:
-        return
-    rounds = dtype.is_floating_point or dtype.is_complex
-    if not rounds and held != pad:
-        raise _pad_does_not_fit(dtype, pad)
+        held = torch.full((1,), value, dtype=dtype, device="cpu").item()
+    except (OverflowError, RuntimeError, TypeError):
+        return False
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return bool(held == value)
     # Some dtypes take their largest number for a larger one.
-    if rounds and cmath.isfinite(pad) and abs(pad) > torch.finfo(dtype).max:
-        raise _pad_does_not_fit(dtype, pad)
-
-
-def _pad_does_not_fit(dtype: torch.dtype, pad: object) -> InvalidInputError:
-    return InvalidInputError(
-        "the dtype of an input cannot hold its padding",
-        got=f"pad={shown(pad)}",
-        expected=f"a value of {dtype}",
-        advice="pad with a value that kernels know as padding, in that dtype",
-    )
+    return not value or not cmath.isfinite(value) or abs(value) <= torch.finfo(dtype).max
 
 
 def _wrong_spec(field: str, value: object, expected: str, example: str) -> InvalidInputError:

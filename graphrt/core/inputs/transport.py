@@ -150,7 +150,7 @@ def sources_of(
             address < LOWEST_ADDRESS
             or low <= address < high
             or busy_low <= address < busy_high
-            or (may_negate and (value.is_neg() or value.is_conj()))
+            or (may_negate and _is_lazy(value))
         ):
             own, kind = _apart(value, move, slab, busy)
             plain = plain and own is value and address >= LOWEST_ADDRESS
@@ -175,7 +175,7 @@ def _apart(
     if value.data_ptr() < LOWEST_ADDRESS:
         # To read there would end the process. An empty one has no address.
         check_other(move.field.name, move.field.spec, value, tuple(move.shape))
-    if value.is_neg() or value.is_conj():
+    if _is_lazy(value):
         value = value.detach().resolve_conj().resolve_neg()
     address = value.data_ptr()
     if address == slab.low + move.field.offset and move.lies_in(value):
@@ -183,6 +183,11 @@ def _apart(
     if slab.low <= address < slab.high or busy[0] <= address < busy[1]:
         value = value.detach().clone()
     return value, "h" if value.is_cpu else "d"
+
+
+def _is_lazy(value: torch.Tensor) -> bool:
+    """Whether the bits of a tensor are not its values."""
+    return value.is_neg() or value.is_conj()
 
 
 class StagedCopy:

@@ -28,7 +28,7 @@ from graphrt.core.inputs import (
 from graphrt.cuda.ring.format import RingDevice, RingFormat, slot_bytes
 from graphrt.cuda.ring.moves import MoveTable
 from graphrt.cuda.ring.slots import SlotRing
-from graphrt.cuda.ring.writers import learn
+from graphrt.cuda.ring.writers import Prepared, learn
 
 _MOVES_OF_A_FIELD = 3
 
@@ -58,7 +58,7 @@ class RingTransport:
     ) -> None:
         fetch = moves.fetch
         if fetch is not None:
-            for writer in moves.writers:
+            for writer in self._prepared(moves).writers:
                 if writer(values, fetch, in_graph):
                     moves.alike = writer
                     return
@@ -137,10 +137,17 @@ class RingTransport:
         self.ring.give(fetch, word, table.count, in_graph)
 
     def _table(self, moves: StepMoves, kinds: str) -> MoveTable:
-        found: MoveTable | None = moves.tables.get(kinds)
+        tables = self._prepared(moves).tables
+        found = tables.get(kinds)
         if found is None:
             found = MoveTable(moves.fields, kinds, self.slab.low, self.ring.moves)
-            moves.tables[kinds] = found
+            tables[kinds] = found
+        return found
+
+    def _prepared(self, moves: StepMoves) -> Prepared:
+        found: Prepared | None = moves.prepared
+        if found is None:
+            found = moves.prepared = Prepared()
         return found
 
     def _address(self, given: torch.Tensor, made: list[torch.Tensor]) -> int:

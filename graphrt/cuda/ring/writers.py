@@ -26,38 +26,57 @@ _UNLIKE = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeErro
 """What looking at inputs raises that are none."""
 
 
+class Prepared:
+    """What the ring keeps for steps of some number of rows: `tables` of moves by kinds of places,
+    the compiled `writers` of the last kinds that were seen, and how many were `made`."""
+
+    __slots__ = ("made", "tables", "writers")
+
+    def __init__(self) -> None:
+        self.tables: dict[str, MoveTable] = {}
+        self.writers: list[Any] = []
+        self.made = 0
+
+
 def learn(
-    moves: StepMoves, sources: Sources, ring: SlotRing, slab: Slab, apart: MoveTable,
+    moves: StepMoves,
+    sources: Sources,
+    ring: SlotRing,
+    slab: Slab,
+    apart: MoveTable,
     home: MoveTable | None,
-) -> None:  # fmt: skip
-    """Remember a writer of inputs like these, if there is such a thing."""
-    if NativeWriter is None or not tensor_guards or moves.made >= MOST_MADE:
+) -> None:
+    """Remember a writer of inputs like these, if there is such a thing: all the host's, or (with
+    `home`) all on the device of the slab, elsewhere, where `apart` says how they are moved, or in
+    place."""
+    prepared: Prepared = moves.prepared
+    if NativeWriter is None or not tensor_guards or prepared.made >= MOST_MADE:
         return
     if not sources.plain or len(moves.fields) > MOST_INPUTS:
         return
-    own = _writer(moves, sources, ring, slab, apart, home)
-    moves.made += 1
+    own = None
+    if home is not None or (moves.short is not None and not apart.by_host):
+        own = _writer(moves, sources, ring, slab, apart, home)
+        prepared.writers = [*prepared.writers[-MOST_KINDS + 1 :], own]
+    prepared.made += 1
     moves.alike = own
-    if own is not None:
-        moves.writers = [*moves.writers[-MOST_KINDS + 1 :], own]
 
 
 def _writer(
-    moves: StepMoves, sources: Sources, ring: SlotRing, slab: Slab, apart: MoveTable,
+    moves: StepMoves,
+    sources: Sources,
+    ring: SlotRing,
+    slab: Slab,
+    apart: MoveTable,
     home: MoveTable | None,
-) -> Any:  # fmt: skip
-    """Of inputs that are all the host's, or all on the device of the slab: there all elsewhere,
-    written by the moves `apart`, or all in place, by `home`."""
+) -> Any:
     device, memory = ring.device, ring.device.memory
     address = memory.data_ptr()
     if home is None:
-        single = [move.copies[0] for move in moves.fields if len(move.copies) == 1]
-        if len(single) < len(moves.fields) or apart.by_host:
-            return None
-        copies = packed((number, 0, to, size) for number, (to, _, size) in enumerate(single))
+        firsts = [move.copies[0] for move in moves.fields]
         where: dict[str, Any] = {
             "bounds": (LOWEST_ADDRESS, address, address + memory.nbytes),
-            "copies": copies,
+            "copies": packed((number, 0, to, size) for number, (to, _, size) in enumerate(firsts)),
             "home": None,
             "homes": None,
         }
@@ -85,9 +104,14 @@ def _writer(
         # Where slots are, how many, the bytes before the first, from one to the next and before a
         # payload, and the words of the control page that are used.
         places=(
-            address, device.slots, RingFormat.CONTROL_BYTES, device.stride, device.payload,
-            RingFormat.FAULT, RingFormat.GIVEN,
+            address,
+            device.slots,
+            RingFormat.CONTROL_BYTES,
+            device.stride,
+            device.payload,
+            RingFormat.FAULT,
+            RingFormat.GIVEN,
         ),
         apart=apart.packed(),
         **where,
-    )  # fmt: skip
+    )
