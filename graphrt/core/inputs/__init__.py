@@ -6,7 +6,7 @@ from graphrt.core.inputs.layout import FieldMove, InputLayout, StepMoves
 from graphrt.core.inputs.output_axes import OutputAxes, at_path, check_tensor
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 from graphrt.core.inputs.slot import InputSlot, agreed_too_late
-from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec, check_other
+from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec
 from graphrt.core.inputs.transport import (
     MAX_BYTES,
     MAX_SLOTS,
@@ -40,7 +40,6 @@ __all__ = [
     "at_path",
     "batch_of",
     "check_forward",
-    "check_other",
     "check_tensor",
     "flat_of",
     "nest",

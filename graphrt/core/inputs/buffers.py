@@ -22,11 +22,11 @@ from graphrt.core.device import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
 from graphrt.core.inputs.layout import Field, InputLayout, PadPattern, StepMoves
 from graphrt.core.inputs.padding_rows import PaddingRows
-from graphrt.core.inputs.slot import Arrays, InputSlot, SlotViews
+from graphrt.core.inputs.slot import Arrays, InputSlot
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.inputs.transport import InputRing, InputTransport, Slab, StagedCopy
 
-_CACHED_LAYOUTS = 1024
+_CACHED_LAYOUTS, _CACHED_SLOTS = 1024, 2048
 
 
 class FixedInput:
@@ -98,7 +98,8 @@ class StaticInputs:
         # Whether what is packed is all there is, under the names that a step gives it.
         self.all_packed = not self._fixed and not self.declared.nested
         self._layouts: dict[tuple[int, int], InputLayout] = {}
-        self._slot_views = SlotViews()
+        # By where slots are and what is live there.
+        self._slot_views: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
         self.transport = self._transport(platform, device, fetched)
         # Counts what writes the buffers, or takes the memory that they are filled from.
         self.turn = 0
@@ -225,11 +226,14 @@ class StaticInputs:
         """The same, of which the moves into that layout are known."""
         self.turn += 1
         place, memory, at = self.transport.take(moves)
-        views = self._slot_views.find(at, moves)
+        views = self._slot_views.get((at, moves))
         if views is None:
             found = moves.views_in(memory, at)
             found.update({own.name: own.host_rows(*moves.live) for own in self._fixed})
-            views = self._slot_views.add(at, moves, {n: found[n] for n in self.declared.specs})
+            tensors = {name: found[name] for name in self.declared.specs}
+            if len(self._slot_views) >= _CACHED_SLOTS:
+                self._slot_views.clear()
+            views = self._slot_views[at, moves] = tensors, Arrays(tensors)
         return InputSlot(views, place, layout, moves, self.turn)
 
     def check_alone(self, values: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from graphrt.core.base import MOST, InvalidBatchError, InvalidInputError, nearest, shown
 from graphrt.core.device import Platform
-from graphrt.core.inputs.spec import InputSpec, check_memory, check_value
+from graphrt.core.inputs.spec import InputSpec, check_value
 
 _LARGE_BYTES = 1 << 30
 """Buffers of less are made unasked."""
@@ -62,11 +62,7 @@ class DeclaredInputs:
         self.check_names(flat)
         for name, spec in self.specs.items():
             live = None if tokens is None or reqs is None else spec.sizes(tokens, reqs)
-            wrong = check_value(name, spec, flat[name], live) or check_memory(
-                name, spec, flat[name]
-            )
-            if wrong is not None:
-                raise wrong from error
+            check_value(name, spec, flat[name], live, error)
         return flat
 
     def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:

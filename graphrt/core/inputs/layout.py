@@ -17,7 +17,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from graphrt.core.base import inference_guard
-from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec, check_other
+from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec, check_value
 
 _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
@@ -164,7 +164,7 @@ class FieldMove:
             # To read there would end the process.
             or value.data_ptr() < LOWEST_ADDRESS
         ):
-            check_other(self.field.name, self.field.spec, value, tuple(self.shape))
+            check_value(self.field.name, self.field.spec, value, tuple(self.shape))
 
     def copy_at(self, base: int, address: int) -> None:
         """Copy the live rows that lie at `address` into the host's packed memory at `base`."""

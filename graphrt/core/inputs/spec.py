@@ -106,10 +106,22 @@ def _axis_of(text: str) -> Axis:
 
 
 def check_value(
-    name: str, spec: InputSpec, value: object, live: tuple[int, ...] | None
+    name: str,
+    spec: InputSpec,
+    value: Any,
+    live: tuple[int, ...] | None,
+    cause: Exception | None = None,
+) -> None:
+    """Raise what is wrong with a step's value for the input `name`, whose live shape is `live`, if
+    that is known. `cause` is what using it raised, if it was used."""
+    wrong = _wrong_value(name, spec, value, live) or _unreadable(name, spec, value)
+    if wrong is not None:
+        raise wrong from cause
+
+
+def _wrong_value(
+    name: str, spec: InputSpec, value: Any, live: tuple[int, ...] | None
 ) -> InvalidInputError | None:
-    """What is wrong with a step's value for the input `name`, whose live shape is `live`, if that
-    is known."""
     if not isinstance(value, torch.Tensor):
         return InvalidInputError(
             f"input {name!r} is no tensor",
@@ -158,7 +170,7 @@ def _shaped_right(
     return f"Batch({counted}={max(shape[at] - axis.extra, 1)}), or {live[at]} rows of {name}"
 
 
-def check_memory(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTError | None:
+def _unreadable(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTError | None:
     """What is wrong with a tensor of the right shape that cannot be copied."""
     try:
         # Where there is none a copy would end the process.
@@ -174,13 +186,6 @@ def check_memory(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTErro
             )
         in_memory = False
     return None if in_memory else _without_rows(name, spec, type(value).__name__)
-
-
-def check_other(name: str, spec: InputSpec, value: Any, live: tuple[int, ...]) -> None:
-    """Raise `InvalidInputError` unless `value` is a right one of a subclass of tensors."""
-    wrong = check_value(name, spec, value, live) or check_memory(name, spec, value)
-    if wrong is not None:
-        raise wrong
 
 
 def _without_rows(name: str, spec: InputSpec, kind: str) -> InvalidInputError:
@@ -221,24 +226,14 @@ def _check_shape(shape: object) -> None:
 
 
 def _check_index(dtype: torch.dtype, pad: object) -> None:
-    advice = (
-        "pad=-1 if the kernel skips such rows, or what belongs to a dummy page that no request has"
-    )
-    if pad is None:
+    if pad is None or isinstance(pad, str):
         raise InvalidInputError(
-            "an index input must say its padding: padding rows are read and written too, and with "
-            "0 that is the first page",
-            got="index=True without pad",
-            expected="a pad value that reads and writes nothing live",
-            advice=advice,
-        )
-    if isinstance(pad, str):
-        raise InvalidInputError(
-            "padding rows of an index input cannot hold old or live values: they would read "
-            "and write live memory",
+            "an index input must say its padding as a value: padding rows are read and written "
+            "too, so 0 is the first page, and what was there, or is repeated, is live memory",
             got=f"pad={pad!r}, index=True",
             expected="a pad value that reads and writes nothing live",
-            advice=advice,
+            advice="pad=-1 if the kernel skips such rows, or what belongs to a dummy page that no "
+            "request has",
         )
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         raise _wrong_spec("dtype", dtype, "integers, for index=True", "torch.int64")

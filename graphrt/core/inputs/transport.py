@@ -17,7 +17,7 @@ import torch
 from graphrt.core.base import copy_all
 from graphrt.core.device import DeviceEvent, Platform
 from graphrt.core.inputs.layout import FieldMove, StepMoves
-from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_other
+from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_value
 
 MAX_SLOTS = 64
 """Steps that can be under way before the host waits for the oldest one's copy; less for slots of
@@ -143,7 +143,7 @@ def sources_of(
     for number, (name, dtype, shape, may_negate, move) in enumerate(moves.rows):
         value = values[name]
         if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
-            check_other(name, move.field.spec, value, tuple(shape))
+            check_value(name, move.field.spec, value, tuple(shape))
             plain = False
         address = value.data_ptr()
         if (
@@ -174,7 +174,7 @@ def _apart(
     values elsewhere, or itself where it is in place already. And its kind."""
     if value.data_ptr() < LOWEST_ADDRESS:
         # To read there would end the process. An empty one has no address.
-        check_other(move.field.name, move.field.spec, value, tuple(move.shape))
+        check_value(move.field.name, move.field.spec, value, tuple(move.shape))
     if _is_lazy(value):
         value = value.detach().resolve_conj().resolve_neg()
     address = value.data_ptr()
