@@ -23,7 +23,6 @@ from graphrt.core.device import (
     GraphPointers,
     GraphRead,
     GraphWork,
-    InputRing,
     Limits,
     Memory,
     MemoryBlock,
@@ -33,7 +32,6 @@ from graphrt.core.device import (
     PlatformRegistry,
     PoolHandle,
     PoolMemory,
-    RingFormat,
     StreamRoom,
     TaskUpdate,
     UpdateFigures,
@@ -44,7 +42,6 @@ from graphrt.core.device import (
     installed_platforms,
     register,
     resolve_platform,
-    slot_bytes,
     weak_alias,
 )
 
@@ -63,7 +60,6 @@ __all__ = [
     "GraphRead",
     "GraphWork",
     "GraphWrapper",
-    "InputRing",
     "Limits",
     "Memory",
     "MemoryBlock",
@@ -73,7 +69,6 @@ __all__ = [
     "PlatformRegistry",
     "PoolHandle",
     "PoolMemory",
-    "RingFormat",
     "StreamRoom",
     "TaskUpdate",
     "UpdateFigures",
@@ -84,7 +79,6 @@ __all__ = [
     "installed_platforms",
     "register",
     "resolve_platform",
-    "slot_bytes",
     "weak_alias",
     "wrapper_class",
 ]

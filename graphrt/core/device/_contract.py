@@ -32,8 +32,6 @@ class Capability(enum.Enum):
     """`launch_deferred` and `update_deferred`."""
     RANDOM = "random"
     """Random operators of a graph draw new numbers at every replay."""
-    INPUT_RING = "input_ring"
-    """`new_input_ring`."""
     HOST_POOL = "host_pool"
     """`adopt_memory` and `memory_handle`."""
     FORK = "fork"

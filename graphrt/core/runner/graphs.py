@@ -174,7 +174,6 @@ class GraphSet:
                 progress=progress,
                 enough=enough,
             )
-            self._inputs.settle()
         except BaseException as error:
             self._settle_or_release(saved if isinstance(error, Exception) else None, more)
             raise

@@ -174,7 +174,7 @@ class CheckedSteps:
         agreed: bool = False,
     ) -> PaddedTrial:
         padded, unpadded = self._padded, self._unpadded
-        padded.inputs.check(values, None, None)
+        padded.inputs.declared.check(values, None, None)
         # They may be outputs of the last step, or lie in the buffers.
         padded.pool.follow_stream()
         values = copied_values(values)

@@ -13,8 +13,8 @@ from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.inputs import (
     BatchDims,
+    InputRing,
     OutputLayout,
-    SlotRing,
     StaticInputs,
     at_path,
     check_tensor,
@@ -73,7 +73,7 @@ class PaddedStep:
         inputs: StaticInputs,
         call: Callable[..., Any],
         axes: OutputLayout,
-        ring: SlotRing | None = None,
+        ring: InputRing | None = None,
         *,
         owned: bool,
     ) -> None:

@@ -12,8 +12,8 @@ from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphWrapper, hot_of
 from graphrt.core.inputs import (
     InputLayout,
+    InputRing,
     InputSlot,
-    SlotRing,
     StaticInputs,
     StepMoves,
     reqs_of,
@@ -36,7 +36,7 @@ class Read(NamedTuple):
 
     inputs: StaticInputs
     layout: InputLayout
-    ring: SlotRing | None
+    ring: InputRing | None
     views: Mapping[str, torch.Tensor]
     bind: Bind | None
 
