@@ -1,4 +1,4 @@
-"""Where the weights of a forward were when its graphs were captured, and whose they are."""
+"""The weights that a forward says it has: those of its modules, and those that the host names."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    StaleInputError,
-    UntrackedWeightsError,
-    shown,
-    tree,
-)
-from graphrt.core.device import GraphRead
+from graphrt.core.base import InvalidOptionError, shown, tree
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
 """Tensors by name, or one after the other."""
@@ -25,79 +18,32 @@ Parameters: TypeAlias = torch.nn.Module | Tensors | Callable[[], Tensors] | None
 """A module; a mapping or sequence that the forward itself reads; or what returns the tensors that
 are in use when it is called."""
 
-Where: TypeAlias = tuple[object, ...]
 Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
 
 
-class AddressBook:
-    """Where tensors are now, compared with where they were at `record()`.
+class Weights:
+    """The named weights of one forward.
 
     `parameters` are what the host named. Without them, the module that `forward` is, or is a method
-    of, is asked. `compiled` are the weights of compiled modules.
+    of, is asked. `compiled` return the weights of compiled modules. `complete` says that the
+    forward is made of modules alone.
     """
 
-    def __init__(
-        self, parameters: Parameters, forward: Any = None, compiled: Sequence[Named] = ()
-    ) -> None:
-        self._named_by_host = parameters is not None
-        self._modules, self._knows_forward = _modules_of(forward)
-        self._sources: list[Named] = [functools.partial(_tensors, m) for m in self._modules]
+    def __init__(self, forward: Any, parameters: Parameters, compiled: Sequence[Named]) -> None:
+        modules, self.complete = _modules_of(forward)
+        self.by_host = parameters is not None
+        self._sources: list[Named] = [functools.partial(_tensors, module) for module in modules]
         self._sources += compiled
         if parameters is not None:
             self._sources.append(functools.partial(_tensors, parameters))
-        self._captured: list[dict[str, Where]] = []
 
-    def record(self) -> None:
-        """Remember where everything is now."""
-        self._captured = [_places(source()) for source in self._sources]
-
-    def check(self) -> None:
-        """Raise `StaleInputError` if something that graphs read has moved."""
-        moved: dict[str, None] = {}
-        for source, before in zip(self._sources, self._captured, strict=False):
-            now = _places(source())
-            moved.update({name: None for name, where in before.items() if now.get(name) != where})
-        if moved:
-            raise StaleInputError(
-                "weights are not where the graphs read them",
-                got=", ".join([*moved][:8]) + (f" and {len(moved) - 8} more" * (len(moved) > 8)),
-                expected="every one where it was at capture",
-                advice="write new values into the old tensors, as by copy_(), or call recapture()",
-            )
-
-    def check_known(self, reads: Sequence[GraphRead] | None, own: Iterable[torch.Tensor]) -> None:
-        """Raise `UntrackedWeightsError` if graphs read what nobody compares.
-
-        `reads` are the tensors that graphs read, None if the device cannot tell; `own` are those
-        that are no weights.
-        """
-        if self._named_by_host or (reads is None and self._knows_forward):
-            return
-        advice = (
-            "Host(parameters=the module), or parameters=a function that returns the tensors in use "
-            "by name; Host(parameters={}) says that there are no weights"
-        )
-        if reads is None:
-            raise UntrackedWeightsError(
-                "whether weights moved cannot be told: the forward is no module, and this device "
-                "does not say what its graphs read",
-                expected="to know the weights of the forward",
-                advice=advice,
-            )
-        known = {_storage(tensor) for tensor in own}
-        for source in self._sources:
-            known |= {_storage(tensor) for tensor in source().values()}
-        unknown = {
-            _storage(read.tensor): read for read in reads if _storage(read.tensor) not in known
+    def now(self) -> dict[tuple[int, str], torch.Tensor]:
+        """The tensors in use, each by its source and name."""
+        return {
+            (index, name): tensor
+            for index, source in enumerate(self._sources)
+            for name, tensor in source().items()
         }
-        if unknown:
-            lines = [f"{_text(read)}" for read in unknown.values()]
-            raise UntrackedWeightsError(
-                f"whether weights moved cannot be told of {len(lines)} tensors that graphs read",
-                got="\n    ".join(["", *lines[:8]]),
-                expected="tensors of the module that the forward is, or that the host has named",
-                advice=advice,
-            )
 
 
 def check_parameters(parameters: object) -> None:
@@ -159,16 +105,3 @@ def _tensors(source: Any) -> dict[str, torch.Tensor]:
     if isinstance(source, Mapping):
         return dict(source)
     return {str(index): tensor for index, tensor in enumerate(source)}
-
-
-def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Where]:
-    return {name: tree.identity(tensor) for name, tensor in tensors.items()}
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _text(read: GraphRead) -> str:
-    tensor = read.tensor
-    return f"{tensor.dtype} {tuple(tensor.shape)}, read at {read.source or 'an unknown line'}"

@@ -1,25 +1,25 @@
-"""The walk itself: what was seen, what is still to be read, and who holds whom."""
+"""The walk from a forward to everything that its Python side holds.
+
+1. `Walk.run` takes the nearest object that was not read yet from a queue, so that an object gets
+   the shortest path, and hands it to the reader of its kind (readers.py), once.
+2. The reader returns the slots of the object, and `take` sorts them: plain values, tensors, arrays,
+   and objects, which join the queue.
+3. `Places.links` finds afterwards, if somebody asks, which slots lead to a tensor.
+"""
 
 from __future__ import annotations
 
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.trust.places.kinds import (
-    Kind,
-    Shape,
-    draws,
-    is_array,
-    is_library,
-    module_of,
-    shape_of,
-)
-from graphrt.core.trust.places.links import Link
-from graphrt.core.trust.places.slots import MISSING, Fixed, Place, module_globals
+from graphrt.core.base import tree
+from graphrt.core.trust.places.kinds import Kind, Shape, is_library, shape_of
+from graphrt.core.trust.places.slots import FIXED, Place, module_of
 
 MOST_PLAIN = 4096
 """A container of more plain values than this is known by its identity and length only."""
@@ -28,107 +28,225 @@ MOST_HOPS = 3
 """Code is read that is so many calls away from the forward, or from a method of what it holds; a
 walk without this end would read all of an installed package."""
 
-_MAY_DRAW = (Kind.OPAQUE, Kind.SKIPPED, Kind.OBJECT)
+INNER = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+"""Attributes of a module that matter to a forward, of those that torch gives to all of them."""
+
+BASES: dict[Kind, Any] = {
+    Kind.DICT: dict, Kind.LIST: list, Kind.DEQUE: deque, Kind.SET: set,
+    Kind.TUPLE: tuple, Kind.FROZENSET: frozenset,
+}  # fmt: skip
+"""By whose methods a container is read: a subclass may have its own."""
+
+_SAMPLE = 64
+_BARE = (torch.Tensor, torch.nn.Parameter)
+_CHANGES = (Kind.DICT, Kind.LIST, Kind.DEQUE, Kind.SET)
+_PLAIN_INSIDE = (Kind.TUPLE, Kind.FROZENSET)
+_LEAVES = (Kind.ARRAY, Kind.PACKED)
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
+
+Reader = Callable[["Walk", Any, Place, Shape], Iterable[tuple[Place, Any]]]
+
+
+def where_is(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """What a graph bakes in about a tensor, see `tree.identity`, and its storage, last; None if it
+    has no memory of its own, or none that may be read. Runs no `__torch_function__`."""
+    try:
+        if type(tensor) in _BARE:
+            return *tree.identity(tensor), tensor.untyped_storage()._cdata
+        plainly: Any = torch.Tensor.__torch_function__
+        storage = plainly(torch.Tensor.untyped_storage, (), (tensor,))
+        return *plainly(tree.identity, (), (tensor,)), storage._cdata
+    except RuntimeError:
+        return None
+
+
+class Link(NamedTuple):
+    """One slot on the way from a forward to a tensor, and the object there as it was.
+
+    `outline` says how large it is and what it consists of; `kept` are the objects whose ids are in
+    there, so that they stay their own.
+    """
+
+    place: Place
+    held: Any
+    shape: Shape
+    outline: tuple[object, ...]
+    kept: tuple[object, ...]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another object may be put there."""
+        return self.place.way is not FIXED
+
+    def holds(self) -> bool:
+        """Whether the same object is there, and like it was."""
+        if self.place.get() is not self.held or type(self.held) is not self.kept[0]:
+            return False
+        return _outline(self.held, self.shape)[0] == self.outline
+
+
+def _outline(value: Any, shape: Shape) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Of a tensor where it is; of a container its length; of an object its class and which
+    attributes it has, of a module also which parameters, submodules and hooks. And these."""
+    parts: list[object] = [type(value)]
+    counts: list[object] = []
+    if shape.kind is Kind.TENSOR:
+        counts.append(where_is(value))
+    held = None if shape.dict_of is None else shape.dict_of(value)
+    # Hardly any tensor has attributes.
+    if held is not None and (held or shape.kind is not Kind.TENSOR):
+        parts.append(held)
+        counts.append(len(held))
+        for name in INNER if shape.kind is Kind.MODULE else ():
+            inner: Any = held.get(name)
+            if issubclass(type(inner), dict):
+                parts.append(inner)
+                counts.append(dict.__len__(inner))
+    if shape.kind in _CHANGES:
+        counts.append(BASES[shape.kind].__len__(value))
+    return (*counts, *map(id, parts)), tuple(parts)
+
+
+class Places:
+    """What the Python side of a forward holds; every list is of pairs of a place and what is there.
+
+    It keeps the containers and tensors that it lists alive for as long as it lives itself.
+
+    A slot is looked up where the walk found it. Where a container was replaced since, a place still
+    looks into the old one: its link does not hold any more, and a new walk is needed.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Place, torch.Tensor]] = []
+        """Every slot with a tensor; a tensor with several places is in it several times."""
+        self.packed: list[tuple[Place, Any]] = []
+        """Objects of C++ that operators may be given in place of tensors."""
+        self.code: list[tuple[Place, Any]] = []
+        """The code that was read, of functions and in classes."""
+        self.slots: list[tuple[Place, Any]] = []
+        """Objects that were entered, holders before what they hold."""
+        self.containers: list[tuple[Place, Any]] = []
+        """Those of them that may get longer or shorter."""
+        self.numbers: list[Place] = []
+        """Every slot with a plain value: a number, text, None, dtype, device, size, member of an
+        enum, or a tuple of such. A set of them is one place, and its value a frozenset."""
+        self.arrays: list[tuple[Place, Any]] = []
+        """Arrays of NumPy's."""
+        self.generators: list[Any] = []
+        """Generators of random numbers, torch's, Python's and NumPy's."""
+        self.complete = True
+        """Whether everything was seen; False if the limit was reached."""
+        self.first: dict[int, Place] = {}
+        """By the id of an object, the place at which it was read."""
+
+    def values(self) -> list[object]:
+        """The numbers as they are now, in the order of `numbers`; compare with `same_value`."""
+        return [place.get() for place in self.numbers]
+
+    @property
+    def objects(self) -> list[tuple[Place, Any]]:
+        """Everything but tensors that the forward gets at through a slot: another object may be
+        there at another time."""
+        changing = [each for each in self.slots if each[0].way is not FIXED]
+        return [*self.code, *changing, *self.packed]
+
+    def links(self, tensors: Iterable[tuple[Place, torch.Tensor]] | None = None) -> list[Link]:
+        """Every slot between the forward and a tensor, or what is packed; the code that was read;
+        and these `tensors` of the walk, if not all of them."""
+        leading = self._leading()
+        ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
+        ends = self.tensors if tensors is None else tensors
+        found = []
+        for place, held in (*self.code, *ways, *ends, *self.packed):
+            shape = shape_of(type(held))
+            found.append(Link(place, held, shape, *_outline(held, shape)))
+        return found
+
+    def _leading(self) -> set[int]:
+        """The ids of the first places of all objects by way of which a tensor is reached."""
+        holders: dict[int, list[Place | None]] = {}
+        for place, value in self.slots:
+            holders.setdefault(id(self.first[id(value)]), []).append(place.owner)
+        leading: set[int] = set()
+        left = [place.owner for place, _ in (*self.tensors, *self.packed)]
+        # A tensor's attributes may hold another one.
+        while left:
+            found = left.pop()
+            if found is not None and id(found) not in leading:
+                leading.add(id(found))
+                left += holders.get(id(found), ())
+        return leading
 
 
 class Walk:
-    """A walk in breadth, so that an object gets the shortest path; `readers` hand the slots of an
-    object of their kind to `slot`."""
+    """One walk; `readers` return the slots of an object of their kind."""
 
-    def __init__(
-        self, readers: Mapping[Kind, Callable[[Walk, Any, Place, Shape], None]], limit: int
-    ) -> None:
-        self.readers = readers
+    def __init__(self, readers: Mapping[Kind, Reader], limit: int) -> None:
+        self.places = Places()
         self.left = limit
         self.hops = 0
-        self.queue: deque[tuple[Any, Place, Shape, int]] = deque()
-        self.tensors: list[tuple[int, Place, torch.Tensor]] = []
-        self.packed: list[tuple[int, Place, object]] = []
-        self.slots: list[tuple[int, Place, object]] = []
-        self.held_by: list[tuple[int, int]] = []
-        self.guards: list[tuple[int, Link]] = []
-        self.code_links: list[Link] = []
-        self.numbers: list[Place] = []
-        self.arrays: list[tuple[Place, Any]] = []
-        self.generators: list[Any] = []
-        self.opaque: list[tuple[str, str]] = []
-        # Methods are only read once some code that was read says their name.
         self.said: set[str] = set()
-        self.unsaid: dict[str, list[tuple[int, Place, object]]] = {}
-        self.globals_read: dict[int, set[str]] = {}
+        """Names in the code that was read: methods are only read once one says their name."""
+        self.unsaid: dict[str, list[tuple[Place, object]]] = {}
+        self.globals_read: set[tuple[int, str]] = set()
         self.modules_read: set[tuple[int, frozenset[str]]] = set()
         self.main_globals: dict[str, Any] | None = None
+        self._readers = readers
+        self._queue: deque[tuple[Any, Place, Shape, int]] = deque()
         self._shapes: dict[type, Shape] = {}
-        # By id; the object is kept, so that its id stays its own.
-        self._seen: dict[int, object] = {}
 
     def run(self) -> None:
         """Read everything that is found, until nothing or nothing of the limit is left."""
-        while self.queue and self.left > 0:
-            value, place, shape, self.hops = self.queue.popleft()
-            self.readers[shape.kind](self, value, place, shape)
+        queue = self._queue
+        while queue and self.left > 0:
+            value, place, shape, self.hops = queue.popleft()
+            if shape.kind in _CHANGES:
+                self.places.containers.append((place, value))
+            for _ in range(4):
+                try:
+                    self.take(self._readers[shape.kind](self, value, place, shape))
+                    break
+                except RuntimeError:  # another thread has changed the container meanwhile
+                    continue
+        self.places.complete = not queue and self.left > 0
+
+    def take(self, slots: Iterable[tuple[Place, Any]]) -> None:
+        """Take note of slots."""
+        places, shapes, first = self.places, self._shapes, self.places.first
+        for place, value in slots:
+            self.left -= 1
+            shape = shapes.get(type(value)) or self.shape(type(value))
+            kind = shape.kind
+            if shape.draws:
+                places.generators.append(value)
+            if kind is Kind.PLAIN or (kind in _PLAIN_INSIDE and self.is_plain(value)):
+                places.numbers.append(place)
+            elif kind is Kind.SKIPPED or (kind in _CODE and not _is_users(kind, value)):
+                continue
+            elif kind in _LEAVES:
+                (places.packed if kind is Kind.PACKED else places.arrays).append((place, value))
+            else:
+                (places.tensors if kind is Kind.TENSOR else places.slots).append((place, value))
+                if id(value) not in first:
+                    first[id(value)] = place
+                    self._queue.append((value, place, shape, self.hops))
 
     def shape(self, of: type) -> Shape:
-        found = self._shapes.get(of)
-        if found is None:
-            found = self._shapes[of] = shape_of(of)
+        found = self._shapes[of] = shape_of(of)
         return found
 
-    def slot(self, owner: int, place: Place, value: Any) -> None:
-        """Take note of one slot of the object whose id is `owner`."""
-        self.left -= 1
-        shape = self.shape(type(value))
-        kind = shape.kind
-        if kind in _MAY_DRAW and draws(type(value)):
-            self.generators.append(value)
-        if kind is Kind.PLAIN:
-            self.numbers.append(place)
-        elif kind is Kind.SKIPPED or value is MISSING:
-            pass
-        elif kind is Kind.NAMESPACE:
-            # Only read where code names what is in it.
-            if not is_library(str(module_globals(value).get("__name__"))):
-                self.opaque.append((place.path, "module"))
-        elif kind is Kind.OPAQUE or kind is Kind.PACKED:
-            self.opaque.append((place.path, type(value).__qualname__))
-            if kind is Kind.PACKED:
-                self.packed.append((owner, place, value))
-            elif is_array(type(value)):
-                self.arrays.append((place, value))
-        elif (kind is Kind.TUPLE or kind is Kind.FROZENSET) and self.is_plain(value):
-            self.numbers.append(place)
-        elif self._is_users(kind, value):
-            if kind is Kind.TENSOR:
-                self.tensors.append((owner, place, value))
-            elif type(place) is not Fixed:
-                self.slots.append((id(value), place, value))
-            self.enter(owner, value, place)
-
-    def enter(self, owner: int, value: object, place: Place) -> None:
-        """Read `value`, which the object of the id `owner` holds, unless that was done."""
-        self.held_by.append((owner, id(value)))
-        if id(value) not in self._seen:
-            self._seen[id(value)] = value
-            self.queue.append((value, place, self.shape(type(value)), self.hops))
-
-    def by_name(self, owner: int, place: Place, value: Any) -> bool:
+    def by_name(self, place: Place, value: Any) -> bool:
         """Take note of a slot that code names; code there is one hop further away. False if that
         is too far."""
-        if self.shape(type(value)).kind not in _CODE:
-            self.slot(owner, place, value)
+        if shape_of(type(value)).kind not in _CODE:
+            self.take([(place, value)])
             return True
         if self.hops >= MOST_HOPS:
             return False
         self.hops += 1
-        self.slot(owner, place, value)
+        self.take([(place, value)])
         self.hops -= 1
         return True
-
-    def keep(self, value: object) -> int:
-        """The id of an object, which stays its own while the walk lives."""
-        self._seen.setdefault(id(value), value)
-        return id(value)
 
     def is_plain(self, value: Any, depth: int = 4) -> bool:
         """Whether a tuple or frozenset holds nothing but plain values, and not too many."""
@@ -136,29 +254,22 @@ class Walk:
         if base.__len__(value) > MOST_PLAIN or depth == 0:
             return False
         for member in base.__iter__(value):
-            kind = self.shape(type(member)).kind
+            kind = shape_of(type(member)).kind
             nested = kind is Kind.TUPLE and self.is_plain(member, depth - 1)
             if kind is not Kind.PLAIN and not nested:
                 return False
         return True
 
-    def is_too_long(self, path: str, count: int, sample: Iterable[Any] | None) -> bool:
-        """Whether a container is not worth reading: long and of plain values, by a sample; or None,
-        if it never stops changing."""
-        if sample is None:
-            self.opaque.append((path, "changed all the time"))
-            return True
+    def is_too_long(self, values: Iterable[Any], count: int) -> bool:
+        """Whether a container is not worth reading: long and of plain values, by a sample."""
         if count <= MOST_PLAIN:
             return False
-        if all(self.shape(type(each)).kind is Kind.PLAIN for each in sample):
-            self.opaque.append((path, f"{count} plain items"))
-            return True
-        return False
+        return all(shape_of(type(each)).kind is Kind.PLAIN for each in islice(values, _SAMPLE))
 
-    @staticmethod
-    def _is_users(kind: Kind, value: Any) -> bool:
-        if kind is Kind.CLASS:
-            return not is_library(module_of(value))
-        if kind is Kind.BOUND:
-            return value.__self__ is not None and type(value.__self__) is not types.ModuleType
-        return True
+
+def _is_users(kind: Kind, value: Any) -> bool:
+    if kind is Kind.CLASS:
+        return not is_library(module_of(value))
+    if kind is Kind.BOUND:
+        return value.__self__ is not None and type(value.__self__) is not types.ModuleType
+    return True
