@@ -27,7 +27,7 @@ from graphrt.core.base import StaleInputError, UntrackedWeightsError, storage_us
 from graphrt.core.device import DeviceGraph, GraphRead
 from graphrt.core.replay import Entry, GraphPool, graphs_of, is_spare
 from graphrt.core.trust.baked import BakedValues
-from graphrt.core.trust.places import Link, Place, Places, places_of, where_is
+from graphrt.core.trust.places import FIXED, Link, Places, places_of, where_is
 from graphrt.core.trust.watching import (
     UnknownMemory,
     Use,
@@ -146,17 +146,23 @@ class ReadSet:
         for _, tensor in places_of(self._forward).tensors:
             if where_is(tensor) is not None and address_of(tensor) in touched:
                 use = Use.of(tensor, "a kernel that is no operator of torch's")
-                self._held.setdefault(use.ref.cdata, (tensor.untyped_storage(), use))
+                known = self._held.get(use.ref.cdata)
+                if known is None or known[1] is None:
+                    self._held[use.ref.cdata] = tensor.untyped_storage(), use
         self.settle()
 
     def settle(self) -> Places:
         """Find names for what is held, and note where it is; returns the walk."""
         places = places_of(self._forward)
         self.values = BakedValues(places)
-        reads = [each for each in places.tensors if self._is_read(each[1])]
-        if self.remade:
-            reads = [each for each in reads if each[0].path not in self.remade]
-        self._where = _by_path(reads, places.packed)
+        reads = []
+        self._where = {}
+        for place, tensor in places.tensors:
+            where = where_is(tensor)
+            if self._is_read(where) and not (self.remade and place.path in self.remade):
+                reads.append((place, tensor))
+                self._where[place.path] = where
+        self._where.update((place.path, value) for place, value in places.packed)
         self.links = places.links(reads)
         return places
 
@@ -169,8 +175,7 @@ class ReadSet:
         self.remade.clear()
         self.protected.clear()
 
-    def _is_read(self, tensor: torch.Tensor) -> bool:
-        where = where_is(tensor)
+    def _is_read(self, where: tuple[Any, ...] | None) -> bool:
         _, use = (None, None) if where is None else self._held.get(where[-1], (None, None))
         # Eager parts look again at every replay.
         return use is not None and (self._has_full or not use.in_parts)
@@ -184,8 +189,12 @@ class ReadSet:
         Put together of what runs in C: a step takes one of them.
         """
         # Code is replaced by hand alone, and takes longer to look at.
-        slots = [link for link in self.links if link.is_open and not isinstance(link.held, _CODE)]
-        tensors = [link.held for link in slots if isinstance(link.held, torch.Tensor)]
+        slots = [
+            link
+            for link in self.links
+            if link.place.way is not FIXED and not issubclass(type(link.held), _CODE)
+        ]
+        tensors = [link.held for link in slots if issubclass(type(link.held), torch.Tensor)]
         found = map(call, cycle([link.place.getter() for link in slots]))
         same = map(is_, found, cycle([link.held for link in slots]))
         if not tensors:
@@ -270,7 +279,8 @@ class ReadSet:
             )
 
     def _moved_in(self, places: Places) -> list[str]:
-        now = _by_path(places.tensors, places.packed)
+        now: dict[str, object] = {place.path: where_is(tensor) for place, tensor in places.tensors}
+        now.update((place.path, value) for place, value in places.packed)
         return [path for path, was in self._where.items() if not _is_same(was, now.get(path))]
 
     def _named_now(self) -> dict[tuple[int, str], object]:
@@ -330,15 +340,6 @@ class ReadSet:
 
     def _uses(self) -> list[tuple[torch.UntypedStorage, Use]]:
         return [(storage, use) for storage, use in self._held.values() if use is not None]
-
-
-def _by_path(
-    tensors: Iterable[tuple[Place, torch.Tensor]], packed: Iterable[tuple[Place, object]]
-) -> dict[str, object]:
-    """Where tensors are, and packed weights themselves."""
-    found: dict[str, object] = {place.path: where_is(tensor) for place, tensor in tensors}
-    found.update((place.path, value) for place, value in packed)
-    return found
 
 
 def _is_same(was: object, now: object) -> bool:

@@ -2,10 +2,11 @@
 
 from graphrt.core.trust.places.kinds import Kind, Shape, is_array, shape_of
 from graphrt.core.trust.places.readers import places_of
-from graphrt.core.trust.places.slots import MISSING, Place, same_value
+from graphrt.core.trust.places.slots import FIXED, MISSING, Place, same_value
 from graphrt.core.trust.places.walk import Link, Places, where_is
 
 __all__ = [
+    "FIXED",
     "MISSING",
     "Kind",
     "Link",

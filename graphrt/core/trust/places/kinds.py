@@ -22,6 +22,7 @@ from graphrt.core.trust.places.slots import (
     is_numpy_number,
     module_globals,
     module_of,
+    modules_of,
     name_of,
     namespace_of,
 )
@@ -160,26 +161,28 @@ def shape_of(of: type) -> Shape:
 
 
 def _shape_of(of: type) -> Shape:
-    draws = _draws(of)
     if issubclass(of, threading.local):
-        return Shape(Kind.SKIPPED, draws=draws)
+        return Shape(Kind.SKIPPED)
+    bases, modules = bases_of(of), modules_of(of)
     kind = None
     for base, kind_of_base in _BASES:
         if issubclass(of, base):
             kind = kind_of_base
             break
-    else:
-        if is_numpy_number(of):
-            kind = Kind.PLAIN
+    if kind is None and is_numpy_number(of):
+        kind = Kind.PLAIN
     if kind is Kind.PLAIN or kind is Kind.SKIPPED:
         return Shape(kind)
     dict_of, slots = _attributes(of)
     if kind is None:
-        kind = _kind_of_object(of, bool(dict_of or slots))
-    said = (namespace_of(base).get("__dataclass_params__") for base in bases_of(of))
-    frozen = getattr(next((each for each in said if each is not None), None), "frozen", False)
-    users = tuple([base for base in bases_of(of) if not is_library(module_of(base))])
-    return Shape(kind, dict_of, slots, frozen is True, users, draws)
+        kind = _kind_of_object(of, modules, bool(dict_of or slots))
+    frozen, users = None, []
+    for base, module in zip(bases, modules, strict=True):
+        frozen = frozen or namespace_of(base).get("__dataclass_params__")
+        if not is_library(module):
+            users.append(base)
+    is_frozen = getattr(frozen, "frozen", False) is True
+    return Shape(kind, dict_of, slots, is_frozen, tuple(users), _draws(of, modules))
 
 
 _BY_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
@@ -203,20 +206,18 @@ def _attributes(of: type) -> tuple[Callable[[Any], Any] | None, Any]:
     return dict_of, tuple(slots)
 
 
-def _kind_of_object(of: type, has_attributes: bool) -> Kind:
-    home = next((base for base in bases_of(of) if "unwrap" in namespace_of(base)), None)
-    if home is not None and is_library(module_of(home)) and _root(home) == "graphrt":
-        return Kind.WRAPPER
+def _kind_of_object(of: type, modules: list[str], has_attributes: bool) -> Kind:
+    for base, module in zip(bases_of(of), modules, strict=True):
+        if "unwrap" in namespace_of(base):
+            if is_library(module) and module.startswith("graphrt."):
+                return Kind.WRAPPER
+            break
     if is_array(of):
         return Kind.ARRAY
     # Of torch only masks of attention and what is like them: streams, graphs and what the compiler
     # keeps are no state of a model.
-    entered = not is_library(module_of(of)) or module_of(of).startswith("torch.nn.")
+    entered = not is_library(modules[0]) or modules[0].startswith("torch.nn.")
     return Kind.OBJECT if of in _ENTERED or (entered and has_attributes) else Kind.SKIPPED
-
-
-def _root(of: type) -> str:
-    return module_of(of).partition(".")[0]
 
 
 def is_array(kind: type) -> bool:
@@ -224,13 +225,15 @@ def is_array(kind: type) -> bool:
     return (module_of(kind), name_of(kind)) == ("numpy", "ndarray")
 
 
-def _draws(kind: type) -> bool:
-    """Whether random numbers are drawn from objects of `kind`, whose state can be read and set."""
-    if issubclass(kind, torch.Generator | random.Random):
+def _draws(of: type, modules: list[str]) -> bool:
+    """Whether random numbers are drawn from objects of a type, whose state can be read and set."""
+    if issubclass(of, torch.Generator | random.Random):
         # The system's own randomness has no state.
-        return not issubclass(kind, random.SystemRandom)
-    of_numpy = [name_of(c) for c in bases_of(kind) if module_of(c).startswith("numpy.")]
-    return "RandomState" in of_numpy or ("Generator" in of_numpy and hasattr(kind, "bit_generator"))
+        return not issubclass(of, random.SystemRandom)
+    for base, module in zip(bases_of(of), modules, strict=True):
+        if module.startswith("numpy.") and name_of(base) in ("RandomState", "Generator"):
+            return True
+    return False
 
 
 def hashes_plainly(key: object) -> bool:

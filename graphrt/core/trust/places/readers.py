@@ -94,10 +94,12 @@ def _attributes(
         for name, each in dict.items(held):
             if name not in skipped and type(name) is str:
                 found.append((Place(place, f".{name}", way, held, name), each))
-    way = FROZEN_FIELD if shape.frozen else FIELD
-    slots = [Place(place, f".{name}", way, value, each) for name, each in shape.slots]
-    found += [(slot, slot.get()) for slot in slots]
-    found += [(Place(place, name_of(base), FIXED, base), base) for base in shape.users]
+    for name, descriptor in shape.slots:
+        way = FROZEN_FIELD if shape.frozen else FIELD
+        slot = Place(place, f".{name}", way, value, descriptor)
+        found.append((slot, slot.get()))
+    for base in shape.users:
+        found.append((Place(place, name_of(base), FIXED, base), base))
     return found
 
 

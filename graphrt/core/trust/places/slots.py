@@ -49,6 +49,11 @@ def module_of(of: type) -> str:
     return name if type(name) is str else "builtins"
 
 
+def modules_of(of: type) -> list[str]:
+    """`module_of` a class and its bases."""
+    return [*map(module_of, bases_of(of))]
+
+
 class Way(NamedTuple):
     """How slots of one kind are read and written, each by its holder and key."""
 
@@ -319,5 +324,4 @@ _OF_BASES: dict[type, Callable[[Any, Any], object]] = {
 
 def is_numpy_number(kind: type) -> bool:
     """Whether `kind` is a scalar type of NumPy, which need not be installed."""
-    names = [(module_of(base), name_of(base)) for base in bases_of(kind)]
-    return ("numpy", "generic") in names
+    return ("numpy", "generic") in zip(modules_of(kind), map(name_of, bases_of(kind)), strict=True)

@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ BASES: dict[Kind, Any] = {
 
 _SAMPLE = 64
 _BARE = (torch.Tensor, torch.nn.Parameter)
+_PLAINLY: Any = torch.Tensor.__torch_function__
+_DICTS = (dict, OrderedDict)
 _CHANGES = (Kind.DICT, Kind.LIST, Kind.DEQUE, Kind.SET)
 _PLAIN_INSIDE = (Kind.TUPLE, Kind.FROZENSET)
 _LEAVES = (Kind.ARRAY, Kind.PACKED)
@@ -53,9 +56,8 @@ def where_is(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     try:
         if type(tensor) in _BARE:
             return *tree.identity(tensor), tensor.untyped_storage()._cdata
-        plainly: Any = torch.Tensor.__torch_function__
-        storage = plainly(torch.Tensor.untyped_storage, (), (tensor,))
-        return *plainly(tree.identity, (), (tensor,)), storage._cdata
+        storage = _PLAINLY(torch.Tensor.untyped_storage, (), (tensor,))
+        return *_PLAINLY(tree.identity, (), (tensor,)), storage._cdata
     except RuntimeError:
         return None
 
@@ -63,48 +65,63 @@ def where_is(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 class Link(NamedTuple):
     """One slot on the way from a forward to a tensor, and the object there as it was.
 
-    `outline` says how large it is and what it consists of; `kept` are the objects whose ids are in
-    there, so that they stay their own.
+    `look` gives the address of a tensor, the length of a container, or which attributes an object
+    has, by ids of objects that are `kept`, so that the ids stay their own.
     """
 
     place: Place
     held: Any
-    shape: Shape
-    outline: tuple[object, ...]
-    kept: tuple[object, ...]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether another object may be put there."""
-        return self.place.way is not FIXED
+    look: Callable[[Any], object] | None = None
+    was: object = None
+    kept: tuple[object, ...] = ()
 
     def holds(self) -> bool:
         """Whether the same object is there, and like it was."""
-        if self.place.get() is not self.held or type(self.held) is not self.kept[0]:
+        if self.place.way.get(self.place.holder, self.place.key) is not self.held:
             return False
-        return _outline(self.held, self.shape)[0] == self.outline
+        return self.look is None or _seen(self.look, self.held) == self.was
 
 
-def _outline(value: Any, shape: Shape) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Of a tensor where it is; of a container its length; of an object its class and which
-    attributes it has, of a module also which parameters, submodules and hooks. And these."""
-    parts: list[object] = [type(value)]
-    counts: list[object] = []
+def _link_to(place: Place, held: Any) -> Link:
+    """What is at a place now."""
+    look: Callable[[Any], object] | None = None
+    kept: tuple[object, ...] = ()
+    shape = shape_of(type(held))
     if shape.kind is Kind.TENSOR:
-        counts.append(where_is(value))
-    held = None if shape.dict_of is None else shape.dict_of(value)
-    # Hardly any tensor has attributes.
-    if held is not None and (held or shape.kind is not Kind.TENSOR):
-        parts.append(held)
-        counts.append(len(held))
-        for name in INNER if shape.kind is Kind.MODULE else ():
-            inner: Any = held.get(name)
-            if issubclass(type(inner), dict):
-                parts.append(inner)
-                counts.append(dict.__len__(inner))
+        look = tree.identity if type(held) in _BARE else _identity
+    elif shape.dict_of is not None:
+        own = shape.dict_of(held)
+        look, kept = partial(_outline, shape, type(held)), (own, *map(own.get, INNER))
+    elif shape.kind in _CHANGES:
+        look = BASES[shape.kind].__len__
+    return Link(place, held, look, None if look is None else _seen(look, held), kept)
+
+
+def _seen(look: Callable[[Any], object], held: Any) -> object:
+    try:
+        return look(held)
+    except RuntimeError:  # a tensor without memory
+        return None
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    return _PLAINLY(tree.identity, (), (tensor,))
+
+
+def _outline(shape: Shape, of: type, value: Any) -> tuple[int, ...]:
+    """Which attributes an object of the class `of` has, whatever their values; of a module also
+    which parameters, buffers, submodules and hooks; of a container its length."""
+    if type(value) is not of or shape.dict_of is None:
+        return ()
+    held = shape.dict_of(value)
+    found = [id(held), len(held)]
+    for name in INNER if shape.kind is Kind.MODULE else ():
+        inner: Any = held.get(name)
+        if type(inner) in _DICTS:
+            found += (id(inner), len(inner))
     if shape.kind in _CHANGES:
-        counts.append(BASES[shape.kind].__len__(value))
-    return (*counts, *map(id, parts)), tuple(parts)
+        found.append(BASES[shape.kind].__len__(value))
+    return tuple(found)
 
 
 class Places:
@@ -156,11 +173,7 @@ class Places:
         leading = self._leading()
         ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
         ends = self.tensors if tensors is None else tensors
-        found = []
-        for place, held in (*self.code, *ways, *ends, *self.packed):
-            shape = shape_of(type(held))
-            found.append(Link(place, held, shape, *_outline(held, shape)))
-        return found
+        return [_link_to(*each) for each in (*self.code, *ways, *ends, *self.packed)]
 
     def _leading(self) -> set[int]:
         """The ids of the first places of all objects by way of which a tensor is reached."""
@@ -194,6 +207,11 @@ class Walk:
         self._readers = readers
         self._queue: deque[tuple[Any, Place, Shape, int]] = deque()
         self._shapes: dict[type, Shape] = {}
+        self._lists: dict[Kind, list[tuple[Place, Any]]] = {
+            Kind.TENSOR: self.places.tensors,
+            Kind.ARRAY: self.places.arrays,
+            Kind.PACKED: self.places.packed,
+        }
 
     def run(self) -> None:
         """Read everything that is found, until nothing or nothing of the limit is left."""
@@ -212,28 +230,26 @@ class Walk:
 
     def take(self, slots: Iterable[tuple[Place, Any]]) -> None:
         """Take note of slots."""
-        places, shapes, first = self.places, self._shapes, self.places.first
+        places, shapes, first, lists = self.places, self._shapes, self.places.first, self._lists
         for place, value in slots:
             self.left -= 1
-            shape = shapes.get(type(value)) or self.shape(type(value))
+            shape = shapes.get(type(value))
+            if shape is None:
+                shape = shapes[type(value)] = shape_of(type(value))
             kind = shape.kind
             if shape.draws:
                 places.generators.append(value)
             if kind is Kind.PLAIN or (kind in _PLAIN_INSIDE and self.is_plain(value)):
                 places.numbers.append(place)
-            elif kind is Kind.SKIPPED or (kind in _CODE and not _is_users(kind, value)):
                 continue
-            elif kind in _LEAVES:
-                (places.packed if kind is Kind.PACKED else places.arrays).append((place, value))
-            else:
-                (places.tensors if kind is Kind.TENSOR else places.slots).append((place, value))
-                if id(value) not in first:
-                    first[id(value)] = place
-                    self._queue.append((value, place, shape, self.hops))
-
-    def shape(self, of: type) -> Shape:
-        found = self._shapes[of] = shape_of(of)
-        return found
+            if kind is Kind.SKIPPED or (kind in _CODE and not _is_users(kind, value)):
+                continue
+            lists.get(kind, places.slots).append((place, value))
+            if type(value) in _BARE and not value.__dict__:
+                continue
+            if kind not in _LEAVES and id(value) not in first:
+                first[id(value)] = place
+                self._queue.append((value, place, shape, self.hops))
 
     def by_name(self, place: Place, value: Any) -> bool:
         """Take note of a slot that code names; code there is one hop further away. False if that
