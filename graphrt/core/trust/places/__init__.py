@@ -1,9 +1,8 @@
 """What the Python side of a forward holds: its tensors, its plain values, and the way to them."""
 
 from graphrt.core.trust.places.kinds import Kind, Shape, is_array, shape_of
-from graphrt.core.trust.places.readers import places_of
 from graphrt.core.trust.places.slots import FIXED, MISSING, Place, same_value
-from graphrt.core.trust.places.walk import Link, Places, where_is
+from graphrt.core.trust.places.walk import Link, Places, places_of, where_is
 
 __all__ = [
     "FIXED",
