@@ -17,7 +17,6 @@ from graphrt.core.runner._meanwhile import StepsMeanwhile
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import GraphRecord
 from graphrt.core.runner.steps import TrialRecord
-from graphrt.core.runner.touched import unknown_memory_of
 from graphrt.core.trust import TensorUse, UnknownMemory
 
 
@@ -136,22 +135,22 @@ def report_of(
         staging_waits=inputs.staging_waits,
         inputs_in_graph=inputs.ring is not None,
         unbroken=graphs.unbroken(),
-        trust=_trust(graphs, pool, inputs),
+        trust=_trust(graphs),
         meanwhile=meanwhile,
     )
 
 
-def _trust(graphs: GraphSet, pool: GraphPool, inputs: StaticInputs) -> TrustReport:
+def _trust(graphs: GraphSet) -> TrustReport:
     trials = tuple(replace(record) for record in graphs.checks.records.values())
     reads = graphs.reads
-    if reads is None:
+    if not reads.watched:
         return TrustReport(trials=trials, mixes_rows=graphs.mixes_rows)
     tried = [record.descriptor for record in trials if record.steps]
     return TrustReport(
         reads.table(),
         trials,
         tuple(reads.protected),
-        unknown_memory_of(graphs, pool, inputs, tried) if tried else None,
+        graphs.unknown_memory(tried) if tried else None,
         graphs.mixes_rows,
     )
 
