@@ -38,7 +38,7 @@ from graphrt.core.plan.budget import (
     LeftOut,
     PlannedCapture,
 )
-from graphrt.core.plan.compiled import SavedFacts
+from graphrt.core.plan.resolution import SavedFacts
 
 FORMAT = 2
 """The version of the file; another one is refused."""
