@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -329,6 +330,13 @@ def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield from places(content[0], (*path, 0))
 
 
+def content_of(planned: Plan) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        planned.save(Path(folder, "plan.json"))
+        content = json.loads(Path(folder, "plan.json").read_text())
+    return {name: content[name] for name in ("arguments", "printed")}
+
+
 def file_content() -> dict[str, Any]:
     """What the fingerprint of a file is of."""
     planned = plan(
@@ -339,7 +347,7 @@ def file_content() -> dict[str, Any]:
         variants=[("a", 1)],
         bounds=[(16,)],
     )
-    return json.loads(json.dumps(planned._content()))
+    return content_of(planned)
 
 
 def forged(tmp_path: Path, content: Any) -> Path:

@@ -183,11 +183,12 @@ def nested(depth: int) -> Any:
 def forged(path: Path, top: dict[str, Any], arguments: dict[str, Any]) -> Path:
     """A plan's file with other content, and the fingerprint that fits it."""
     plan = Plan("FULL_AND_PIECEWISE", sizes=[1, 2, 4], budget=Budget(graphs=3), platform="cpu")
-    content = json.loads(json.dumps(plan._content()))
+    plan.save(path)
+    whole = json.loads(path.read_text())
+    content = {name: whole[name] for name in ("arguments", "printed")}
     content["arguments"].update(arguments)
     content.update(top)
-    told = {"graphrt_plan": saved.FORMAT, "fingerprint": saved.fingerprint(content)}
-    path.write_text(json.dumps({**told, "made_with": "graphrt", **content}))
+    path.write_text(json.dumps({**whole, **content, "fingerprint": saved.fingerprint(content)}))
     return path
 
 

@@ -151,9 +151,6 @@ class Batch(_Fields):
 
     The counts are ints, or integers of NumPy or in tensors, which become ints here. Raises
     `InvalidBatchError` for others; what the rest holds is looked at when it is dispatched.
-
-    What has to know every field is below this class: a new field comes last, with a default, and
-    needs a line in `checked_batch`, `is_plain` and `same_in_python`; `native/same.c` has no fields.
     """
 
     __slots__ = ()
@@ -184,6 +181,10 @@ class Batch(_Fields):
     def _make(cls, iterable: Iterable[Any]) -> Batch:  # type: ignore[override]
         # As above: a batch of 9.0 tokens equals one of 9, and would be told what that was.
         return cls(*iterable)
+
+
+# What has to know every field of a batch is from here on. A new one comes last, with a default; it
+# is named in `checked_batch`, `is_plain` and `same_in_python`, whose twin in C knows no fields.
 
 
 def checked_batch(batch: object) -> Batch:

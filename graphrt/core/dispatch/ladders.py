@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 from operator import le
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
+from graphrt.core.batch import Batch, GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 
 GRAPH_MODES = (GraphMode.FULL, GraphMode.PIECEWISE)
@@ -15,23 +15,13 @@ GRAPH_MODES = (GraphMode.FULL, GraphMode.PIECEWISE)
 _INF = float("inf")
 
 
-class Graph(Protocol):
-    """A graph that may serve a batch."""
-
-    @property
-    def mode(self) -> GraphMode: ...
-
-    @property
-    def descriptor(self) -> BatchDescriptor: ...
-
-
-def preferred(first: Graph, second: Graph) -> bool:
+def preferred(first: Dispatch, second: Dispatch) -> bool:
     """Whether `first` is the better of two graphs that can both serve a batch."""
     axes = max(len(first.descriptor.bounds), len(second.descriptor.bounds))
     return _preference(first, axes) < _preference(second, axes)
 
 
-def _preference(graph: Graph, axes: int) -> tuple[object, ...]:
+def _preference(graph: Dispatch, axes: int) -> tuple[object, ...]:
     """The least of the compatible graphs is the best; `axes` is how many bounds are compared."""
     descriptor = graph.descriptor
     bounds = descriptor.bounds

@@ -17,7 +17,7 @@ from graphrt.core.base import (
 )
 from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, checked_variant
 from graphrt.core.plan.budget import Budget
-from graphrt.core.plan.compiled import AUTO, all_compiled
+from graphrt.core.plan.resolution import AUTO, all_compiled
 from graphrt.core.plan.sizes import check_query_lens, check_sizes
 from graphrt.core.plan.traffic import Traffic, check_traffic
 

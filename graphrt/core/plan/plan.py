@@ -38,8 +38,14 @@ from graphrt.core.plan.budget import (
     by_priority,
     fit,
 )
-from graphrt.core.plan.compiled import AUTO, provider_of, without_graphs
-from graphrt.core.plan.resolution import SWITCHED_OFF, ModeResolution, resolve_mode
+from graphrt.core.plan.resolution import (
+    AUTO,
+    SWITCHED_OFF,
+    ModeResolution,
+    provider_of,
+    resolve_mode,
+    with_switches,
+)
 from graphrt.core.plan.sizes import (
     CaptureKey,
     CaptureSizes,
@@ -130,7 +136,7 @@ class Plan:
             pieces=provider,
             whole_graph_pass=whole_graph,
         )
-        resolution = _unless_off(without_graphs(self.compiled, resolution))
+        resolution = with_switches(self.compiled, resolution)
         self.sizes: CaptureSizes = self._sizes_of(own)
         check_decode(resolution.mode, self.sizes)
         keys = self._keys_of(resolution.mode, self.sizes)
@@ -340,9 +346,3 @@ class Plan:
 def _as_dict(graph: PlannedCapture | LeftOut) -> dict[str, Any]:
     more = dict(zip(graph._fields[3:], graph[3:], strict=True))
     return {"mode": graph.mode, **graph.descriptor._asdict(), **vars(graph.cost), **more}
-
-
-def _unless_off(resolution: ModeResolution) -> ModeResolution:
-    if not graphs_off():
-        return resolution
-    return resolution.stepped(SWITCHED_OFF, GraphMode.NONE, "GRAPHRT_MODE=NONE is set")

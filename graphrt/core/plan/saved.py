@@ -38,7 +38,7 @@ from graphrt.core.plan.budget import (
     LeftOut,
     PlannedCapture,
 )
-from graphrt.core.plan.compiled import SavedFacts
+from graphrt.core.plan.resolution import SavedFacts
 
 FORMAT = 2
 """The version of the file; another one is refused."""
@@ -219,8 +219,9 @@ def of_a_plan(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _not_a_plan(path: str | os.PathLike[str], got: object, expected: str) -> PlanFileError:
+    named = str(path) if isinstance(path, (str, os.PathLike)) else shown(path)
     return PlanFileError(
-        f"{str(path)[:200]} is no plan that can be used",
+        f"{named[:200]} is no plan that can be used",
         got=got,
         expected=expected,
         advice="save it again: graphrt plan --save PATH, or Plan(...).save(path)",

@@ -153,7 +153,8 @@ def capture_sizes(
     if max_size is not None:
         limit = min(_positive("max_size", max_size), max_num_tokens)
     own = None if sizes is None else _cut(check_sizes(sizes), max_size)
-    _check_count(len(query_lens) * (limit // 16 if own is None else len(own)))
+    ladder = limit // 16 if own is None else len(own)
+    _refuse_many(len(query_lens) * ladder, _MOST_GRAPHS, "graphs")
     if own is None:
         mixed = mixed_sizes(
             limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=longest
@@ -204,7 +205,7 @@ def descriptors_for(
             for q, ladder in sizes.decode.items()
             for size in ladder
         ]
-    _check_count(len(keys) * len(loras) * len(bounds) * len(variants))
+    _refuse_many(len(keys) * len(loras) * len(bounds) * len(variants), _MOST_GRAPHS, "graphs")
     cases: dict[CaptureKey, None] = {}
     for runtime_mode, named in keys:
         of_mode = bounds if runtime_mode is GraphMode.FULL else ((),)
@@ -234,8 +235,7 @@ def capture_order(key: CaptureKey) -> tuple[object, ...]:
 
 def _steps(limit: int) -> list[int]:
     """1, 2, 4, then every 8 below 256, then every 16, up to `limit`."""
-    if limit > 16 * _MOST:
-        raise _too_many(f"up to {limit} tokens there are {limit // 16}")
+    _refuse_many(limit // 16, _MOST, "capture sizes")
     few = [n for n in (1, 2, 4) if n <= limit]
     return [*few, *range(8, min(limit + 1, 256), 8), *range(256, limit + 1, 16)]
 
@@ -289,25 +289,16 @@ def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
         )
 
 
-def _check_count(graphs: int) -> None:
-    """Raise `InvalidSizesError` for more graphs than anybody captures, before any is planned."""
-    if graphs > _MOST_GRAPHS:
+def _refuse_many(count: int, most: int, what: str) -> None:
+    """Raise `InvalidSizesError` for more than anybody captures, before any of it is planned."""
+    if count > most:
         raise InvalidSizesError(
-            "a plan of so many graphs is a mistake",
-            got=f"{graphs} graphs, one for each size, query length, number of LoRAs, bound and "
-            "variant",
-            expected=f"at most {_MOST_GRAPHS}",
-            advice="fewer sizes, loras, bounds, variants or query_lens",
+            f"a plan of so many {what} is a mistake",
+            got=f"{count} {what}",
+            expected=f"at most {most}",
+            advice="sizes=[1, 2, 4, 8] or a smaller max_size, and fewer loras, bounds, variants or "
+            "query_lens",
         )
-
-
-def _too_many(what: str) -> InvalidSizesError:
-    return InvalidSizesError(
-        "a plan of so many capture sizes is a mistake",
-        got=what,
-        expected=f"at most {_MOST} sizes",
-        advice="sizes=[1, 2, 4, 8], or a smaller max_size",
-    )
 
 
 def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
