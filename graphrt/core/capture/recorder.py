@@ -15,6 +15,7 @@ from graphrt.core.base import (
     Undo,
     dispatch_modes,
     freeze_garbage,
+    outside_modes,
     set_for_capture,
     thaw_garbage,
     tree,
@@ -355,7 +356,8 @@ class Capture:
         self.graph = None
         if not self._platform.capture_executes:
             # A capturing call has the effect of one eager call, and what follows reads its results.
-            segment.replay()
+            # As at a step, no dispatch mode of the capturing call sees what a replay does.
+            outside_modes(segment.replay)
         if self._share and not tasks:
             self._platform.share_executable(graph, self.pool.memory)
 
