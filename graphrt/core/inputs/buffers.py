@@ -67,6 +67,12 @@ class StaticInputs:
         self._axes = {name: spec.batch_axis() for name, spec in self._specs.items()}
         # Those without a batch axis: of these a step has all there is.
         self.whole = frozenset(name for name, (axis, _) in self._axes.items() if axis is None)
+        # Those that may require a gradient.
+        self.graded = [
+            name
+            for name, spec in self._specs.items()
+            if spec.dtype.is_floating_point or spec.dtype.is_complex
+        ]
         self.has_requests = any(axis and axis.name == "reqs" for axis, _ in self._axes.values())
         pads = {name: PadSource(spec) for name, spec in self._packed.items()}
         self._layouts: dict[tuple[int, int], InputLayout] = {}

@@ -88,8 +88,13 @@ class GraphSet:
         self.weights = AddressBook(
             host.parameters, forward, [module.weights for module in self._compiled.modules]
         )
-        # A plain hit looks at no gradients, and compiled code has none in any case.
-        self.gradients = Gradients(on=options.checks("sample") and not self._compiled.modules)
+        self.gradients = Gradients(
+            inputs.graded,
+            # Compiled code has none in any case.
+            on=options.checks("capture") and not self._compiled.modules,
+            # A plain hit looks at no weights.
+            of_weights=options.checks("sample"),
+        )
         self.run_forward = EagerForward(forward, self.gradients)
         watches = options.checks("capture") and not self.eager_launch
         self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None
@@ -341,7 +346,9 @@ class GraphSet:
             wrapper = self._wrappers.get(record.mode)
             step = self.steps[self.dispatcher.reserve(record.mode, record.descriptor)]
             if wrapper is not None and step is not None:
-                step.hold(wrapper, self._inputs, self._pool, self._host.bind)
+                step.hold(
+                    wrapper, self._inputs, self._pool, self._host.bind, self.gradients.of_inputs
+                )
 
     def _settle_or_release(self, saved: WatchedState | None, more: bool) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""

@@ -63,6 +63,8 @@ class ByFetch:
             if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
                 check_other(name, move.field.spec, value, tuple(shape))
                 plain = False
+            if value.requires_grad:
+                plain = False  # steps that are alike one without a gradient are plain hits
             if not value.is_cpu:
                 if elsewhere is None:
                     elsewhere = {}
