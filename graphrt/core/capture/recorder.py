@@ -362,9 +362,10 @@ class Capture:
             self._platform.share_executable(graph, self.pool.memory)
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
+        hooks = self._hooks if self._constants is None else self._constants.hooks(self._hooks)
         if tasks:
-            return TaskedSegment(self._platform, graph, tasks, self._hooks)
-        return graph if self._hooks is None else HookedSegment(graph, self._hooks)
+            return TaskedSegment(self._platform, graph, tasks, hooks)
+        return graph if hooks is None else HookedSegment(graph, hooks)
 
     def discard(self) -> None:
         """Take back what is captured, and what is open; once more changes nothing."""

@@ -27,9 +27,11 @@ VALUE_READS = frozenset(
     "aten::" + name for name in ("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item")
 )
 """They read values and do nothing else: those of constants are the same at every replay."""
+INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
+"""They take masks as indices: those that are constants choose the same places at every replay."""
 _SYNC_OPS = VALUE_READS | {"aten::_linalg_check_errors", "aten::_pack_padded_sequence"}
 _HOST_TYPES = frozenset({"int", "float", "bool", "number", "complex", "SymInt"})
-_MASK_DTYPES = frozenset({torch.bool, torch.uint8})
+MASK_DTYPES = frozenset({torch.bool, torch.uint8})
 _SHAPE_ADVICE = {
     "aten::nonzero": "use torch.nonzero_static(size=...), or torch.where(mask, x, y)",
     "aten::masked_select": "use torch.where(mask, x, fill), which keeps the shape",
@@ -53,7 +55,7 @@ def refusal_of(op: Operator) -> _Refusal | None:
         return _refuse_collective
     if op.name in _SYNC_OPS or torch.Tag.data_dependent_output in op.tags:
         return _refuse_operator
-    if op.name in ("aten::index", "aten::index_put", "aten::index_put_"):
+    if op.name in INDEXED:
         return _refuse_masks
     if op.name == "aten::repeat_interleave":
         return None if op.label.endswith("self_int") else _refuse_repeats
@@ -94,7 +96,7 @@ def _refuse_dynamic_shape(op: Operator, args: tuple[Any, ...], kwargs: dict[str,
 
 def _masks(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     indices = args[1] if len(args) > 1 else kwargs["indices"]
-    if not any(i is not None and i.dtype in _MASK_DTYPES for i in indices):
+    if not any(i is not None and i.dtype in MASK_DTYPES for i in indices):
         return False
     if op.name == "aten::index":
         return True
