@@ -10,6 +10,7 @@ as an index or `torch.full((1,), 7.0).to(x.device)` is one. While a segment is o
 4. a mask among the indices counts as the places that it chooses, as long as nothing writes it.
 
 A NumPy array is Python data too, in memory that the host may write: each replay compares it first.
+So is a constant that another capture in the pool has returned, as pieces of one step do.
 Any other tensor of the host's that the forward did not make is no constant: the host may write it,
 and no replay would see that. Its copy is an error, unless it is page-locked: then replays read it.
 """
@@ -33,9 +34,9 @@ from graphrt.core.base import (
     tree,
     unseen,
 )
-from graphrt.core.capture.refusals import user_source
-from graphrt.core.device import DeviceGraph, Platform
-from graphrt.core.replay import SegmentHooks
+from graphrt.core.capture.refusals import Source, user_source
+from graphrt.core.device import DeviceGraph
+from graphrt.core.replay import GraphPool, SegmentHooks
 
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
@@ -46,12 +47,12 @@ when its entry is dropped, and is reset only behind that."""
 
 
 class _Array:
-    """Memory of a NumPy array that a forward made a tensor of, and what it held then."""
+    """Memory that the host may write, such as a NumPy array's, and what it held at a capture."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, source: Source | None = None) -> None:
         self._tensor = tensor
         self._held = _bytes_of(tensor)
-        self._source = user_source()
+        self._source = source
 
     def check(self) -> None:
         """Raise `BakedScalarError` if it holds something else now."""
@@ -59,8 +60,8 @@ class _Array:
             return
         where = "" if self._source is None else f", at {self._source}"
         raise BakedScalarError(
-            "the forward makes a tensor of a NumPy array, which was written since: a graph has the "
-            "values of its capture for ever",
+            "a NumPy array, or a constant of an earlier piece, that a graph has a copy of was "
+            "written since: the graph has the values of its capture for ever",
             got=f"{self._tensor.dtype} {tuple(self._tensor.shape)}{where}",
             expected="the values of the capture",
             advice="pass it as an input, or keep it in a tensor on the device and write that in "
@@ -73,6 +74,9 @@ class _Constant(NamedTuple):
 
     storage: StorageWeakRef
     arrays: tuple[_Array, ...]
+
+    def is_gone(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
 
 class _Mask(NamedTuple):
@@ -102,11 +106,18 @@ class _Comparing:
             self._others.before_replay()
 
 
-class Constants:
-    """The constants of one capture on `platform`."""
+_returned: WeakKeyDictionary[GraphPool, dict[int, _Constant]] = WeakKeyDictionary()
+"""The constants that captures in a pool have returned."""
 
-    def __init__(self, platform: Platform) -> None:
-        self._platform = platform
+
+class Constants:
+    """The constants of one capture in `pool`."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._platform = pool.platform
+        self._returned = _returned.setdefault(pool, {})
+        for name in [name for name, each in self._returned.items() if each.is_gone()]:
+            del self._returned[name]
         self._made: dict[int, _Constant] = {}
         self._masks: dict[int, _Mask] = {}
         self._pinned: list[torch.Tensor] = []
@@ -129,6 +140,24 @@ class Constants:
     def end(self) -> None:
         """The segment ends, or has failed; once more changes nothing."""
         _host_first.leave(self)
+
+    def hand_on(self, result: Any) -> None:
+        """Note what the capture has returned, as other captures may be given it."""
+        for tensor in tree.tensors(result):
+            if _is_of_host(tensor) and self._is_constant(tensor):
+                name = tensor.untyped_storage()._cdata
+                self._returned[name] = self._made[name]
+
+    def take(self, tensor: torch.Tensor) -> bool:
+        """Whether an argument is a constant that another capture has returned. The host may have
+        written it since, or may yet."""
+        if not _is_of_host(tensor):
+            return False
+        name = tensor.untyped_storage()._cdata
+        known = self._made.get(name) or self._returned.get(name)
+        if known is not None:
+            self._made[name] = known._replace(arrays=(*known.arrays, _Array(tensor)))
+        return known is not None
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Issue an operator; what it copies from the host is copied from page-locked memory."""
@@ -153,7 +182,8 @@ class Constants:
         if func is _aten.lift_fresh.default:
             # Memory of an array belongs to the host, which may write it.
             shared = [each for each in results if not each.untyped_storage().resizable()]
-            self._note_constants(results, tuple(map(_Array, shared)))
+            source = user_source() if shared else None
+            self._note_constants(results, tuple(_Array(each, source) for each in shared))
             return
         given = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
         if all(map(self._is_constant, given)):

@@ -108,7 +108,11 @@ class Capture:
         lifts = self._platform.needs_pinned_copies and (
             context.capture is None or context.capture.lifts_constants
         )
-        self._constants = Constants(self._platform) if lifts else None
+        self._constants = Constants(pool) if lifts else None
+        given.lift(
+            None if self._constants is None else self._constants.take,
+            later=self._platform.needs_pinned_copies and not lifts,
+        )
         self._watch: BreakWatch | None = BreakWatch(
             self, breaks, self._doors, self._copies, given, self._constants
         )
@@ -147,6 +151,8 @@ class Capture:
             result = body()
             self._end()
             settle(self.parts)
+            if self._constants is not None:
+                self._constants.hand_on(result)
             undo.now()
             return result
         except BaseException as error:

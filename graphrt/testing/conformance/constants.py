@@ -262,6 +262,27 @@ class ConstantConformance(ConformanceBase):
         table -= 1
         assert torch.equal(self.host(self.step(wrapper, FULL, x)), self.host(forward(x)))
 
+    def test_a_constant_that_another_capture_returned_is_one(self, pool: GraphPool) -> None:
+        def makes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            table = torch.tensor(_WEIGHTS)
+            return x + table.to(x.device), table.view(8, 1)
+
+        def reads(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return x * (table.view(8) * 2).to(x.device)
+
+        first, second = (self.wrap(each, FULL, pool) for each in (makes, reads))
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(second, FULL, *self.capture(first, FULL, x))
+        for values in ((4, 3, 2, 1), (0, 9, 0, 9)):
+            x.copy_(self.tensor(*values))
+            expected = self.host(reads(*makes(x)))
+            given = self.step(first, FULL, x)
+            assert torch.equal(self.host(self.step(second, FULL, *given)), expected)
+        given[1].add_(1)
+        if self.platform.needs_pinned_copies:
+            with pytest.raises(BakedScalarError, match="earlier piece"):
+                self.step(second, FULL, *given)
+
     def test_a_mask_of_an_array_is_a_constant_where_arrays_are(self, pool: GraphPool) -> None:
         x = self.tensor(1, 2, 3, 4)
         wrapper = self.wrap(_mask_of_an_array, FULL, pool)

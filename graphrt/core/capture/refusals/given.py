@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from graphrt.core.base import RefusedOpError, tree
+from graphrt.core.base import PageableCopyError, RefusedOpError, tree
 from graphrt.core.capture.refusals.source import user_source
 
 _COPIES = ("aten.copy_.default", "aten._to_copy.default")
@@ -28,8 +28,10 @@ class Given:
         tensors = [t for t in tree.tensors(values) if t.layout is torch.strided]
         self._on_device = device_type != "cpu"
         self._kept = [] if own else tensors
-        on_host = [t for t in tensors if t.device.type == "cpu" and t.numel()]
-        self._hosts = set(map(_memory, on_host)) if self._on_device and not bake else set()
+        refuses = self._on_device and not bake
+        self._on_host = [t for t in tensors if refuses and t.device.type == "cpu" and t.numel()]
+        self._hosts = set(map(_memory, self._on_host))
+        self._lifts_later = False
         self._places: list[object] = []
         self._generator: torch.Tensor | None = None
         self._looked = self._drew = False
@@ -38,6 +40,15 @@ class Given:
         """Whether operators have to be looked at: where other threads run, only they tell whose
         draws have moved the host's generator."""
         return bool(self._hosts) or (self._on_device and threading.active_count() > 1)
+
+    def lift(
+        self, is_constant: Callable[[torch.Tensor], bool] | None, *, later: bool = False
+    ) -> None:
+        """Leave tensors that are constants to the capture, which lifts them; `later` says that it
+        does not, and that the next try will."""
+        if is_constant is not None:
+            self._hosts -= {_memory(each) for each in self._on_host if is_constant(each)}
+        self._lifts_later = later
 
     def begin(self) -> None:
         """A segment begins."""
@@ -70,7 +81,8 @@ class Given:
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
-        on the host; views of it are made, and pinned memory is copied. Notes draws on the host."""
+        on the host, or `PageableCopyError` where a try that lifts constants may take it; views of
+        it are made, and pinned memory is copied. Notes draws on the host."""
         self._looked = True
         self._drew = self._drew or _draws_on_host(func, args, kwargs)
         if not self._hosts or _makes_a_view(func):
@@ -78,7 +90,8 @@ class Given:
         for tensor in tree.tensors((args, kwargs)):
             on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
             if on_host and _memory(tensor) in self._hosts and not _is_copied(func, tensor):
-                raise RefusedOpError(
+                refused = PageableCopyError if self._lifts_later else RefusedOpError
+                raise refused(
                     "an argument lies on the host: every replay would have its numbers of the "
                     "capture, and none would write it",
                     op=str(func),
