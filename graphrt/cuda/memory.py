@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
+from graphrt.core.base import unseen
 from graphrt.core.device import (
     Allocator,
     Loan,
@@ -125,7 +127,7 @@ class _Held:
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
             try:
-                self._graph.capture_begin(handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
+                unseen(partial(self._graph.capture_begin, handle, "thread_local"))  # type: ignore[arg-type]
             except RuntimeError:
                 # Of its two allocators the first may have begun.
                 with suppress(RuntimeError):  # "not currently recording to mempool_id"
@@ -133,7 +135,7 @@ class _Held:
                     release_pool(device, handle)
                 # It has also told the generator that a capture is under way; one that ends says no.
                 over = torch.cuda.CUDAGraph()
-                over.capture_begin(capture_error_mode="thread_local")
+                unseen(partial(over.capture_begin, capture_error_mode="thread_local"))
                 over.capture_end()
                 over.reset()
                 raise

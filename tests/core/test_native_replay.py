@@ -18,6 +18,46 @@ def test_random_steps_and_faults_leave_the_same_with_it_and_without(built: Path)
         assert int(fast) > int(given) / 5
 
 
+GRADED = f"""{LOAD}
+import torch
+from graphrt import GraphRunner, InputSpec, Reason
+from graphrt.core.replay import handout
+from graphrt.core.runner import _path
+from graphrt.core.runner.steps import replayed
+from tests.core.soft_ring import RingPlatform
+
+handout.can_mark_unreadable, handout.mark_unreadable = True, lambda *_: None
+native = replayed.NativeReplay
+assert native is module.Replay
+for kind in None, native:
+    replayed.NativeReplay = kind
+    _path.NativePath = kind and module.Path
+    runner = GraphRunner(
+        lambda x, ids: x * 2 + ids[:, None],
+        inputs={{
+            "x": InputSpec(torch.float32, ("tokens", 2)), "ids": InputSpec(torch.int64, ("tokens",))
+        }},
+        outputs=("tokens", 2), sizes=[4], mode="FULL", platform=RingPlatform(),
+    )
+    runner.capture()
+    found = []
+    for needs in (0, 0, 0, 1, 0, 1, 1, 0):
+        x, ids = torch.randn(4, 2, requires_grad=bool(needs)), torch.arange(4)
+        for around in (torch.enable_grad, torch.no_grad):
+            with around():
+                out = runner(x=x, ids=ids)
+            assert torch.equal(out.detach(), x.detach() * 2 + ids[:, None])
+            assert runner.last_dispatch.reason is Reason.HIT
+            found.append(int(out.requires_grad))
+    print(*found)
+"""
+
+
+def test_an_input_that_requires_a_gradient_is_no_plain_hit(built: Path) -> None:
+    expected = "0 0 0 0 0 0 1 0 0 0 1 0 1 0 0 0"
+    assert run(GRADED, built).splitlines() == [expected, expected]
+
+
 NESTED = f"""{LOAD}
 import gc, torch, warnings
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec

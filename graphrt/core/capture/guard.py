@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import (
     GraphRTError,
+    PageableCopyError,
     ThreadMode,
     dispatch_modes,
     is_taken_apart,
@@ -47,7 +48,7 @@ from graphrt.core.capture.refusals import (
 )
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device import DeviceGraph
-from graphrt.core.replay import Recording, issued, name_of
+from graphrt.core.replay import Recording, SegmentHooks, issued, name_of
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """What every tensor made from Python data, or from a NumPy array, goes through."""
@@ -113,6 +114,15 @@ class CaptureGuard(ThreadMode):
             self.__exit__()
         if self._constants is not None:
             self._constants.end()
+
+    def hooks(self, others: SegmentHooks | None) -> SegmentHooks | None:
+        """What is called before each replay of the segment that has ended, `others` included."""
+        return others if self._constants is None else self._constants.hooks(others)
+
+    def hand_on(self, result: Any) -> None:
+        """Note what the capture has returned, as other captures may be given it."""
+        if self._constants is not None:
+            self._constants.hand_on(result)
 
     def remove(self) -> None:
         """Let go of a segment that failed, whatever the forward left on top of this mode; once
@@ -220,8 +230,10 @@ class Given:
         tensors = [t for t in tree.tensors(values) if t.layout is torch.strided]
         self._on_device = device_type != "cpu"
         self._kept = [] if own else tensors
-        on_host = [t for t in tensors if t.device.type == "cpu" and t.numel()]
-        self._hosts = set(map(_address, on_host)) if self._on_device and not bake else set()
+        refuses = self._on_device and not bake
+        self._on_host = [t for t in tensors if refuses and t.device.type == "cpu" and t.numel()]
+        self._hosts = set(map(_address, self._on_host))
+        self._host_argument = HOST_ARGUMENT
         self._places: list[object] = []
         self._generator: torch.Tensor | None = None
         # Whether an operator drew on the host; None: nobody looked at operators.
@@ -231,6 +243,16 @@ class Given:
         """Whether operators have to be looked at: where other threads run, only they tell whose
         draws have moved the host's generator."""
         return bool(self._hosts) or (self._on_device and threading.active_count() > 1)
+
+    def lift(
+        self, is_constant: Callable[[torch.Tensor], bool] | None, *, later: bool = False
+    ) -> None:
+        """Leave tensors that are constants to the capture, which lifts them; `later` says that it
+        does not, and that the next try will."""
+        if is_constant is not None:
+            self._hosts -= {_address(each) for each in self._on_host if is_constant(each)}
+        if later:
+            self._host_argument = HOST_ARGUMENT._replace(error=PageableCopyError)
 
     def begin(self) -> None:
         """A segment begins."""
@@ -251,7 +273,8 @@ class Given:
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
-        on the host; views of it are made, and pinned memory is copied. Notes draws on the host."""
+        on the host, or `PageableCopyError` where a try that lifts constants may take it; views of
+        it are made, and pinned memory is copied. Notes draws on the host."""
         if self._on_device:
             self._drew = bool(self._drew) or _draws_on_host(func, args, kwargs)
         if not self._hosts or _makes_a_view(func):
@@ -262,7 +285,7 @@ class Given:
                 continue
             # A copy of pinned memory is done anew by every replay.
             if str(func) not in _COPIES or not tensor.is_pinned():
-                raise HOST_ARGUMENT(described(tensor), op=func)
+                raise self._host_argument(described(tensor), op=func)
 
 
 def described(tensor: torch.Tensor) -> str:

@@ -22,6 +22,7 @@ from graphrt.core.base import (
     Undo,
     dispatch_modes,
     freeze_garbage,
+    outside_modes,
     set_for_capture,
     thaw_garbage,
     tree,
@@ -89,8 +90,9 @@ class Recorder:
         for name in listed:
             check_break(name)
         lifts = context.capture is None or context.capture.lifts_constants
-        lifts = lifts and pool.platform.needs_pinned_copies
-        constants = Constants(pool.platform) if lifts else None
+        pins = pool.platform.needs_pinned_copies
+        constants = Constants(pool) if pins and lifts else None
+        given.lift(None if constants is None else constants.take, later=pins and not lifts)
         self._guard = CaptureGuard(self, context, listed, given, constants)
 
     @property
@@ -128,6 +130,7 @@ class Recorder:
             result = body()
             self._end()
             settle(self.parts)
+            self._guard.hand_on(result)
             undo.now()
             return result
         except BaseException as error:
@@ -325,12 +328,14 @@ class Recorder:
         self.segment_open, self._graph = False, None
         if recorded and not platform.capture_executes:
             # A capturing call has the effect of one eager call, and what follows reads its results.
-            segment.replay()
+            # As at a step, no dispatch mode of the capturing call sees what a replay does.
+            outside_modes(segment.replay)
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
+        hooks = self._guard.hooks(self._hooks)
         if tasks:
-            return TaskedSegment(self.pool.platform, graph, tasks, self._hooks)
-        return graph if self._hooks is None else HookedSegment(graph, self._hooks)
+            return TaskedSegment(self.pool.platform, graph, tasks, hooks)
+        return graph if hooks is None else HookedSegment(graph, hooks)
 
     def discard(self) -> None:
         """Take back what is captured, and what is open; once more changes nothing."""

@@ -140,6 +140,12 @@ class StaticInputs:
         return frozenset(name for name, spec in specs.items() if spec.batch_axis()[0] is None)
 
     @property
+    def graded(self) -> list[str]:
+        """The inputs that may require a gradient."""
+        dtypes = {name: spec.dtype for name, spec in self.declared.specs.items()}
+        return [name for name, own in dtypes.items() if own.is_floating_point or own.is_complex]
+
+    @property
     def ring(self) -> InputRing | None:
         """What graphs fetch their inputs from, if they do."""
         return self.transport.ring

@@ -87,8 +87,13 @@ class GraphSet:
         lengths = {descriptor.query_len for _, descriptor in plan.keys}
         self._query_len = lengths.pop() if len(lengths) == 1 else None
         self._compiled.tell_sizes(self._sizes)
-        # A plain hit looks at no gradients, and compiled code has none in any case.
-        self.gradients = Gradients(on=options.checks("sample") and not self._compiled.modules)
+        self.gradients = Gradients(
+            inputs.graded,
+            # Compiled code has none in any case.
+            on=options.checks("capture") and not self._compiled.modules,
+            # A plain hit looks at no weights.
+            of_weights=options.checks("sample"),
+        )
         self.run_forward = EagerForward(forward, self.gradients)
         watches = options.checks("capture") and not self.eager_launch
         self.reads = ReadSet(
@@ -358,7 +363,9 @@ class GraphSet:
             wrapper = self._wrappers.get(record.mode)
             step = self.steps[self.dispatcher.reserve(record.mode, record.descriptor)]
             if wrapper is not None and step is not None:
-                step.hold(wrapper, self._inputs, self._pool, self._host.bind)
+                step.hold(
+                    wrapper, self._inputs, self._pool, self._host.bind, self.gradients.of_inputs
+                )
 
     def _settle_or_release(self, saved: WatchedState | None, more: bool) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""

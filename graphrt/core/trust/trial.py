@@ -124,6 +124,7 @@ class Trial:
         self._step = step
         self._name = name
         self._own = own
+        self._reads_arrays = device_type == "cpu"
         # The rows that index writes save are saved anew in each run.
         self._state = StateSnapshot(places, device_type, limit_bytes * _RUNS, sums=False)
         self._saves = self._state.writes
@@ -306,7 +307,13 @@ class Trial:
 
     def _watch(self, follows: Trace | None = None, **more: Any) -> Watch:
         return Watch(
-            self._own, self._saves, follows, self._state.generators, keeps_sources=True, **more
+            self._own,
+            self._saves,
+            follows,
+            self._state.generators,
+            keeps_sources=True,
+            reads_arrays=self._reads_arrays,
+            **more,
         )
 
     def _back(self) -> None:

@@ -27,6 +27,8 @@ from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.refusals import (
     CHANGED_METADATA,
     GROWN_TENSOR,
+    INDEXED,
+    MASK_DTYPES,
     OUTPUT_OF_NO_TAPE,
     UNREAD_VECTORS,
     VALUE_READS,
@@ -100,6 +102,8 @@ class Tape(ThreadMode):
         if rule is not None:
             if op.name in VALUE_READS and self.births.are_constant((args, kwargs)):
                 return func(*args, **kwargs)
+            if op.name in INDEXED:
+                args = self._by_places(args)
             if rule.is_broken(args, kwargs):
                 raise rule.refusal(op=op.label)
         if op.composite:
@@ -113,6 +117,21 @@ class Tape(ThreadMode):
         result = self._compute(op, args, kwargs)
         self.births.derive(op, (args, kwargs), result)
         return self.own.note(result)
+
+    def _by_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of an index operator, in which masks that are constants are the places that
+        they choose."""
+        if len(args) < 2:
+            return args
+        indices: list[Any] = []
+        for index in args[1]:
+            is_mask = isinstance(index, torch.Tensor) and index.dtype in MASK_DTYPES
+            if is_mask and self.births.are_constant(index):
+                places = index.nonzero().unbind(1)
+                indices += [self.own.note(self.births.take(each.clone())) for each in places]
+            else:
+                indices.append(index)
+        return (args[0], indices, *args[2:])
 
     def finish(self) -> list[Step]:
         """The steps, without copies of outputs that nothing ever read."""

@@ -20,9 +20,11 @@ VALUE_READS = frozenset(
     "aten::" + name for name in ("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item")
 )
 """They read values and do nothing else: those of constants are the same at every replay."""
+INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
+"""They take masks as indices: those that are constants choose the same places at every replay."""
 _SYNC_OPS = VALUE_READS | {"aten::_pack_padded_sequence"}
 _HOST_TYPES = frozenset({"int", "float", "bool", "number", "complex", "SymInt"})
-_MASK_DTYPES = frozenset({torch.bool, torch.uint8})
+MASK_DTYPES = frozenset({torch.bool, torch.uint8})
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
 
 HOST_READ = Refusal(
@@ -104,7 +106,7 @@ def _named(*names: str) -> Callable[[Operator], bool]:
 
 def _indexes_by_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     indices = args[1] if len(args) > 1 else kwargs["indices"]
-    return any(i is not None and i.dtype in _MASK_DTYPES for i in indices)
+    return any(i is not None and i.dtype in MASK_DTYPES for i in indices)
 
 
 def _writes_by_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

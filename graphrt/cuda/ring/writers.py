@@ -54,6 +54,8 @@ def learn(
         return
     if not sources.plain or len(moves.fields) > MOST_INPUTS:
         return
+    if any(each.requires_grad for each in sources.tensors):
+        return  # steps that are alike one without a gradient are plain hits
     own = None
     if home is not None or (moves.short is not None and not apart.by_host):
         own = _writer(moves, sources, ring, slab, apart, home)

@@ -156,9 +156,15 @@ class PaddedStep:
         return self._prepared.filled(outputs, fresh)
 
     def hold(
-        self, wrapper: GraphWrapper, inputs: StaticInputs, pool: GraphPool, bind: Bind | None
+        self,
+        wrapper: GraphWrapper,
+        inputs: StaticInputs,
+        pool: GraphPool,
+        bind: Bind | None,
+        graded: Callable[[Mapping[str, Any]], bool] | None,
     ) -> None:
-        """Prepare for steps by what `wrapper` has captured, which return exactly its outputs."""
+        """Prepare for steps by what `wrapper` has captured, which return exactly its outputs; those
+        whose inputs are `graded` are run by the wrapper."""
         entry = wrapper.entries.get(self.descriptor)
         # The pool may have been cleared: until `recapture()` its steps are without a graph.
         if entry is None or entry.outputs is self._held:
@@ -166,7 +172,7 @@ class PaddedStep:
         outputs = entry.outputs
         self._prepared = self._prepare(outputs, pool)
         self._shapes = {}
-        read = Read(inputs, self.layout, self.ring, self.readable, bind)
+        read = Read(inputs, self.layout, self.ring, self.readable, bind, graded)
         single = type(outputs) is torch.Tensor
         alone = (self._prepared.outputs[0][0], self._shapes) if single else None
         self.replay = replay_of(self.descriptor, wrapper, pool, self.reqs, read, alone)

@@ -111,8 +111,10 @@ class Watch(ThreadMode):
         keeps_sources: bool = False,
         rows: tuple[int, int] | None = None,
         draw: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None,
+        reads_arrays: bool = True,
     ) -> None:
-        """With `rows`, (all, live), `sums` has a number for the live rows of each operator's result
+        """`reads_arrays` says that graphs read the memory of NumPy arrays, as they do on the CPU.
+        With `rows`, (all, live), `sums` has a number for the live rows of each operator's result
         that has so many rows in all. `draw` calls the operators that may draw random numbers.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,6 +137,7 @@ class Watch(ThreadMode):
         self._follows = follows
         self._generators = generators
         self._draw = draw
+        self._reads_arrays = reads_arrays
         self._keeps_sources = keeps_sources
         # Weak references also keep a storage's name from being used again.
         self._born: dict[int, StorageWeakRef] = {}
@@ -215,7 +218,8 @@ class Watch(ThreadMode):
     def _note_constant(self, tensor: torch.Tensor) -> None:
         key, place = storage_key(tensor), len(self.trace) - 1
         # Memory of an array is read where it is, and a task makes its own anew at every replay.
-        if key is not None and tensor.untyped_storage().resizable() and not in_task.get():
+        is_baked = tensor.untyped_storage().resizable() or not self._reads_arrays
+        if key is not None and is_baked and not in_task.get():
             self._of_data[key] = place
             if in_eager_part.get() is not None:
                 self.constants_of_parts.add(place)
