@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from graphrt.core.runner.steps import again, replayed
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
 from graphrt.core.base import NativePath, NativeReplay, NativeSame
 from graphrt.core.replay import GraphPool, handout
 from graphrt.core.runner import _path
-from graphrt.core.runner.steps import again, replayed
 from graphrt.errors import GraphRTError
 from tests.core.soft_ring import RingGraph, RingPlatform
 

@@ -8,7 +8,6 @@ from graphrt.core.base._native_door import (
     MOST_INPUTS,
     NativePath,
     NativeReplay,
-    NativeSame,
     NativeWriter,
 )
 from graphrt.core.base._undo import Undo
@@ -212,7 +211,6 @@ __all__ = [
     "ModeNotSupportedError",
     "NativePath",
     "NativeReplay",
-    "NativeSame",
     "NativeWriter",
     "NestedCaptureError",
     "OutputError",

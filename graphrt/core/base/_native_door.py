@@ -21,10 +21,6 @@ NativeWriter: Callable[..., Callable[[Any, Any, bool], bool]] | None = (
 """Writes the slot of a step whose inputs are like those of an earlier one."""
 NativeReplay: Callable[..., Any] | None = None if _native is None else _native.Replay
 """Runs a step that is one graph, with such inputs and one tensor as its output."""
-NativeSame: Callable[..., Callable[[Any, Any], bool]] | None = (
-    None if _native is None else _native.Same
-)
-"""Compares a batch with the last one."""
 NativePath: Callable[..., Callable[..., Any]] | None = None if _native is None else _native.Path
 """Takes a step whose batch is the last one's again to its graph."""
 MOST_INPUTS = 0 if _native is None else _native.MOST_INPUTS

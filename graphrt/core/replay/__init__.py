@@ -16,13 +16,9 @@ from graphrt.core.replay.eager_part import (
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import (
     HandedOut,
-    Handout,
+    LiveOutputs,
     expire,
-    handing_out,
-    handout_of,
-    handouts_of,
     is_spare,
-    shell_of,
 )
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
 from graphrt.core.replay.pool import GraphPool, HoldsGraphs, OnCapture
@@ -60,11 +56,11 @@ __all__ = [
     "Entry",
     "GraphPool",
     "HandedOut",
-    "Handout",
     "HoldsGraphs",
     "HookedSegment",
     "HostArg",
     "HostValues",
+    "LiveOutputs",
     "OnCapture",
     "Part",
     "Recording",
@@ -83,9 +79,6 @@ __all__ = [
     "deliver",
     "expire",
     "graphs_of",
-    "handing_out",
-    "handout_of",
-    "handouts_of",
     "in_task",
     "in_turn",
     "is_inside_capture",
@@ -96,7 +89,6 @@ __all__ = [
     "on_own_tensors",
     "pooled_paths",
     "settle",
-    "shell_of",
     "under_way",
     "waiting_step",
     "warming_up",

@@ -11,7 +11,7 @@ from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, preferred
 from graphrt.core.plan import CaptureKey
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
-from graphrt.core.runner.steps import Checks
+from graphrt.core.runner.checks import Checks
 
 
 class LazyCaptures:
