@@ -39,7 +39,11 @@ class LazyCaptures:
     ) -> Dispatch | None:
         """The planned graph that would serve `batch` better than what was found, or None."""
         planned = self._dispatcher.planned_for(batch, agreed=agreed)
-        if planned is None or planned.slot in self.failed or self._checks.changed_settings():
+        if (
+            planned is None
+            or planned.slot in self.failed
+            or self._checks.glances.changed_settings()
+        ):
             return None
         better = found.slot < 0 or preferred(planned, found)
         return planned if better else None

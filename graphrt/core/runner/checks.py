@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from graphrt.core.base import (
     GraphQuarantinedWarning,
@@ -72,12 +72,98 @@ class PaddedTrials:
         return self._begun and (not self._left or self._looks <= 0)
 
 
+class _Level(NamedTuple):
+    """Which steps are tried beside the first of a kind: see `Checks`."""
+
+    each: bool
+    sampled: bool
+    always: bool
+
+
+@dataclass
+class _Kind:
+    """What is known of the graphs of one kind. `padded` is None once padded steps were tried, or
+    some graph of the kind was tried before."""
+
+    untried: bool = False
+    padded: PaddedTrials | None = None
+    # By path, how many trials have passed with other Python values.
+    passed: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Graph:
+    """What is known of one graph: its `record`; whether it is tried whatever the step; and the
+    Python values that eager steps have moved since its capture, with which it is tried once."""
+
+    record: TrialRecord
+    kind: _Kind
+    to_try: bool = False
+    moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def quarantine(self, failure: str) -> None:
+        self.record.status, self.record.failure = "quarantined", failure
+
+
+class Glances:
+    """What a step looks at before it is simply replayed: whether the settings are those of the
+    capture, and one of the places that lead to tensors which graphs read.
+
+    `looks` has one answer for each step: False where somebody has to look closer.
+    """
+
+    def __init__(self, reads: Reads | None, device_type: str) -> None:
+        self.reads = reads
+        self._device_type = device_type
+        self.reset()
+
+    def reset(self) -> None:
+        """There are no graphs: every step may go on."""
+        self._ambient: Ambient | None = None
+        self.only_settings()
+
+    def begin(self) -> None:
+        """Graphs were captured, or more is known of what they read."""
+        if self._ambient is None:
+            self._ambient = Ambient(self._device_type)
+        self.go_round()
+
+    def go_round(self) -> None:
+        """Look at every place that leads to a tensor again, one at each step."""
+        self._look_at(repeat(True) if self.reads is None else self.reads.glances())
+
+    def only_settings(self) -> None:
+        """Look at no more tensors: their graphs are not replayed."""
+        self._look_at(repeat(True))
+
+    def ask(self) -> None:
+        """The forward asks for gradients, or for inference mode: these are settings too."""
+        if self._ambient is not None:
+            self._ambient.ask()
+            self._look_at(self._glances)
+
+    def changed_settings(self) -> list[str]:
+        """The settings that are not what they were at the first capture; none before it."""
+        ambient = self._ambient
+        if ambient is None or ambient.holds():
+            return []
+        changed = ambient.differences()
+        self._look_at(self._glances)
+        return changed
+
+    def _look_at(self, glances: Iterator[bool]) -> None:
+        self._glances = glances
+        # A step takes one of them.
+        self.looks = glances if self._ambient is None else self._ambient.looks(glances)
+
+
 class Checks:
-    """What is looked at before a step of a graph: `clear` says that nothing is to be done for it.
+    """What is looked at before a step of a graph, and what trials have found.
 
     At `capture` the first step of each kind of graph is tried, its first padded step, and the
     first of its largest and of its smallest graph; at `first` that of every graph, at `sample` one
-    step in 64 too, at `always` every step.
+    step in 64 too, at `always` every step. `pending` and `glances` say which step is simply
+    replayed: see `StepEngine.is_clear`.
     """
 
     def __init__(
@@ -90,87 +176,76 @@ class Checks:
     ) -> None:
         """`inputs` are those whose padding rows may show that rows are mixed."""
         self.on = options.checks("capture")
-        self._each = options.checks("first")
-        self._sampled = options.checks("sample")
-        self.always = options.checks("always")
         self.strict = options.strict
-        self._device_type = device_type
-        self._reads = reads
+        self._level = _Level(*map(options.checks, ("first", "sample", "always")))
         self._inputs = inputs
         self._gradients = gradients
         self._warned_of: set[str] = set()
+        self.glances = Glances(reads, device_type)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
-        self.records: dict[int, TrialRecord] = {}
-        self._kinds: dict[int, Hashable] = {}
-        # Graphs to be tried whatever the step, kinds of which no step was, or no padded one.
-        self._to_try: set[int] = set()
-        self._untried: set[Hashable] = set()
-        self._unpadded: dict[Hashable, PaddedTrials] = {}
-        # By slot, the Python values that eager steps have moved since its capture: it is tried
-        # with them once. By kind and path, how many trials have passed with other values.
-        self._moved: dict[int, dict[str, tuple[Any, Any]]] = {}
-        self._passed: Counter[tuple[Hashable, str]] = Counter()
-        # By slot, the batches that need no trial: of so many tokens; none for -1.
+        self._graphs: dict[int, _Graph] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
+        # slot -> the token count that needs no trial; -1: every batch needs a closer look.
         self.pending: dict[int, int] = {}
-        self._quarantined: dict[int, str] = {}
         self._steps = 0
-        self._ambient: Ambient | None = None
         self._gradients.reset()
-        self._look_at(repeat(True))
+        self.glances.reset()
+
+    @property
+    def records(self) -> dict[int, TrialRecord]:
+        """What trials have found, by the graph's slot."""
+        return {slot: graph.record for slot, graph in self._graphs.items()}
 
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
         """Graphs were captured; called with all that there are. With `more` to come it is not known
         yet which of a kind are its smallest and its largest."""
         if not self.on:
             return
-        if self._ambient is None:
-            self._ambient = Ambient(self._device_type)
-        self._go_round()
+        self.glances.begin()
         kinds: dict[Hashable, list[tuple[int, int]]] = {}
-        for graph in graphs:
-            slot, descriptor = graph.slot, graph.descriptor
-            if slot not in self.records:
-                self.records[slot] = TrialRecord(graph.mode, descriptor)
-            kind: Hashable = (graph.mode, *descriptor.kind)
-            self._kinds[slot] = kind
-            kinds.setdefault(kind, []).append((descriptor.num_tokens, slot))
-        for kind, of_kind in kinds.items():
-            self._share_quarantine([slot for _, slot in of_kind])
+        for found in graphs:
+            descriptor = found.descriptor
+            key: Hashable = (found.mode, *descriptor.kind)
+            if found.slot not in self._graphs:
+                kind = self._kinds.setdefault(key, _Kind())
+                self._graphs[found.slot] = _Graph(TrialRecord(found.mode, descriptor), kind)
+            kinds.setdefault(key, []).append((descriptor.num_tokens, found.slot))
+        for key, of_kind in kinds.items():
             ends = () if more else (min(of_kind), max(of_kind))
-            slots = [slot for _, slot in (of_kind if self._each else ends)]
-            self._to_try |= {slot for slot in slots if self.records[slot].status == "untried"}
-            if all(self.records[slot].status == "untried" for _, slot in of_kind):
-                self._untried.add(kind)
-                self._unpadded[kind] = PaddedTrials(self._inputs)
+            self._captured_kind(
+                self._kinds[key],
+                [self._graphs[slot] for _, slot in of_kind],
+                [self._graphs[slot] for _, slot in (of_kind if self._level.each else ends)],
+            )
         self._note_pending()
 
-    def _share_quarantine(self, slots: Sequence[int]) -> None:
-        """Graphs of a kind that failed are in quarantine with it, also those captured later."""
-        failure = next((self._quarantined[s] for s in slots if s in self._quarantined), None)
-        if failure is None:
-            return
-        for slot in slots:
-            self._quarantined[slot] = failure
-            self.records[slot].status, self.records[slot].failure = "quarantined", failure
+    def _captured_kind(self, kind: _Kind, graphs: list[_Graph], to_try: list[_Graph]) -> None:
+        failure = next((each.record.failure for each in graphs if each.record.failure), None)
+        if failure is not None:
+            # Also those captured later are in quarantine with it.
+            for graph in graphs:
+                graph.quarantine(failure)
+        for graph in to_try:
+            graph.to_try |= graph.record.status == "untried"
+        if all(graph.record.status == "untried" for graph in graphs):
+            kind.untried, kind.padded = True, PaddedTrials(self._inputs)
 
     def to_try(self) -> list[Dispatch]:
         """The graphs that are tried whatever the step, the largest first."""
-        slots = sorted(self._to_try, key=lambda s: -self.records[s].descriptor.num_tokens)
-        return [
-            Dispatch(self.records[s].mode, self.records[s].descriptor, Reason.HIT, s) for s in slots
+        found = [
+            Dispatch(graph.record.mode, graph.record.descriptor, Reason.HIT, slot)
+            for slot, graph in self._graphs.items()
+            if graph.to_try
         ]
-
-    def clear(self, slot: int, tokens: int) -> bool:
-        """Whether the step of this graph, of so many live tokens, is simply replayed."""
-        return (not self.pending or self.pending.get(slot, tokens) == tokens) and next(self.looks)
+        return sorted(found, key=lambda each: -each.descriptor.num_tokens)
 
     def check_settings(self) -> None:
         """Raise `VerificationError` where a graph would be captured under other settings than the
         graphs that there are."""
-        changed = self.changed_settings()
+        changed = self.glances.changed_settings()
         if changed:
             raise VerificationError(
                 "a setting is not what it was when the other graphs were captured",
@@ -179,21 +254,12 @@ class Checks:
                 advice="capture under the settings of the steps, or recapture()",
             )
 
-    def changed_settings(self) -> list[str]:
-        """The settings that are not what they were at the first capture; none before it."""
-        ambient = self._ambient
-        if ambient is None or ambient.holds():
-            return []
-        changed = ambient.differences()
-        self._look_at(self._glances)
-        return changed
-
     def why_eager(self, found: Dispatch) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may.
 
         Strictly, raises what is wrong.
         """
-        changed = self.changed_settings()
+        changed = self.glances.changed_settings()
         if changed:
             self._say(
                 VerificationError(
@@ -207,46 +273,54 @@ class Checks:
                 )
             )
             return Reason.SETTINGS_CHANGED
-        reads = self._reads
+        record, reads = self._graphs[found.slot].record, self.glances.reads
         # A walk takes milliseconds, and a graph in quarantine is replayed no more.
-        looks = reads is not None and found.slot not in self._quarantined
+        looks = reads is not None and record.failure is None
         if reads is not None and looks and not all(link.holds() for link in reads.links):
             self._look_for_moved(reads)
-        failure = self._quarantined.get(found.slot)
-        if failure is None:
+        if record.failure is None:
             return None
         if self.strict:
             raise VerificationError(
                 f"{found.mode.name} [{found.descriptor}] is in quarantine",
-                got=failure,
+                got=record.failure,
                 advice="mend what it says and recapture(); or strict=False, which runs its batches "
                 "eagerly",
             )
         return Reason.QUARANTINED
 
+    def _look_for_moved(self, reads: Reads) -> None:
+        moved = reads.moved()
+        if not moved:
+            # Something on the way was replaced, and leads to the same tensors.
+            reads.settle()
+            self.glances.go_round()
+            return
+        self.glances.only_settings()
+        self._quarantine(self._graphs.values(), reads.stale(moved))
+
     def awaits_padding(self, slot: int) -> bool:
         """Whether padded steps of the graph may be tried for being padded."""
-        return self._kinds[slot] in self._unpadded
+        return self._graphs[slot].kind.padded is not None
 
     def wants_trial(self, slot: int, differing: frozenset[str] | None) -> bool:
         """Whether this step of the graph is tried; `differing` are the inputs of a padded one in
         which live rows differ from the padding, where it `awaits_padding`."""
-        kind = self._kinds[slot]
-        if slot in self._to_try or slot in self._moved or kind in self._untried:
+        graph = self._graphs[slot]
+        kind = graph.kind
+        if graph.to_try or graph.moved or kind.untried or self._gradients.wanted:
             return True
-        if self._gradients.wanted:
-            return True
-        trials = None if differing is None else self._unpadded.get(kind)
-        if differing is not None and trials is not None:
-            if trials.want(differing):
+        if differing is not None and kind.padded is not None:
+            if kind.padded.want(differing):
                 return True
-            self._settle_padding(kind, trials)
+            self._settle_padding(kind, kind.padded)
         self._steps += 1
-        return self.always or (self._sampled and self._steps % _SAMPLED == 0)
+        sampled = self._level.sampled and self._steps % _SAMPLED == 0
+        return self._level.always or sampled
 
-    def _settle_padding(self, kind: Hashable, trials: PaddedTrials) -> None:
+    def _settle_padding(self, kind: _Kind, trials: PaddedTrials) -> None:
         if trials.done:
-            del self._unpadded[kind]
+            kind.padded = None
             self._note_pending()
 
     def tried(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
@@ -254,116 +328,86 @@ class Checks:
 
         Strictly, raises the failure.
         """
-        record, kind = self.records[slot], self._kinds[slot]
+        graph = self._graphs[slot]
+        record, kind = graph.record, graph.kind
         record.steps += 1
-        if verdict.asks and self._ambient is not None:
-            self._ambient.ask()
-            self._look_at(self._glances)
+        if verdict.asks:
+            self.glances.ask()
         record.deterministic &= verdict.deterministic
         record.notes = tuple(dict.fromkeys((*record.notes, *verdict.notes)))[:8]
         if verdict.failure is not None:
-            alike = [other for other, its in self._kinds.items() if its == kind]
-            self.quarantine(alike, verdict.failure)
+            alike = [each for each in self._graphs.values() if each.kind is kind]
+            self._quarantine(alike, verdict.failure)
             return
         if verdict.padded_state:
             self._warn_of_padded_state(", ".join(verdict.padded_state))
         record.status = "tried"
-        self._note_harmless(slot, verdict.harmless)
-        self._to_try.discard(slot)
-        self._untried.discard(kind)
-        trials = None if differing is None else self._unpadded.get(kind)
-        if differing is not None and trials is not None:
-            trials.tried(differing)
-            self._settle_padding(kind, trials)
+        self._note_harmless(graph, verdict.harmless)
+        graph.to_try = kind.untried = False
+        if differing is not None and kind.padded is not None:
+            kind.padded.tried(differing)
+            self._settle_padding(kind, kind.padded)
         self._note_pending()
 
     def moved(self, slot: int) -> Mapping[str, tuple[Any, Any]]:
         """The Python values that eager steps have moved since the graph was captured: what they
         were then, and what they are."""
-        return self._moved.get(slot, {})
+        return self._graphs[slot].moved
 
     def look_after_eager_step(self) -> None:
         """An eager step is over: what it has moved in Python the graphs may have baked in, so the
         next step of each is a trial."""
-        values = None if self._reads is None else self._reads.values
-        if values is None or len(self._quarantined) == len(self._kinds):
+        reads = self.glances.reads
+        served = [graph for graph in self._graphs.values() if graph.record.failure is None]
+        if reads is None or reads.values is None or not served:
             return
-        moved = values.moved()
+        moved = reads.values.moved()
         if not moved:
             return
-        for slot, kind in self._kinds.items():
-            if slot in self._quarantined:
-                continue
+        for graph in served:
             for path, (was, now) in moved.items():
-                if self._passed[kind, path] < _PASSED:
-                    own = self._moved.setdefault(slot, {})
-                    own[path] = own.get(path, (was, now))[0], now
+                if graph.kind.passed[path] < _PASSED:
+                    graph.moved[path] = graph.moved.get(path, (was, now))[0], now
         self._note_pending()
 
-    def _note_harmless(self, slot: int, numbers: Iterable[str]) -> None:
+    def _note_harmless(self, graph: _Graph, numbers: Iterable[str]) -> None:
         """A trial of a graph has passed, with Python values that had moved; `numbers` were moved
         further, and change nothing."""
-        kind = self._kinds[slot]
-        for path in self._moved.pop(slot, {}):
-            self._passed[kind, path] += 1
+        passed = graph.kind.passed
+        for path in graph.moved:
+            passed[path] += 1
+        graph.moved = {}
         for path in numbers:
-            self._passed[kind, path] = _PASSED
-        for other, moved in [*self._moved.items()]:
-            left = {p: v for p, v in moved.items() if self._passed[self._kinds[other], p] < _PASSED}
-            self._moved[other] = left
-            if not left:
-                del self._moved[other]
-
-    def quarantine(self, slots: Iterable[int], failure: Exception) -> None:
-        """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
-        self._quarantine(slots, failure)
-        self._say(failure)
+            passed[path] = _PASSED
+        for other in self._graphs.values():
+            passed = other.kind.passed
+            other.moved = {p: v for p, v in other.moved.items() if passed[p] < _PASSED}
 
     def set_aside(self, failure: Exception) -> None:
         """Let all batches run eagerly: a host that asked is told of `failure` itself."""
         if self.on:
-            self._look_at(repeat(True))
-            self._quarantine([*self.records], failure)
+            self.glances.only_settings()
+            for graph in self._graphs.values():
+                graph.quarantine(str(failure))
+            self._note_pending()
 
-    def _quarantine(self, slots: Iterable[int], failure: Exception) -> None:
-        for slot in slots:
-            self._quarantined[slot] = str(failure)
-            record = self.records[slot]
-            record.status, record.failure = "quarantined", str(failure)
+    def _quarantine(self, graphs: Iterable[_Graph], failure: Exception) -> None:
+        """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
+        for graph in graphs:
+            graph.quarantine(str(failure))
         self._note_pending()
+        self._say(failure)
 
     def _note_pending(self) -> None:
         pending = {}
-        for slot, kind in self._kinds.items():
-            always = self._sampled or slot in self._quarantined
-            to_try = slot in self._to_try or slot in self._moved
-            if always or to_try or kind in self._untried:
+        for slot, graph in self._graphs.items():
+            record, kind = graph.record, graph.kind
+            always = self._level.sampled or record.failure is not None
+            if always or graph.to_try or graph.moved or kind.untried:
                 pending[slot] = -1
-            elif kind in self._unpadded:
-                pending[slot] = self.records[slot].descriptor.num_tokens
+            elif kind.padded is not None:
+                pending[slot] = record.descriptor.num_tokens
         self.pending = pending
-
-    def look_again(self) -> None:
-        """More is known of what graphs read."""
-        self._go_round()
-
-    def _go_round(self) -> None:
-        self._look_at(repeat(True) if self._reads is None else self._reads.glances())
-
-    def _look_at(self, glances: Iterator[bool]) -> None:
-        self._glances = glances
-        # A step takes one of them.
-        self.looks = glances if self._ambient is None else self._ambient.looks(glances)
-
-    def _look_for_moved(self, reads: Reads) -> None:
-        moved = reads.moved()
-        if not moved:
-            # Something on the way was replaced, and leads to the same tensors.
-            reads.settle()
-            self._go_round()
-            return
-        self._look_at(repeat(True))
-        self.quarantine([*self.records], reads.stale(moved))
 
     def _warn_of_padded_state(self, paths: str) -> None:
         if paths in self._warned_of:

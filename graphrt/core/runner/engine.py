@@ -117,6 +117,7 @@ class StepEngine:
             dispatcher=self._dispatcher,
             sealing=self._graphs.sealing,
             checks=self._checks if self._checks.on else None,
+            glances=self._checks.glances,
             steps=self._graphs.steps,
             elsewhere=self._pool.elsewhere,
             under_way=under_way,
@@ -195,7 +196,7 @@ class StepEngine:
         checks = self._checks
         if not checks.on:
             return True
-        return checks.pending.get(slot, tokens) == tokens and next(checks.looks)
+        return checks.pending.get(slot, tokens) == tokens and next(checks.glances.looks)
 
     def serve(
         self,

@@ -172,7 +172,7 @@ class StepTrials:
         record = checks.records[slot]
         if verdict.failure is None and not record.steps:
             self._keep_touched([record.descriptor])
-            checks.look_again()
+            checks.glances.go_round()
         checks.tried(slot, verdict, differing)
 
 
