@@ -8,7 +8,7 @@ import os
 
 from setuptools import Extension, setup
 
-_SOURCES = [f"native/{name}.c" for name in ("module", "path", "replay", "same", "slots")]
+_SOURCES = [f"native/{name}.c" for name in ("module", "path", "replay", "slots")]
 _NATIVE = Extension("graphrt.core.base._native", _SOURCES, depends=["native/native.h"])
 
 setup(ext_modules=[_NATIVE] if os.environ.get("GRAPHRT_NATIVE") == "1" else [])

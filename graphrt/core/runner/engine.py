@@ -121,6 +121,8 @@ class StepEngine:
             steps=self._graphs.steps,
             elsewhere=self._pool.elsewhere,
             under_way=under_way,
+            batches=Batch,
+            version=type(self._dispatcher.version),
             reserved=Reserved,
             prepared=PreparedStep,
         )

@@ -99,7 +99,8 @@ class StepExecutor:
         if context is None and pool.step is not None:
             pool.leave_step(None)
         ring = None if eager else step.ring
-        inputs.fill(values, step.layout, tokens, reqs, pool.follow_stream(), ring is not None)
+        stream = None if pool.read_stream_id is None else pool.follow_stream()
+        inputs.fill(values, step.layout, tokens, reqs, stream, ring is not None)
         # Not before: they may have been among the inputs.
         if pool.handed_out:
             pool.expire_outputs()
