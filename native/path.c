@@ -14,10 +14,11 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *of[PARTS];
-    Py_ssize_t pool_owner, last_dispatch, live_tokens, may_capture, answers, batches, native;
+    Py_ssize_t pool_owner, last_dispatch, live_tokens, may_capture, answers, batches, native,
+        on, pending, looks;
 } Path;
 
-static PyObject *name_version, *name_pending, *name_looks;
+static PyObject *name_version;
 
 /* batch, values, updates, metadata, agreed */
 enum { BATCH, VALUES, UPDATES, METADATA, AGREED, ARGUMENTS };
@@ -67,24 +68,28 @@ static int look_up(const Path *self, PyObject *batch, PyObject **answer) {
 /* As StepEngine.is_clear: whether the step is simply replayed; -1 with an error set. */
 static int is_clear(const Path *self, PyObject *slot, PyObject *tokens) {
     PyObject *checks = self->of[CHECKS];
-    if (checks == Py_None) return 1;
-    PyObject *pending = PyObject_GetAttr(checks, name_pending);
-    if (pending == NULL) return -1;
-    int clear = PyDict_CheckExact(pending);
-    PyObject *wanted = clear ? PyDict_GetItemWithError(pending, slot) : NULL;
-    if (wanted != NULL) clear = PyObject_RichCompareBool(wanted, tokens, Py_EQ);
-    else if (PyErr_Occurred()) clear = -1;
-    Py_DECREF(pending);
-    if (clear <= 0) return clear;
-    PyObject *looks = PyObject_GetAttr(self->of[GLANCES], name_looks);
-    if (looks == NULL) return -1;
-    PyObject *looked = PyIter_Check(looks) ? Py_TYPE(looks)->tp_iternext(looks) : NULL;
+    if (in_slot(checks, self->on) == Py_False) return 1;
+    PyObject *pending = in_slot(checks, self->pending);
+    PyObject *looks = in_slot(self->of[GLANCES], self->looks);
+    if (pending == NULL || !PyDict_CheckExact(pending) || looks == NULL || !PyIter_Check(looks)) {
+        PyErr_SetString(PyExc_TypeError, "the checks have no state yet");
+        return -1;
+    }
+    PyObject *wanted = PyDict_GetItemWithError(pending, slot);
+    if (wanted != NULL) {
+        int clear = PyObject_RichCompareBool(wanted, tokens, Py_EQ);
+        if (clear <= 0) return clear;
+    } else if (PyErr_Occurred()) {
+        return -1;
+    }
+    Py_INCREF(looks);
+    PyObject *looked = Py_TYPE(looks)->tp_iternext(looks);
     Py_DECREF(looks);
     if (looked == NULL) {
         if (!PyErr_Occurred()) PyErr_SetNone(PyExc_StopIteration);
         return -1;
     }
-    clear = PyObject_IsTrue(looked);
+    int clear = PyObject_IsTrue(looked);
     Py_DECREF(looked);
     return clear;
 }
@@ -180,6 +185,9 @@ static int find_all(Path *self) {
         {(PyObject *)Py_TYPE(self->of[ENGINE]), "last_dispatch", &self->last_dispatch},
         {(PyObject *)Py_TYPE(self->of[ENGINE]), "live_tokens", &self->live_tokens},
         {(PyObject *)Py_TYPE(self->of[SEALING]), "may_capture", &self->may_capture},
+        {(PyObject *)Py_TYPE(self->of[CHECKS]), "on", &self->on},
+        {(PyObject *)Py_TYPE(self->of[CHECKS]), "pending", &self->pending},
+        {(PyObject *)Py_TYPE(self->of[GLANCES]), "looks", &self->looks},
         {self->of[VERSION], "answers", &self->answers},
         {self->of[RESERVED], "batches", &self->batches},
         {self->of[PREPARED], "native", &self->native},
@@ -231,9 +239,7 @@ static void path_dealloc(Path *self) {
 
 int prepare_path(void) {
     name_version = PyUnicode_InternFromString("version");
-    name_pending = PyUnicode_InternFromString("pending");
-    name_looks = PyUnicode_InternFromString("looks");
-    return name_version && name_pending && name_looks ? 0 : -1;
+    return name_version == NULL ? -1 : 0;
 }
 
 PyTypeObject PathType = {

@@ -112,6 +112,9 @@ class Glances:
     `looks` has one answer for each step: False where somebody has to look closer.
     """
 
+    # C knows where in an object `looks` is, and `pending` in `Checks`.
+    __slots__ = ("_ambient", "_device_type", "_glances", "looks", "reads")
+
     def __init__(self, reads: Reads | None, device_type: str) -> None:
         self.reads = reads
         self._device_type = device_type
@@ -165,6 +168,20 @@ class Checks:
     step in 64 too, at `always` every step. `pending` and `glances` say which step is simply
     replayed: see `StepEngine.is_clear`.
     """
+
+    __slots__ = (
+        "_gradients",
+        "_graphs",
+        "_inputs",
+        "_kinds",
+        "_level",
+        "_steps",
+        "_warned_of",
+        "glances",
+        "on",
+        "pending",
+        "strict",
+    )
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ class StepEngine:
             engine=self,
             dispatcher=self._dispatcher,
             sealing=self._graphs.sealing,
-            checks=self._checks if self._checks.on else None,
+            checks=self._checks,
             glances=self._checks.glances,
             steps=self._graphs.steps,
             elsewhere=self._pool.elsewhere,
