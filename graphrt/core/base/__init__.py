@@ -9,6 +9,7 @@ from graphrt.core.base._native_door import (
     NativePath,
     NativeReplay,
     NativeWriter,
+    native_state,
 )
 from graphrt.core.base._undo import Undo
 from graphrt.core.base._warnings import (
@@ -291,6 +292,7 @@ __all__ = [
     "logger",
     "make_on_host",
     "mark_unreadable",
+    "native_state",
     "nearest",
     "number_of",
     "only_known",
