@@ -20,7 +20,6 @@ TWINS = (
     "inputs/layout.py",
     "inputs/transfer/alike.py",
     "inputs/transfer/ring.py",
-    "replay/_steps.py",
     "replay/_turn.py",
     "replay/entry.py",
     "replay/handout.py",

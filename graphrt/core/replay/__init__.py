@@ -1,9 +1,8 @@
 """What one captured step is, and how it is replayed in its pool."""
 
-from graphrt.core.replay._between import check_between_steps
 from graphrt.core.replay._deferred import DEFERRED, Deferred, waiting_step
 from graphrt.core.replay._session import CaptureSession
-from graphrt.core.replay._turn import Doing, in_turn
+from graphrt.core.replay._turn import Doing, check_between_steps, in_turn
 from graphrt.core.replay.arguments import arguments_of, check_arguments, pooled_paths
 from graphrt.core.replay.eager_part import (
     EagerPart,

@@ -108,9 +108,7 @@ class StepExecutor:
             phase: Phase = "eager" if eager or self._graphs.eager_launch else "replay"
             self._bind(step.readable, step.descriptor, phase)
         if context is None:
-            entry = step.entry
-            assert entry is not None
-            assert entry.graph is not None
+            entry: Any = step.entry
             pool.generation += 1
             entry.graph.replay()
             outputs = entry.outputs
