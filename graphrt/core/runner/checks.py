@@ -368,8 +368,9 @@ class Checks:
 
     def moved(self, slot: int) -> Mapping[str, tuple[Any, Any]]:
         """The Python values that eager steps have moved since the graph was captured: what they
-        were then, and what they are."""
-        return self._graphs[slot].moved
+        were then, and what they are. None where steps are not checked."""
+        graph = self._graphs.get(slot)
+        return {} if graph is None else graph.moved
 
     def look_after_eager_step(self) -> None:
         """An eager step is over: what it has moved in Python the graphs may have baked in, so the
