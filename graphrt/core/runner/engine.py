@@ -214,14 +214,14 @@ class StepEngine:
         try:
             if found.slot < 0:
                 self.check_open()
-                outputs = self._run_unpadded(batch, found, values, updates, metadata)
+                outputs = self._run_unpadded(batch, found, Given(values, updates, metadata))
                 return self._graphs.gradients.marked(outputs, values)
             step = self._graphs.steps[found.slot]
             assert step is not None
             entry = step.entry
             # More than one graph, or with tasks, or its wrapper has to look at the arguments.
             if updates is not None or entry is None or entry.graph is None or entry.unchecked:
-                outputs = self._run_padded(batch, found, values, updates, metadata)
+                outputs = self._run_padded(batch, found, Given(values, updates, metadata))
             else:
                 outputs = self._executor.run(step, batch, values, None)
         except BaseException:
@@ -244,9 +244,8 @@ class StepEngine:
         self.check_open()
         told = self._dispatcher.counted_otherwise
         try:
-            ran, outputs = self._checked(
-                batch, found, values, updates, metadata, agreed is not None
-            )
+            given = Given(values, updates, metadata)
+            ran, outputs = self._checked(batch, found, given, agreed=agreed is not None)
         except BaseException:
             self.updates.step_failed(updates)
             self.failed(found, told)
@@ -256,13 +255,7 @@ class StepEngine:
         return self._graphs.gradients.marked(outputs, values)
 
     def _checked(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
-        agreed: bool,
+        self, batch: Batch, found: Dispatch, given: Given, *, agreed: bool
     ) -> tuple[Dispatch, Any]:
         """How the step ran, and its live outputs.
 
@@ -273,15 +266,14 @@ class StepEngine:
         if reason is not None:
             ran = self._dispatcher.run_eagerly(found, batch, reason)
             if not agreed:
-                return ran, self._run_unpadded(batch, ran, values, updates, metadata)
-            outputs = self._run_padded(batch, found, values, updates, metadata, eager=True)
+                return ran, self._run_unpadded(batch, ran, given)
+            outputs = self._run_padded(batch, found, given, eager=True)
             self._checks.look_after_eager_step()
             return ran, outputs
-        differing = self.trials.differing(batch, found, values, agreed)
+        differing = self.trials.differing(batch, found, given.values, agreed)
         if self._checks.wants_trial(found.slot, differing):
-            given = Given(values, updates, metadata)
             return self.trials.run(batch, found, given, differing, agreed=agreed)
-        return found, self._run_padded(batch, found, values, updates, metadata)
+        return found, self._run_padded(batch, found, given)
 
     def failed(self, found: Dispatch, told: int | None = None) -> None:
         """Count a step that raised as one that no graph has served; `told` is how many steps were
@@ -290,14 +282,7 @@ class StepEngine:
         if found.slot >= 0 and told in (None, dispatcher.counted_otherwise):
             self.last_dispatch = dispatcher.failed(found)
 
-    def run_padded_eagerly(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
-    ) -> Any:
+    def run_padded_eagerly(self, batch: Batch, found: Dispatch, given: Given) -> Any:
         """See `GraphRunner.run_padded_eagerly`: in a turn of the pool, as all that follows."""
         steps = self._graphs.steps
         if found.slot < 0:
@@ -306,27 +291,25 @@ class StepEngine:
             # Its graph has gone since.
             raise _no_graph_to_pad_to(Reason.NOT_CAPTURED)
         batch = checked_batch(batch)
-        return self._run_padded(batch, found, values, updates, metadata, eager=True)
+        return self._run_padded(batch, found, given, eager=True)
 
-    def verify(
-        self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any
-    ) -> Any:
+    def verify(self, batch: Batch | None, given: Given) -> Any:
         """See `GraphRunner.verify`."""
         if batch is None:
-            batch = batch_of(self._executor.inputs, values)
+            batch = batch_of(self._executor.inputs, given.values)
         # Its runs without padding take the batch as it is.
         batch = checked_batch(batch)
         found = self._dispatcher.dispatch(batch)
         planned = self._graphs.eager_launch or found.reason is Reason.NOT_CAPTURED
         if found.slot < 0 and not planned:
             self.last_dispatch = found
-            return cloned(self._run_unpadded(batch, found, values, updates, metadata))
+            return cloned(self._run_unpadded(batch, found, given))
         if found.slot < 0 or self._graphs.eager_launch:
             raise _no_graph_to_verify(batch, found.reason)
         try:
-            verdict = self.trials.verify(batch, found, Given(values, updates, metadata))
+            verdict = self.trials.verify(batch, found, given)
         except BaseException:
-            self.updates.step_failed(updates)
+            self.updates.step_failed(given.updates)
             raise
         self.last_dispatch = found
         self.live_tokens += batch[0]
@@ -335,32 +318,18 @@ class StepEngine:
         return verdict.outputs
 
     def _run_padded(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
-        *,
-        eager: bool = False,
+        self, batch: Batch, found: Dispatch, given: Given, *, eager: bool = False
     ) -> Any:
         """Run a step on the inputs that the graph of `found` reads, in a context of its own."""
         graphs, executor = self._graphs, self._executor
         slot = -1 if graphs.eager_launch else found.slot
-        given = self.updates.resolve(updates, batch, slot, replayed=not eager)
-        context = executor.context(batch, found, given, metadata, eager=eager)
+        updates = self.updates.resolve(given.updates, batch, slot, replayed=not eager)
+        context = executor.context(batch, found, updates, given.metadata, eager=eager)
         step = graphs.steps[found.slot]
         assert step is not None
-        return executor.run(step, batch, values, context, eager=eager)
+        return executor.run(step, batch, given.values, context, eager=eager)
 
-    def _run_unpadded(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
-    ) -> Any:
+    def _run_unpadded(self, batch: Batch, found: Dispatch, given: Given) -> Any:
         """Run a step on its live rows alone; raises `CaptureSealedError` where it should have had
         a graph, and `strict` says that this is an error."""
         sealing = self._graphs.sealing
@@ -370,9 +339,11 @@ class StepEngine:
                 got=batch,
                 expected=f"a batch that one of {len(self._plan.keys)} graphs serves",
             )
-        given = self.updates.resolve(updates, batch)
+        updates = self.updates.resolve(given.updates, batch)
         try:
-            outputs = self._executor.run_unpadded(batch, found, values, given, metadata)
+            outputs = self._executor.run_unpadded(
+                batch, found, given.values, updates, given.metadata
+            )
         except BaseException:
             self._checks.look_after_eager_step()
             raise

@@ -42,7 +42,7 @@ class StepExecutor:
     ) -> None:
         self.inputs = inputs
         self.pool = pool
-        self._graphs = graphs
+        self.graphs = graphs
         self._bind = bind
         self._clones = clones
 
@@ -56,7 +56,7 @@ class StepExecutor:
         eager: bool = False,
     ) -> ForwardContext:
         """The context of a padded step: of its graph, or `eager` as the graph would run."""
-        graphs = self._graphs
+        graphs = self.graphs
         step = graphs.steps[found.slot]
         assert step is not None
         return ForwardContext(
@@ -105,7 +105,7 @@ class StepExecutor:
         if pool.handed_out:
             pool.expire_outputs()
         if self._bind is not None:
-            phase: Phase = "eager" if eager or self._graphs.eager_launch else "replay"
+            phase: Phase = "eager" if eager or self.graphs.eager_launch else "replay"
             self._bind(step.readable, step.descriptor, phase)
         if context is None:
             entry: Any = step.entry
@@ -153,7 +153,7 @@ class StepExecutor:
         pool.expire_outputs()
         if bind is not None:
             bind(MappingProxyType(views), found.descriptor, "eager")
-        forward = partial(self._graphs.run_forward, **(nest(views) if inputs.nested else views))
+        forward = partial(self.graphs.run_forward, **(nest(views) if inputs.nested else views))
         run = forward if around is None else partial(around, forward)
         return self._handed_out(self._in_context(context, run))
 
@@ -187,13 +187,13 @@ class StepExecutor:
         inputs = self.inputs
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         views = inputs.copies(values, tokens, reqs)
-        return self._graphs.run_forward(**(nest(views) if inputs.nested else views))
+        return self.graphs.run_forward(**(nest(views) if inputs.nested else views))
 
     def _call(
         self, step: PreparedStep, context: ForwardContext, around: Around | None, *, eager: bool
     ) -> Any:
         """What the step's callable returns in a context, or `eager` the forward itself."""
-        forward = self._graphs.run_forward
+        forward = self.graphs.run_forward
         call = forward if eager else step.call
         runs = call is forward
         run = partial(call, **(step.fresh_arguments() if runs else step.arguments()))
@@ -203,7 +203,7 @@ class StepExecutor:
     def _in_context(self, context: ForwardContext, run: Callable[[], Any]) -> Any:
         """Call `run` in a context that has the pool meanwhile: by that wrappers know that the step
         is theirs."""
-        pool, owner = self.pool, self._graphs.owner
+        pool, owner = self.pool, self.graphs.owner
         try:
             pool.pass_to(context)
             with context:

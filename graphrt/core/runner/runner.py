@@ -31,6 +31,7 @@ from graphrt.core.runner.engine import StepEngine, refuse_inside_capture
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
+from graphrt.core.runner.trials import Given
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -208,7 +209,8 @@ class GraphRunner(Capturing, Uncopied):
         check_kind(
             "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
         )
-        run = partial(self._engine.run_padded_eagerly, batch, found, values, updates, metadata)
+        given = Given(values, updates, metadata)
+        run = partial(self._engine.run_padded_eagerly, batch, found, given)
         return in_turn(self.pool, self.graphs.owner, run)
 
     @on_own_device
@@ -231,7 +233,7 @@ class GraphRunner(Capturing, Uncopied):
         capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
-        verify = partial(self._engine.verify, batch, values, updates, metadata)
+        verify = partial(self._engine.verify, batch, Given(values, updates, metadata))
         return in_turn(self.pool, self.graphs.owner, verify)
 
     def __enter__(self) -> GraphRunner:

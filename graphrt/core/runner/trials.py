@@ -130,7 +130,7 @@ class StepTrials:
         at_bound = given.metadata if bound is None else bound(found.descriptor)
         runs = Runs(values, *updates, given.metadata, at_bound)
         reqs = reqs_of(inputs, batch, values)
-        return PaddedTrial(executor, self._graphs, batch, reqs, found, runs, agreed=agreed)
+        return PaddedTrial(executor, batch, reqs, found, runs, agreed=agreed)
 
     def _try(self, step: PaddedTrial, *, undone: bool = False) -> Verdict:
         graphs, platform = self._graphs, self._executor.pool.platform
@@ -148,7 +148,7 @@ class StepTrials:
             precision=platform.float32_precision,
             same_size=warm is not None and warm.tokens == padded.tokens,
             mixes_rows=self._host.mixes_rows,
-            pads=step.pads,
+            pads=self._executor.inputs.padding.nobodys(step.runs.values),
             strict=graphs.checks.strict,
             has_parts=found.mode is GraphMode.PIECEWISE,
             moved=graphs.checks.moved(found.slot),
@@ -202,7 +202,6 @@ class PaddedTrial:
     def __init__(
         self,
         executor: StepExecutor,
-        graphs: GraphSet,
         batch: Batch,
         reqs: int,
         found: Dispatch,
@@ -210,35 +209,37 @@ class PaddedTrial:
         *,
         agreed: bool,
     ) -> None:
+        graphs = executor.graphs
         step = graphs.steps[found.slot]
         assert step is not None
         self.found = found
         self.step = step
-        self.sizes: Sequence[tuple[int, int]] = (step.tokens, batch.num_tokens), (step.reqs, reqs)
+        self.rows, self.live_rows = step.tokens, batch.num_tokens
+        self.sizes: Sequence[tuple[int, int]] = (self.rows, self.live_rows), (step.reqs, reqs)
         self.padded = not agreed and any(live < rows for rows, live in self.sizes)
         self.has_gradients = torch.is_grad_enabled()
         self.finds_gradients = graphs.run_forward.gradients.wanted
-        self.pads = executor.inputs.padding.nobodys(runs.values)
         self._executor = executor
-        self._forward = graphs.run_forward
         self._batch = batch
-        self._runs = runs
+        self.runs = runs
         self._kept = executor.inputs.padding.kept()
 
     def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
         return self._eager(Probe(watch, parts=parts))
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
-        return self._forward.where(gradients, inference, partial(self.eager, watch))
+        return self._executor.graphs.run_forward.where(
+            gradients, inference, partial(self.eager, watch)
+        )
 
     def find_gradients(self, watch: Watch) -> None:
-        self._forward.finding(partial(self.eager, watch))
+        self._executor.graphs.run_forward.finding(partial(self.eager, watch))
 
     def of_padding(self, watch: Watch) -> Any:
         return self._eager(Probe(watch, partial(self._executor.inputs.reset, self.step.layout)))
 
     def replay(self) -> Any:
-        executor, runs = self._executor, self._runs
+        executor, runs = self._executor, self.runs
         executor.inputs.padding.put_back(self._kept)
         context = executor.context(self._batch, self.found, runs.updates, runs.metadata)
         return cloned(executor.run(self.step, self._batch, runs.values, context))
@@ -257,7 +258,7 @@ class PaddedTrial:
         if not self.padded:
             return None
         alone = Dispatch(GraphMode.NONE, unpadded_of(self._batch), Reason.HIT)
-        runs, around = self._runs, Probe(watch).run
+        runs, around = self.runs, Probe(watch).run
         outputs = self._executor.run_unpadded(
             self._batch, alone, runs.values, runs.updates_unpadded, runs.metadata, around
         )
@@ -268,7 +269,7 @@ class PaddedTrial:
         return self.step.layout, self.sizes[0][1], self.sizes[1][1]
 
     def _eager(self, probe: Probe) -> Any:
-        executor, runs = self._executor, self._runs
+        executor, runs = self._executor, self.runs
         executor.inputs.padding.put_back(self._kept)
         context = executor.context(
             self._batch, self.found, runs.updates_eager, runs.metadata_at_bound, eager=True
