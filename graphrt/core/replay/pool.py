@@ -267,7 +267,8 @@ class GraphPool(Uncopied):
             raise self.busy_error(context)
         self.step = context.token
         self.generation += 1
-        self.expire_outputs()
+        if self.handed_out:
+            expire(self.handed_out)
 
     def enter_capture(self, context: ForwardContext) -> None:
         """Note that a step captures something; raises as `enter_step` does, and `CaptureError`

@@ -24,6 +24,9 @@ from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Bind, Phase
 from graphrt.core.runner.prepared import PreparedStep
 
+# Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
+_NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
+
 Around = Callable[[Callable[[], Any]], Any]
 """Calls the forward, on inputs that are filled, in its own way."""
 
@@ -60,13 +63,13 @@ class StepExecutor:
         step = graphs.steps[found.slot]
         assert step is not None
         return ForwardContext(
-            GraphMode.NONE if eager or graphs.eager_launch else found.mode,
+            _NONE if eager or graphs.eager_launch else found.mode,
             found.descriptor,
             -1 if eager else found.slot,
             updates,
             metadata,
             num_reqs=step.reqs,
-            query_len=live_query_len(batch) if found.mode is GraphMode.PIECEWISE else None,
+            query_len=live_query_len(batch) if found.mode is _PIECEWISE else None,
             dispatcher=graphs.dispatcher,
             live=batch,
         )
@@ -133,7 +136,7 @@ class StepExecutor:
         inputs, pool, bind = self.inputs, self.pool, self._bind
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         context = ForwardContext(
-            GraphMode.NONE,
+            _NONE,
             found.descriptor,
             -1,
             updates,
