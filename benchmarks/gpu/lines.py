@@ -25,17 +25,15 @@ from types import CodeType, ModuleType
 from typing import Any
 
 MODULES = (
-    "runner.runner",
-    "runner._path",
-    "batch.descriptor",
-    "runner.steps.replayed",
-    "runner.steps.slots",
-    "inputs.buffers",
-    "inputs.transfer.alike",
-    "inputs.transfer.by_fetch",
-    "inputs.transfer.moves",
-    "inputs.transfer.ring",
-    "replay.handout",
+    "core.runner.runner",
+    "core.runner.engine",
+    "core.runner.executor",
+    "core.runner.slots",
+    "core.inputs.buffers",
+    "core.inputs.layout",
+    "core.replay.handout",
+    "cuda.ring.transport",
+    "cuda.ring.slots",
 )
 STEP_BEGINS = -1
 ROUNDS, STEPS, WARM_UPS = 101, 20, 12
@@ -104,7 +102,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.removeprefix("graphrt.core.") not in MODULES:
+        if fullname.removeprefix("graphrt.") not in MODULES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         assert spec is not None and spec.origin is not None

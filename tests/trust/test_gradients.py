@@ -192,7 +192,7 @@ def test_weights_take_no_step_of_lower_levels_off_the_plain_hit():
         for _ in range(3):
             for rows in (4, 3):
                 assert runner(x=torch.randn(rows, WIDTH)).numpy().shape == (rows, WIDTH)
-        assert next(runner.graphs.checks.looks)
+        assert next(runner.graphs.checks.glances.looks)
 
 
 LOWER = ["capture", "first"]
@@ -238,7 +238,7 @@ def test_of_an_input_that_requires_a_gradient_every_level_says_that_it_ends(mode
             with around():
                 assert not any(flags(runner(x=x)).values())
     if tried and mode == "FULL":
-        assert next(runner.graphs.checks.looks) is not None
+        assert next(runner.graphs.checks.glances.looks) is not None
         with counted_runs(forward) as runs:
             for rows in (4, 3, 4):
                 x = torch.randn(rows, WIDTH, requires_grad=True)

@@ -17,10 +17,7 @@ from graphrt.core.batch.descriptor import (
     checked_batch,
     checked_variant,
     descriptor_of,
-    is_plain,
     live_query_len,
-    same,
-    same_in_python,
     settled,
     unpadded,
 )
@@ -45,10 +42,7 @@ __all__ = [
     "descriptor_of",
     "forward_context",
     "graphs_off",
-    "is_plain",
     "live_query_len",
-    "same",
-    "same_in_python",
     "settled",
     "unpadded",
 ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 from graphrt.core.base import (
     InvalidBatchError,
-    NativeSame,
     check_hashable,
     count_of,
     items_of,
@@ -30,7 +29,7 @@ class _Named(NamedTuple):
 NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
 """What comparing, hashing or looking up a batch raises that is not what it should be."""
 _new_tuple = tuple.__new__
-_INTS, _COUNT = frozenset({int}), (int, type(None))
+_INTS = frozenset({int})
 
 
 class BatchDescriptor(_Named):
@@ -184,7 +183,7 @@ class Batch(_Fields):
 
 
 # What has to know every field of a batch is from here on. A new one comes last, with a default; it
-# is named in `checked_batch`, `is_plain` and `same_in_python`, whose twin in C knows no fields.
+# is named in `checked_batch`.
 
 
 def checked_batch(batch: object) -> Batch:
@@ -219,45 +218,6 @@ def checked_batch(batch: object) -> Batch:
             else "Batch(num_tokens) with the live tokens of the step",
         )
     return batch
-
-
-def is_plain(batch: Batch) -> bool:
-    """Whether a batch is nothing but its counts, as ints, which nobody can change in place."""
-    tokens, reqs, query_len, bounds, loras, variant, exclude = batch
-    return (
-        batch.__class__ is Batch
-        and tokens.__class__ is reqs.__class__ is loras.__class__ is int
-        and (query_len is None or query_len.__class__ is int)
-        and bounds is _NO_BOUNDS
-        and variant is None
-        and exclude is NO_MODES
-    )
-
-
-def same_in_python(batch: Batch, last: Batch | None) -> bool:
-    """Whether a batch is the last one again, a plain one, so that it is told the same. What cannot
-    be compared, or only compares like ints, is left to `dispatch`, which names it."""
-    try:
-        # Its class first: a class of the host's own may call everything equal.
-        return batch.__class__ is Batch and (
-            batch is last
-            or (
-                batch == last
-                # As `is_plain`, whose call takes as long as all of this.
-                and batch[0].__class__ is batch[1].__class__ is batch[4].__class__ is int
-                and batch[2].__class__ in _COUNT
-                and batch[3] is _NO_BOUNDS
-                and batch[5] is None
-                and batch[6] is NO_MODES
-            )
-        )
-    except NOT_FOUND:
-        return False
-
-
-same: Callable[[Batch, Batch | None], bool] = (
-    same_in_python if NativeSame is None else NativeSame(Batch)
-)
 
 
 def live_query_len(batch: Batch) -> int | None:

@@ -2,7 +2,6 @@
 
 from graphrt.core.capture.breaks import check_traced, eager_break, operator_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
-from graphrt.core.capture.graphs import hot_of
 from graphrt.core.capture.guard import PartRules, SideDoors, in_eager_part, is_listed, side_doors
 from graphrt.core.capture.keyed import KeyedGraph, KeyedGraphs
 from graphrt.core.capture.options import GraphOptions
@@ -33,7 +32,6 @@ __all__ = [
     "as_states",
     "check_traced",
     "eager_break",
-    "hot_of",
     "in_eager_part",
     "is_listed",
     "operator_break",

@@ -32,7 +32,6 @@ class WrapperGraphs:
     because a class with `__getattr__` loads its own attributes slowly.
     """
 
-    # `NativeReplay` knows where in an object `by_slot` is.
     __slots__ = (
         "always_checks",
         "bridges",
@@ -157,6 +156,8 @@ class WrapperGraphs:
             taken = [] if found is None else [found]
         self._lose(taken)
         for entry in taken:
+            # By that a runner's step knows that there is nothing to replay any more.
+            entry.graph = None
             self.entries.pop(entry.descriptor, None)
         return graphs_of([part for entry in taken for part in entry.parts])
 
@@ -170,9 +171,3 @@ class WrapperGraphs:
         if not self.entries:
             self.bridges.clear()
             self.statics.clear()
-
-
-def hot_of(wrapper: object) -> WrapperGraphs:
-    """What a wrapper has captured, for who replays its graphs without calling it."""
-    graphs: WrapperGraphs = wrapper._graphs  # type: ignore[attr-defined]
-    return graphs

@@ -195,7 +195,7 @@ class GraphWrapper(Uncopied):
         try:
             entry.check_arguments(args, kwargs, self.pool, name_of(self.runnable))
         except StaleInputError:
-            if not self.pool.is_behind_a_miss(context):
+            if not self.pool.pieces.is_behind_a_miss(context):
                 raise
             return False
         entry.unchecked = self._graphs.always_checks
@@ -230,14 +230,14 @@ class GraphWrapper(Uncopied):
         transaction = context.capture
         bound = BoundArguments.of(args, kwargs, pool)
         try:
-            pool.check_held((args, kwargs), context)
+            pool.pieces.check_held((args, kwargs), context)
             result = recorder.record(partial(self._run, args, kwargs, recorder))
             outputs = tree.map_tensors(recorder.captured_ref, result)
             step = transaction or context.token
             entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
             if self.options.outputs != "static":
                 pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
-                pool.hold_loosely(kept for kept, own in pairs if kept is not own)
+                pool.pieces.hold_loosely(kept for kept, own in pairs if kept is not own)
             if transaction is not None:
                 transaction.add(self, partial(self.destroy_graphs, descriptor))
             # The one store from which on it is captured.
@@ -247,10 +247,10 @@ class GraphWrapper(Uncopied):
                 recorder.discard()
             graphs.clear_buffers()
             if transaction is None:
-                pool.take_step_back(context)
+                pool.pieces.take_back(context)
             raise
         if transaction is None:
-            pool.captured_in_step(self, context)
+            pool.pieces.captured(self, context)
         return entry, result
 
     def _may_capture(self, context: ForwardContext) -> bool:

@@ -24,25 +24,23 @@ from graphrt.core.replay.host_args import UNCHANGED, HostValues
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import Part, TaskedSegment, graphs_of
 from graphrt.core.replay.task_table import TaskTable, resolve_updates
-from graphrt.core.replay.tasks import CapturedTask
 
 
 class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
 
     __slots__ = (
-        "_table",
+        "_launch",
         "bound",
         "breaks",
         "captured_in",
-        "deferred",
         "descriptor",
         "fresh",
         "graph",
         "outputs",
         "parts",
+        "tasks",
         "unchecked",
-        "update_failed",
     )
 
     def __init__(
@@ -63,25 +61,27 @@ class Entry:
         self.fresh = tree.copier(outputs)
         # Whether the next replay compares its arguments with those of the capture.
         self.unchecked = False
-        # Whether the last launch was ended by an update of its tasks, so that it may be repeated.
-        self.update_failed = False
-        # The last launch, where its updates come after it.
-        self.deferred: Deferred | None = None
+        # Whether an eager part runs at every replay.
+        self.breaks = any(isinstance(part, EagerPart) for part in parts)
         tasked = [part for part in parts if isinstance(part, TaskedSegment)]
         for place, part in enumerate(tasked):
             which = f" segment {place + 1} of {len(tasked)}" if len(tasked) > 1 else ""
             part.name = f"[{descriptor}]{which}"
-        self._table = TaskTable([task for part in tasked for task in part.tasks])
-        # Whether an eager part runs at every replay.
-        self.breaks = any(isinstance(part, EagerPart) for part in parts)
-        # What most entries are: one graph and nothing else.
+        self._launch = _TaskedLaunch(parts, breaks=self.breaks)
+        self.tasks = self._launch.table.tasks
+        # What most entries are: one graph and nothing else. None once the wrapper has let go of it.
         alone = len(parts) == 1 and not self.tasks
         self.graph: Part | None = parts[0] if alone else None
 
     @property
-    def tasks(self) -> tuple[CapturedTask, ...]:
-        """Those of all its segments, in order."""
-        return self._table.tasks
+    def deferred(self) -> Any:
+        """The last launch, where its updates come after it."""
+        return self._launch.deferred
+
+    @property
+    def update_failed(self) -> bool:
+        """Whether an update of its tasks ended the last launch, so that it may be repeated."""
+        return self._launch.update_failed
 
     def check_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool, name: str
@@ -140,36 +140,53 @@ class Entry:
 
         All updates are validated before anything is launched.
         """
-        if self._table.tasks:
-            self._launch_tasks(context, all_tasks)
-            return
-        # With gradients on, a bridge that an eager result is copied into would grow a graph.
-        without_gradients(self._replay_untasked)
+        if self.tasks:
+            self._launch.launch(context, all_tasks=all_tasks)
+        else:
+            # With gradients on, a bridge that an eager result is copied into would grow a graph.
+            without_gradients(self._replay)
 
-    def _replay_untasked(self) -> None:
+    def _replay(self) -> None:
         for part in self.parts:
             part.replay()
 
-    def _launch_tasks(self, context: ForwardContext, all_tasks: bool) -> None:
+
+class _TaskedLaunch:
+    """Launches the parts of an entry some of which have tasks, and knows how the last launch went.
+
+    `_mixed` says that an update failed: nobody knows which host arguments the tasks have.
+    """
+
+    def __init__(self, parts: tuple[Part, ...], *, breaks: bool) -> None:
+        self.table = TaskTable(
+            [task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks]
+        )
+        self.update_failed = False
+        self.deferred: Deferred | None = None
+        self._parts = parts
+        # Only eager parts, and issuing a task, could grow a graph of gradients.
+        self._breaks = breaks
+        self._mixed = False
+
+    def launch(self, context: ForwardContext, *, all_tasks: bool) -> None:
         self.update_failed, self.deferred = False, None
         if context.updates is DEFERRED:
             self._launch_deferred(context, all_tasks)
             return
-        values = resolve_updates(self._table, context, all_known=all_tasks)
-        if values is None and self._table.mixed:
+        values = resolve_updates(self.table, context, all_known=all_tasks)
+        if values is None and self._mixed:
             if context.updates is UNCHANGED:
                 raise failed_before()
-            values = [task.values for task in self.tasks]
-        self._table.mixed = True
-        # Only eager parts, and issuing a task, could grow a graph of gradients.
-        if values is None and not self.breaks:
-            self._replay_parts(None)
+            values = [task.values for task in self.table.tasks]
+        self._mixed = True
+        if values is None and not self._breaks:
+            self._replay(None)
         else:
-            without_gradients(lambda: self._replay_parts(values))
-        self._table.mixed = False
+            without_gradients(lambda: self._replay(values))
+        self._mixed = False
 
     def _launch_deferred(self, context: ForwardContext, all_tasks: bool) -> None:
-        (segment, *others) = self.parts
+        (segment, *others) = self._parts
         if others or not isinstance(segment, TaskedSegment):
             raise InvalidUpdateError(
                 "the updates of a step with eager parts cannot come after its launch, as those may "
@@ -178,20 +195,20 @@ class Entry:
                 expected="this step's updates",
                 advice="pass updates=, or capture the step as one FULL graph",
             )
-        mixed, self._table.mixed = self._table.mixed, True
+        mixed, self._mixed = self._mixed, True
         if segment.launch():
             self.deferred = Deferred(
-                segment, self._table, context, self._updated, mixed=mixed, all_tasks=all_tasks
+                segment, self.table, context, self._updated, mixed=mixed, all_tasks=all_tasks
             )
         else:
             self._updated()
 
     def _updated(self) -> None:
-        self._table.mixed = False
+        self._mixed = False
 
-    def _replay_parts(self, values: Sequence[HostValues] | None) -> None:
+    def _replay(self, values: Sequence[HostValues] | None) -> None:
         taken = 0
-        for part in self.parts:
+        for part in self._parts:
             if isinstance(part, TaskedSegment):
                 count = len(part.tasks)
                 try:

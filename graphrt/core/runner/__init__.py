@@ -3,12 +3,12 @@
 from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner._meanwhile import SlowStep, StepsMeanwhile
 from graphrt.core.runner._rounds import CaptureProgress
+from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.command_line import runner_settings
 from graphrt.core.runner.host import AroundCapture, Bind, Example, Host, MakeExample, Phase
 from graphrt.core.runner.report import RunnerReport, TrustReport
 from graphrt.core.runner.runner import GraphRunner
 from graphrt.core.runner.session import GraphRecord, Progress
-from graphrt.core.runner.steps import TrialRecord
 
 __all__ = [
     "AroundCapture",

@@ -12,11 +12,10 @@ from graphrt.core.dispatch import Agreed
 from graphrt.core.replay import GraphPool, in_turn
 from graphrt.core.runner._devices import on_own_device
 from graphrt.core.runner._meanwhile import Meanwhile
-from graphrt.core.runner._path import StepPath
 from graphrt.core.runner._rounds import CaptureProgress, Rounds
+from graphrt.core.runner.engine import StepEngine
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import Progress
-from graphrt.core.runner.steps import LastUpdates
 
 
 class Capturing:
@@ -24,12 +23,11 @@ class Capturing:
 
     pool: GraphPool
     graphs: GraphSet
-    _path: StepPath
+    _engine: StepEngine
     _entrance: Callable[..., Any]
     _run: Callable[..., Any]
     _rounds: Rounds
     _meanwhile: Meanwhile
-    _updates: LastUpdates
     _owns_pool: bool
     _is_closed = False
 
@@ -44,7 +42,7 @@ class Capturing:
         (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
         `ResourceExhaustedError` when the rest is done.
         """
-        self._path.check_open()
+        self._engine.check_open()
         check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
         try:
             self._rounds.all(progress)
@@ -67,7 +65,7 @@ class Capturing:
         `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to
         a `capture()`, and the next call goes on with the others.
         """
-        self._path.check_open()
+        self._engine.check_open()
         try:
             return self._rounds.next(budget_s, prefer)
         finally:
@@ -92,7 +90,7 @@ class Capturing:
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
         the pool, so no step comes between."""
         check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
-        self._path.check_open()
+        self._engine.check_open()
 
         def again() -> None:
             self._release()
@@ -105,7 +103,7 @@ class Capturing:
 
     def _release(self) -> None:
         self.graphs.release()
-        self._updates.forget_graphs()
+        self._engine.updates.forget_graphs()
         self._meanwhile.end()
 
     def weights_changed(self) -> None:
@@ -132,7 +130,7 @@ class Capturing:
         if self._is_closed:
             return
         if self.pool.left_behind:
-            self._path.closed = True
+            self._engine.closed = True
         else:
             in_turn(self.pool, self.graphs.owner, self._close)
         if self._owns_pool:
@@ -142,7 +140,7 @@ class Capturing:
 
     def _close(self) -> None:
         self.graphs.release()
-        self._path.closed = True
+        self._engine.closed = True
 
     def _time_steps(self) -> None:
         """Have steps timed while graphs are missing; no step looks for that itself."""
@@ -156,6 +154,6 @@ class Capturing:
         metadata: Any,
         agreed: Agreed | None,
     ) -> Any:
-        path = self._path
-        step = partial(path.run, batch, values, updates, metadata, agreed)
-        return self._meanwhile.timed(step, lambda: path.last_dispatch, batch, values, agreed)
+        engine = self._engine
+        step = partial(engine.step, batch, values, updates, metadata, agreed)
+        return self._meanwhile.timed(step, lambda: engine.last_dispatch, batch, values, agreed)

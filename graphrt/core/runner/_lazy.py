@@ -11,7 +11,7 @@ from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, preferred
 from graphrt.core.plan import CaptureKey
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
-from graphrt.core.runner.steps import Checks
+from graphrt.core.runner.checks import Checks
 
 
 class LazyCaptures:
@@ -39,7 +39,11 @@ class LazyCaptures:
     ) -> Dispatch | None:
         """The planned graph that would serve `batch` better than what was found, or None."""
         planned = self._dispatcher.planned_for(batch, agreed=agreed)
-        if planned is None or planned.slot in self.failed or self._checks.changed_settings():
+        if (
+            planned is None
+            or planned.slot in self.failed
+            or self._checks.glances.changed_settings()
+        ):
             return None
         better = found.slot < 0 or preferred(planned, found)
         return planned if better else None

@@ -34,8 +34,10 @@ from graphrt.core.replay import WORST_CASE, Doing, Entry, GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner._lazy import LazyCaptures
 from graphrt.core.runner._wrappers import EagerForward, wrappers_of
+from graphrt.core.runner.checks import Checks
 from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host, Phase
+from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.session import (
     Enough,
     GraphRecord,
@@ -44,7 +46,6 @@ from graphrt.core.runner.session import (
     WarmUps,
     capture_graphs,
 )
-from graphrt.core.runner.steps import Checks, PaddedStep
 from graphrt.core.trust import Gradients, ReadSet, UnknownMemory, WarmedUp, WatchedState
 
 
@@ -65,7 +66,7 @@ class GraphSet:
         inputs: StaticInputs,
         outputs: OutputAxes,
     ) -> None:
-        self.steps: list[PaddedStep | None] = []
+        self.steps: list[PreparedStep | None] = []
         self.records: list[GraphRecord] = []
         self.dropped: list[DroppedGraph] = []
         self.sealing = Sealing(options)
@@ -293,7 +294,7 @@ class GraphSet:
             has_parts=self._plan.mode.has_piecewise,
         )
 
-    def _compile(self, step: PaddedStep | None, saved: WatchedState) -> None:
+    def _compile(self, step: PreparedStep | None, saved: WatchedState) -> None:
         """Run one eager step if a module of the forward has yet to be compiled.
 
         Without a `step`, as where no graph is planned, it is one of all rows.
@@ -316,7 +317,7 @@ class GraphSet:
             self._add(graph, GraphRecord(graph.mode, graph.descriptor, 0.0, 0))
         self._settle(saved, enough is not None)
 
-    def _see(self, step: PaddedStep, saved: WatchedState) -> None:
+    def _see(self, step: PreparedStep, saved: WatchedState) -> None:
         """Run one eager step, as a warm-up, and note what it returns."""
         named = step.descriptor
         context = ForwardContext(GraphMode.NONE, named, updates=WORST_CASE, num_reqs=step.reqs)
@@ -332,7 +333,7 @@ class GraphSet:
             with context:
                 self._prepare(step, "warmup")
                 call = partial(self.run_forward, **step.fresh_arguments())
-                step.see(saved.run(None, step.tokens, step.storages(), call))
+                step.outputs.see(saved.run(None, step.tokens, step.storages(), call))
             undo.now()
         except BaseException:
             undo.now()
@@ -363,9 +364,7 @@ class GraphSet:
             wrapper = self._wrappers.get(record.mode)
             step = self.steps[self.dispatcher.reserve(record.mode, record.descriptor)]
             if wrapper is not None and step is not None:
-                step.hold(
-                    wrapper, self._inputs, self._pool, self._host.bind, self.gradients.of_inputs
-                )
+                step.hold(wrapper, self._inputs, self._pool, self._host.bind)
 
     def _settle_or_release(self, saved: WatchedState | None, more: bool) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""
@@ -375,14 +374,14 @@ class GraphSet:
         except GraphRTError:
             self.release()
 
-    def _step(self, mode: GraphMode, descriptor: BatchDescriptor) -> PaddedStep:
+    def _step(self, mode: GraphMode, descriptor: BatchDescriptor) -> PreparedStep:
         # Pieces that the forward brings along itself are reached by running it.
         wrapper = None if self.eager_launch else self._wrappers.get(mode)
         call = self.run_forward if wrapper is None else wrapper
         owned, ring = self._options.outputs == "clone", None if wrapper is None else self._ring
-        return PaddedStep(descriptor, self._inputs, call, self._outputs, ring, owned=owned)
+        return PreparedStep(descriptor, self._inputs, call, self._outputs, ring, owned=owned)
 
-    def _prepare(self, step: PaddedStep, phase: Phase) -> None:
+    def _prepare(self, step: PreparedStep, phase: Phase) -> None:
         # Outputs of the step before may lie in the buffers.
         self._pool.expire_outputs()
         self._inputs.reset(step.layout)

@@ -14,9 +14,9 @@ from graphrt.core.plan import ModeResolution
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner._meanwhile import StepsMeanwhile
+from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import GraphRecord
-from graphrt.core.runner.steps import TrialRecord
 from graphrt.core.trust import TensorUse, UnknownMemory
 
 

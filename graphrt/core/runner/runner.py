@@ -9,36 +9,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphrt.core.base import Uncopied, check_kind
-from graphrt.core.batch import Batch, ForwardContext, GraphMode, checked_batch
+from graphrt.core.batch import Batch
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Agreed, Dispatch, Reason
+from graphrt.core.dispatch import Agreed, Dispatch
 from graphrt.core.inputs import (
     InputSlot,
     InputSpec,
     OutputAxes,
     StaticInputs,
-    batch_of,
     check_forward,
 )
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import GraphPool, in_turn
+from graphrt.core.replay import GraphPool, in_turn, under_way
 from graphrt.core.runner._capturing import Capturing
 from graphrt.core.runner._devices import on_own_device
 from graphrt.core.runner._meanwhile import Meanwhile
-from graphrt.core.runner._path import StepPath
 from graphrt.core.runner._rounds import Rounds
-from graphrt.core.runner._steps import steps_of
 from graphrt.core.runner.compiled import pool_for, with_forward
+from graphrt.core.runner.engine import StepEngine, refuse_inside_capture
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
-from graphrt.core.runner.steps import (
-    LastUpdates,
-    no_graph_to_pad_to,
-    no_graph_to_verify,
-    refuse_inside_capture,
-)
+from graphrt.core.runner.trials import Given
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -118,18 +111,11 @@ class GraphRunner(Capturing, Uncopied):
         )
         self.dispatcher = self.graphs.dispatcher
         graphs = self.graphs
-        self._steps = graphs.steps
-        self._eager_launch = graphs.eager_launch
-        self._updates = LastUpdates()
-        steps = steps_of(
-            forward, graphs, self.plan, host, self.options, self.inputs, self.pool, self._updates
-        )
-        self._padded = steps.padded
-        self._checked, self._slots = steps.checked, steps.slots
+        self._engine = StepEngine(graphs, self.plan, host, self.options, self.inputs, self.pool)
         self._meanwhile = Meanwhile(self.dispatcher, self.inputs)
         try_examples: Callable[[], None] | None = None
         if host.example is not None:
-            try_examples = partial(self._checked.try_examples, host.example, graphs.release)
+            try_examples = partial(self._engine.trials.try_examples, host.example, graphs.release)
         self._rounds = Rounds(
             graphs,
             self.plan,
@@ -138,9 +124,7 @@ class GraphRunner(Capturing, Uncopied):
             try_examples,
             strict=self.options.strict,
         )
-        self._elsewhere = self.pool.elsewhere
-        self._path = StepPath(graphs, self.inputs, self.pool, steps, self._updates)
-        self._entrance = self._path.entrance()
+        self._entrance = self._engine.entrance()
         self._time_steps()
 
     def __call__(
@@ -183,16 +167,18 @@ class GraphRunner(Capturing, Uncopied):
     @property
     def last_dispatch(self) -> Dispatch | None:
         """What the last step was told, and how it ran."""
-        return self._path.last_dispatch
+        return self._engine.last_dispatch
 
     def slot(self, batch: Batch, *, agreed: Agreed | None = None) -> InputSlot:
         """Where the inputs of the next step, of `batch`, are written in place: `runner(slot)` then
         runs it, and nothing is copied or checked again. Counted as dispatched now. `agreed` is as
         in a call. Raises `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
-        if self._elsewhere is not None and self._elsewhere():
+        if under_way:
+            refuse_inside_capture("slot()")
+        if self.pool.elsewhere is not None and self.pool.elsewhere():
             with self.pool.on_device():
-                return self._slots.make(batch, agreed)
-        return self._slots.make(batch, agreed)
+                return self._engine.slots.make(batch, agreed)
+        return self._engine.slots.make(batch, agreed)
 
     def step(
         self,
@@ -223,29 +209,9 @@ class GraphRunner(Capturing, Uncopied):
         check_kind(
             "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
         )
-        run = partial(self._run_padded_eagerly, batch, found, values, updates, metadata)
+        given = Given(values, updates, metadata)
+        run = partial(self._engine.run_padded_eagerly, batch, found, given)
         return in_turn(self.pool, self.graphs.owner, run)
-
-    def _run_padded_eagerly(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
-    ) -> Any:
-        if found.slot < 0:
-            raise no_graph_to_pad_to(found.reason)
-        if found.slot >= len(self._steps) or self._steps[found.slot] is None:
-            # Its graph has gone since.
-            raise no_graph_to_pad_to(Reason.NOT_CAPTURED)
-        batch = checked_batch(batch)
-        if updates is not None:
-            step = self._steps[found.slot]
-            updates = self._updates.resolve(updates, step, -1, self._steps, batch)
-        named = found.descriptor
-        context = ForwardContext(GraphMode.NONE, named, -1, updates, metadata, live=batch)
-        return self._padded.run(batch, found, values, context, eager=True)
 
     @on_own_device
     def verify(
@@ -267,28 +233,8 @@ class GraphRunner(Capturing, Uncopied):
         capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
-        verify = partial(self._verify, batch, values, updates, metadata)
+        verify = partial(self._engine.verify, batch, Given(values, updates, metadata))
         return in_turn(self.pool, self.graphs.owner, verify)
-
-    def _verify(
-        self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any
-    ) -> Any:
-        if batch is None:
-            batch = batch_of(self.inputs, values)
-        # Its runs without padding take the batch as it is.
-        batch = checked_batch(batch)
-        found = self.dispatcher.dispatch(batch)
-        if self._eager_launch or found.slot < 0:
-            if not self._eager_launch and found.reason is not Reason.NOT_CAPTURED:
-                self._path.last_dispatch = found
-                return self._checked.eagerly(batch, found, values, updates, metadata)
-            raise no_graph_to_verify(batch, found.reason)
-        verdict = self._checked.verify(batch, found, values, updates, metadata)
-        self._path.last_dispatch = found
-        self._path.live_tokens += batch[0]
-        if verdict.failure is not None:
-            raise verdict.failure
-        return verdict.outputs
 
     def __enter__(self) -> GraphRunner:
         return self
@@ -303,6 +249,6 @@ class GraphRunner(Capturing, Uncopied):
             self.graphs,
             self.pool,
             self.inputs,
-            self._path.live_tokens,
+            self._engine.live_tokens,
             self._meanwhile.seen(),
         )

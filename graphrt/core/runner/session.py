@@ -24,7 +24,7 @@ from graphrt.core.capture import CaptureTransaction, GraphOptions, SideDoors, si
 from graphrt.core.replay import WORST_CASE, GraphPool, under_way, warming_up
 from graphrt.core.runner._streams import StreamLedger
 from graphrt.core.runner.host import Host, Phase
-from graphrt.core.runner.steps import PaddedStep
+from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.trust import WatchedState
 
 Progress = Callable[[int, int, BatchDescriptor], None]
@@ -57,7 +57,7 @@ class PlannedGraph:
     mode: GraphMode
     descriptor: BatchDescriptor
     slot: int
-    step: PaddedStep
+    step: PreparedStep
 
 
 def capture_graphs(
@@ -65,7 +65,7 @@ def capture_graphs(
     *,
     pool: GraphPool,
     warm_ups: WarmUps,
-    bind: Callable[[PaddedStep, Phase], None],
+    bind: Callable[[PreparedStep, Phase], None],
     enlist: Callable[[Any], None],
     state: WatchedState,
     host: Host,
@@ -190,7 +190,7 @@ class _Session:
         pool: GraphPool,
         owner: object,
         warm_ups: WarmUps,
-        bind: Callable[[PaddedStep, Phase], None],
+        bind: Callable[[PreparedStep, Phase], None],
         enlist: Callable[[Any], None],
         state: WatchedState,
         host: Host,
@@ -307,7 +307,7 @@ class _Session:
                         graph.descriptor.kind, graph.mode, graph.step.tokens, call
                     )
                     self._state.look()
-                graph.step.see(outputs)
+                graph.step.outputs.see(outputs)
             undo.now()
         except BaseException:
             undo.now()

@@ -37,6 +37,8 @@ class Gradients:
         names = tuple(inputs) if self._on else ()
         self._flat = tuple(name for name in names if "." not in name)
         self._nested = tuple(name.split(".") for name in names if "." in name)
+        # Whether inputs may require one, so that somebody has to look.
+        self.of_inputs = bool(names)
         self.reset()
 
     def reset(self) -> None:
@@ -45,13 +47,8 @@ class Gradients:
         self._weights: list[weakref.ref[torch.Tensor]] = []
         self._asked = self._of_weights
 
-    @property
-    def of_inputs(self) -> Callable[[Mapping[str, Any]], bool] | None:
-        """Says of a step's inputs whether one requires a gradient and gets it in eager; None where
-        that is so of none."""
-        return self._required if self._flat or self._nested else None
-
-    def _required(self, values: Mapping[str, Any]) -> bool:
+    def required(self, values: Mapping[str, Any]) -> bool:
+        """Whether one of a step's inputs requires a gradient and gets it in eager."""
         try:
             for name in self._flat:
                 if values[name].requires_grad:
@@ -68,7 +65,7 @@ class Gradients:
 
     def look(self, values: Mapping[str, Any]) -> bool:
         """Before a step that is given `values`: whether it is to find out what nobody knows yet."""
-        if not self._asked and self._required(values):
+        if not self._asked and self.required(values):
             self._asked = True
         return self.wanted
 
