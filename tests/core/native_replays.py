@@ -249,8 +249,9 @@ def program(seed: int, *, native: bool) -> list[Any]:
                 place.fill_(1)
         elif event < 0.21:
             # Which no graph reads; those read the one of before.
-            weights.append(runner.graphs.forward.weight)
-            runner.graphs.forward.weight = torch.nn.Parameter(torch.rand(2), requires_grad=False)
+            forward = runner.graphs.setup.forward
+            weights.append(forward.weight)
+            forward.weight = torch.nn.Parameter(torch.rand(2), requires_grad=False)
         elif event < 0.24:
             other.capture()
         elif event < 0.27:
@@ -279,7 +280,7 @@ def program(seed: int, *, native: bool) -> list[Any]:
         steps = pool.step is None, pool.step_context is None, len(pool.handed_out)
         device = Device.marked, Device.entered
         told = runner.last_dispatch, runner.dispatcher.counts(), runner.report().live_tokens
-        tried = [record.status for record in runner.graphs.checks.records.values()]
+        tried = [record.status for record in runner.graphs.trust.checks.records.values()]
         seen.append((found, state, steps, device, told, tried))
     kept.clear()
     runner.close()

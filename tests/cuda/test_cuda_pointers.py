@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, get_platform
-from graphrt.core.runner.touched import unknown_memory_of
 from graphrt.core.trust import unknown_memory
 from graphrt.cuda.blocks import internal_sizes
 from graphrt.cuda.driver import destroy_graph, node_type, nodes_of
@@ -67,7 +66,7 @@ def captured_runner(forward, dtype=torch.float32, **options):
 
 
 def unknown_of(runner):
-    found = unknown_memory_of(runner.graphs, runner.pool, runner.inputs)
+    found = runner.graphs.trust.unknown_memory(runner.graphs.entries())
     print(f"{len(found.blocks)} unknown blocks, {found.unread} unread nodes", *found.blocks)
     return found
 

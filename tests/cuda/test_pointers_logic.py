@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
 from graphrt.core.device import GraphPointers, MemoryBlock
-from graphrt.core.runner.touched import unknown_memory_of
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
     tensor_addresses,
@@ -311,7 +310,7 @@ def pointing_runner(forward, **options):
 
 
 def unknown_of(runner):
-    return unknown_memory_of(runner.graphs, runner.pool, runner.inputs)
+    return runner.graphs.trust.unknown_memory(runner.graphs.entries())
 
 
 def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
@@ -326,7 +325,7 @@ def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
         assert "TABLE" in found[TABLE.data_ptr()].name
         assert found[stranger.data_ptr()][1:] == (28, 2, "")
         largest = [runner.graphs.records[0].descriptor]
-        some = unknown_memory_of(runner.graphs, runner.pool, runner.inputs, largest)
+        some = runner.graphs.trust.unknown_memory(runner.graphs.entries(largest))
         assert {each.nodes for each in some.blocks} == {1}
 
 

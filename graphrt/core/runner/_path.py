@@ -9,11 +9,17 @@ from typing import Any
 from graphrt.core.base import NativePath, NativeSame, PoolClosedError
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
 from graphrt.core.dispatch import Agreed, Dispatch, Reserved
-from graphrt.core.inputs import InputSlot, StaticInputs, agreed_too_late, batch_of
+from graphrt.core.inputs import InputSlot, agreed_too_late, batch_of
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner._steps import Steps
-from graphrt.core.runner.graphs import GraphSet
+from graphrt.core.runner.graph_table import GraphTable
+from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, PaddedStep, is_plain, same
+
+CaptureMissing = Callable[
+    [Batch, Dispatch, Mapping[str, Any], "Agreed | None"], "Mapping[str, Any] | None"
+]
+"""See `CaptureScheduler.for_step`."""
 
 
 class StepPath:
@@ -25,9 +31,10 @@ class StepPath:
         "_dispatcher",
         "_eager_launch",
         "_elsewhere",
-        "_graphs",
+        "_gradients",
         "_inputs",
         "_last",
+        "_miss",
         "_owner",
         "_pool",
         "_sealing",
@@ -41,24 +48,26 @@ class StepPath:
 
     def __init__(
         self,
-        graphs: GraphSet,
-        inputs: StaticInputs,
-        pool: GraphPool,
+        setup: RunnerSetup,
+        graphs: GraphTable,
         steps: Steps,
         updates: LastUpdates,
+        miss: CaptureMissing,
     ) -> None:
+        """`miss` is called where a step may find a better graph missing."""
         self.closed = False
         self.last_dispatch: Dispatch | None = None
         self.live_tokens = 0
-        self._graphs = graphs
+        self._gradients = setup.run_forward.gradients
+        self._miss = miss
         self._dispatcher = graphs.dispatcher
         self._sealing = graphs.sealing
-        self._checks = graphs.checks
-        self._eager_launch = graphs.eager_launch
+        self._checks = graphs.trust.checks
+        self._eager_launch = setup.eager_launch
         self._by_slot = graphs.steps
-        self._inputs = inputs
-        self._pool = pool
-        self._elsewhere = pool.elsewhere
+        self._inputs = setup.inputs
+        self._pool = setup.pool
+        self._elsewhere = setup.pool.elsewhere
         self._owner = graphs.owner
         self._steps = steps
         self._slots = steps.slots
@@ -170,9 +179,9 @@ class StepPath:
             else:
                 found = self._dispatcher.dispatch(batch, agreed=agreed)
         if self._sealing.may_capture:
-            wanted = self._graphs.lazy.wanted(batch, found, agreed)
-            if wanted is not None:
-                values = self._graphs.lazy.capture(self._graphs.capture, wanted, values)
+            kept = self._miss(batch, found, values, agreed)
+            if kept is not None:
+                values = kept
                 found = self._dispatcher.dispatch(batch, agreed=agreed)
         checks = self._checks
         if (
@@ -223,7 +232,7 @@ class StepPath:
             raise
         self.last_dispatch = found
         self.live_tokens += batch[0] if found.slot >= 0 else 0
-        return self._graphs.gradients.marked(outputs, values)
+        return self._gradients.marked(outputs, values)
 
     def _run_by_context(
         self,
@@ -244,7 +253,7 @@ class StepPath:
             if found.slot < 0:
                 self.check_open()
                 outputs = self._steps.unpadded.run(batch, found, values, given, metadata)
-                return self._graphs.gradients.marked(outputs, values)
+                return self._gradients.marked(outputs, values)
             mode = GraphMode.NONE if self._eager_launch else found.mode
             named, slot = found.descriptor, found.slot
             context = ForwardContext(mode, named, slot, given, metadata, live=batch)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from graphrt.core.capture import GraphOptions
-from graphrt.core.inputs import StaticInputs
-from graphrt.core.plan import Plan
-from graphrt.core.replay import GraphPool
-from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.host import Host
+from graphrt.core.runner.graph_table import GraphTable
+from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.steps import (
     CheckedSteps,
     LastUpdates,
@@ -19,7 +14,6 @@ from graphrt.core.runner.steps import (
     Slots,
     UnpaddedSteps,
 )
-from graphrt.core.runner.touched import keep_touched
 
 
 class Steps(NamedTuple):
@@ -31,53 +25,45 @@ class Steps(NamedTuple):
     slots: Slots
 
 
-def steps_of(
-    forward: Callable[..., Any],
-    graphs: GraphSet,
-    plan: Plan,
-    host: Host,
-    options: GraphOptions,
-    inputs: StaticInputs,
-    pool: GraphPool,
-    updates: LastUpdates,
-) -> Steps:
-    """What runs the steps of `forward`, whose graphs are `graphs`."""
-    clones = options.outputs == "clone"
+def steps_of(setup: RunnerSetup, graphs: GraphTable, updates: LastUpdates) -> Steps:
+    """What runs the steps of a runner, whose graphs are `graphs`."""
+    options, host, inputs, pool = setup.options, setup.host, setup.inputs, setup.pool
+    trust, clones = graphs.trust, options.outputs == "clone"
     unpadded = UnpaddedSteps(
-        graphs.run_forward,
+        setup.run_forward,
         graphs.sealing,
-        plan,
+        setup.plan,
         host.bind,
         inputs,
         pool,
         graphs.owner,
         clones=clones,
-        after=graphs.checks.look_after_eager_step,
+        after=trust.checks.look_after_eager_step,
     )
     padded = PaddedSteps(
         graphs.steps,
-        graphs.run_forward,
+        setup.run_forward,
         host.bind,
         inputs,
         pool,
         graphs.dispatcher,
         graphs.owner,
         clones=clones,
-        eager_launch=graphs.eager_launch,
+        eager_launch=setup.eager_launch,
     )
     checked = CheckedSteps(
-        forward,
-        graphs.checks,
+        setup.forward,
+        trust.checks,
         graphs.steps,
-        graphs.warmed_up,
+        trust.warmed_up,
         padded,
         unpadded,
         updates,
-        graphs.run_forward,
+        setup.run_forward,
         limit_bytes=partial(options.state_limit, pool.platform),
         mixes_rows=host.mixes_rows,
         at_bound=host.metadata,
-        keep_touched=partial(keep_touched, graphs, pool, inputs),
+        keep_touched=lambda only: trust.keep_touched(graphs.entries(only)),
     )
     slots = Slots(graphs.dispatcher, graphs.steps, graphs.sealing, inputs, pool, graphs.owner)
     return Steps(unpadded, padded, checked, slots)

@@ -45,7 +45,7 @@ class AnnouncedModule(CompiledFacts, Protocol):
         """The tensors of the module that compiled code reads, as they are now, and the constants of
         that code; nothing before it is compiled."""
 
-    def module_changed(self) -> None:
+    def weights_changed(self) -> None:
         """Raise an error that names what its code has baked in and is different now."""
 
     def seal(self) -> None: ...
@@ -81,7 +81,7 @@ class CompiledModules:
     def check(self) -> None:
         """Raise the error of the first module that has changed since it was compiled."""
         for module in self.modules:
-            module.module_changed()
+            module.weights_changed()
 
     def seal(self) -> None:
         """Compile and capture nothing any more."""
@@ -93,25 +93,22 @@ class CompiledModules:
         for module in self.modules:
             module.unseal()
 
-    def prepare(self, sizes: Collection[int]) -> list[AnnouncedModule]:
-        """Tell every module what will be captured; returns those that have yet to be compiled."""
-        self.tell_sizes(sizes)
+    def announce(
+        self, sizes: Collection[int], options: GraphOptions, hooks: SegmentHooks | None
+    ) -> None:
+        """Say which numbers of tokens batches are padded to, and how pieces are captured."""
+        for module in self.modules:
+            module.use_capture_sizes(sizes)
+            module.use_wrapper_options(options, hooks)
+
+    def prepare(self) -> bool:
+        """Take the weights as they are now; returns whether a module has yet to be compiled."""
         for module in self.modules:
             module.rebind_weights()
         pending = [module for module in self.modules if not module.compiled]
         for module in pending:
             module.unseal()
-        return pending
-
-    def tell_sizes(self, sizes: Collection[int]) -> None:
-        """Say which numbers of tokens batches are padded to."""
-        for module in self.modules:
-            module.use_capture_sizes(sizes)
-
-    def tell_options(self, options: GraphOptions, hooks: SegmentHooks | None) -> None:
-        """Say how pieces are captured."""
-        for module in self.modules:
-            module.use_wrapper_options(options, hooks)
+        return bool(pending)
 
 
 def with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:

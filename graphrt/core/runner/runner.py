@@ -2,54 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from graphrt.core.base import Uncopied, check_kind
+from graphrt.core.base import Uncopied, check_kind, check_takes
 from graphrt.core.batch import Batch, ForwardContext, GraphMode
-from graphrt.core.capture import GraphOptions
+from graphrt.core.capture import GraphOptions, inside_capture
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Agreed, Dispatch, Reason, checked_batch
+from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, Reason, checked_batch
 from graphrt.core.inputs import (
     InputSlot,
     InputSpec,
     OutputAxes,
+    OutputLayout,
     StaticInputs,
     batch_of,
     check_forward,
 )
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import GraphPool, in_turn
-from graphrt.core.runner._capturing import Capturing
-from graphrt.core.runner._devices import on_own_device
-from graphrt.core.runner._meanwhile import Meanwhile
+from graphrt.core.replay import GraphPool, check_between_steps, current_capture, in_turn
 from graphrt.core.runner._path import StepPath
-from graphrt.core.runner._rounds import Rounds
 from graphrt.core.runner._steps import steps_of
-from graphrt.core.runner.compiled import pool_for, with_forward
-from graphrt.core.runner.graphs import GraphSet
+from graphrt.core.runner.capture_session import Progress
+from graphrt.core.runner.compiled import CompiledModules, pool_for, with_forward
+from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
+from graphrt.core.runner.scheduler import CaptureProgress, CaptureScheduler
+from graphrt.core.runner.setup import EagerForward, RunnerSetup
 from graphrt.core.runner.steps import (
     LastUpdates,
     no_graph_to_pad_to,
     no_graph_to_verify,
     refuse_inside_capture,
 )
+from graphrt.core.trust import Gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
+T = TypeVar("T")
 
-class GraphRunner(Capturing, Uncopied):
+
+class GraphRunner(Uncopied):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
     Before `capture()` every batch runs eagerly; after it, batches that no graph serves do, each
     with a reason. Equal means: bit for bit what `forward` gives on the same padded inputs.
     """
+
+    _is_closed = False
 
     def __init__(
         self,
@@ -87,7 +92,6 @@ class GraphRunner(Capturing, Uncopied):
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         compiled = with_forward(forward, all_compiled(announced))
         self.pool, place, self._owns_pool = pool_for(compiled, pool, platform, device)
-        self.platform = self.pool.platform
         if plan is None:
             arguments["compiled"] = compiled
             self.plan = Plan(**arguments, platform=self.platform)
@@ -95,53 +99,49 @@ class GraphRunner(Capturing, Uncopied):
             self.plan = plan.fitted_to(self.platform, compiled)
         if self.options.strict:
             self.plan.refuse_less()
-        self.mode = self.plan.mode
+        self.inputs = self._buffers(inputs, place)
+        check_forward(forward, inputs)
+        modules = CompiledModules(self.plan.compiled)
+        # A plain hit looks at no gradients, and compiled code has none in any case.
+        gradients = Gradients(on=self.options.checks("sample") and not modules.modules)
+        setup = RunnerSetup(
+            forward,
+            EagerForward(forward, gradients),
+            self.plan,
+            host or Host(),
+            self.options,
+            self.pool,
+            self.inputs,
+            OutputLayout(outputs),
+            modules,
+        )
+        self.graphs = GraphTable(setup)
+        self._updates = LastUpdates()
+        self._steps = steps_of(setup, self.graphs, self._updates)
+        try_examples = None
+        if setup.host.example is not None:
+            try_examples = partial(
+                self._steps.checked.try_examples, setup.host.example, self.graphs.release
+            )
+        self._scheduler = CaptureScheduler(setup, self.graphs, try_examples)
+        self._path = StepPath(
+            setup, self.graphs, self._steps, self._updates, self._scheduler.for_step
+        )
+        self._run = self._path.entrance()
+
+    def _buffers(
+        self, specs: Mapping[str, InputSpec | Mapping[str, Any]], device: torch.device
+    ) -> StaticInputs:
+        """Buffers for the largest of the planned graphs, and for the largest batch."""
         keys, sizes = self.plan.keys, self.plan.sizes
-        self.inputs = StaticInputs(
-            inputs,
+        return StaticInputs(
+            specs,
             platform=self.platform,
             tokens=max(sizes.max_num_tokens, *(key[1].num_tokens for key in keys), 1),
             reqs=max(sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in keys), 1),
-            device=place,
+            device=device,
             fetched=self.options.inputs_in_graph,
         )
-        check_forward(forward, inputs)
-        host = host or Host()
-        self.graphs = GraphSet(
-            forward,
-            self.plan,
-            host,
-            options=self.options,
-            pool=self.pool,
-            inputs=self.inputs,
-            outputs=outputs,
-        )
-        self.dispatcher = self.graphs.dispatcher
-        graphs = self.graphs
-        self._steps = graphs.steps
-        self._eager_launch = graphs.eager_launch
-        self._updates = LastUpdates()
-        steps = steps_of(
-            forward, graphs, self.plan, host, self.options, self.inputs, self.pool, self._updates
-        )
-        self._padded = steps.padded
-        self._checked, self._slots = steps.checked, steps.slots
-        self._meanwhile = Meanwhile(self.dispatcher, self.inputs)
-        try_examples: Callable[[], None] | None = None
-        if host.example is not None:
-            try_examples = partial(self._checked.try_examples, host.example, graphs.release)
-        self._rounds = Rounds(
-            graphs,
-            self.plan,
-            self.pool,
-            self._meanwhile,
-            try_examples,
-            strict=self.options.strict,
-        )
-        self._elsewhere = self.pool.elsewhere
-        self._path = StepPath(graphs, self.inputs, self.pool, steps, self._updates)
-        self._entrance = self._path.entrance()
-        self._time_steps()
 
     def __call__(
         self,
@@ -181,6 +181,21 @@ class GraphRunner(Capturing, Uncopied):
         )
 
     @property
+    def platform(self) -> Platform:
+        """The platform that the graphs run on."""
+        return self.pool.platform
+
+    @property
+    def mode(self) -> GraphMode:
+        """The mode that the plan was resolved to."""
+        return self.plan.mode
+
+    @property
+    def dispatcher(self) -> GraphDispatcher:
+        """What finds the graph for a batch."""
+        return self.graphs.dispatcher
+
+    @property
     def last_dispatch(self) -> Dispatch | None:
         """What the last step was told, and how it ran."""
         return self._path.last_dispatch
@@ -189,10 +204,11 @@ class GraphRunner(Capturing, Uncopied):
         """Where the inputs of the next step, of `batch`, are written in place: `runner(slot)` then
         runs it, and nothing is copied or checked again. Counted as dispatched now. `agreed` is as
         in a call. Raises `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
-        if self._elsewhere is not None and self._elsewhere():
+        elsewhere = self.pool.elsewhere
+        if elsewhere is not None and elsewhere():
             with self.pool.on_device():
-                return self._slots.make(batch, agreed)
-        return self._slots.make(batch, agreed)
+                return self._steps.slots.make(batch, agreed)
+        return self._steps.slots.make(batch, agreed)
 
     def step(
         self,
@@ -209,7 +225,6 @@ class GraphRunner(Capturing, Uncopied):
             values = {name: values[name] for name in values}
         return self._run(batch, values, updates, metadata, agreed)
 
-    @on_own_device
     def run_padded_eagerly(
         self,
         batch: Batch,
@@ -224,7 +239,7 @@ class GraphRunner(Capturing, Uncopied):
             "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
         )
         run = partial(self._run_padded_eagerly, batch, found, values, updates, metadata)
-        return in_turn(self.pool, self.graphs.owner, run)
+        return self._in_turn(run)
 
     def _run_padded_eagerly(
         self,
@@ -236,18 +251,17 @@ class GraphRunner(Capturing, Uncopied):
     ) -> Any:
         if found.slot < 0:
             raise no_graph_to_pad_to(found.reason)
-        if found.slot >= len(self._steps) or self._steps[found.slot] is None:
+        steps = self.graphs.steps
+        if found.slot >= len(steps) or steps[found.slot] is None:
             # Its graph has gone since.
             raise no_graph_to_pad_to(Reason.NOT_CAPTURED)
         batch = checked_batch(batch)
         if updates is not None:
-            step = self._steps[found.slot]
-            updates = self._updates.resolve(updates, step, -1, self._steps, batch)
+            updates = self._updates.resolve(updates, steps[found.slot], -1, steps, batch)
         named = found.descriptor
         context = ForwardContext(GraphMode.NONE, named, -1, updates, metadata, live=batch)
-        return self._padded.run(batch, found, values, context, eager=True)
+        return self._steps.padded.run(batch, found, values, context, eager=True)
 
-    @on_own_device
     def verify(
         self,
         batch: Batch | None = None,
@@ -267,8 +281,7 @@ class GraphRunner(Capturing, Uncopied):
         capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
-        verify = partial(self._verify, batch, values, updates, metadata)
-        return in_turn(self.pool, self.graphs.owner, verify)
+        return self._in_turn(partial(self._verify, batch, values, updates, metadata))
 
     def _verify(
         self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any
@@ -278,17 +291,118 @@ class GraphRunner(Capturing, Uncopied):
         # Its runs without padding take the batch as it is.
         batch = checked_batch(batch)
         found = self.dispatcher.dispatch(batch)
-        if self._eager_launch or found.slot < 0:
-            if not self._eager_launch and found.reason is not Reason.NOT_CAPTURED:
+        eager_launch = self.options.launch == "eager"
+        if eager_launch or found.slot < 0:
+            if not eager_launch and found.reason is not Reason.NOT_CAPTURED:
                 self._path.last_dispatch = found
-                return self._checked.eagerly(batch, found, values, updates, metadata)
+                return self._steps.checked.eagerly(batch, found, values, updates, metadata)
             raise no_graph_to_verify(batch, found.reason)
-        verdict = self._checked.verify(batch, found, values, updates, metadata)
+        verdict = self._steps.checked.verify(batch, found, values, updates, metadata)
         self._path.last_dispatch = found
         self._path.live_tokens += batch[0]
         if verdict.failure is not None:
             raise verdict.failure
         return verdict.outputs
+
+    # The graphs -----------------------------------------------------------------------------------
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Capture every planned graph that is not captured yet, then seal.
+
+        `progress(done, total, descriptor)` is called before each graph and at the end. With
+        `Host(example=)` graphs are tried then; one that fails its trial raises `VerificationError`,
+        and nothing is captured. A failed capture raises; the graphs before it serve, and a further
+        call tries the rest again. Graphs that the device has no room for are dropped
+        (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
+        `ResourceExhaustedError` when the rest is done.
+        """
+        self._path.check_open()
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
+        if current_capture() is not None:
+            raise inside_capture()
+        self._in_turn(partial(self._scheduler.all, progress))
+
+    def capture_next(self, budget_s: float = 0.0, *, prefer: Iterable[int] = ()) -> CaptureProgress:
+        """Capture some of the graphs that are missing, between two steps; seal after the last.
+
+        As many as by those before them fit into `budget_s` seconds of the host, and at least one:
+        `while runner.capture_next(0.05).left: ...`. First come the sizes (in tokens) of `prefer`,
+        then what steps between the calls have missed most, then what the plan's `traffic` needs
+        most; but of each kind the largest graph is the first. Batches are served by what there is,
+        else eagerly. The first call compiles what is not compiled, the last one also tries
+        `Host(example=)`. Ranks that capture together have to capture the same: they pass no budget,
+        and equal batches or an agreed `prefer`.
+
+        Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates,
+        `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to
+        a `capture()`, and the next call goes on with the others.
+        """
+        self._path.check_open()
+        check_between_steps(self.pool, "capture_next()")
+        return self._in_turn(partial(self._scheduler.next, budget_s, prefer))
+
+    def seal(self) -> None:
+        """Capture nothing any more, in no wrapper of this runner."""
+        self.graphs.seal()
+
+    def release(self) -> None:
+        """Destroy all graphs, keeping the plan; batches run eagerly until `recapture()`. Raises
+        `PoolBusyError` while a step is under way in the pool."""
+        self._in_turn(self._release)
+
+    def recapture(self, progress: Progress | None = None) -> None:
+        """Destroy all graphs and capture them again, for weights that have moved: in one turn of
+        the pool, so no step comes between."""
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
+        self._path.check_open()
+
+        def again() -> None:
+            self._release()
+            self._scheduler.all(progress)
+
+        self._in_turn(again)
+
+    def weights_changed(self) -> None:
+        """Declare that weights were written or replaced, or that modules have other attributes,
+        hooks or submodules, or were `train()`ed.
+
+        Raises `StaleInputError` if a tensor that graphs read is another one by now, and
+        `RetraceError` if compiled code has baked in what is different; where steps are checked they
+        run eagerly from then on, until `recapture()`. Raises `UntrackedWeightsError` if graphs read
+        what nobody owns, and `PoolBusyError` while a step is under way in the pool.
+        """
+        self._in_turn(self.graphs.check)
+
+    def close(self) -> None:
+        """Destroy the graphs, and the pool if it is this runner's own.
+
+        Must come before the host tears down the communicators that graphs hold. Raises
+        `PoolBusyError` while a step is under way in the pool.
+        """
+        if self._is_closed:
+            return
+        if self.pool.left_behind:
+            self._path.closed = True
+        else:
+            self._in_turn(self._close)
+        if self._owns_pool:
+            self.pool.close()
+        # Last: interrupted before it, a second call does what is left.
+        self._is_closed = True
+
+    def _in_turn(self, call: Callable[[], T]) -> T:
+        """Call what changes the graphs, or runs them for itself, on the pool's device and in a turn
+        of its own."""
+        with self.pool.on_device():
+            return in_turn(self.pool, self.graphs.owner, call)
+
+    def _release(self) -> None:
+        self.graphs.release()
+        self._updates.forget_graphs()
+
+    def _close(self) -> None:
+        self.graphs.release()
+        self._path.closed = True
 
     def __enter__(self) -> GraphRunner:
         return self
@@ -298,11 +412,4 @@ class GraphRunner(Capturing, Uncopied):
 
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
-        return report_of(
-            self.plan.resolution,
-            self.graphs,
-            self.pool,
-            self.inputs,
-            self._path.live_tokens,
-            self._meanwhile.seen(),
-        )
+        return report_of(self.graphs, self.pool, self.inputs, self._path.live_tokens)

@@ -1,8 +1,9 @@
-"""What a runner wraps its forward in."""
+"""What a runner is made of, and what it wraps its forward in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,46 +12,69 @@ import torch
 from graphrt.core.base import where_asked, without_gradients
 from graphrt.core.batch import GraphMode, PieceProvider
 from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
-from graphrt.core.inputs import SlotRing
+from graphrt.core.inputs import OutputLayout, SlotRing, StaticInputs
 from graphrt.core.plan import Plan
-from graphrt.core.replay import GraphPool, SegmentHooks, is_inside_capture
+from graphrt.core.replay import GraphPool, is_inside_capture
 from graphrt.core.runner.compiled import CompiledModules
+from graphrt.core.runner.host import Host
 from graphrt.core.trust import Gradients
 
 
-def wrappers_of(
-    forward: Callable[..., Any],
-    plan: Plan,
-    options: GraphOptions,
-    pool: GraphPool,
-    hooks: SegmentHooks | None,
-    compiled: CompiledModules,
-    ring: SlotRing | None = None,
-) -> dict[GraphMode, GraphWrapper]:
-    """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them; graphs
-    fetch their inputs from `ring`, if there is one."""
-    mode = plan.mode
-    wrap = wrapper_class(pool.platform)
-    common: dict[str, Any] = {
-        "pool": pool,
-        # Only whole steps are captured lazily, by this set.
-        "options": options.merged({"lazy": False}),
-        "hooks": hooks,
-    }
-    outputs = "static" if options.outputs == "static" else "pool"
-    for_pieces = options.merged({"lazy": False, "outputs": outputs, "breaks": ()})
-    compiled.tell_options(for_pieces, hooks)
-    wrappers: dict[GraphMode, GraphWrapper] = {}
-    inner = forward if ring is None else Fetching(forward, ring)
-    if mode.has_piecewise and plan.pieces is PieceProvider.BREAKABLE:
-        inner = wrappers[GraphMode.PIECEWISE] = wrap(
-            inner, GraphMode.PIECEWISE, breakable=True, **common
-        )
-    if mode.has_full:
-        wrappers[GraphMode.FULL] = wrap(inner, GraphMode.FULL, **common)
-    for wrapper in wrappers.values():
-        wrapper.serve_owner()
-    return wrappers
+@dataclass(frozen=True)
+class RunnerSetup:
+    """What one runner was made with, every default resolved. It never changes."""
+
+    forward: Callable[..., Any]
+    run_forward: EagerForward
+    plan: Plan
+    host: Host
+    options: GraphOptions
+    pool: GraphPool
+    inputs: StaticInputs
+    outputs: OutputLayout
+    compiled: CompiledModules
+
+    @property
+    def eager_launch(self) -> bool:
+        """Whether graphs are planned and dispatched, and every step runs eagerly after all."""
+        return self.options.launch == "eager"
+
+    @property
+    def ring(self) -> SlotRing | None:
+        """Where graphs fetch their inputs from. They are not there yet when `bind` is called, which
+        may read or write them: with it there is none."""
+        return None if self.eager_launch or self.host.bind is not None else self.inputs.ring
+
+    @property
+    def sizes(self) -> set[int]:
+        """The sizes of the planned graphs, in tokens."""
+        return {descriptor.num_tokens for _, descriptor in self.plan.keys}
+
+    @property
+    def query_len(self) -> int | None:
+        """The tokens of every request, where no graph is for other batches."""
+        lengths = {descriptor.query_len for _, descriptor in self.plan.keys}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def wrappers(self) -> dict[GraphMode, GraphWrapper]:
+        """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them. Pieces
+        of compiled modules are captured with the same options."""
+        mode, options, hooks = self.plan.mode, self.options, self.host.around_graph
+        outputs = "static" if options.outputs == "static" else "pool"
+        for_pieces = options.merged({"lazy": False, "outputs": outputs, "breaks": ()})
+        self.compiled.announce(self.sizes, for_pieces, hooks)
+        # Only whole steps are captured lazily, by the runner.
+        own = options.merged({"lazy": False})
+        wrap = partial(wrapper_class(self.pool.platform), pool=self.pool, options=own, hooks=hooks)
+        inner = self.forward if self.ring is None else Fetching(self.forward, self.ring)
+        wrappers: dict[GraphMode, GraphWrapper] = {}
+        if mode.has_piecewise and self.plan.pieces is PieceProvider.BREAKABLE:
+            inner = wrappers[GraphMode.PIECEWISE] = wrap(inner, GraphMode.PIECEWISE, breakable=True)
+        if mode.has_full:
+            wrappers[GraphMode.FULL] = wrap(inner, GraphMode.FULL)
+        for wrapper in wrappers.values():
+            wrapper.serve_owner()
+        return wrappers
 
 
 class Fetching:
