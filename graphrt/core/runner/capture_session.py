@@ -192,19 +192,18 @@ class CaptureSession:
             return GraphRecord(graph.mode, graph.descriptor, 0.0, 0)
         pool, platform = self._setup.pool, self._setup.pool.platform
         started, before = time.perf_counter(), pool.bytes()
-        self._streams.check(graph.mode, graph.descriptor, None)
+        self._streams.check(graph)
         is_new = self._warm_ups.count > 0 and self._state.is_new(graph.descriptor.kind)
         warm = is_new or self._warm_ups.needs(graph)
         if warm:
             self._warm_up(graph)
-        kind = self._warm_ups.kind(graph)
-        transaction.work = self._streams.check(graph.mode, graph.descriptor, kind)
-        outside, room = platform.driver_bytes(), self._streams.room()
+        transaction.work = self._streams.check(graph, self._warm_ups.kind(graph))
+        outside = platform.driver_bytes()
         try:
             self._attempt(graph, transaction)
         except ResourceExhaustedError as error:
             if isinstance(error, StreamBudgetError):
-                self._streams.failed(graph.mode, graph.descriptor, room)
+                self._streams.failed(graph)
             raise
         except Exception:
             if warm or not self._warm_ups.count:
@@ -218,7 +217,7 @@ class CaptureSession:
             time.perf_counter() - started,
             _growth(before, pool.bytes()),
             _growth(outside, platform.driver_bytes()),
-            self._streams.took(graph.mode, graph.descriptor, room),
+            self._streams.took(graph),
         )
 
     def _warm_up(self, graph: PlannedGraph) -> None:

@@ -131,10 +131,9 @@ class GraphTable:
             if self.records and not self.setup.eager_launch:
                 views = [view for step in self.steps if step for view in step.views.values()]
                 self.trust.check(self.entries(), views)
-        except UntrackedWeightsError:
-            raise
         except GraphRTError as error:
-            self.trust.checks.set_aside(error)
+            if not isinstance(error, UntrackedWeightsError):
+                self.trust.checks.set_aside(error)
             raise
 
     # What becomes of it -------------------------------------------------------------------------

@@ -27,19 +27,18 @@ from graphrt.core.replay import GraphPool, check_between_steps, current_capture,
 from graphrt.core.runner._path import StepPath
 from graphrt.core.runner._steps import steps_of
 from graphrt.core.runner.capture_session import Progress
-from graphrt.core.runner.compiled import CompiledModules, pool_for, with_forward
+from graphrt.core.runner.compiled import pool_for, with_forward
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.scheduler import CaptureProgress, CaptureScheduler
-from graphrt.core.runner.setup import EagerForward, RunnerSetup
+from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.steps import (
     LastUpdates,
     no_graph_to_pad_to,
     no_graph_to_verify,
     refuse_inside_capture,
 )
-from graphrt.core.trust import Gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -101,32 +100,14 @@ class GraphRunner(Uncopied):
             self.plan.refuse_less()
         self.inputs = self._buffers(inputs, place)
         check_forward(forward, inputs)
-        modules = CompiledModules(self.plan.compiled)
-        # A plain hit looks at no gradients, and compiled code has none in any case.
-        gradients = Gradients(on=self.options.checks("sample") and not modules.modules)
-        setup = RunnerSetup(
-            forward,
-            EagerForward(forward, gradients),
-            self.plan,
-            host or Host(),
-            self.options,
-            self.pool,
-            self.inputs,
-            OutputLayout(outputs),
-            modules,
-        )
+        host, layout = host or Host(), OutputLayout(outputs)
+        setup = RunnerSetup(forward, self.plan, host, self.options, self.pool, self.inputs, layout)
         self.graphs = GraphTable(setup)
         self._updates = LastUpdates()
         self._steps = steps_of(setup, self.graphs, self._updates)
-        try_examples = None
-        if setup.host.example is not None:
-            try_examples = partial(
-                self._steps.checked.try_examples, setup.host.example, self.graphs.release
-            )
-        self._scheduler = CaptureScheduler(setup, self.graphs, try_examples)
-        self._path = StepPath(
-            setup, self.graphs, self._steps, self._updates, self._scheduler.for_step
-        )
+        self._scheduler = CaptureScheduler(setup, self.graphs, self._steps.checked.try_examples)
+        miss = self._scheduler.for_step
+        self._path = StepPath(setup, self.graphs, self._steps, self._updates, miss)
         self._run = self._path.entrance()
 
     def _buffers(

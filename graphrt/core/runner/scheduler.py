@@ -23,6 +23,7 @@ from graphrt.core.dispatch import Agreed, Dispatch
 from graphrt.core.plan import CaptureKey
 from graphrt.core.runner.capture_session import CaptureSession, Progress, WarmUps
 from graphrt.core.runner.graph_table import GraphRecord, GraphTable, tell_dropped
+from graphrt.core.runner.host import MakeExample
 from graphrt.core.runner.setup import RunnerSetup
 
 _RECENT = 3
@@ -51,9 +52,12 @@ class CaptureScheduler:
     """
 
     def __init__(
-        self, setup: RunnerSetup, graphs: GraphTable, try_examples: Callable[[], None] | None
+        self,
+        setup: RunnerSetup,
+        graphs: GraphTable,
+        try_examples: Callable[[MakeExample, Callable[[], None]], None],
     ) -> None:
-        """`try_examples` tries graphs when all are there; it releases them all if one fails."""
+        """`try_examples` tries graphs when all are there, and releases them all if one fails."""
         self._setup = setup
         self._graphs = graphs
         self._try_examples = try_examples
@@ -91,6 +95,7 @@ class CaptureScheduler:
             self._session().run(())
         captured = tuple(graphs.records[before:])
         if not left and (captured or not graphs.sealing.closed):
+            graphs.trust.checks.captured(graphs.dispatcher.published)
             try:
                 self._finish()
             except Exception:
@@ -153,15 +158,13 @@ class CaptureScheduler:
         self._tail_s = max(time.perf_counter() - first_at - taken, 0.0)
 
     def _finish(self) -> None:
-        """Seal what there is, as complete as it gets, and try it."""
-        graphs = self._graphs
-        graphs.trust.checks.captured(graphs.dispatcher.published)
+        """Seal the graphs, as complete as they get, and try them."""
+        graphs, setup = self._graphs, self._setup
         graphs.seal()
         if graphs.dropped:
-            strict = self._setup.options.strict
-            tell_dropped(graphs.dropped, len(self._setup.plan.keys), strict=strict)
-        if self._try_examples is not None:
-            self._try_examples()
+            tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
+        if setup.host.example is not None:
+            self._try_examples(setup.host.example, graphs.release)
 
     def _leave_out(self, keys: Iterable[CaptureKey]) -> None:
         for key in keys:

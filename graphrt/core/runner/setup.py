@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,14 +25,24 @@ class RunnerSetup:
     """What one runner was made with, every default resolved. It never changes."""
 
     forward: Callable[..., Any]
-    run_forward: EagerForward
     plan: Plan
     host: Host
     options: GraphOptions
     pool: GraphPool
     inputs: StaticInputs
     outputs: OutputLayout
-    compiled: CompiledModules
+
+    @cached_property
+    def compiled(self) -> CompiledModules:
+        """The compiled modules of the forward."""
+        return CompiledModules(self.plan.compiled)
+
+    @cached_property
+    def run_forward(self) -> EagerForward:
+        """What calls the forward eagerly. A plain hit looks at no gradients, and compiled code has
+        none in any case."""
+        looks = self.options.checks("sample") and not self.compiled.modules
+        return EagerForward(self.forward, Gradients(on=looks))
 
     @property
     def eager_launch(self) -> bool:
