@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,39 +36,14 @@ Enough = Callable[[CaptureKey], bool]
 """Asked before each graph: whether to leave it, and those after it, for another session."""
 
 
+@dataclass
 class WarmUps:
-    """Which graphs of one runner are warm, and so are captured without a run before.
+    """What the sessions of one runner know of each other: which kinds of graphs are warm, and
+    whether captures look at every operator for constants that are made on the host. That takes
+    time, and most forwards make none."""
 
-    With `warm_up_each` all are warmed up, but those of one size and kind together if the mode alone
-    makes no difference to the forward. Without it only the first of each kind is.
-    """
-
-    def __init__(self, setup: RunnerSetup) -> None:
-        self.count = setup.options.warmups
-        self._each = setup.options.warm_up_each
-        # What `bind` does may depend on the descriptor; inputs depend on the size.
-        self._modes_are_alike = setup.host.bind is None
-        self._warm: set[Hashable] = set()
-        # To look at every operator takes time, and most forwards copy nothing from the host.
-        self.lifts_constants = False
-
-    def clear(self) -> None:
-        """Warm up everything again."""
-        self._warm.clear()
-
-    def needs(self, graph: PlannedGraph) -> bool:
-        return self.count > 0 and self.kind(graph) not in self._warm
-
-    def done(self, graph: PlannedGraph) -> None:
-        self._warm.add(self.kind(graph))
-
-    def kind(self, graph: PlannedGraph) -> Hashable:
-        """What graphs have in common of which one warm-up is enough."""
-        own, step = graph.descriptor, graph.step
-        if not self._each:
-            return graph.mode, *own.kind
-        size = step.tokens, step.reqs
-        return (*own.serves, *size) if self._modes_are_alike else (graph.mode, *own.kind, *size)
+    warm: set[Hashable] = field(default_factory=set)
+    lifts_constants: bool = False
 
 
 class CaptureSession:
@@ -112,7 +88,7 @@ class CaptureSession:
             trust.checks.check_settings()
         if trust.reads is not None or self._streams.counts or not graphs.records:
             # State that is found has to be found, and streams to be counted, in every session.
-            self._warm_ups.clear()
+            self._warm_ups.warm.clear()
         compiles = setup.compiled.prepare()
         if not keys and not compiles:
             return
@@ -128,7 +104,7 @@ class CaptureSession:
                 if compiles:
                     # Of all rows, where no graph is planned.
                     rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
-                    self._run(self._graph(*(keys or [(GraphMode.NONE, rows)])[0]), "warmup")
+                    self._run(self._graph(*(keys or [(GraphMode.NONE, rows)])[0]))
                 if not graphs.records:
                     trust.weights.record()
                 if keys:
@@ -188,16 +164,16 @@ class CaptureSession:
     def _captured(self, graph: PlannedGraph, transaction: CaptureTransaction) -> GraphRecord:
         """Warm up and capture one graph, in `transaction`, which can take it back."""
         if self._setup.eager_launch:
-            self._run(graph, "warmup")
+            self._run(graph)
             return GraphRecord(graph.mode, graph.descriptor, 0.0, 0)
         pool, platform = self._setup.pool, self._setup.pool.platform
         started, before = time.perf_counter(), pool.bytes()
         self._streams.check(graph)
-        is_new = self._warm_ups.count > 0 and self._state.is_new(graph.descriptor.kind)
-        warm = is_new or self._warm_ups.needs(graph)
-        if warm:
+        kind, warm_ups = self._kind(graph), self._setup.options.warmups
+        is_cold = kind not in self._warm_ups.warm or self._state.is_new(graph.descriptor.kind)
+        if warm_ups and is_cold:
             self._warm_up(graph)
-        transaction.work = self._streams.check(graph, self._warm_ups.kind(graph))
+        transaction.work = self._streams.check(graph, kind)
         outside = platform.driver_bytes()
         try:
             self._attempt(graph, transaction)
@@ -206,7 +182,7 @@ class CaptureSession:
                 self._streams.failed(graph)
             raise
         except Exception:
-            if warm or not self._warm_ups.count:
+            if is_cold or not warm_ups:
                 raise
             transaction.rollback()
             self._warm_up(graph)
@@ -222,8 +198,8 @@ class CaptureSession:
 
     def _warm_up(self, graph: PlannedGraph) -> None:
         try:
-            for _ in range(self._warm_ups.count):
-                self._run(graph, "warmup", kind=graph.descriptor.kind)
+            for _ in range(self._setup.options.warmups):
+                self._run(graph, kind=graph.descriptor.kind)
         except Exception as error:
             # Nobody has explained it: the device may just have no room for this size.
             if not isinstance(error, GraphRTError):
@@ -231,11 +207,11 @@ class CaptureSession:
                 if isinstance(explained, ResourceExhaustedError):
                     raise explained from error
             raise
-        self._warm_ups.done(graph)
+        self._warm_ups.warm.add(self._kind(graph))
 
     def _attempt(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
         try:
-            self._run(graph, "capture", transaction)
+            self._run(graph, transaction)
         except PageableCopyError:
             if transaction.lifts_constants:
                 raise
@@ -246,7 +222,6 @@ class CaptureSession:
     def _run(
         self,
         graph: PlannedGraph,
-        phase: Phase,
         transaction: CaptureTransaction | None = None,
         *,
         kind: Hashable = None,
@@ -254,7 +229,7 @@ class CaptureSession:
         """Run the forward once on padding: captured in `transaction`, or eagerly. A warm-up is of
         a `kind`, and its work is counted."""
         step, state, pool = graph.step, self._state, self._setup.pool
-        self._prepare(graph, phase)
+        self._prepare(graph, "warmup" if transaction is None else "capture")
         context = ForwardContext(
             GraphMode.NONE if transaction is None else graph.mode,
             graph.descriptor,
@@ -282,7 +257,7 @@ class CaptureSession:
             with context:
                 if transaction is None:
                     if kind is not None:
-                        call = partial(self._streams.count, self._warm_ups.kind(graph), call)
+                        call = partial(self._streams.count, self._kind(graph), call)
                     outputs = state.run(kind, step.tokens, step.storages(), call)
                     step.check_written(state.inputs_written)
                 else:
@@ -294,6 +269,16 @@ class CaptureSession:
         except BaseException:
             undo.now()
             raise
+
+    def _kind(self, graph: PlannedGraph) -> Hashable:
+        """What graphs have in common of which one warm-up is enough: with `warm_up_each` their size
+        too, but then the modes, if they make no difference to the forward."""
+        own, step, setup = graph.descriptor, graph.step, self._setup
+        if not setup.options.warm_up_each:
+            return graph.mode, *own.kind
+        size = step.tokens, step.reqs
+        # What `bind` does may depend on the descriptor; inputs depend on the size.
+        return (*own.serves, *size) if setup.host.bind is None else (graph.mode, *own.kind, *size)
 
     def _prepare(self, graph: PlannedGraph, phase: Phase) -> None:
         """Make every row of the buffers padding, and let the host bind what it reads to them."""
@@ -332,7 +317,7 @@ class CaptureSession:
         query_len = self._setup.query_len
         rows = BatchDescriptor(tokens, reqs, query_len is not None, query_len=query_len)
         try:
-            self._run(self._graph(GraphMode.NONE, rows), "warmup")
+            self._run(self._graph(GraphMode.NONE, rows))
         except BaseException:
             # That may be what had failed; and who looks for axes goes on after errors.
             self._state.restore()

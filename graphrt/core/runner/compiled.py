@@ -129,13 +129,25 @@ def pool_for(
     platform: Platform | str | None,
     device: torch.device | str | None,
 ) -> tuple[GraphPool, torch.device, bool]:
-    """The pool of a runner with these modules, the device of its buffers, and whether the pool is
-    the runner's own.
+    """The pool of a runner with these modules, theirs if none was given; the device of its buffers;
+    and whether the pool is the runner's own.
 
-    Raises `InvalidOptionError` for a pool of another platform, or of another device, and for a
-    device that there is not.
+    Raises `InvalidOptionError` for modules that capture somewhere else, for a pool of another
+    platform or device, and for a device that there is not.
     """
-    found = pool_of(modules, pool)
+    found = pool
+    for module in modules:
+        own = getattr(module, "pool", None)
+        if own is not None and own is not found:
+            if found is not None:
+                # Nothing would know which of its results the next step overwrites.
+                raise InvalidOptionError(
+                    "a compiled module of the forward captures its pieces in another pool",
+                    got=f"pool={found!r}",
+                    expected=f"{own!r}, which it was compiled with",
+                    advice="pass the same pool= to graphrt.compile and to GraphRunner",
+                )
+            found = own
     is_own = found is None
     if found is None:
         platform = resolve_platform(platform)
@@ -151,23 +163,3 @@ def pool_for(
     if asked.index is not None:
         found.check_device(asked)
     return found, found.device, is_own
-
-
-def pool_of(modules: Iterable[Any], pool: GraphPool | None) -> GraphPool | None:
-    """The pool of a runner with these modules: `pool`, or theirs if none was given.
-
-    Raises `InvalidOptionError` for modules that capture somewhere else: nothing would know which of
-    their results the next step overwrites.
-    """
-    for module in modules:
-        own = getattr(module, "pool", None)
-        if own is not None and own is not pool:
-            if pool is not None:
-                raise InvalidOptionError(
-                    "a compiled module of the forward captures its pieces in another pool",
-                    got=f"pool={pool!r}",
-                    expected=f"{own!r}, which it was compiled with",
-                    advice="pass the same pool= to graphrt.compile and to GraphRunner",
-                )
-            pool = own
-    return pool

@@ -61,7 +61,7 @@ class CaptureScheduler:
         self._setup = setup
         self._graphs = graphs
         self._try_examples = try_examples
-        self._warm_ups = WarmUps(setup)
+        self._warm_ups = WarmUps()
         # By slot, the steps that a missing graph would have served better, while some are missing.
         self._misses: Counter[int] = Counter()
         # What a call of `next` takes after its last graph.
