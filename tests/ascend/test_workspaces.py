@@ -111,7 +111,7 @@ def test_the_first_update_of_every_graph_is_looked_at_and_all_under_always(
     with runner(Decoder(4), sizes=(8,), platform=AscendPlatform(), options=options) as run:
         run.capture()
         counts = count_looks(monkeypatch, run)
-        monkeypatch.setattr(run.graphs.trust.checks, "on", False)
+        monkeypatch.setattr(run.graphs.checks, "on", False)
         for step in steps(3, most=8):
             replayed(run, step)
         assert len(counts) == looks

@@ -280,7 +280,7 @@ def program(seed: int, *, native: bool) -> list[Any]:
         steps = pool.step is None, pool.step_context is None, len(pool.handed_out)
         device = Device.marked, Device.entered
         told = runner.last_dispatch, runner.dispatcher.counts(), runner.report().live_tokens
-        tried = [record.status for record in runner.graphs.trust.checks.records.values()]
+        tried = [record.status for record in runner.graphs.checks.records.values()]
         seen.append((found, state, steps, device, told, tried))
     kept.clear()
     runner.close()

@@ -291,7 +291,7 @@ def test_at_the_end_the_same_graphs_are_to_be_tried_as_after_capture(check):
     apart, at_once = (several(options=GraphOptions(check=check)) for _ in range(2))
     finish(apart)
     at_once.capture()
-    checks = [run.graphs.trust.checks for run in (apart, at_once)]
+    checks = [run.graphs.checks for run in (apart, at_once)]
     assert checks[0].pending == checks[1].pending or check == "first"
     tried = [{found.descriptor for found in each.to_try()} for each in checks]
     assert tried[0] == tried[1]
@@ -737,7 +737,7 @@ def test_of_each_kind_the_warm_up_of_the_largest_is_remembered():
 
     run = several(forward)
     finish(run)
-    assert [warm.tokens for warm in run.graphs.trust.warmed_up.values()] == [8]
+    assert [warm.tokens for warm in run.graphs.warmed_up.values()] == [8]
 
 
 # What steps miss meanwhile -----------------------------------------------------------------------

@@ -66,7 +66,7 @@ def captured_runner(forward, dtype=torch.float32, **options):
 
 
 def unknown_of(runner):
-    found = runner.graphs.trust.unknown_memory(runner.graphs.entries())
+    found = runner.graphs.unknown_memory()
     print(f"{len(found.blocks)} unknown blocks, {found.unread} unread nodes", *found.blocks)
     return found
 

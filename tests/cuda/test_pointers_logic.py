@@ -310,7 +310,7 @@ def pointing_runner(forward, **options):
 
 
 def unknown_of(runner):
-    return runner.graphs.trust.unknown_memory(runner.graphs.entries())
+    return runner.graphs.unknown_memory()
 
 
 def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
@@ -325,7 +325,7 @@ def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
         assert "TABLE" in found[TABLE.data_ptr()].name
         assert found[stranger.data_ptr()][1:] == (28, 2, "")
         largest = [runner.graphs.records[0].descriptor]
-        some = runner.graphs.trust.unknown_memory(runner.graphs.entries(largest))
+        some = runner.graphs.unknown_memory(largest)
         assert {each.nodes for each in some.blocks} == {1}
 
 

@@ -149,7 +149,7 @@ def test_the_operators_of_a_capture_are_those_of_eager_runs(mode, outputs, infer
     forward(torch.ones(1, WIDTH))
     with torch.inference_mode(inference):
         runner = runner_of(forward, mode, outputs)
-    (warm,) = runner.graphs.trust.warmed_up.values()
+    (warm,) = runner.graphs.warmed_up.values()
     (captured_operators,) = warm.captured.values()
     assert captured_operators == [op.func for op in warm.trace]
 

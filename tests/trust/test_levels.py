@@ -238,12 +238,12 @@ def test_after_everything_was_tried_a_step_is_replayed_and_nothing_else(level):
 @pytest.mark.parametrize("level", ["sample", "always"])
 def test_at_higher_levels_every_step_is_looked_at(level):
     runner = captured(Model(), level)
-    assert not runner.graphs.trust.checks.clear(0, 8)
+    assert not runner.graphs.checks.clear(0, 8)
     for count in range(1, 9):
         step(runner, count)
     slots = range(len(SIZES))
     pairs = [(slot, runner.graphs.steps[slot].tokens) for slot in slots]
-    assert not any(runner.graphs.trust.checks.clear(*pair) for pair in pairs)
+    assert not any(runner.graphs.checks.clear(*pair) for pair in pairs)
 
 
 def test_graphs_captured_by_steps_are_tried_by_the_same_steps():
@@ -563,7 +563,7 @@ def test_a_holder_that_was_replaced_and_leads_to_the_same_tensors_is_no_failure(
             step(runner, 4)
             assert runner.last_dispatch.reason is Reason.HIT
         # The first of them has noted where everything is now: the others are simply replayed.
-        assert all(runner.graphs.trust.checks.clear(runner.last_dispatch.slot, 4) for _ in range(8))
+        assert all(runner.graphs.checks.clear(runner.last_dispatch.slot, 4) for _ in range(8))
     holder.inner.weight = torch.ones(WIDTH)
     with pytest.warns(GraphQuarantinedWarning, match="weight"):
         go_on(runner)
@@ -576,10 +576,10 @@ def test_a_setting_that_changes_nothing_is_looked_at_once():
     try:
         torch.set_num_threads(threads + 1)
         slot = runner.last_dispatch.slot
-        assert not runner.graphs.trust.checks.clear(slot, 4)
+        assert not runner.graphs.checks.clear(slot, 4)
         step(runner, 4)
         assert runner.last_dispatch.reason is Reason.HIT
-        assert all(runner.graphs.trust.checks.clear(slot, 4) for _ in range(8))
+        assert all(runner.graphs.checks.clear(slot, 4) for _ in range(8))
     finally:
         torch.set_num_threads(threads)
 
@@ -829,8 +829,8 @@ def test_a_graph_that_is_captured_later_is_in_the_quarantine_of_its_kind():
     scale[0] = 2.0
     with pytest.warns(GraphQuarantinedWarning):
         runner(x=rows(8))
-    runner.graphs.trust.checks._sampled = runner.graphs.trust.checks.always = False
-    runner.graphs.trust.checks._note_pending()
+    runner.graphs.checks._sampled = runner.graphs.checks.always = False
+    runner.graphs.checks._note_pending()
     runner(x=rows(4))
     assert len(runner.report().graphs) == 3
     scale[0] = 3.0
@@ -850,5 +850,5 @@ def test_a_step_in_quarantine_walks_through_the_forward_no_more(monkeypatch):
 
     with pytest.warns(GraphQuarantinedWarning, match="where the graphs read them"):
         until_it_is_seen()
-    monkeypatch.setattr(runner.graphs.trust.reads, "moved", lambda: pytest.fail("walked"))
+    monkeypatch.setattr(runner.graphs.reads, "moved", lambda: pytest.fail("walked"))
     assert torch.equal(runner(x=rows(4)), rows(4) * 2)

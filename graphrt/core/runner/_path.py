@@ -62,7 +62,7 @@ class StepPath:
         self._miss = miss
         self._dispatcher = graphs.dispatcher
         self._sealing = graphs.sealing
-        self._checks = graphs.trust.checks
+        self._checks = graphs.checks
         self._eager_launch = setup.eager_launch
         self._by_slot = graphs.steps
         self._inputs = setup.inputs

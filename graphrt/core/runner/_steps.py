@@ -28,7 +28,7 @@ class Steps(NamedTuple):
 def steps_of(setup: RunnerSetup, graphs: GraphTable, updates: LastUpdates) -> Steps:
     """What runs the steps of a runner, whose graphs are `graphs`."""
     options, host, inputs, pool = setup.options, setup.host, setup.inputs, setup.pool
-    trust, clones = graphs.trust, options.outputs == "clone"
+    clones = options.outputs == "clone"
     unpadded = UnpaddedSteps(
         setup.run_forward,
         graphs.sealing,
@@ -38,7 +38,7 @@ def steps_of(setup: RunnerSetup, graphs: GraphTable, updates: LastUpdates) -> St
         pool,
         graphs.owner,
         clones=clones,
-        after=trust.checks.look_after_eager_step,
+        after=graphs.checks.look_after_eager_step,
     )
     padded = PaddedSteps(
         graphs.steps,
@@ -53,9 +53,9 @@ def steps_of(setup: RunnerSetup, graphs: GraphTable, updates: LastUpdates) -> St
     )
     checked = CheckedSteps(
         setup.forward,
-        trust.checks,
+        graphs.checks,
         graphs.steps,
-        trust.warmed_up,
+        graphs.warmed_up,
         padded,
         unpadded,
         updates,
@@ -63,7 +63,7 @@ def steps_of(setup: RunnerSetup, graphs: GraphTable, updates: LastUpdates) -> St
         limit_bytes=partial(options.state_limit, pool.platform),
         mixes_rows=host.mixes_rows,
         at_bound=host.metadata,
-        keep_touched=lambda only: trust.keep_touched(graphs.entries(only)),
+        keep_touched=graphs.keep_touched,
     )
     slots = Slots(graphs.dispatcher, graphs.steps, graphs.sealing, inputs, pool, graphs.owner)
     return Steps(unpadded, padded, checked, slots)

@@ -20,7 +20,7 @@ from graphrt.core.base import (
     thaw_garbage,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, SideDoors, side_doors
+from graphrt.core.capture import CaptureTransaction, SavedState, SideDoors, side_doors
 from graphrt.core.plan import CaptureKey
 from graphrt.core.replay import WORST_CASE, under_way, warming_up
 from graphrt.core.runner.graph_table import GraphRecord, GraphTable, PlannedGraph
@@ -28,6 +28,7 @@ from graphrt.core.runner.host import Phase
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.steps import PaddedStep
 from graphrt.core.runner.streams import StreamLedger
+from graphrt.core.trust import WatchedState
 
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
@@ -66,7 +67,7 @@ class CaptureSession:
         self._warm_ups = warm_ups
         # What is saved may be in use by steps on another stream.
         setup.pool.follow_stream()
-        self._state = graphs.trust.watched_state()
+        self._state = _watched_state(setup, graphs)
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
         self._doors = SideDoors()
         # Whether a capture in pieces is still to come. No other asks what eager parts have made,
@@ -80,13 +81,13 @@ class CaptureSession:
         enough: Enough | None = None,
     ) -> None:
         """Capture and publish the graphs of `keys` in their order, until there are `enough`."""
-        setup, graphs, trust = self._setup, self._graphs, self._graphs.trust
+        setup, graphs = self._setup, self._graphs
         graphs.destroy_leftovers()
         if graphs.records:
             # Graphs that are captured already read the old addresses.
-            trust.weights.check()
-            trust.checks.check_settings()
-        if trust.reads is not None or self._streams.counts or not graphs.records:
+            graphs.reads.check_named()
+            graphs.checks.check_settings()
+        if graphs.reads.watched or self._streams.counts or not graphs.records:
             # State that is found has to be found, and streams to be counted, in every session.
             self._warm_ups.warm.clear()
         compiles = setup.compiled.prepare()
@@ -106,7 +107,7 @@ class CaptureSession:
                     rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
                     self._run(self._graph(*(keys or [(GraphMode.NONE, rows)])[0]))
                 if not graphs.records:
-                    trust.weights.record()
+                    graphs.reads.record()
                 if keys:
                     undo.later(partial(thaw_garbage, self))
                     freeze_garbage(self)
@@ -294,16 +295,16 @@ class CaptureSession:
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare
         what hands them out; then what the forward reads, and what steps are to check."""
-        setup, graphs, trust = self._setup, self._graphs, self._graphs.trust
+        setup, graphs = self._setup, self._graphs
         self._has_doors = False
         resolve = partial(setup.outputs.resolve, query_len=setup.query_len)
         if probes:
             self._state.settle(partial(resolve, self._probe))
         else:
             resolve(None)
-            if trust.reads is not None:
-                trust.reads.settle()
-        trust.checks.captured(graphs.dispatcher.published, more=more)
+            if graphs.reads.watched:
+                graphs.reads.settle()
+        graphs.checks.captured(graphs.dispatcher.published, more=more)
         if setup.eager_launch or setup.options.outputs == "clone":
             return
         for record in graphs.records:
@@ -338,6 +339,23 @@ class CaptureSession:
     def _reset_inputs(self) -> None:
         self._setup.pool.follow_stream()
         self._setup.inputs.reset()
+
+
+def _watched_state(setup: RunnerSetup, graphs: GraphTable) -> WatchedState:
+    """The state of the forward as it is now."""
+    platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
+    return WatchedState(
+        SavedState(setup.host.state, limit),
+        limit_bytes=limit,
+        forward=setup.forward,
+        reads=graphs.reads if graphs.reads.watched else None,
+        warmed_up=graphs.warmed_up,
+        pads=setup.inputs.padding.addresses,
+        device_type=platform.device_type,
+        is_in_graphs=partial(platform.owns, setup.pool.memory),
+        each_warmed_up=setup.options.warm_up_each,
+        has_parts=setup.plan.mode.has_piecewise,
+    )
 
 
 def _growth(before: int | None, after: int | None) -> int | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 from graphrt.core.base import (
     CaptureError,
@@ -16,13 +18,20 @@ from graphrt.core.base import (
     warn_caller,
 )
 from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.capture import Captured, CaptureTransaction, GraphOwner, GraphWrapper, Sealing
+from graphrt.core.capture import (
+    Captured,
+    CaptureTransaction,
+    GraphOwner,
+    GraphWrapper,
+    Sealing,
+    as_states,
+)
 from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, preferred
 from graphrt.core.plan import CaptureKey, alike
 from graphrt.core.replay import Doing, Entry
 from graphrt.core.runner.setup import RunnerSetup
-from graphrt.core.runner.steps import PaddedStep
-from graphrt.core.runner.trust import GraphTrust
+from graphrt.core.runner.steps import Checks, PaddedStep
+from graphrt.core.trust import ReadSet, UnknownMemory, WarmedUp
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,9 @@ class GraphTable:
     `steps` has by slot what a step needs, `records` what each capture took. `left_out` are the
     slots that no step and no `capture_next()` tries again, with the graph if it was dropped for
     want of room, and None if it failed. What changes the table does so in a turn of `owner`.
+
+    Whether the graphs still stand for their forward is known by `reads`, what they read; `checks`,
+    what steps look at; and `warmed_up`, what the warm-up of each kind did.
     """
 
     def __init__(self, setup: RunnerSetup) -> None:
@@ -81,7 +93,23 @@ class GraphTable:
         self.sealing = Sealing(setup.options)
         # Of the pool, in every step and in whatever changes the graphs: see `Turn`.
         self.owner = Doing("a step, or a capture, of a runner")
-        self.trust = GraphTrust(setup)
+        options, host, compiled = setup.options, setup.host, setup.compiled.modules
+        self.reads = ReadSet(
+            setup.forward,
+            host.parameters,
+            [module.weights for module in compiled],
+            watched=options.checks("capture") and not setup.eager_launch,
+            has_full=setup.plan.mode.has_full,
+        )
+        self.warmed_up: dict[Hashable, WarmedUp] = {}
+        self.checks = Checks(
+            options,
+            self.reads if self.reads.watched else None,
+            setup.pool.platform.device_type,
+            frozenset() if host.mixes_rows else setup.inputs.padding.with_rows,
+            setup.run_forward.gradients,
+        )
+        self.checks.on &= not setup.eager_launch
         self.wrappers = setup.wrappers()
         self.setup = setup
         # By slot. What the dispatcher does not serve is left of a release that was interrupted.
@@ -116,12 +144,32 @@ class GraphTable:
             found.update((id(each.owner), each.owner) for each in captured)
         return list(found.values())
 
-    def entries(self, only: Collection[BatchDescriptor] | None = None) -> Iterator[Entry]:
-        """What the wrappers captured, for these descriptors or for all."""
-        for owner in self.owners():
-            for entry in owner.entries.values() if isinstance(owner, GraphWrapper) else ():
-                if only is None or entry.descriptor in only:
-                    yield entry
+    def entries(self, only: Collection[BatchDescriptor] | None = None) -> list[Entry]:
+        """The graphs of all wrappers, with `only` those of these descriptors."""
+        wrappers = [each for each in self.owners() if isinstance(each, GraphWrapper)]
+        entries = [entry for wrapper in wrappers for entry in wrapper.entries.values()]
+        return [entry for entry in entries if only is None or entry.descriptor in only]
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        """The inputs, and declared state."""
+        own = [*self.setup.inputs.buffers.values()]
+        # On the CPU every view is a storage of its own, and starts elsewhere at another size.
+        own += [view for step in self.steps if step for view in step.layout.views.values()]
+        states = as_states(self.setup.host.state)
+        return own + [state.tensor for state in states if state.tensor is not None]
+
+    def unknown_memory(
+        self, only: Collection[BatchDescriptor] | None = None
+    ) -> UnknownMemory | None:
+        """What nodes of the graphs may touch that nobody knows of: see `ReadSet`. None if there are
+        no graphs."""
+        if not self.records:
+            return None
+        return self.reads.unknown_memory(self.entries(only), self.setup.pool, self.own_tensors())
+
+    def keep_touched(self, only: Collection[BatchDescriptor]) -> None:
+        """Count as read what nodes of these graphs point to and the forward holds."""
+        self.reads.keep_touched(self.entries(only), self.setup.pool, self.own_tensors())
 
     def check(self) -> None:
         """Raise what is wrong with weights and modules, as `GraphRunner.weights_changed` says. From
@@ -129,11 +177,10 @@ class GraphTable:
         try:
             self.setup.compiled.check()
             if self.records and not self.setup.eager_launch:
-                views = [view for step in self.steps if step for view in step.views.values()]
-                self.trust.check(self.entries(), views)
+                self.reads.check(self.entries(), self.setup.pool, self.own_tensors())
         except GraphRTError as error:
             if not isinstance(error, UntrackedWeightsError):
-                self.trust.checks.set_aside(error)
+                self.checks.set_aside(error)
             raise
 
     # What becomes of it -------------------------------------------------------------------------
@@ -188,8 +235,10 @@ class GraphTable:
         self.sealing.open()
         self.setup.outputs.forget()
         self.setup.compiled.unseal()
-        self.trust.forget()
+        self.warmed_up.clear()
+        self.checks.reset()
         self._destroy(self._captured.keys())
+        self.reads.forget()
 
     def destroy_leftovers(self) -> None:
         """Go on with a release that was interrupted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.device import SharingFigures, UpdateFigures
@@ -12,7 +12,31 @@ from graphrt.core.dispatch import Reason
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
-from graphrt.core.runner.trust import TrustReport
+from graphrt.core.runner.steps import TrialRecord
+from graphrt.core.trust import TensorUse, UnknownMemory
+
+
+@dataclass(frozen=True)
+class TrustReport:
+    """What is known of whether the graphs stand for their forward.
+
+    `reads` is what watched warm-ups read and wrote beside the inputs, kept alive until `release()`;
+    `trials` what came of trying each graph, "untried" until a step or `Host(example=)` has.
+    `protected` is memory too large to be saved, and which rows of it warm-ups wrote. `unknown` is
+    what nodes of tried graphs point to and nobody has named, None where a device cannot tell. With
+    `mixes_rows` live rows depend on padding by design.
+    """
+
+    reads: tuple[TensorUse, ...] = ()
+    trials: tuple[TrialRecord, ...] = ()
+    protected: tuple[str, ...] = ()
+    unknown: UnknownMemory | None = None
+    mixes_rows: bool = False
+
+    @property
+    def only_graphs_bytes(self) -> int:
+        """Bytes that only graphs hold: the forward has let go of them."""
+        return sum(use.bytes for use in self.reads if use.moved)
 
 
 @dataclass(frozen=True)
@@ -42,7 +66,7 @@ class RunnerReport:
     """Whether the device fetches the inputs of steps, unless they are too large."""
     unbroken: int = 0
     """PIECEWISE graphs in which nothing broke: each is one graph of the whole forward."""
-    trust: TrustReport = field(default_factory=TrustReport)
+    trust: TrustReport = TrustReport()
 
     @property
     def capture_s(self) -> float:
@@ -117,8 +141,18 @@ def report_of(
         staging_waits=inputs.staging_waits,
         inputs_in_graph=inputs.ring is not None,
         unbroken=sum(not entry.breaks for entry in in_pieces),
-        trust=graphs.trust.report(graphs.entries()),
+        trust=_trust(graphs),
     )
+
+
+def _trust(graphs: GraphTable) -> TrustReport:
+    trials = tuple(replace(record) for record in graphs.checks.records.values())
+    reads, mixes_rows = graphs.reads, graphs.setup.host.mixes_rows
+    if not reads.watched:
+        return TrustReport(trials=trials, mixes_rows=mixes_rows)
+    tried = [record.descriptor for record in trials if record.steps]
+    unknown = graphs.unknown_memory(tried) if tried else None
+    return TrustReport(reads.table(), trials, tuple(reads.protected), unknown, mixes_rows)
 
 
 def _counted(counts: Mapping[str, int]) -> str:

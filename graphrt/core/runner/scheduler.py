@@ -95,7 +95,7 @@ class CaptureScheduler:
             self._session().run(())
         captured = tuple(graphs.records[before:])
         if not left and (captured or not graphs.sealing.closed):
-            graphs.trust.checks.captured(graphs.dispatcher.published)
+            graphs.checks.captured(graphs.dispatcher.published)
             try:
                 self._finish()
             except Exception:
@@ -119,7 +119,7 @@ class CaptureScheduler:
         is_lazy = self._setup.options.lazy and not graphs.sealing.closed
         if not is_lazy or wanted.slot in graphs.left_out:
             return None
-        if graphs.trust.checks.changed_settings():
+        if graphs.checks.changed_settings():
             return None
         # They may live in the buffers that it fills, and be the last step's, on its stream.
         self._setup.pool.follow_stream()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import is_
 from typing import Any
 
-from graphrt.core.trust.places import LengthLink, Places, SlotLink, TensorLink, same_value
+from graphrt.core.trust.places import Places, same_value
 
 _MOST_ARRAY_BYTES = 1 << 16
 
@@ -18,24 +18,13 @@ class BakedValues:
     """
 
     def __init__(self, places: Places) -> None:
-        links = (*places.links, *places.number_links)
-        objects = [
-            link.place
-            for link in links
-            if isinstance(link, SlotLink) and not isinstance(link, TensorLink)
-        ]
-        found = [*places.numbers, *objects]
-        self._paths = [place.path for place in found]
+        found = [*places.numbers, *[place for place, _ in places.objects]]
+        self._places = found
         self._getters = [place.getter() for place in found]
         self._values = [get() for get in self._getters]
-        containers = [link for link in links if isinstance(link, LengthLink)]
-        self._containers = [(f"len({link.path})", link.container) for link in containers]
+        self._containers = places.containers
         self._counts = [len(container) for _, container in self._containers]
-        self._arrays = [
-            (place.path, array)
-            for place, array in places.arrays
-            if array.nbytes <= _MOST_ARRAY_BYTES
-        ]
+        self._arrays = [each for each in places.arrays if each[1].nbytes <= _MOST_ARRAY_BYTES]
         self._bytes = [array.tobytes() for _, array in self._arrays]
 
     def moved(self) -> dict[str, tuple[Any, Any]]:
@@ -43,18 +32,18 @@ class BakedValues:
         found: dict[str, tuple[Any, Any]] = {}
         now = [get() for get in self._getters]
         if not all(map(is_, now, self._values)):
-            for path, was, value in zip(self._paths, self._values, now, strict=True):
+            for place, was, value in zip(self._places, self._values, now, strict=True):
                 if value is not was and not same_value(was, value):
-                    found[path] = was, value
+                    found[place.path] = was, value
             self._values = now
         counts = [len(container) for _, container in self._containers]
-        for (path, _), had, count in zip(self._containers, self._counts, counts, strict=True):
+        for (place, _), had, count in zip(self._containers, self._counts, counts, strict=True):
             if count != had:
-                found[path] = had, count
+                found[f"len({place.path})"] = had, count
         self._counts = counts
         data = [array.tobytes() for _, array in self._arrays]
-        for (path, _), before, after in zip(self._arrays, self._bytes, data, strict=True):
+        for (place, _), before, after in zip(self._arrays, self._bytes, data, strict=True):
             if before != after:
-                found[path] = before, after
+                found[place.path] = before, after
         self._bytes = data
         return found

@@ -24,12 +24,9 @@ from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.places import (
     MISSING,
     Kind,
-    LengthLink,
     Place,
     Places,
     Shape,
-    SlotLink,
-    TensorLink,
     is_array,
     same_value,
     shape_of,
@@ -96,20 +93,11 @@ class PythonState:
     def __init__(self, places: Places) -> None:
         self.numbers = places.numbers
         self.tensors = [place for place, _ in places.tensors]
-        links = (*places.links, *places.number_links)
-        objects = [
-            link.place
-            for link in links
-            if isinstance(link, SlotLink) and not isinstance(link, TensorLink)
-        ]
+        objects = [place for place, _ in places.objects]
         # Holders first: what is in an old one is found where it was.
         arrays = [place for place, _ in places.arrays]
         self._places = (*objects, *arrays, *self.tensors, *self.numbers)
-        self._containers = [
-            link
-            for link in links
-            if isinstance(link, LengthLink) and len(link.container) <= _MOST_ITEMS
-        ]
+        self._containers = [each for each in places.containers if len(each[1]) <= _MOST_ITEMS]
         self._arrays = [
             (place, array)
             for place, array in places.arrays
@@ -132,8 +120,8 @@ class PythonState:
 
     def contents(self) -> Iterator[tuple[object, list[Any], list[Any]]]:
         """Of every container: itself, what was in it, and what is in it now."""
-        for link, was in zip(self._containers, self.was.contents, strict=True):
-            yield link.container, was, _items_of(link.container)
+        for (_, container), was in zip(self._containers, self.was.contents, strict=True):
+            yield container, was, _items_of(container)
 
     def arrays(self) -> Iterator[tuple[Any, Any]]:
         """Of every array: itself, and what was in it."""
@@ -156,7 +144,7 @@ class PythonState:
         """What is there now."""
         return PythonLeft(
             [place.get() for place in self._places],
-            [_items_of(link.container) for link in self._containers],
+            [_items_of(container) for _, container in self._containers],
             [array.copy() for _, array in self._arrays],
         )
 
@@ -166,10 +154,10 @@ class PythonState:
             known = value is not MISSING and place.writable
             if known and not same_value(value, place.get()):
                 put_at(place, value)
-        for link, items in zip(self._containers, left.contents, strict=True):
-            now = _items_of(link.container)
+        for (_, container), items in zip(self._containers, left.contents, strict=True):
+            now = _items_of(container)
             if len(now) != len(items) or not all(map(is_, now, items)):
-                refill(link.container, items)
+                refill(container, items)
         for (_, array), values in zip(self._arrays, left.arrays, strict=True):
             array[...] = values
 
@@ -187,10 +175,10 @@ class PythonState:
         for place, mine, other in zip(self._places, ours.values, theirs.values, strict=True):
             if not _alike(mine, other):
                 found[place.path] = mine, other
-        for link, mine, other in zip(self._containers, ours.contents, theirs.contents, strict=True):
+        pairs = zip(ours.contents, theirs.contents, strict=True)
+        for (place, held), (mine, other) in zip(self._containers, pairs, strict=True):
             if not _alike(mine, other):
-                held = link.container
-                found.setdefault(link.path, (_entries(held, mine), _entries(held, other)))
+                found.setdefault(place.path, (_entries(held, mine), _entries(held, other)))
         for (place, _), mine, other in zip(self._arrays, ours.arrays, theirs.arrays, strict=True):
             if not _alike(mine, other):
                 found[place.path] = mine, other

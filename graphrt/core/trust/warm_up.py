@@ -16,7 +16,7 @@ from graphrt.core.trust._left import say_what_is_left
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
 from graphrt.core.trust.places import places_of
-from graphrt.core.trust.reads import Reads
+from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching import (
     IssuedWatch,
@@ -55,7 +55,7 @@ class WatchedState:
         *,
         limit_bytes: int,
         forward: Any,
-        reads: Reads | None,
+        reads: ReadSet | None,
         warmed_up: dict[Hashable, WarmedUp],
         pads: Sequence[int],
         device_type: str,
@@ -113,7 +113,7 @@ class WatchedState:
 
     def _run(
         self,
-        reads: Reads,
+        reads: ReadSet,
         kind: Hashable,
         tokens: int,
         own: frozenset[int],
