@@ -1,4 +1,5 @@
-/* The module that setup.py compiles where one asks for it: see graphrt/core/base/_native_door.py. */
+/* The module that setup.py compiles, which says by TWINS and SOURCES what it was made from: see
+   graphrt/core/base/native_sources.py. */
 #include "native.h"
 
 static struct PyModuleDef definition = {
@@ -9,7 +10,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     struct {
         const char *name;
         PyTypeObject *type;
-    } types[] = {{"Writer", &WriterType}, {"Replay", &ReplayType}, {"Same", &SameType}, {"Path", &PathType}};
+    } types[] = {{"Writer", &WriterType}, {"Replay", &ReplayType}, {"Path", &PathType}};
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
     if (prepare_replay() < 0 || prepare_path() < 0) goto failed;
@@ -18,7 +19,10 @@ PyMODINIT_FUNC PyInit__native(void) {
             PyModule_AddObjectRef(module, types[each].name, (PyObject *)types[each].type) < 0)
             goto failed;
     }
-    if (PyModule_AddIntConstant(module, "MOST_INPUTS", MOST_INPUTS) == 0) return module;
+    if (PyModule_AddIntConstant(module, "MOST_INPUTS", MOST_INPUTS) == 0 &&
+        PyModule_AddStringConstant(module, "TWINS", TWINS) == 0 &&
+        PyModule_AddStringConstant(module, "SOURCES", SOURCES) == 0)
+        return module;
 failed:
     Py_DECREF(module);
     return NULL;

@@ -12,14 +12,15 @@
 
 enum { MOST_INPUTS = 64 };
 
-extern PyTypeObject WriterType, ReplayType, SameType, PathType;
+extern PyTypeObject WriterType, ReplayType, PathType;
 
 /* Once, before objects of these types are made; -1 with an error set. */
 int prepare_replay(void);
 int prepare_path(void);
 
-/* Whether a batch is the last one again, by a `Same`; -1 with an error set. */
-int is_same(PyObject *same, PyObject *batch, PyObject *last);
+/* What a step by a `Replay` returns; NULL with an error set, or without one where Python has to run
+   it. Its caller has the pool's turn. */
+PyObject *replay_step(PyObject *replay, PyObject *batch, PyObject *values);
 
 /* Slots of Python classes, read and written in place, as the interpreter does. */
 

@@ -1,36 +1,29 @@
-/* What a runner's step goes through before its graph, where its batch is the last one's again: what
-   StepPath.run of graphrt/core/runner/_path.py does in Python where this is not built. Every other
-   step it leaves to Python before it has done anything. */
+/* What a runner's step goes through before its graph, where its batch was dispatched before to a graph:
+   what StepEngine.step of graphrt/core/runner/engine.py does in Python. Every other step it leaves to
+   Python: to `step` before anything is done, to `check` or `serve` once the step is counted. */
 #include "native.h"
 
-/* What it is made of, by Python. `slow` does a whole step, `checked` one whose graph is not clear to
-   be replayed, `by_context` one that is more than its graph; `failed` is told of one that raised.
-   `owner` is who has the turn of `pool` in a step. */
+/* What it is made of, by Python. `failed` is told of a step that raised; `owner` is who has the turn of
+   `pool` in a step; `steps` are prepared ones, by the dispatcher's slot. */
 enum {
-    SLOW, CHECKED, BY_CONTEXT, FAILED, POOL, OWNER, PATH, DISPATCHER, SEALING, CHECKS, BY_SLOT,
-    ELSEWHERE, UNDER_WAY, NOT_ALONE, SAME, GRAPHS, STEPS, PARTS
+    STEP, CHECK, SERVE, FAILED, POOL, OWNER, ENGINE, DISPATCHER, SEALING, CHECKS, GLANCES, STEPS,
+    ELSEWHERE, UNDER_WAY, BATCHES, VERSION, RESERVED, PREPARED, PARTS
 };
 
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *of[PARTS];
-    Py_ssize_t pool_owner, last, last_dispatch, live_tokens, may_capture, batches, found, replay;
+    Py_ssize_t pool_owner, last_dispatch, live_tokens, may_capture, answers, batches, native,
+        on, pending, looks;
 } Path;
 
-static PyObject *name_version, *name_pending, *name_looks, *name_live;
+static PyObject *name_version;
 
-/* batch, values, updates, metadata, agreed; `last` and `graph` are owned by who calls. */
+/* batch, values, updates, metadata, agreed */
 enum { BATCH, VALUES, UPDATES, METADATA, AGREED, ARGUMENTS };
-enum { LAST_BATCH, LAST_VERSION, LAST_GRAPH, LASTS };
-
-/* Whether an attribute is this object; -1 with an error set. */
-static int is_attribute(PyObject *of, PyObject *name, PyObject *what) {
-    PyObject *found = PyObject_GetAttr(of, name);
-    if (found == NULL) return -1;
-    Py_DECREF(found);
-    return found == what;
-}
+/* What the dispatcher remembers of a batch: where that is counted, and what the batch is told. */
+enum { COUNT, TOLD, ANSWER };
 
 /* Whether this device is the current one; -1 with an error set. */
 static int is_here(const Path *self) {
@@ -41,60 +34,79 @@ static int is_here(const Path *self) {
     return elsewhere == Py_False;
 }
 
-/* Whether the step is the last one's batch again, and nothing asks for more than its graph; -1 with
-   an error set. Nothing is done yet. */
-static int is_again(const Path *self, PyObject *const *args, PyObject *last) {
-    if (!PyTuple_CheckExact(last) || PyTuple_GET_SIZE(last) != LASTS) return 0;
-    PyObject *graph = PyTuple_GET_ITEM(last, LAST_GRAPH);
-    if ((PyObject *)Py_TYPE(graph) != self->of[GRAPHS]) return 0;
+/* What the dispatcher has told an equal batch that a graph serves, owned: 1; 0 where Python has to
+   look, or -1 with an error set. Nothing is done yet. */
+static int look_up(const Path *self, PyObject *batch, PyObject **answer) {
+    if ((PyObject *)Py_TYPE(batch) != self->of[BATCHES]) return 0;
     if (in_slot(self->of[SEALING], self->may_capture) != Py_False) return 0;
-    int same = is_attribute(self->of[DISPATCHER], name_version, PyTuple_GET_ITEM(last, LAST_VERSION));
-    if (same > 0) same = is_same(self->of[SAME], args[BATCH], PyTuple_GET_ITEM(last, LAST_BATCH));
-    return same;
+    PyObject *version = PyObject_GetAttr(self->of[DISPATCHER], name_version);
+    if (version == NULL) return -1;
+    PyObject *answers = NULL, *known = NULL;
+    if ((PyObject *)Py_TYPE(version) == self->of[VERSION])
+        answers = Py_XNewRef(in_slot(version, self->answers));
+    Py_DECREF(version);
+    /* Its hash, or a comparison, may be the host's. */
+    if (answers != NULL && PyDict_CheckExact(answers))
+        known = Py_XNewRef(PyDict_GetItemWithError(answers, batch));
+    Py_XDECREF(answers);
+    if (known == NULL) {
+        if (!PyErr_Occurred()) return 0;
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+        /* No error is lost: Python comes to it again, and names what is wrong. */
+        PyErr_Clear();
+        return 0;
+    }
+    if (PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == ANSWER &&
+        (PyObject *)Py_TYPE(PyTuple_GET_ITEM(known, COUNT)) == self->of[RESERVED]) {
+        *answer = known;
+        return 1;
+    }
+    Py_DECREF(known);
+    return 0;
 }
 
-/* As Checks.clear: whether the step is simply replayed; -1 with an error set. */
+/* As StepEngine.is_clear: whether the step is simply replayed; -1 with an error set. */
 static int is_clear(const Path *self, PyObject *slot, PyObject *tokens) {
     PyObject *checks = self->of[CHECKS];
-    if (checks == Py_None) return 1;
-    PyObject *pending = PyObject_GetAttr(checks, name_pending);
-    if (pending == NULL) return -1;
-    int clear = PyDict_CheckExact(pending);
-    PyObject *wanted = clear ? PyDict_GetItemWithError(pending, slot) : NULL;
-    if (wanted != NULL) clear = PyObject_RichCompareBool(wanted, tokens, Py_EQ);
-    else if (PyErr_Occurred()) clear = -1;
-    Py_DECREF(pending);
-    if (clear <= 0) return clear;
-    PyObject *looks = PyObject_GetAttr(checks, name_looks);
-    if (looks == NULL) return -1;
-    PyObject *looked = PyIter_Check(looks) ? Py_TYPE(looks)->tp_iternext(looks) : NULL;
+    if (in_slot(checks, self->on) == Py_False) return 1;
+    PyObject *pending = in_slot(checks, self->pending);
+    PyObject *looks = in_slot(self->of[GLANCES], self->looks);
+    if (pending == NULL || !PyDict_CheckExact(pending) || looks == NULL || !PyIter_Check(looks)) {
+        PyErr_SetString(PyExc_TypeError, "the checks have no state yet");
+        return -1;
+    }
+    PyObject *wanted = PyDict_GetItemWithError(pending, slot);
+    if (wanted != NULL) {
+        int clear = PyObject_RichCompareBool(wanted, tokens, Py_EQ);
+        if (clear <= 0) return clear;
+    } else if (PyErr_Occurred()) {
+        return -1;
+    }
+    Py_INCREF(looks);
+    PyObject *looked = Py_TYPE(looks)->tp_iternext(looks);
     Py_DECREF(looks);
     if (looked == NULL) {
         if (!PyErr_Occurred()) PyErr_SetNone(PyExc_StopIteration);
         return -1;
     }
-    clear = PyObject_IsTrue(looked);
+    int clear = PyObject_IsTrue(looked);
     Py_DECREF(looked);
     return clear;
 }
 
-/* What the graph's own step returns: NOT_ALONE where it is more than its graph. */
+/* What the graph's own step returns in C; NULL without an error where Python has to run it. */
 static PyObject *replayed(const Path *self, Py_ssize_t slot, PyObject *batch, PyObject *values) {
-    PyObject *step = PyList_GetItem(self->of[BY_SLOT], slot);
+    PyObject *step = PyList_GetItem(self->of[STEPS], slot), *native = NULL;
     if (step == NULL) return NULL;
-    PyObject *replay = NULL, *outputs = NULL;
-    if ((PyObject *)Py_TYPE(step) == self->of[STEPS]) replay = in_slot(step, self->replay);
-    if (replay == NULL || replay == Py_None) return Py_NewRef(self->of[NOT_ALONE]);
-    Py_INCREF(replay);
-    PyObject *live = PyObject_GetAttr(step, name_live);
-    PyObject *given[] = {live, batch, values};
-    if (live != NULL) outputs = PyObject_Vectorcall(replay, given, 3, NULL);
-    Py_XDECREF(live);
-    Py_DECREF(replay);
+    if ((PyObject *)Py_TYPE(step) == self->of[PREPARED]) native = in_slot(step, self->native);
+    if (native == NULL || !Py_IS_TYPE(native, &ReplayType)) return NULL;
+    Py_INCREF(native);
+    PyObject *outputs = replay_step(native, batch, values);
+    Py_DECREF(native);
     return outputs;
 }
 
-/* As StepPath.failed: the step is no HIT. Its error stays set. */
+/* As StepEngine.failed: the step is no HIT. Its error stays set. */
 static void tell_failed(const Path *self, PyObject *found) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
@@ -110,7 +122,8 @@ static void tell_failed(const Path *self, PyObject *found) {
 }
 
 /* The step, of which `found` is told. */
-static PyObject *run_found(Path *self, PyObject *const *args, PyObject *batch, PyObject *found) {
+static PyObject *run_found(Path *self, PyObject *const *args, PyObject *found) {
+    PyObject *batch = args[BATCH];
     PyObject *slot = PyTuple_GetItem(found, 3), *tokens = PyTuple_GetItem(batch, 0);
     Py_ssize_t place = slot == NULL ? -1 : PyLong_AsSsize_t(slot);
     long long rows = tokens == NULL || PyErr_Occurred() ? -1 : PyLong_AsLongLong(tokens);
@@ -118,39 +131,26 @@ static PyObject *run_found(Path *self, PyObject *const *args, PyObject *batch, P
     PyObject *given[] = {batch, found, args[VALUES], args[UPDATES], args[METADATA], args[AGREED]};
     int clear = is_clear(self, slot, tokens);
     if (clear < 0) return NULL;
-    if (!clear) return PyObject_Vectorcall(self->of[CHECKED], given, 6, NULL);
-    set_slot(self->of[PATH], self->last_dispatch, found);
+    if (!clear) return PyObject_Vectorcall(self->of[CHECK], given, 6, NULL);
+    set_slot(self->of[ENGINE], self->last_dispatch, found);
     PyObject *outputs = replayed(self, place, batch, args[VALUES]);
-    if (outputs == NULL) tell_failed(self, found);
-    if (outputs == self->of[NOT_ALONE]) {
-        Py_DECREF(outputs);
-        return PyObject_Vectorcall(self->of[BY_CONTEXT], given, 5, NULL);
-    }
-    if (outputs != NULL && add_to_slot(self->of[PATH], self->live_tokens, rows) < 0)
+    if (outputs != NULL && add_to_slot(self->of[ENGINE], self->live_tokens, rows) < 0)
         Py_CLEAR(outputs);
-    return outputs;
-}
-
-static PyObject *run_again(Path *self, PyObject *const *args, PyObject *last) {
-    PyObject *graph = PyTuple_GET_ITEM(last, LAST_GRAPH);
-    if (add_to_slot(graph, self->batches, 1) < 0) return NULL;
-    PyObject *found = Py_NewRef(in_slot(graph, self->found));
-    PyObject *outputs = run_found(self, args, PyTuple_GET_ITEM(last, LAST_BATCH), found);
-    Py_DECREF(found);
-    return outputs;
+    if (outputs != NULL) return outputs;
+    if (!PyErr_Occurred()) return PyObject_Vectorcall(self->of[SERVE], given, 5, NULL);
+    tell_failed(self, found);
+    return NULL;
 }
 
 /* The step in a turn of the pool: 1 with what it returned, 0 where Python has to do it, or -1. */
 static int run_in_turn(Path *self, PyObject *const *args, PyObject **outputs) {
-    PyObject *last = Py_XNewRef(in_slot(self->of[PATH], self->last));
-    if (last == NULL) return 0;
-    int again = is_again(self, args, last);
-    if (again > 0) {
-        *outputs = run_again(self, args, last);
-        if (*outputs == NULL) again = -1;
-    }
-    Py_DECREF(last);
-    return again;
+    PyObject *answer;
+    int known = look_up(self, args[BATCH], &answer);
+    if (known <= 0) return known;
+    if (add_to_slot(PyTuple_GET_ITEM(answer, COUNT), self->batches, 1) == 0)
+        *outputs = run_found(self, args, PyTuple_GET_ITEM(answer, TOLD));
+    Py_DECREF(answer);
+    return *outputs == NULL ? -1 : 1;
 }
 
 /* run(batch, values, updates, metadata, agreed) */
@@ -172,7 +172,7 @@ static PyObject *path_call(PyObject *callable, PyObject *const *args, size_t fla
             if (done != 0) return outputs;
         }
     }
-    return PyObject_Vectorcall(self->of[SLOW], args, (size_t)PyVectorcall_NARGS(flags), names);
+    return PyObject_Vectorcall(self->of[STEP], args, (size_t)PyVectorcall_NARGS(flags), names);
 }
 
 static int find_all(Path *self) {
@@ -182,13 +182,15 @@ static int find_all(Path *self) {
         Py_ssize_t *into;
     } slots[] = {
         {(PyObject *)Py_TYPE(self->of[POOL]), "owner", &self->pool_owner},
-        {(PyObject *)Py_TYPE(self->of[PATH]), "_last", &self->last},
-        {(PyObject *)Py_TYPE(self->of[PATH]), "last_dispatch", &self->last_dispatch},
-        {(PyObject *)Py_TYPE(self->of[PATH]), "live_tokens", &self->live_tokens},
+        {(PyObject *)Py_TYPE(self->of[ENGINE]), "last_dispatch", &self->last_dispatch},
+        {(PyObject *)Py_TYPE(self->of[ENGINE]), "live_tokens", &self->live_tokens},
         {(PyObject *)Py_TYPE(self->of[SEALING]), "may_capture", &self->may_capture},
-        {self->of[GRAPHS], "batches", &self->batches},
-        {self->of[GRAPHS], "found", &self->found},
-        {self->of[STEPS], "replay", &self->replay},
+        {(PyObject *)Py_TYPE(self->of[CHECKS]), "on", &self->on},
+        {(PyObject *)Py_TYPE(self->of[CHECKS]), "pending", &self->pending},
+        {(PyObject *)Py_TYPE(self->of[GLANCES]), "looks", &self->looks},
+        {self->of[VERSION], "answers", &self->answers},
+        {self->of[RESERVED], "batches", &self->batches},
+        {self->of[PREPARED], "native", &self->native},
     };
     for (size_t each = 0; each < sizeof(slots) / sizeof(*slots); each++) {
         *slots[each].into = offset_of((PyTypeObject *)slots[each].type, slots[each].name);
@@ -198,17 +200,17 @@ static int find_all(Path *self) {
 }
 
 static PyObject *path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"slow",       "checked", "by_context", "failed",    "pool",
-                               "owner",      "path",    "dispatcher", "sealing",   "checks",
-                               "by_slot",    "elsewhere", "under_way", "not_alone", "same",
-                               "graphs",     "steps",   NULL};
+    static char *keywords[] = {"step",      "check",     "serve",   "failed",  "pool",
+                               "owner",     "engine",    "dispatcher", "sealing", "checks",
+                               "glances",   "steps",     "elsewhere", "under_way", "batches",
+                               "version",   "reserved",  "prepared", NULL};
     PyObject *of[PARTS];
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOOOOOO!OO!OO!O!O!", keywords, &of[SLOW], &of[CHECKED],
-            &of[BY_CONTEXT], &of[FAILED], &of[POOL], &of[OWNER], &of[PATH], &of[DISPATCHER],
-            &of[SEALING], &of[CHECKS], &PyList_Type, &of[BY_SLOT], &of[ELSEWHERE], &PySet_Type,
-            &of[UNDER_WAY], &of[NOT_ALONE], &SameType, &of[SAME], &PyType_Type, &of[GRAPHS],
-            &PyType_Type, &of[STEPS]))
+            args, kwargs, "OOOOOOOOOOOO!OO!O!O!O!O!", keywords, &of[STEP], &of[CHECK], &of[SERVE],
+            &of[FAILED], &of[POOL], &of[OWNER], &of[ENGINE], &of[DISPATCHER], &of[SEALING],
+            &of[CHECKS], &of[GLANCES], &PyList_Type, &of[STEPS], &of[ELSEWHERE], &PySet_Type,
+            &of[UNDER_WAY], &PyType_Type, &of[BATCHES], &PyType_Type, &of[VERSION], &PyType_Type,
+            &of[RESERVED], &PyType_Type, &of[PREPARED]))
         return NULL;
     Path *self = (Path *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
@@ -237,10 +239,7 @@ static void path_dealloc(Path *self) {
 
 int prepare_path(void) {
     name_version = PyUnicode_InternFromString("version");
-    name_pending = PyUnicode_InternFromString("pending");
-    name_looks = PyUnicode_InternFromString("looks");
-    name_live = PyUnicode_InternFromString("live");
-    return name_version && name_pending && name_looks && name_live ? 0 : -1;
+    return name_version == NULL ? -1 : 0;
 }
 
 PyTypeObject PathType = {

@@ -1,6 +1,6 @@
 /* What runs a step that is one graph, whose inputs are like those before and whose output is one
-   tensor: what graphrt/core/runner/steps/replayed.py does in Python where this is not built. Every
-   other step it leaves to Python before it has done anything. */
+   tensor: what StepExecutor.run of graphrt/core/runner/executor.py does in Python. Every other step it
+   leaves to Python before it has done anything. */
 #include "native.h"
 
 /* The storages of outputs: see graphrt/core/replay/handout.py. */
@@ -12,14 +12,11 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    vectorcallfunc call;
-    PyObject *slow, *look, *hot, *entry, *pool, *inputs, *ring, *fetch, *graph, *shell, *stream;
+    PyObject *entry, *pool, *inputs, *ring, *fetch, *graph, *stream, *moves, *known, *shapes, *shell;
     Shells shells;
-    Py_ssize_t place, count;
-    Py_ssize_t by_slot, unchecked, closed, step, stream_id, generation, turn, alike;
+    Py_ssize_t count;
+    Py_ssize_t entry_graph, unchecked, closed, step, stream_id, generation, turn, alike;
     Py_ssize_t pending, ring_count, unsure;
-    /* The last batch, and what is known of it. */
-    PyObject *batch, *moves, *shape;
 } Replay;
 
 static PyObject *name_replay, *name_give_up, *name_anew, *name_data, *name_data_ptr, *name_dict;
@@ -96,37 +93,32 @@ static PyObject *hand_out(const Shells *at, PyObject *shell, PyObject *shape) {
     return fresh;
 }
 
-/* What is known of the batch, owned: 1, or 0 where nothing is, or -1 with an error. */
-static int look_up(Replay *self, PyObject *batch, PyObject **moves, PyObject **shape) {
-    if (batch == self->batch) {
-        *moves = Py_NewRef(self->moves);
-        *shape = Py_NewRef(self->shape);
-        return 1;
-    }
-    PyObject *found = PyObject_CallOneArg(self->look, batch);
-    if (found == NULL) return -1;
-    int known = found != Py_None;
-    if (known && !PyArg_ParseTuple(found, "OO!", moves, &PyTuple_Type, shape)) known = -1;
-    if (known > 0) {
-        PyObject *before[] = {self->batch, self->moves, self->shape};
-        /* Twice: what the end of a batch runs may be a step, which leaves its own here. */
-        Py_INCREF(*moves);
-        Py_INCREF(*shape);
-        self->batch = Py_NewRef(batch);
-        self->moves = Py_NewRef(*moves);
-        self->shape = Py_NewRef(*shape);
-        for (int each = 0; each < 3; each++) Py_XDECREF(before[each]);
-    }
-    Py_DECREF(found);
-    return known;
+/* What a dict has for a key, owned: NULL with an error set, or without one where it has nothing. */
+static PyObject *known_in(PyObject *dict, PyObject *key) {
+    return Py_XNewRef(PyDict_GetItemWithError(dict, key));
 }
 
-/* Whether the entry is still the one to replay. Whose turn it is in the pool the caller knows. */
+/* What is known of the batch's rows, owned: 1, or 0 where nothing is, or -1 with an error. */
+static int look_up(const Replay *self, PyObject *batch, PyObject **moves, PyObject **shape) {
+    PyObject *key = PyTuple_GetSlice(batch, 0, 2), *shapes = NULL;
+    if (key == NULL) return -1;
+    *moves = known_in(self->known, key);
+    if (*moves != NULL) shapes = known_in(self->shapes, key);
+    Py_DECREF(key);
+    if (shapes != NULL && PyList_CheckExact(shapes) && PyList_GET_SIZE(shapes) == 1 &&
+        PyTuple_CheckExact(PyList_GET_ITEM(shapes, 0)) &&
+        (PyObject *)Py_TYPE(*moves) == self->moves)
+        *shape = Py_NewRef(PyList_GET_ITEM(shapes, 0));
+    Py_XDECREF(shapes);
+    if (*shape != NULL) return 1;
+    Py_CLEAR(*moves);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Whether the entry is still to be replayed. Whose turn it is in the pool the caller knows. */
 static int is_usable(const Replay *self) {
-    PyObject *by_slot = in_slot(self->hot, self->by_slot), *pool = self->pool;
-    return by_slot != NULL && PyList_CheckExact(by_slot) &&
-           self->place < PyList_GET_SIZE(by_slot) &&
-           PyList_GET_ITEM(by_slot, self->place) == self->entry &&
+    PyObject *pool = self->pool;
+    return in_slot(self->entry, self->entry_graph) == self->graph &&
            in_slot(self->entry, self->unchecked) == Py_False &&
            in_slot(pool, self->closed) == Py_False && in_slot(pool, self->step) == Py_None;
 }
@@ -167,27 +159,15 @@ static PyObject *run(Replay *self, PyObject *moves, PyObject *shape, PyObject *v
     return hand_out(&self->shells, self->shell, shape);
 }
 
-/* The same, where nothing but the common case is at hand. */
-static PyObject *run_common(Replay *self, PyObject *batch, PyObject *values) {
-    PyObject *moves, *shape, *found = NULL;
+PyObject *replay_step(PyObject *replay, PyObject *batch, PyObject *values) {
+    Replay *self = (Replay *)replay;
+    PyObject *moves = NULL, *shape = NULL, *found = NULL;
     if (!PyDict_CheckExact(values) || PyDict_GET_SIZE(values) != self->count) return NULL;
     if (look_up(self, batch, &moves, &shape) <= 0) return NULL;
     if (is_usable(self)) found = run(self, moves, shape, values);
     Py_DECREF(moves);
     Py_DECREF(shape);
     return found;
-}
-
-/* replay(live, batch, values) */
-static PyObject *replay_step(PyObject *callable, PyObject *const *args, size_t flags,
-                             PyObject *names) {
-    Replay *self = (Replay *)callable;
-    Py_ssize_t count = PyVectorcall_NARGS(flags);
-    if (count == 3 && names == NULL) {
-        PyObject *found = run_common(self, args[1], args[2]);
-        if (found != NULL || PyErr_Occurred()) return found;
-    }
-    return PyObject_Vectorcall(self->slow, args, (size_t)count, names);
 }
 
 int prepare_replay(void) {
@@ -204,20 +184,20 @@ int prepare_replay(void) {
     return 0;
 }
 
-static int find_all(Replay *self, PyObject *moves_type) {
+static int find_all(Replay *self) {
     struct {
         PyTypeObject *type;
         const char *name;
         Py_ssize_t *into;
     } slots[] = {
-        {Py_TYPE(self->hot), "by_slot", &self->by_slot},
+        {Py_TYPE(self->entry), "graph", &self->entry_graph},
         {Py_TYPE(self->entry), "unchecked", &self->unchecked},
         {Py_TYPE(self->pool), "closed", &self->closed},
         {Py_TYPE(self->pool), "step", &self->step},
         {Py_TYPE(self->pool), "stream_id", &self->stream_id},
         {Py_TYPE(self->pool), "generation", &self->generation},
         {Py_TYPE(self->inputs), "turn", &self->turn},
-        {(PyTypeObject *)moves_type, "alike", &self->alike},
+        {(PyTypeObject *)self->moves, "alike", &self->alike},
         {Py_TYPE(self->ring), "pending", &self->pending},
         {Py_TYPE(self->ring), "count", &self->ring_count},
         {Py_TYPE(self->ring), "unsure", &self->unsure},
@@ -237,29 +217,24 @@ static int find_all(Replay *self, PyObject *moves_type) {
 }
 
 static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"slow", "look",  "hot",   "entry",  "place", "pool",  "inputs",
-                               "ring", "fetch", "graph", "stream", "count", "moves", "outputs",
-                               NULL};
-    PyObject *slow, *look, *hot, *entry, *pool, *inputs, *ring, *fetch, *graph, *stream, *moves;
+    static char *keywords[] = {"entry",  "pool",  "inputs", "ring",  "fetch",  "graph",  "stream",
+                               "count",  "moves", "known",  "shapes", "outputs", NULL};
+    PyObject *entry, *pool, *inputs, *ring, *fetch, *graph, *stream, *moves, *known, *shapes;
     PyObject *shell, *of_shells, *all, *use_count, *weakrefs, *is_inference;
-    Py_ssize_t place, count;
+    Py_ssize_t count;
     long own;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOnOOOOOOnO!(OO!O!OOOl)", keywords, &slow, &look, &hot, &entry, &place,
-            &pool, &inputs, &ring, &fetch, &graph, &stream, &count, &PyType_Type, &moves, &shell,
-            &PyType_Type, &of_shells, &PyList_Type, &all, &use_count, &weakrefs, &is_inference,
-            &own))
+            args, kwargs, "OOOOOOOnO!O!O!(OO!O!OOOl)", keywords, &entry, &pool, &inputs, &ring,
+            &fetch, &graph, &stream, &count, &PyType_Type, &moves, &PyDict_Type, &known,
+            &PyDict_Type, &shapes, &shell, &PyType_Type, &of_shells, &PyList_Type, &all, &use_count,
+            &weakrefs, &is_inference, &own))
         return NULL;
-    if (place < 0 || !PyObject_TypeCheck(shell, (PyTypeObject *)of_shells)) {
-        PyErr_SetString(PyExc_ValueError, "a place in by_slot, and a shell");
+    if (!PyObject_TypeCheck(shell, (PyTypeObject *)of_shells)) {
+        PyErr_SetString(PyExc_ValueError, "outputs are handed out by a shell");
         return NULL;
     }
     Replay *self = (Replay *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
-    self->call = replay_step;
-    self->slow = Py_NewRef(slow);
-    self->look = Py_NewRef(look);
-    self->hot = Py_NewRef(hot);
     self->entry = Py_NewRef(entry);
     self->pool = Py_NewRef(pool);
     self->inputs = Py_NewRef(inputs);
@@ -267,6 +242,9 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->fetch = Py_NewRef(fetch);
     self->graph = Py_NewRef(graph);
     self->stream = Py_NewRef(stream);
+    self->moves = Py_NewRef(moves);
+    self->known = Py_NewRef(known);
+    self->shapes = Py_NewRef(shapes);
     self->shell = Py_NewRef(shell);
     self->shells.type = Py_NewRef(of_shells);
     self->shells.all = Py_NewRef(all);
@@ -274,22 +252,20 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->shells.weakrefs = Py_NewRef(weakrefs);
     self->shells.is_inference = Py_NewRef(is_inference);
     self->shells.own = own;
-    self->place = place;
     self->count = count;
-    if (find_all(self, moves) == 0) return (PyObject *)self;
+    if (find_all(self) == 0) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
 }
 
 /* What it owns, for the three that have to know. */
 #define OWNED(self)                                                                               \
-    {&(self)->slow,         &(self)->look,           &(self)->hot,                                \
-     &(self)->entry,        &(self)->pool,           &(self)->inputs,                             \
-     &(self)->ring,         &(self)->fetch,          &(self)->graph,                              \
-     &(self)->stream,       &(self)->shell,          &(self)->shells.type,                        \
+    {&(self)->entry,        &(self)->pool,             &(self)->inputs,                           \
+     &(self)->ring,         &(self)->fetch,            &(self)->graph,                            \
+     &(self)->stream,       &(self)->moves,            &(self)->known,                            \
+     &(self)->shapes,       &(self)->shell,            &(self)->shells.type,                      \
      &(self)->shells.all,   &(self)->shells.use_count, &(self)->shells.weakrefs,                  \
-     &(self)->shells.is_inference, &(self)->batch,   &(self)->moves,                              \
-     &(self)->shape}
+     &(self)->shells.is_inference}
 
 static int replay_traverse(Replay *self, visitproc visit, void *arg) {
     PyObject **owned[] = OWNED(self);
@@ -313,10 +289,8 @@ PyTypeObject ReplayType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "graphrt.core.base._native.Replay",
     .tp_basicsize = sizeof(Replay),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = replay_new,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Replay, call),
     .tp_traverse = (traverseproc)replay_traverse,
     .tp_clear = (inquiry)replay_clear,
     .tp_dealloc = (destructor)replay_dealloc,

@@ -158,6 +158,6 @@ def test_every_named_error_is_public_and_has_one_root() -> None:
 
 
 def test_the_check_finds_what_is_missing() -> None:
-    source = textwrap.dedent("Callable[[Plan | None], Sequence[PaddedStep]]")
-    assert named_in(source) == {"Plan", "PaddedStep"}
-    assert "PaddedStep" not in NAMES and "Plan" in NAMES
+    source = textwrap.dedent("Callable[[Plan | None], Sequence[PreparedStep]]")
+    assert named_in(source) == {"Plan", "PreparedStep"}
+    assert "PreparedStep" not in NAMES and "Plan" in NAMES

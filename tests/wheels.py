@@ -15,11 +15,12 @@ def build(folder: Path) -> Path:
     """The wheel, made in `folder` of a copy, because a build writes beside its sources."""
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    left_out = shutil.ignore_patterns("__pycache__", "*.so")
     # What a wheel must leave out lies there too, as in a checkout.
-    for name in ("graphrt", "tests", "packages", "examples", "benchmarks"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("graphrt", "native", "tests", "packages", "examples", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, ignore=left_out)
     _pip("wheel", *OFFLINE, "--no-build-isolation", "-w", str(folder / "built"), str(source))
     (built,) = (folder / "built").iterdir()
     return built

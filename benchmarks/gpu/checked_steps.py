@@ -77,13 +77,11 @@ def lookups_of(runner: GraphRunner) -> list[tuple[str, Callable[[], Any]]]:
     """Dispatch, and dispatch with what a step asks the checks before it is simply replayed."""
     dispatch, batch = runner.dispatcher.dispatch, Batch(SIZE, SIZE, 1)
     found: list[tuple[str, Callable[[], Any]]] = [("dispatch_ns", lambda: dispatch(batch))]
-    checks = getattr(runner, "_checks", None)
-    if checks is None:
-        return found
+    is_clear = runner._engine.is_clear
 
     def ask() -> bool:
         hit = dispatch(batch)
-        return checks.on and hit.slot >= 0 and not checks.clear(hit.slot, batch[0])
+        return hit.slot >= 0 and is_clear(hit.slot, batch[0])
 
     return [*found, ("dispatch_and_clear_ns", ask)]
 

@@ -26,10 +26,9 @@ from typing import Any
 
 MODULES = (
     "runner.runner",
-    "runner._path",
-    "runner.steps.again",
-    "runner.steps.replayed",
-    "runner.steps.slots",
+    "runner.engine",
+    "runner.executor",
+    "runner.slots",
     "inputs.buffers",
     "inputs.transfer.alike",
     "inputs.transfer.by_fetch",

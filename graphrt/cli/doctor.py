@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import graphrt
-from graphrt.core.base import GraphRTError
+from graphrt.core.base import GraphRTError, native_state
 from graphrt.core.device import (
     BLOCK_VARIABLE,
     ENTRY_POINT_GROUP,
@@ -42,6 +42,7 @@ def diagnose() -> dict[str, Any]:
         "graphrt": graphrt.__version__,
         "python": host.python_version(),
         "machine": f"{host.system()} {host.machine()}",
+        "native": native_state,
         "versions": {name: _version(name) for name in PACKAGES},
         "platforms": [_platform(found) for found in installed_platforms()],
         "notes": _notes(),
@@ -104,6 +105,7 @@ def _current() -> dict[str, Any]:
 
 def _show(report: dict[str, Any], console: Console) -> None:
     console.print(f"graphrt {report['graphrt']}, Python {report['python']}, {report['machine']}")
+    console.print(Text(f"The step in C: {report['native']}"))
     versions = Table(title="Libraries", title_justify="left")
     versions.add_column("package")
     versions.add_column("version")

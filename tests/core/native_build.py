@@ -37,9 +37,17 @@ def run(script: str, *arguments: object) -> str:
 
 def build(folder: Path, asked: dict[str, str]) -> list[Path]:
     """What an installation with these settings builds in an empty folder."""
+    return built_by(folder, asked)[0]
+
+
+def built_by(folder: Path, asked: dict[str, str]) -> tuple[list[Path], str]:
+    """The same, and what it said."""
+    folder.mkdir(exist_ok=True)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "native", folder / "native")
+    for name in ("native", "graphrt"):
+        left_out = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
     others = {name: value for name, value in os.environ.items() if name != "GRAPHRT_NATIVE"}
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "built"],
@@ -50,4 +58,4 @@ def build(folder: Path, asked: dict[str, str]) -> list[Path]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return list((folder / "built").rglob("_native*"))
+    return list((folder / "built").rglob("_native.*.so")), done.stdout + done.stderr

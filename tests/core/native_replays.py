@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
@@ -13,10 +14,9 @@ from typing import Any
 import torch
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
-from graphrt.core.base import NativePath, NativeReplay, NativeSame
+from graphrt.core.base import NativePath, NativeReplay
 from graphrt.core.replay import GraphPool, handout
-from graphrt.core.runner import _path
-from graphrt.core.runner.steps import again, replayed
+from graphrt.core.runner import engine, prepared
 from graphrt.errors import GraphRTError
 from tests.core.soft_ring import RingGraph, RingPlatform
 
@@ -46,6 +46,8 @@ FAULTS = (
 
 
 STEPS = 70
+PYTHON = ("step", "check", "serve")
+"""What a compiled path leaves a step to."""
 
 
 class Device:
@@ -88,22 +90,16 @@ def _mark(cdata: int, message: str) -> None:
 
 
 class Counted:
-    """Makes what is compiled, and counts the steps that it was given and those that it left to
-    Python."""
+    """Makes the compiled path, and counts the steps that it was given and those that it left to
+    Python: before they were dispatched, and after that."""
 
     def __init__(self, made: Callable[..., Any] | None) -> None:
         assert made is not None
-        self.given = self.left = 0
+        self.given, self.left = 0, Counter[str]()
         self._made = made
 
     def __call__(self, **parts: Any) -> Any:
-        slow = parts["slow"]
-
-        def left(*arguments: Any) -> Any:
-            self.left += 1
-            return slow(*arguments)
-
-        compiled = self._made(**(parts | {"slow": left}))
+        compiled = self._made(**(parts | {name: self._left(parts[name]) for name in PYTHON}))
 
         def given(*arguments: Any) -> Any:
             self.given += 1
@@ -111,20 +107,25 @@ class Counted:
 
         return given
 
+    def _left(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def left(*arguments: Any) -> Any:
+            self.left[run.__name__] += 1
+            return run(*arguments)
+
+        return left
+
     def __str__(self) -> str:
-        return f"{self.given - self.left} of {self.given}"
+        dispatched = self.given - self.left["step"]
+        replayed = dispatched - self.left["check"]
+        return f"{dispatched} of {self.given} and {replayed - self.left['serve']} of {replayed}"
 
 
-REPLAYS, PATHS = Counted(NativeReplay), Counted(NativePath)
+PATHS = Counted(NativePath)
 
 
 def use(*, native: bool) -> None:
-    assert NativeSame is not None
-    replayed.NativeReplay = REPLAYS if native else None  # type: ignore[attr-defined]
-    _path.NativePath = PATHS if native else None  # type: ignore[attr-defined]
-    _path.same = (  # type: ignore[attr-defined]
-        NativeSame(Batch, Batch(1).bounds, Batch(1).exclude) if native else again.same_in_python
-    )
+    prepared.NativeReplay = NativeReplay if native else None  # type: ignore[attr-defined]
+    engine.NativePath = PATHS if native else None  # type: ignore[attr-defined]
 
 
 def specs_of(rng: random.Random) -> dict[str, InputSpec]:
@@ -277,7 +278,7 @@ def program(seed: int, *, native: bool) -> list[Any]:
         assert pool.owner is None
         ring = runner.inputs.ring
         state = ring.count, ring.unsure, ring.pending is None, pool.generation, pool.stream_id
-        steps = pool.step is None, pool.step_context is None, len(pool.handed_out)
+        steps = pool.step is None, pool.pieces.context is None, len(pool.handed_out)
         device = Device.marked, Device.entered
         told = runner.last_dispatch, runner.dispatcher.counts(), runner.report().live_tokens
         tried = [record.status for record in runner.graphs.checks.records.values()]
@@ -303,4 +304,4 @@ def main(programs: int = 60) -> None:
         by_python, by_c = program(seed, native=False), program(seed, native=True)
         for step, (ours, theirs) in enumerate(zip(by_c, by_python, strict=True)):
             assert is_equal(ours, theirs), (seed, step, ours, theirs)
-    print("fast:", REPLAYS, "and", PATHS)
+    print("fast:", PATHS)

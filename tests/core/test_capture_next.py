@@ -46,7 +46,7 @@ from graphrt.core.base import (
     VerificationError,
 )
 from graphrt.core.replay import handout
-from graphrt.core.replay._steps import AwaitsUpdates
+from graphrt.core.replay._turn import AwaitsUpdates
 from graphrt.cpu import CpuPlatform
 
 SIZES = [1, 2, 4, 8]

@@ -496,7 +496,7 @@ def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_befor
             values["ids"] = views["ids"][: len(values["ids"])]
         elif step % 10 == 9:
             values["table"] = values["table"].t().contiguous().t()
-        moves.alike = alike
+        moves.kinds = [alike]
         log.runner(Batch(rows, rows, 1), **values)
     log.check(60)
     # Of one row, nothing tells a row from a column.

@@ -1,12 +1,17 @@
-"""The compiled writer of slots, which is built where one asks for it: it does what Python does."""
+"""The compiled extension: how it is built and found; its writer of slots does what Python does."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.core.native_build import LOAD, ROOT, build, run
+from graphrt.core.base.native_sources import fingerprints
+from tests.core.native_build import LOAD, ROOT, build, built_by, run
 
 SAME_TESTS = ("test_alike.py", "test_input_ring.py", "test_slots.py", "test_capture_next.py")
 
@@ -37,9 +42,62 @@ def test_the_tests_of_fetched_inputs_pass_with_it(built: Path) -> None:
     assert int(run(PLUGIN, *tests, built).rpartition("slots:")[2]) > 1000
 
 
-def test_it_is_not_built_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_it_is_built_by_default_and_not_where_it_is_switched_off(
+    built: Path, tmp_path: Path
+) -> None:
+    assert [path.name for path in build(tmp_path / "default", {})] == [built.name]
+    assert build(tmp_path / "off", {"GRAPHRT_NATIVE": "0"}) == []
+
+
+def test_without_a_compiler_it_is_left_out_with_a_line(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
-    assert build(tmp_path, {}) == []
+    found, said = built_by(tmp_path, {"CC": str(tmp_path / "no-compiler")})
+    assert found == []
+    assert [line for line in said.splitlines() if "_native" in line and "failed" in line]
+
+
+STATE = """
+import logging, sys
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+from graphrt.core.base import NativePath, native_state
+print(f"{NativePath is None}: {native_state}")
+"""
+
+
+@pytest.mark.parametrize("changed", [None, "native/path.c", "graphrt/core/runner/engine.py"])
+def test_a_build_of_other_sources_is_left_out(
+    built: Path, tmp_path: Path, changed: str | None
+) -> None:
+    for name in ("native", "graphrt"):
+        left_out = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=left_out)
+    shutil.copy(built, tmp_path / "graphrt" / "core" / "base")
+    if changed is not None:
+        with (tmp_path / changed).open("a") as file:
+            file.write("\n")
+    for switch in ("", "0"):
+        done = subprocess.run(
+            [sys.executable, "-c", STATE],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(tmp_path), "GRAPHRT_NATIVE": switch},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        lines = done.stdout.splitlines()
+        if switch:
+            assert lines == ["True: GRAPHRT_NATIVE=0 leaves it out"]
+        elif changed is None:
+            assert lines == ["False: in use"]
+        else:
+            assert len(lines) == 2
+            assert lines[0].startswith("steps run in Python, not in C: it was built from other")
+            assert lines[1].startswith("True: it was built from other sources")
+
+
+def test_what_it_was_made_from_is_there() -> None:
+    found = fingerprints(ROOT / "graphrt")
+    assert {*found} == {"TWINS", "SOURCES"}
 
 
 RANDOM_STEPS = f"""{LOAD}

@@ -190,7 +190,7 @@ def test_steps_of_lower_levels_are_plain_hits_whose_outputs_have_no_gradient():
         for _ in range(3):
             for rows in (4, 3):
                 assert runner(x=torch.randn(rows, WIDTH)).numpy().shape == (rows, WIDTH)
-        assert next(runner.graphs.checks.looks)
+        assert next(runner.graphs.checks.glances.looks)
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])

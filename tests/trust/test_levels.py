@@ -30,6 +30,7 @@ from graphrt.core.base import (
     StaleInputError,
     VerificationError,
 )
+from graphrt.core.runner.engine import StepEngine
 from tests.trust.twins import ambient_state_put_back
 
 LEVELS = ("off", "capture", "first", "sample", "always")
@@ -215,20 +216,20 @@ def test_modes_are_kinds_too():
 
 
 @pytest.mark.parametrize("level", ["off", "capture", "first"])
-def test_after_everything_was_tried_a_step_is_replayed_and_nothing_else(level):
+def test_after_everything_was_tried_a_step_is_replayed_and_nothing_else(level, monkeypatch):
     model = Model()
-    runner = captured(model, level)
-    for count in range(1, 9):
-        step(runner, count)
-    model.calls = 0
     called = SimpleNamespace(count=0)
-    run = runner._steps.checked.run
+    run = StepEngine.check
 
     def counting(*args: Any) -> Any:
         called.count += 1
         return run(*args)
 
-    runner._steps.checked.run = counting
+    monkeypatch.setattr(StepEngine, "check", counting)
+    runner = captured(model, level)
+    for count in range(1, 9):
+        step(runner, count)
+    model.calls = called.count = 0
     for count in range(1, 9):
         for _ in range(3):
             step(runner, count)
@@ -238,12 +239,12 @@ def test_after_everything_was_tried_a_step_is_replayed_and_nothing_else(level):
 @pytest.mark.parametrize("level", ["sample", "always"])
 def test_at_higher_levels_every_step_is_looked_at(level):
     runner = captured(Model(), level)
-    assert not runner.graphs.checks.clear(0, 8)
+    assert not runner._engine.is_clear(0, 8)
     for count in range(1, 9):
         step(runner, count)
     slots = range(len(SIZES))
     pairs = [(slot, runner.graphs.steps[slot].tokens) for slot in slots]
-    assert not any(runner.graphs.checks.clear(*pair) for pair in pairs)
+    assert not any(runner._engine.is_clear(*pair) for pair in pairs)
 
 
 def test_graphs_captured_by_steps_are_tried_by_the_same_steps():
@@ -416,18 +417,18 @@ def test_an_error_of_the_forward_in_a_trial_is_raised_with_the_state_as_before()
     model, runner = stateful()
     model.capturing = False
     runner.capture()
-    inner, calls = runner._steps.checked._forward, []
+    calls = []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         raise KeyError("the replay's")
 
     before = [*drawn(), model.calls, model.state.tolist()]
-    padded = runner._steps.padded._steps[1]
+    padded = runner.graphs.steps[1]
     call, padded.call = padded.call, failing
     with pytest.raises(KeyError, match="the replay's"):
         runner(x=rows(4))
-    assert inner is not None and calls == [1]
+    assert calls == [1]
     assert [*drawn(), model.calls, model.state.tolist()] == before
     padded.call = call
     runner(x=rows(4))
@@ -563,7 +564,7 @@ def test_a_holder_that_was_replaced_and_leads_to_the_same_tensors_is_no_failure(
             step(runner, 4)
             assert runner.last_dispatch.reason is Reason.HIT
         # The first of them has noted where everything is now: the others are simply replayed.
-        assert all(runner.graphs.checks.clear(runner.last_dispatch.slot, 4) for _ in range(8))
+        assert all(runner._engine.is_clear(runner.last_dispatch.slot, 4) for _ in range(8))
     holder.inner.weight = torch.ones(WIDTH)
     with pytest.warns(GraphQuarantinedWarning, match="weight"):
         go_on(runner)
@@ -576,10 +577,10 @@ def test_a_setting_that_changes_nothing_is_looked_at_once():
     try:
         torch.set_num_threads(threads + 1)
         slot = runner.last_dispatch.slot
-        assert not runner.graphs.checks.clear(slot, 4)
+        assert not runner._engine.is_clear(slot, 4)
         step(runner, 4)
         assert runner.last_dispatch.reason is Reason.HIT
-        assert all(runner.graphs.checks.clear(slot, 4) for _ in range(8))
+        assert all(runner._engine.is_clear(slot, 4) for _ in range(8))
     finally:
         torch.set_num_threads(threads)
 
@@ -829,8 +830,9 @@ def test_a_graph_that_is_captured_later_is_in_the_quarantine_of_its_kind():
     scale[0] = 2.0
     with pytest.warns(GraphQuarantinedWarning):
         runner(x=rows(8))
-    runner.graphs.checks._sampled = runner.graphs.checks.always = False
-    runner.graphs.checks._note_pending()
+    checks = runner.graphs.checks
+    checks._level = checks._level._replace(sampled=False, always=False)
+    checks._note_pending()
     runner(x=rows(4))
     assert len(runner.report().graphs) == 3
     scale[0] = 3.0

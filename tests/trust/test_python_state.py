@@ -645,7 +645,7 @@ def test_an_input_that_always_equals_its_padding_is_not_tried_for_ever():
     for seed in range(200):
         runner(x=rows(3, seed), types=torch.zeros(3, dtype=torch.int64))
     assert [t.steps for t in runner.report().trust.trials] == [1]
-    assert not runner._path._checks.pending  # no step is looked at any more
+    assert not runner._engine._checks.pending  # no step is looked at any more
 
 
 def test_an_example_of_zeros_is_no_padded_trial():

@@ -8,8 +8,8 @@ from graphrt.core.base._native_door import (
     MOST_INPUTS,
     NativePath,
     NativeReplay,
-    NativeSame,
     NativeWriter,
+    native_state,
 )
 from graphrt.core.base._undo import Undo
 from graphrt.core.base._warnings import (
@@ -212,7 +212,6 @@ __all__ = [
     "ModeNotSupportedError",
     "NativePath",
     "NativeReplay",
-    "NativeSame",
     "NativeWriter",
     "NestedCaptureError",
     "OutputError",
@@ -293,6 +292,7 @@ __all__ = [
     "logger",
     "make_on_host",
     "mark_unreadable",
+    "native_state",
     "nearest",
     "number_of",
     "only_known",

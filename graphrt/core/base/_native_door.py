@@ -1,30 +1,49 @@
-"""The door to what `setup.py` compiles of native/: each is None where it was not built."""
+"""The door to what `setup.py` compiles of native/: each is None where Python does the same."""
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from graphrt.core.base.log import logger
+from graphrt.core.base.native_sources import fingerprints
 
-def _built() -> Any:
+VARIABLE = "GRAPHRT_NATIVE"
+_STALE = "it was built from other sources than these; pip install . builds it again"
+
+
+def _found() -> tuple[Any, str]:
+    """The compiled module, and how it is; None where it is left out."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None, "there is none for free-threaded builds of Python"
+    if os.environ.get(VARIABLE) == "0":
+        return None, f"{VARIABLE}=0 leaves it out"
     try:
-        return import_module(f"{__package__}._native")
-    except ModuleNotFoundError:
-        return None
+        native = import_module(f"{__package__}._native")
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        return None, "it was not built" if missing else f"it cannot be loaded: {error}"
+    try:
+        now = fingerprints(Path(__file__).parents[2])
+    except OSError as error:
+        return None, f"its sources cannot be read: {error}"
+    if any(getattr(native, name, None) != value for name, value in now.items()):
+        logger.warning("steps run in Python, not in C: %s", _STALE)
+        return None, _STALE
+    return native, "in use"
 
 
-_native = _built()
+_native, native_state = _found()
 NativeWriter: Callable[..., Callable[[Any, Any, bool], bool]] | None = (
     None if _native is None else _native.Writer
 )
 """Writes the slot of a step whose inputs are like those of an earlier one."""
 NativeReplay: Callable[..., Any] | None = None if _native is None else _native.Replay
 """Runs a step that is one graph, with such inputs and one tensor as its output."""
-NativeSame: Callable[..., Callable[[Any, Any], bool]] | None = (
-    None if _native is None else _native.Same
-)
-"""Compares a batch with the last one."""
 NativePath: Callable[..., Callable[..., Any]] | None = None if _native is None else _native.Path
 """Takes a step whose batch is the last one's again to its graph."""
 MOST_INPUTS = 0 if _native is None else _native.MOST_INPUTS

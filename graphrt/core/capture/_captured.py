@@ -27,7 +27,7 @@ def capture_entry(
     transaction = context.capture
     inputs, pooled = arguments_of(*arguments), pooled_paths(*arguments, pool)
     try:
-        pool.check_held(arguments, context)
+        pool.pieces.check_held(arguments, context)
         result = capture.record(body)
         outputs = tree.map_tensors(capture.captured_ref, result)
         step = transaction or context.token
@@ -43,16 +43,16 @@ def capture_entry(
             capture.discard()
         kept.clear_buffers()
         if transaction is None:
-            pool.take_step_back(context)
+            pool.pieces.take_back(context)
         raise
     if transaction is None:
-        pool.captured_in_step(owner, context)
+        pool.pieces.captured(owner, context)
     return entry, result
 
 
 def _hold_loosely(pool: GraphPool, outputs: Any, result: Any) -> None:
     pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
-    pool.hold_loosely(kept for kept, own in pairs if kept is not own)
+    pool.pieces.hold_loosely(kept for kept, own in pairs if kept is not own)
 
 
 def no_slot(slot: object) -> InvalidOptionError:

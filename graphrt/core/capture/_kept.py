@@ -50,6 +50,7 @@ class Kept:
         if entry is None:
             return []
         hot = self._hot
+        entry.graph = None
         hot.by_slot = [None if other is entry else other for other in hot.by_slot]
         self.entries.pop(descriptor, None)
         return graphs_of(entry.parts)
@@ -57,6 +58,8 @@ class Kept:
     def take_all(self) -> Sequence[DeviceGraph]:
         """The graphs of all descriptors, which no step finds any more."""
         parts = [part for entry in self.entries.values() for part in entry.parts]
+        for entry in self.entries.values():
+            entry.graph = None
         self._hot.by_slot = [None]
         self.entries.clear()
         return graphs_of(parts)

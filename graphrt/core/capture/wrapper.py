@@ -295,7 +295,7 @@ class GraphWrapper(Uncopied):
         try:
             check_arguments(entry, args, kwargs, self.pool, self.runnable)
         except StaleInputError:
-            if not self.pool.is_behind_a_miss(context):
+            if not self.pool.pieces.is_behind_a_miss(context):
                 raise
             self.calls_without_graph += 1
             return True

@@ -1,9 +1,8 @@
 """What one captured step is, and how it is replayed in its pool."""
 
-from graphrt.core.replay._between import check_between_steps
 from graphrt.core.replay._deferred import DEFERRED, Deferred, waiting_step
 from graphrt.core.replay._session import CaptureSession
-from graphrt.core.replay._turn import Doing, in_turn
+from graphrt.core.replay._turn import Doing, check_between_steps, in_turn
 from graphrt.core.replay.arguments import arguments_of, check_arguments, pooled_paths
 from graphrt.core.replay.eager_part import (
     EagerPart,
@@ -16,13 +15,9 @@ from graphrt.core.replay.eager_part import (
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import (
     HandedOut,
-    Handout,
+    LiveOutputs,
     expire,
-    handing_out,
-    handout_of,
-    handouts_of,
     is_spare,
-    shell_of,
 )
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
 from graphrt.core.replay.pool import GraphPool, HoldsGraphs, OnCapture
@@ -60,11 +55,11 @@ __all__ = [
     "Entry",
     "GraphPool",
     "HandedOut",
-    "Handout",
     "HoldsGraphs",
     "HookedSegment",
     "HostArg",
     "HostValues",
+    "LiveOutputs",
     "OnCapture",
     "Part",
     "Recording",
@@ -83,9 +78,6 @@ __all__ = [
     "deliver",
     "expire",
     "graphs_of",
-    "handing_out",
-    "handout_of",
-    "handouts_of",
     "in_task",
     "in_turn",
     "is_inside_capture",
@@ -96,7 +88,6 @@ __all__ = [
     "on_own_tensors",
     "pooled_paths",
     "settle",
-    "shell_of",
     "under_way",
     "waiting_step",
     "warming_up",

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from graphrt.core.base import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch import ForwardContext
-from graphrt.core.replay._steps import AwaitsUpdates
+from graphrt.core.replay._turn import AwaitsUpdates
 from graphrt.core.replay.host_args import UNCHANGED, Updates, _Marker
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import TaskedSegment

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from threading import get_ident
 from typing import Protocol, TypeVar
 
-from graphrt.core.base import GraphRTError, Undo
+from graphrt.core.base import GraphRTError, PoolBusyError, Undo, shown
+from graphrt.core.batch import current_context
 
 T = TypeVar("T")
 
@@ -37,7 +40,7 @@ class Turn:
     `__exit__` may be called twice, and without `__enter__`, so `Undo` can enter a turn. Between
     the look at the owner and the store there is no call: Python switches threads, and delivers
     interrupts, at calls and backward jumps only. Four callers are on the way of every step, and a
-    `with` would cost them 0.3 us: `StepPath.run` (and its twin in native/path.c), `Slots.make`,
+    `with` would cost them 0.3 us: `StepEngine.step` (and its twin in native/path.c), `Slots.make`,
     `GraphWrapper.__call__` and `KeyedGraph.replay` write the same look and stores out.
     """
 
@@ -92,3 +95,28 @@ def in_turn(pool: Taken, owner: object, call: Callable[[], T]) -> T:
     except BaseException:
         undo.now()
         raise
+
+
+class AwaitsUpdates(ABC):
+    """A launched step that owns the pool until its updates came."""
+
+    def __init__(self) -> None:
+        self.thread = get_ident()
+
+    @abstractmethod
+    def abandon(self) -> GraphRTError:
+        """Bring the step to its end with the arguments it has; returns the error that says so."""
+
+
+def check_between_steps(pool: Taken, what: str) -> None:
+    """Raise `PoolBusyError` while a step or a capture is under way in the pool, or a context is
+    entered in this thread, whatever has been called in it. A step that waits for its updates, or
+    of which some pieces are to come, is under way; it is not ended."""
+    under_way = pool.owner or current_context() or pool.entered
+    if under_way is not None:
+        raise PoolBusyError(
+            f"{what} was called while a step, or a capture, is under way",
+            got=shown(under_way),
+            expected="a call between two steps of the pool, when the last one has its updates",
+            advice="call it after the step has returned, from the thread that steps",
+        )

@@ -28,12 +28,9 @@ class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
 
     __slots__ = (
-        "_mixed",
-        "_only_graphs",
-        "_table",
+        "_launch",
         "breaks",
         "captured_in",
-        "deferred",
         "descriptor",
         "fresh",
         "graph",
@@ -43,7 +40,6 @@ class Entry:
         "pooled",
         "tasks",
         "unchecked",
-        "update_failed",
     )
 
     def __init__(
@@ -65,28 +61,29 @@ class Entry:
         self.captured_in = captured_in
         # The caller may change what it gets, so a container is made anew for every step.
         self.fresh = tree.copier(outputs)
-        self._mixed = False
         # Whether the next replay compares its arguments with those of the capture.
         self.unchecked = False
-        # Whether the last launch was ended by an update of its tasks, so that it may be repeated.
-        self.update_failed = False
-        # The last launch, where its updates come after it.
-        self.deferred: Deferred | None = None
+        # Whether an eager part runs at every replay.
+        self.breaks = any(isinstance(part, EagerPart) for part in parts)
         tasked = [part for part in parts if isinstance(part, TaskedSegment)]
         for place, part in enumerate(tasked):
             which = f" segment {place + 1} of {len(tasked)}" if len(tasked) > 1 else ""
             part.name = f"[{descriptor}]{which}"
-        self._table = TaskTable([task for part in tasked for task in part.tasks])
-        self.tasks = self._table.tasks
-        # Only eager parts, and issuing a task, could grow a graph of gradients.
-        self._only_graphs = not any(isinstance(part, EagerPart) for part in parts)
-
-        # Whether an eager part runs at every replay.
-        self.breaks = not self._only_graphs
-
-        # What most entries are: one graph and nothing else.
+        self._launch = _TaskedLaunch(parts, breaks=self.breaks)
+        self.tasks = self._launch.table.tasks
+        # What most entries are: one graph and nothing else. None once the wrapper has let go of it.
         alone = len(parts) == 1 and not self.tasks
         self.graph: Part | None = parts[0] if alone else None
+
+    @property
+    def deferred(self) -> Deferred | None:
+        """The last launch, where its updates come after it."""
+        return self._launch.deferred
+
+    @property
+    def update_failed(self) -> bool:
+        """Whether an update of its tasks ended the last launch, so that it may be repeated."""
+        return self._launch.update_failed
 
     def reads(self, pool: GraphPool) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
         """The tensors outside of the pool that a replay reads, None if the platform cannot tell,
@@ -115,34 +112,52 @@ class Entry:
         All updates are validated before anything is launched.
         """
         if self.tasks:
-            self._launch_tasks(context, all_tasks)
-            return
-        # With gradients on, a bridge that an eager result is copied into would grow a graph.
-        without_gradients(self._replay_untasked)
+            self._launch.launch(context, all_tasks=all_tasks)
+        else:
+            # With gradients on, a bridge that an eager result is copied into would grow a graph.
+            without_gradients(self._replay)
 
-    def _replay_untasked(self) -> None:
+    def _replay(self) -> None:
         for part in self.parts:
             part.replay()
 
-    def _launch_tasks(self, context: ForwardContext, all_tasks: bool) -> None:
+
+class _TaskedLaunch:
+    """Launches the parts of an entry some of which have tasks, and knows how the last launch went.
+
+    `_mixed` says that an update failed: nobody knows which host arguments the tasks have.
+    """
+
+    def __init__(self, parts: tuple[Part, ...], *, breaks: bool) -> None:
+        self.table = TaskTable(
+            [task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks]
+        )
+        self.update_failed = False
+        self.deferred: Deferred | None = None
+        self._parts = parts
+        # Only eager parts, and issuing a task, could grow a graph of gradients.
+        self._breaks = breaks
+        self._mixed = False
+
+    def launch(self, context: ForwardContext, *, all_tasks: bool) -> None:
         self.update_failed, self.deferred = False, None
         if context.updates is DEFERRED:
             self._launch_deferred(context, all_tasks)
             return
-        values = resolve_updates(self._table, context, all_known=all_tasks)
+        values = resolve_updates(self.table, context, all_known=all_tasks)
         if values is None and self._mixed:
             if context.updates is UNCHANGED:
                 raise failed_before()
-            values = [task.values for task in self.tasks]
+            values = [task.values for task in self.table.tasks]
         self._mixed = True
-        if values is None and self._only_graphs:
-            self._replay_parts(None)
+        if values is None and not self._breaks:
+            self._replay(None)
         else:
-            without_gradients(lambda: self._replay_parts(values))
+            without_gradients(lambda: self._replay(values))
         self._mixed = False
 
     def _launch_deferred(self, context: ForwardContext, all_tasks: bool) -> None:
-        (segment, *others) = self.parts
+        (segment, *others) = self._parts
         if others or not isinstance(segment, TaskedSegment):
             raise InvalidUpdateError(
                 "the updates of a step with eager parts cannot come after its launch, as those may "
@@ -154,7 +169,7 @@ class Entry:
         mixed, self._mixed = self._mixed, True
         if segment.launch():
             self.deferred = Deferred(
-                segment, self._table, context, self._updated, mixed=mixed, all_tasks=all_tasks
+                segment, self.table, context, self._updated, mixed=mixed, all_tasks=all_tasks
             )
         else:
             self._updated()
@@ -162,9 +177,9 @@ class Entry:
     def _updated(self) -> None:
         self._mixed = False
 
-    def _replay_parts(self, values: Sequence[HostValues] | None) -> None:
+    def _replay(self, values: Sequence[HostValues] | None) -> None:
         taken = 0
-        for part in self.parts:
+        for part in self._parts:
             if isinstance(part, TaskedSegment):
                 count = len(part.tasks)
                 try:

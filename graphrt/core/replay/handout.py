@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
 from sys import getrefcount
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary, getweakrefcount
 
 import torch
 from torch import is_inference_mode_enabled
 
 from graphrt.core.base import (
+    OutputError,
     can_make_tensor_over,
     can_mark_unreadable,
     clones,
@@ -22,8 +23,14 @@ from graphrt.core.base import (
     storage_use_count,
     tensor_over,
     together,
+    tree,
     without_dispatch_modes,
 )
+from graphrt.core.batch import BatchDescriptor
+from graphrt.core.device import Platform
+from graphrt.core.inputs import BatchDims, OutputLayout, at_path, check_tensor
+
+Shape = tuple[int, ...]
 
 HandedOut = list["Shell"]
 """What the last step handed out, with what keeps its memory till the next."""
@@ -34,6 +41,9 @@ _MOST_STEPS = 1024
 
 _CACHED_VIEWS = 256
 """Per output; beyond so many shapes of live rows views are made anew."""
+
+_CACHED_SHAPES = 256
+"""Per graph; beyond so many pairs of live tokens and requests shapes are found anew."""
 
 _OVERWRITTEN = (
     "graphrt.errors.OverwrittenOutputError: this tensor is an output of an earlier step, and its "
@@ -135,18 +145,6 @@ class _Copies:
             if size != copy.shape[dim]:
                 copy = copy.narrow(dim, 0, size)
         return copy
-
-
-def shell_of(hand_out: Handout) -> Shell | None:
-    """What hands out over storages of its own; None for what makes copies."""
-    shell = getattr(hand_out, "__self__", None)
-    return shell if isinstance(shell, Shell) else None
-
-
-def handing_out(shell: Shell, handed_out: HandedOut) -> tuple[Any, ...]:
-    """What `NativeReplay` hands out by, as `Shell` does, into `handed_out`."""
-    looks = storage_use_count, getweakrefcount, is_inference_mode_enabled
-    return shell, Shell, handed_out, *looks, _own_references()
 
 
 def _own_references() -> int:
@@ -342,3 +340,216 @@ class CudaShell(Shell):
         if len(self._described) < _CACHED_VIEWS:
             self._described[shape] = described
         return described
+
+
+class _Prepared(NamedTuple):
+    """What hands out each tensor of some outputs, its padded shape and its batch axes; and, where a
+    tensor is there more than once, which of them is at each place."""
+
+    outputs: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
+    order: tuple[int, ...] | None = None
+
+    def filled(self, tree_of: Any, fresh: list[torch.Tensor]) -> Any:
+        """The tree of the outputs with `fresh` tensors, one for each of them."""
+        order = self.order
+        at_places = iter(fresh if order is None else [fresh[place] for place in order])
+        return tree.map_tensors(lambda _: next(at_places), tree_of)
+
+
+class OwnsOutputs(Protocol):
+    """A pool, as far as it notes what was handed out."""
+
+    handed_out: HandedOut
+    platform: Platform
+
+
+class LiveOutputs:
+    """The live rows of what a forward returns at one size, as fresh tensors for the caller."""
+
+    __slots__ = (
+        "_axes",
+        "_descriptor",
+        "_last",
+        "_owned",
+        "_prepared",
+        "_reqs",
+        "_views",
+        "held",
+        "shapes",
+    )
+
+    def __init__(
+        self,
+        descriptor: BatchDescriptor,
+        reqs: int,
+        axes: OutputLayout,
+        views: Mapping[str, torch.Tensor],
+        *,
+        owned: bool,
+    ) -> None:
+        """Of a graph with room for `reqs`, whose inputs are `views`; `owned` says that outputs are
+        the caller's, memory and all."""
+        self._descriptor = descriptor
+        self._reqs = reqs
+        self._axes = axes
+        self._views = views
+        self._owned = owned
+        # The outputs that the graph returns at every step; what hands out each tensor of them, in
+        # which shapes by live tokens and requests.
+        self.held: Any = None
+        self._prepared = _Prepared()
+        self.shapes: dict[tuple[int, int], list[Shape]] = {}
+        # Where what pieces returned last is: often it is there again.
+        self._last: tuple[Any, _Prepared] = None, _Prepared()
+
+    def see(self, outputs: Any) -> None:
+        """Note what the forward returned at this size; raises `OutputError`."""
+        self._axes.see(self._descriptor.num_tokens, self._reqs, outputs)
+
+    def hold(self, outputs: Any, pool: OwnsOutputs) -> None:
+        """Prepare for steps that return exactly these outputs."""
+        self._prepared = self._prepare(outputs, pool)
+        self.shapes = {}
+        self.held = outputs
+
+    def single(self, handed_out: HandedOut) -> tuple[Any, ...] | None:
+        """What `NativeReplay` hands out by, as `Shell.hand_out` does, where the held outputs are
+        one tensor over storages of its own; else None."""
+        if type(self.held) is not torch.Tensor:
+            return None
+        shell = getattr(self._prepared.outputs[0][0], "__self__", None)
+        if not isinstance(shell, Shell):
+            return None
+        looks = storage_use_count, getweakrefcount, is_inference_mode_enabled
+        return shell, Shell, handed_out, *looks, _own_references()
+
+    def live(self, outputs: Any, tokens: int, reqs: int, pool: OwnsOutputs) -> Any:
+        """The live rows of this step's outputs, as the caller gets them."""
+        if outputs is not self.held or outputs is None:
+            return self._live_anew(outputs, tokens, reqs, pool)
+        shapes = self.shapes.get((tokens, reqs))
+        if shapes is None:
+            shapes = self._find_shapes(tokens, reqs)
+        handed_out = pool.handed_out
+        if type(outputs) is torch.Tensor:
+            return self._prepared.outputs[0][0](shapes[0], handed_out)
+        fresh = [
+            hand_out(shape, handed_out)
+            for (hand_out, _, _), shape in zip(self._prepared.outputs, shapes, strict=True)
+        ]
+        return self._prepared.filled(outputs, fresh)
+
+    def _live_anew(self, outputs: Any, tokens: int, reqs: int, pool: OwnsOutputs) -> Any:
+        """Of outputs that no graph returns, as eager parts and pieces in between make them."""
+        if self._owned:
+            padded = tokens != self._descriptor.num_tokens or reqs != self._reqs
+            return self._narrowed(outputs, tokens, reqs) if padded else outputs
+        # The same object may have been given other memory, or another shape.
+        alone = type(outputs) is torch.Tensor and outputs.layout is torch.strided
+        seen = tree.identity(outputs) if alone else None
+        if seen is not None and seen == self._last[0]:
+            prepared = self._last[1]
+        else:
+            prepared = self._prepare(outputs, pool)
+            self._last = seen, prepared
+        fresh = [
+            hand_out(_live_shape(shape, dims, tokens, reqs), pool.handed_out)
+            for hand_out, shape, dims in prepared.outputs
+        ]
+        return prepared.filled(outputs, fresh)
+
+    def _narrowed(self, outputs: Any, tokens: int, reqs: int) -> Any:
+        paths = iter([path for path, leaf in tree.leaves(outputs) if _is_tensor(leaf)])
+        made: dict[tuple[int, BatchDims], torch.Tensor] = {}
+
+        def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+            dims = self._axes.batch_dims(next(paths))
+            live = made.get((id(tensor), dims))
+            if live is None:
+                live = tensor
+                for dim, axis in dims:
+                    live = live.narrow(dim, 0, axis.size(tokens, reqs))
+                made[id(tensor), dims] = live
+            return live
+
+        return tree.map_tensors(narrowed, outputs)
+
+    def _prepare(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
+        # One at two places is handed out once, unless their declared rows differ.
+        found: dict[tuple[int, BatchDims], torch.Tensor] = {}
+        order = []
+        for path, leaf in tree.leaves(outputs):
+            if _is_tensor(leaf):
+                check_tensor(path, leaf)
+                self._check_rows(path, leaf)
+                key = id(leaf), self._axes.batch_dims(path)
+                found[key] = leaf
+                order.append(key)
+        tensors = list(found.values())
+        if len(tensors) > 1:
+            _check_sharing(tensors)
+        places = {key: place for place, key in enumerate(found)}
+        handouts = handouts_of(
+            tensors, raw_storages=pool.platform.raw_storages, memory=self._memory_of
+        )
+        return _Prepared(
+            tuple(
+                (hand_out, tuple(tensor.shape), dims)
+                for hand_out, tensor, (_, dims) in zip(handouts, tensors, found, strict=True)
+            ),
+            None if len(found) == len(order) else tuple(places[key] for key in order),
+        )
+
+    def _memory_of(self, tensor: torch.Tensor) -> Hashable:
+        """Its storage; of a step's inputs, which the runner packs into one, the input."""
+        at = tensor.data_ptr()
+        for name, view in self._views.items():
+            if view.data_ptr() <= at < view.data_ptr() + view.nbytes:
+                return name
+        return tensor.untyped_storage().data_ptr()
+
+    def _check_rows(self, path: str, tensor: torch.Tensor) -> None:
+        """Raise `OutputError` for a tensor without the rows that its declared axes give it."""
+        for dim, axis in self._axes.batch_dims(path):
+            rows = axis.size(self._descriptor.num_tokens, self._reqs)
+            if tensor.dim() <= dim or tensor.shape[dim] != rows:
+                raise OutputError(
+                    f"the forward returns another number of rows than before{at_path(path)}",
+                    got=f"shape {tuple(tensor.shape)} for [{self._descriptor}]",
+                    expected=f"{rows} in dimension {dim}",
+                    advice="return the same shape for every batch of one size",
+                )
+
+    def _find_shapes(self, tokens: int, reqs: int) -> list[Shape]:
+        shapes = [
+            _live_shape(shape, dims, tokens, reqs) for _, shape, dims in self._prepared.outputs
+        ]
+        if len(self.shapes) < _CACHED_SHAPES:
+            self.shapes[tokens, reqs] = shapes
+        return shapes
+
+
+def _live_shape(shape: Shape, dims: BatchDims, tokens: int, reqs: int) -> Shape:
+    live = list(shape)
+    for dim, axis in dims:
+        live[dim] = axis.size(tokens, reqs)
+    return tuple(live)
+
+
+def _check_sharing(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise `OutputError` for a tensor that shares memory with another one though it does not have
+    its values there: torch has put off to conjugate or to negate them."""
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    for tensor, storage in zip(tensors, storages, strict=True):
+        if is_lazy(tensor) and storages.count(storage) > 1:
+            raise OutputError(
+                "the forward returns a tensor together with its conjugate, or its negative, over "
+                "one memory",
+                got=f"shape {tuple(tensor.shape)} of {tensor.dtype}, put off",
+                expected="values that are in memory as they are",
+                advice="return resolve_conj() or resolve_neg() of it, or a clone()",
+            )
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)

@@ -6,11 +6,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from threading import get_ident
+from typing import Any, Final, Protocol
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, PoolClosedError, Uncopied, tell_of_forks
+from graphrt.core.base import (
+    GraphRTError,
+    InvalidOptionError,
+    PoolBusyError,
+    PoolClosedError,
+    Uncopied,
+    tell_of_forks,
+)
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.device import (
     Capability,
@@ -23,10 +31,10 @@ from graphrt.core.device import (
     resolve_platform,
 )
 from graphrt.core.replay._left_behind import LeftBehind, in_capture, without_device
+from graphrt.core.replay._pieces import PieceSteps
 from graphrt.core.replay._session import CaptureSession, OpenSession, tell
-from graphrt.core.replay._steps import PoolSteps
-from graphrt.core.replay._turn import in_turn
-from graphrt.core.replay.handout import expire
+from graphrt.core.replay._turn import AwaitsUpdates, Turn, in_turn
+from graphrt.core.replay.handout import HandedOut, expire
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
 """What is called after a capture, with the wrapper and the descriptor."""
@@ -49,7 +57,12 @@ class HoldsGraphs(Protocol):
         """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
 
 
-class GraphPool(PoolSteps, Uncopied):
+_CAPTURED: Final = object()
+"""What `GraphPool.step` is after a capture, so that the next replay, of whatever step, is looked
+at."""
+
+
+class GraphPool(Uncopied):
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
 
     A replay may overwrite the outputs of any other graph in the pool, so outputs are valid until
@@ -61,6 +74,17 @@ class GraphPool(PoolSteps, Uncopied):
     device has none. `captures` counts what was captured in it; `on_capture`, which may be set, is
     called after each with the wrapper and the descriptor.
     """
+
+    # What every step reads: `NativeReplay` knows where in an object these are.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "closed",
+        "generation",
+        "owner",
+        "step",
+        "stream_id",
+    )
 
     def __init__(
         self,
@@ -89,13 +113,23 @@ class GraphPool(PoolSteps, Uncopied):
             own, current = self.device.index, self.platform.current_device
             # A child of the process must not ask the device, which raises errors of its own.
             self.elsewhere = lambda: not _lost_platforms and current() != own
-        super().__init__()
+        self.closed = False
+        self.generation = 0
+        # What steps of runners have handed out and no step has overwritten yet.
+        self.handed_out: HandedOut = []
+        # Whose turn it is (see `Turn`), and the token of the last step of pieces that replayed.
+        self.owner: object | None = None
+        self.step: object = None
+        self.pieces = PieceSteps()
+        # What would put state back at its end: a capture, or a trial. None, mostly.
+        self.puts_back: str | None = None
         self.captures = 0
         self.on_capture: OnCapture | None = None
         # It would outlive the memory.
         tell_of_forks(self)
         weakref.finalize(self, expire, self.handed_out).atexit = False
         # The wrapper's replay path reads and writes the following directly.
+        self.stream_id: int | None = None
         self.read_stream_id: Callable[[], int] | None = None
         self.last_stream: Any = None
         self._holders: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
@@ -180,7 +214,7 @@ class GraphPool(PoolSteps, Uncopied):
         descriptor = context.descriptor
         if descriptor is None or context.mode is not GraphMode.PIECEWISE:
             return
-        if self.misses(context):
+        if self.pieces.misses(context, self.generation):
             for holder in list(self._holders):
                 holder.look_again(descriptor)
 
@@ -188,7 +222,8 @@ class GraphPool(PoolSteps, Uncopied):
         """In a child of the process, which has none of the threads that were in the pool: it is
         free there, or refuses every turn with `PoolLeftBehindError`."""
         owner, puts_back = self.owner, self.puts_back
-        self.forget_steps()
+        self.owner = self.puts_back = self.step = None
+        self.pieces.forget()
         if Capability.FORK not in self.platform.capabilities:
             self.owner = without_device(self.platform.name)
             _lost_platforms.add(self.platform.name)
@@ -207,6 +242,87 @@ class GraphPool(PoolSteps, Uncopied):
         if self.elsewhere is None or self.left_behind:
             return nullcontext()
         return self.platform.on_device(self.device.index)
+
+    def turn(self, owner: object, *, idle: bool = False) -> AbstractContextManager[None]:
+        """A turn of `owner`: meanwhile nobody else steps, captures or destroys graphs in the pool.
+
+        With `idle` it is refused between the pieces of a step too. Raises `PoolBusyError` where it
+        is entered.
+        """
+        return Turn(self, owner, idle=idle)
+
+    def pass_to(self, owner: object) -> None:
+        """In a turn: from here on the pool is this owner's, until it is passed back."""
+        self.owner = owner
+
+    def end_turn_of(self, waiting: object) -> None:
+        """End the turn of a launched step, whose updates came or never will."""
+        if self.owner is waiting:
+            self.owner = None
+
+    def enter_step(self, context: ForwardContext) -> None:
+        """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
+        another one, and for one that another one has followed."""
+        if not self.pieces.replays(context):
+            raise self.busy_error(context)
+        self.step = context.token
+        self.generation += 1
+        self.expire_outputs()
+
+    def enter_capture(self, context: ForwardContext) -> None:
+        """Note that a step captures something; raises as `enter_step` does, and `CaptureError`
+        behind a replay of the same step."""
+        if context.mode is GraphMode.FULL:
+            self.leave_step(context)
+            return
+        if not self.pieces.captures(context):
+            raise self.busy_error(context)
+        self.step = _CAPTURED
+
+    def leave_step(self, context: ForwardContext | None) -> None:
+        """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
+        if not self.pieces.leave(context):
+            raise self.busy_error(context)
+        self.step = None
+
+    @property
+    def entered(self) -> ForwardContext | None:
+        """The context that is entered, in whatever thread, and in which pieces have run."""
+        return self.pieces.entered
+
+    def will_put_back(self, what: str, later: Callable[[Callable[[], object]], object]) -> None:
+        """Note that `what` changes state until all is undone that it was given as `later`: a child
+        of the process, in which nobody undoes it, cannot go on."""
+        later(partial(setattr, self, "puts_back", self.puts_back))
+        self.puts_back = what
+
+    def expire_outputs(self) -> None:
+        """Make what runners have handed out unreadable: its memory is about to be written."""
+        if self.handed_out:
+            expire(self.handed_out)
+
+    def check_idle(self) -> None:
+        """Raise `PoolBusyError` while a step or a capture is under way, or a context is entered in
+        which pieces have run: others may be to come."""
+        if self.owner is not None or self.entered is not None:
+            raise self.busy_error(None)
+
+    def busy_error(self, context: object) -> GraphRTError:
+        """Why `context` cannot use the pool. A step of this thread that waits for its updates is
+        ended, so that the next one can."""
+        waiting = self.owner
+        if isinstance(waiting, LeftBehind):
+            return waiting.error()
+        if isinstance(waiting, AwaitsUpdates) and waiting.thread == get_ident():
+            self.end_turn_of(waiting)
+            return waiting.abandon()
+        return PoolBusyError(
+            "two steps use one graph pool at the same time",
+            got=f"{context!r} in thread {get_ident()} while {self.owner or self.pieces.context!r} "
+            "is under way",
+            expected="one step at a time, from one thread at a time",
+            advice="give what runs at the same time a GraphPool of its own",
+        )
 
     def add_holder(self, holder: HoldsGraphs) -> None:
         """Note what has graphs that `close` must destroy; it is not kept alive."""

@@ -25,8 +25,7 @@ from graphrt.core.plan import CaptureKey
 from graphrt.core.replay import WORST_CASE, under_way, warming_up
 from graphrt.core.runner.graph_table import GraphRecord, GraphTable, PlannedGraph
 from graphrt.core.runner.host import Phase
-from graphrt.core.runner.setup import RunnerSetup
-from graphrt.core.runner.steps import PaddedStep
+from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.streams import StreamLedger
 from graphrt.core.trust import WatchedState
 
@@ -61,13 +60,13 @@ class CaptureSession:
     smaller ones after it may fit.
     """
 
-    def __init__(self, setup: RunnerSetup, graphs: GraphTable, warm_ups: WarmUps) -> None:
-        self._setup = setup
+    def __init__(self, graphs: GraphTable, warm_ups: WarmUps) -> None:
+        setup = self._setup = graphs.setup
         self._graphs = graphs
         self._warm_ups = warm_ups
         # What is saved may be in use by steps on another stream.
         setup.pool.follow_stream()
-        self._state = _watched_state(setup, graphs)
+        self._state = _watched_state(graphs)
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
         self._doors = SideDoors()
         # Whether a capture in pieces is still to come. No other asks what eager parts have made,
@@ -265,7 +264,7 @@ class CaptureSession:
                     own = graph.descriptor.kind
                     outputs = state.capture(own, graph.mode, step.tokens, call)
                     state.look()
-                step.see(outputs)
+                step.outputs.see(outputs)
             undo.now()
         except BaseException:
             undo.now()
@@ -333,7 +332,7 @@ class CaptureSession:
         call = setup.run_forward if wrapper is None else wrapper
         ring = None if wrapper is None else setup.ring
         owned = setup.options.outputs == "clone"
-        step = PaddedStep(descriptor, setup.inputs, call, setup.outputs, ring, owned=owned)
+        step = PreparedStep(descriptor, setup.inputs, call, setup.outputs, ring, owned=owned)
         return PlannedGraph(mode, descriptor, slot, step)
 
     def _reset_inputs(self) -> None:
@@ -341,8 +340,9 @@ class CaptureSession:
         self._setup.inputs.reset()
 
 
-def _watched_state(setup: RunnerSetup, graphs: GraphTable) -> WatchedState:
+def _watched_state(graphs: GraphTable) -> WatchedState:
     """The state of the forward as it is now."""
+    setup = graphs.setup
     platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
     return WatchedState(
         SavedState(setup.host.state, limit),

@@ -29,8 +29,9 @@ from graphrt.core.capture import (
 from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, preferred
 from graphrt.core.plan import CaptureKey, alike
 from graphrt.core.replay import Doing, Entry
+from graphrt.core.runner.checks import Checks
+from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.setup import RunnerSetup
-from graphrt.core.runner.steps import Checks, PaddedStep
 from graphrt.core.trust import ReadSet, UnknownMemory, WarmedUp
 
 
@@ -65,7 +66,7 @@ class PlannedGraph(NamedTuple):
     mode: GraphMode
     descriptor: BatchDescriptor
     slot: int
-    step: PaddedStep
+    step: PreparedStep
 
     def __str__(self) -> str:
         return f"{self.mode.name} [{self.descriptor}]"
@@ -87,7 +88,7 @@ class GraphTable:
         self.dispatcher = GraphDispatcher(setup.plan.mode, max_padding=setup.options.max_padding)
         for key in setup.plan.keys:
             self.dispatcher.reserve(*key)
-        self.steps: list[PaddedStep | None] = []
+        self.steps: list[PreparedStep | None] = []
         self.records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)

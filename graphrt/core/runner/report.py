@@ -11,8 +11,8 @@ from graphrt.core.device import SharingFigures, UpdateFigures
 from graphrt.core.dispatch import Reason
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.replay import GraphPool
+from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
-from graphrt.core.runner.steps import TrialRecord
 from graphrt.core.trust import TensorUse, UnknownMemory
 
 

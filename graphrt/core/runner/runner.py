@@ -9,36 +9,34 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from graphrt.core.base import Uncopied, check_kind, check_takes
-from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.batch import Batch, GraphMode
 from graphrt.core.capture import GraphOptions, inside_capture
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, Reason, checked_batch
+from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher
 from graphrt.core.inputs import (
     InputSlot,
     InputSpec,
     OutputAxes,
     OutputLayout,
     StaticInputs,
-    batch_of,
     check_forward,
 )
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import GraphPool, check_between_steps, current_capture, in_turn
-from graphrt.core.runner._path import StepPath
-from graphrt.core.runner._steps import steps_of
+from graphrt.core.replay import (
+    GraphPool,
+    check_between_steps,
+    current_capture,
+    in_turn,
+    under_way,
+)
 from graphrt.core.runner.capture_session import Progress
 from graphrt.core.runner.compiled import pool_for, with_forward
+from graphrt.core.runner.engine import StepEngine, refuse_inside_capture
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.scheduler import CaptureProgress, CaptureScheduler
 from graphrt.core.runner.setup import RunnerSetup
-from graphrt.core.runner.steps import (
-    LastUpdates,
-    no_graph_to_pad_to,
-    no_graph_to_verify,
-    refuse_inside_capture,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -103,12 +101,10 @@ class GraphRunner(Uncopied):
         host, layout = host or Host(), OutputLayout(outputs)
         setup = RunnerSetup(forward, self.plan, host, self.options, self.pool, self.inputs, layout)
         self.graphs = GraphTable(setup)
-        self._updates = LastUpdates()
-        self._steps = steps_of(setup, self.graphs, self._updates)
-        self._scheduler = CaptureScheduler(setup, self.graphs, self._steps.checked.try_examples)
-        miss = self._scheduler.for_step
-        self._path = StepPath(setup, self.graphs, self._steps, self._updates, miss)
-        self._run = self._path.entrance()
+        self._engine = StepEngine(self.graphs)
+        self._scheduler = CaptureScheduler(self.graphs, self._engine.trials.try_examples)
+        self._engine.capture_missing = self._scheduler.for_step
+        self._run = self._engine.entrance()
 
     def _buffers(
         self, specs: Mapping[str, InputSpec | Mapping[str, Any]], device: torch.device
@@ -179,17 +175,18 @@ class GraphRunner(Uncopied):
     @property
     def last_dispatch(self) -> Dispatch | None:
         """What the last step was told, and how it ran."""
-        return self._path.last_dispatch
+        return self._engine.last_dispatch
 
     def slot(self, batch: Batch, *, agreed: Agreed | None = None) -> InputSlot:
         """Where the inputs of the next step, of `batch`, are written in place: `runner(slot)` then
         runs it, and nothing is copied or checked again. Counted as dispatched now. `agreed` is as
         in a call. Raises `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
-        elsewhere = self.pool.elsewhere
-        if elsewhere is not None and elsewhere():
+        if under_way:
+            refuse_inside_capture("slot()")
+        if self.pool.elsewhere is not None and self.pool.elsewhere():
             with self.pool.on_device():
-                return self._steps.slots.make(batch, agreed)
-        return self._steps.slots.make(batch, agreed)
+                return self._engine.slots.make(batch, agreed)
+        return self._engine.slots.make(batch, agreed)
 
     def step(
         self,
@@ -219,29 +216,8 @@ class GraphRunner(Uncopied):
         check_kind(
             "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
         )
-        run = partial(self._run_padded_eagerly, batch, found, values, updates, metadata)
+        run = partial(self._engine.run_padded_eagerly, batch, found, values, updates, metadata)
         return self._in_turn(run)
-
-    def _run_padded_eagerly(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
-    ) -> Any:
-        if found.slot < 0:
-            raise no_graph_to_pad_to(found.reason)
-        steps = self.graphs.steps
-        if found.slot >= len(steps) or steps[found.slot] is None:
-            # Its graph has gone since.
-            raise no_graph_to_pad_to(Reason.NOT_CAPTURED)
-        batch = checked_batch(batch)
-        if updates is not None:
-            updates = self._updates.resolve(updates, steps[found.slot], -1, steps, batch)
-        named = found.descriptor
-        context = ForwardContext(GraphMode.NONE, named, -1, updates, metadata, live=batch)
-        return self._steps.padded.run(batch, found, values, context, eager=True)
 
     def verify(
         self,
@@ -262,28 +238,7 @@ class GraphRunner(Uncopied):
         capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
-        return self._in_turn(partial(self._verify, batch, values, updates, metadata))
-
-    def _verify(
-        self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any
-    ) -> Any:
-        if batch is None:
-            batch = batch_of(self.inputs, values)
-        # Its runs without padding take the batch as it is.
-        batch = checked_batch(batch)
-        found = self.dispatcher.dispatch(batch)
-        eager_launch = self.options.launch == "eager"
-        if eager_launch or found.slot < 0:
-            if not eager_launch and found.reason is not Reason.NOT_CAPTURED:
-                self._path.last_dispatch = found
-                return self._steps.checked.eagerly(batch, found, values, updates, metadata)
-            raise no_graph_to_verify(batch, found.reason)
-        verdict = self._steps.checked.verify(batch, found, values, updates, metadata)
-        self._path.last_dispatch = found
-        self._path.live_tokens += batch[0]
-        if verdict.failure is not None:
-            raise verdict.failure
-        return verdict.outputs
+        return self._in_turn(partial(self._engine.verify, batch, values, updates, metadata))
 
     # The graphs -----------------------------------------------------------------------------------
 
@@ -297,7 +252,7 @@ class GraphRunner(Uncopied):
         (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
         `ResourceExhaustedError` when the rest is done.
         """
-        self._path.check_open()
+        self._engine.check_open()
         check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
         if current_capture() is not None:
             raise inside_capture()
@@ -318,7 +273,7 @@ class GraphRunner(Uncopied):
         `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to
         a `capture()`, and the next call goes on with the others.
         """
-        self._path.check_open()
+        self._engine.check_open()
         check_between_steps(self.pool, "capture_next()")
         return self._in_turn(partial(self._scheduler.next, budget_s, prefer))
 
@@ -335,7 +290,7 @@ class GraphRunner(Uncopied):
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
         the pool, so no step comes between."""
         check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
-        self._path.check_open()
+        self._engine.check_open()
 
         def again() -> None:
             self._release()
@@ -363,7 +318,7 @@ class GraphRunner(Uncopied):
         if self._is_closed:
             return
         if self.pool.left_behind:
-            self._path.closed = True
+            self._engine.closed = True
         else:
             self._in_turn(self._close)
         if self._owns_pool:
@@ -379,11 +334,11 @@ class GraphRunner(Uncopied):
 
     def _release(self) -> None:
         self.graphs.release()
-        self._updates.forget_graphs()
+        self._engine.updates.forget_graphs()
 
     def _close(self) -> None:
         self.graphs.release()
-        self._path.closed = True
+        self._engine.closed = True
 
     def __enter__(self) -> GraphRunner:
         return self
@@ -393,4 +348,4 @@ class GraphRunner(Uncopied):
 
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
-        return report_of(self.graphs, self.pool, self.inputs, self._path.live_tokens)
+        return report_of(self.graphs, self.pool, self.inputs, self._engine.live_tokens)

@@ -24,7 +24,6 @@ from graphrt.core.plan import CaptureKey
 from graphrt.core.runner.capture_session import CaptureSession, Progress, WarmUps
 from graphrt.core.runner.graph_table import GraphRecord, GraphTable, tell_dropped
 from graphrt.core.runner.host import MakeExample
-from graphrt.core.runner.setup import RunnerSetup
 
 _RECENT = 3
 """Graphs of a mode by which the next one is judged: the first of all loads kernels."""
@@ -53,12 +52,11 @@ class CaptureScheduler:
 
     def __init__(
         self,
-        setup: RunnerSetup,
         graphs: GraphTable,
         try_examples: Callable[[MakeExample, Callable[[], None]], None],
     ) -> None:
         """`try_examples` tries graphs when all are there, and releases them all if one fails."""
-        self._setup = setup
+        self._setup = graphs.setup
         self._graphs = graphs
         self._try_examples = try_examples
         self._warm_ups = WarmUps()
@@ -119,7 +117,7 @@ class CaptureScheduler:
         is_lazy = self._setup.options.lazy and not graphs.sealing.closed
         if not is_lazy or wanted.slot in graphs.left_out:
             return None
-        if graphs.checks.changed_settings():
+        if graphs.checks.glances.changed_settings():
             return None
         # They may live in the buffers that it fills, and be the last step's, on its stream.
         self._setup.pool.follow_stream()
@@ -132,7 +130,7 @@ class CaptureScheduler:
         return values
 
     def _session(self) -> CaptureSession:
-        return CaptureSession(self._setup, self._graphs, self._warm_ups)
+        return CaptureSession(self._graphs, self._warm_ups)
 
     def _capture_some(self, left: Sequence[CaptureKey], began: float, budget_s: float) -> None:
         graphs, tried, first_at = self._graphs, list[CaptureKey](), began

@@ -55,9 +55,6 @@ _STEPS = (1, 999_983, -999_983)
 class TriedStep(Protocol):
     """One step that can be run again and again; each returns copies of the live outputs."""
 
-    rows: int
-    """Tokens of the graph."""
-    live_rows: int
     sizes: Sequence[tuple[int, int]]
     """Padded and live tokens, and requests."""
     has_gradients: bool
@@ -150,7 +147,7 @@ class Trial:
         verdict, step = self._verdict, self._step
         try:
             draws = Draws(self._state.generators)
-            first = self._watch(rows=(step.rows, step.live_rows), draw=draws.record)
+            first = self._watch(rows=step.sizes[0], draw=draws.record)
             eager, asked = asked_in(lambda: step.eager(first))
             padded = self._state.left()
             drawn = self._state.generators.of_python()
@@ -167,7 +164,8 @@ class Trial:
             other = None if self._mixes_rows else step.other_padding(self._watch())
             self._back()
             drawn_alone = Draws(self._state.generators)
-            without = self._watch(rows=(step.live_rows, step.live_rows), draw=drawn_alone.record)
+            live_rows = step.sizes[0][1]
+            without = self._watch(rows=(live_rows, live_rows), draw=drawn_alone.record)
             alone = None if self._mixes_rows else self._alone(without)
             left_alone = matched_left = self._state.left()
             drew_otherwise = drawn != self._state.generators.of_python()
@@ -175,7 +173,7 @@ class Trial:
             self._back()
             if alone is not None and not draws.like(drawn_alone):
                 # With the numbers that the padded run has drawn.
-                again_alone = self._watch(rows=(step.live_rows, step.live_rows), draw=draws.repeat)
+                again_alone = self._watch(rows=(live_rows, live_rows), draw=draws.repeat)
                 found, found_left = self._alone(again_alone), self._state.left()
                 self._back()
                 if found is not None and not draws.lost:

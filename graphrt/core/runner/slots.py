@@ -2,57 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from graphrt.core.base import InputSlotError, InvalidBatchError, shown
 from graphrt.core.batch import Batch
-from graphrt.core.capture import Sealing
-from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher
+from graphrt.core.dispatch import Agreed, Dispatch
 from graphrt.core.inputs import (
     InputLayout,
     InputSlot,
     StaticInputs,
     wrong_requests,
 )
-from graphrt.core.replay import GraphPool, under_way
-from graphrt.core.runner.steps.again import is_plain, same
-from graphrt.core.runner.steps.padded_step import PaddedStep
-from graphrt.core.runner.steps.unpadded import refuse_inside_capture
+from graphrt.core.replay import GraphPool
+from graphrt.core.runner.graph_table import GraphTable
 
 
 class Slots:
     """Makes the slots of one runner, and takes them back."""
 
-    def __init__(
-        self,
-        dispatcher: GraphDispatcher,
-        steps: Sequence[PaddedStep | None],
-        sealing: Sealing,
-        inputs: StaticInputs,
-        pool: GraphPool,
-        owner: object,
-    ) -> None:
-        self._owner = owner
-        self._dispatcher = dispatcher
-        self._steps = steps
-        self._sealing = sealing
+    def __init__(self, graphs: GraphTable, inputs: StaticInputs, pool: GraphPool) -> None:
+        self._graphs = graphs
         self._inputs = inputs
         self._pool = pool
-        # The last batch that a graph served, by which version, the graph, and what is known of its
-        # step.
-        self._last: tuple[Any, ...] = None, None, None, None, None
 
     def make(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
         """A slot for the inputs of `batch`, where the graph is that serves it."""
-        if under_way:
-            refuse_inside_capture("slot()")
         # A turn, written out: see `Turn`.
         pool = self._pool
         if pool.owner is not None:
-            raise pool.busy_error(self._owner)
+            raise pool.busy_error(self._graphs.owner)
         try:
-            pool.owner = self._owner
+            pool.owner = self._graphs.owner
             slot = self._make(batch, agreed)
             pool.owner = None
             return slot
@@ -61,43 +42,29 @@ class Slots:
             raise
 
     def _make(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
-        inputs, pool = self._inputs, self._pool
-        if agreed is None:
-            last, version, graph, step, known = self._last
-            if version is self._dispatcher.version and same(batch, last):
-                graph.batches += 1
-                pool.follow_stream()
-                slot = inputs.slot_of(*known)
-                # What is known of its rows goes by the object.
-                slot.batch, slot.maker, slot.planned = last, self, (graph.found, step)
-                return slot
-        version = self._dispatcher.version
+        inputs, graphs = self._inputs, self._graphs
         found: Dispatch | None = None
         # A step that captures its graph first cannot have its inputs in place.
-        if not self._sealing.may_capture:
-            found = self._dispatcher.dispatch(batch, agreed=agreed)
+        if not graphs.sealing.may_capture:
+            found = graphs.dispatcher.dispatch(batch, agreed=agreed)
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = self._requests(batch)
-        layout: InputLayout | None
+        step = None
+        layout: InputLayout | None = None
         if found is not None and found.slot >= 0:
-            step = self._steps[found.slot]
+            step = graphs.steps[found.slot]
             assert step is not None
             if not 1 <= reqs <= step.reqs:
                 raise wrong_requests(reqs, step.reqs)
             layout = step.layout
-        else:
-            step = None
-            fits = found is not None and tokens <= inputs.tokens and reqs <= inputs.reqs
-            layout = inputs.layout(tokens, reqs) if fits else None
-        pool.follow_stream()
+        elif found is not None and tokens <= inputs.tokens and reqs <= inputs.reqs:
+            layout = inputs.layout(tokens, reqs)
+        self._pool.follow_stream()
         slot = inputs.slot(layout, tokens, reqs)
         slot.batch, slot.maker, slot.agreed = batch, self, agreed
         if found is not None:
             slot.planned = found, step
-            if step is not None and agreed is None and is_plain(batch):
-                graph = self._dispatcher.served_by(found.slot)
-                self._last = batch, version, graph, step, (layout, slot.moves)
         return slot
 
     def open(self, slot: InputSlot) -> tuple[Dispatch | None, Mapping[str, Any]]:
@@ -116,7 +83,7 @@ class Slots:
         slot.used = True
         if slot.planned is not None:
             found, step = slot.planned
-            steps, at = self._steps, found.slot
+            steps, at = self._graphs.steps, found.slot
             if step is None or (at < len(steps) and steps[at] is step):
                 return found, slot
         return None, {name: value.clone() for name, value in slot.items()}

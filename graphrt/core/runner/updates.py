@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,15 +12,17 @@ import torch
 from graphrt.core.base import InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch import Batch
 from graphrt.core.replay import DEFERRED, UNCHANGED, check_names
-from graphrt.core.runner.steps.padded_step import PaddedStep
+from graphrt.core.runner.prepared import PreparedStep
 
 
 class LastUpdates:
     """The updates of the last step that had some, and the graph that was given them last."""
 
-    __slots__ = ("_failed", "_given", "_live", "_slot")
+    __slots__ = ("_failed", "_given", "_live", "_slot", "_steps")
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Sequence[PreparedStep | None]) -> None:
+        """`steps` are those of graphs, by slot."""
+        self._steps = steps
         self._given: Any = None
         self._live: tuple[int, int | None] | None = None
         self._slot = -1
@@ -38,15 +40,6 @@ class LastUpdates:
             self._failed = True
 
     @contextmanager
-    def noted(self, updates: Any) -> Iterator[None]:
-        """Run a step with these updates, and note if it fails."""
-        try:
-            yield
-        except BaseException:
-            self.step_failed(updates)
-            raise
-
-    @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Run steps that are none of the host's, after which UNCHANGED means what it did before."""
         before = self._given, self._live, self._failed
@@ -56,21 +49,19 @@ class LastUpdates:
             self._given, self._live, self._failed = before
             self._slot = -1
 
-    def resolve(
-        self,
-        updates: Any,
-        step: PaddedStep | None,
-        slot: int,
-        steps: Iterable[PaddedStep | None],
-        batch: Batch,
-    ) -> Any:
+    def resolve(self, updates: Any, batch: Batch, slot: int = -1, *, replayed: bool = True) -> Any:
         """What the context of this step says: `updates` of the tasks that it has.
 
-        `step` is what the padding is of, None for steps that are not padded; `slot` is of the graph
-        that is replayed, -1 for eager steps. UNCHANGED stays what it is only where the graph has
-        been given those values already, for a `batch` of as many requests. Raises
-        `InvalidUpdateError` for names of no task in `steps`.
+        `slot` is of the graph that the step is padded to, -1 where it is not padded. UNCHANGED
+        stays what it is only where that graph is `replayed` and has been given those values
+        already, for a `batch` of as many requests. Raises `InvalidUpdateError` for names of no
+        task.
         """
+        if updates is None:
+            return None
+        step = self._steps[slot] if slot >= 0 else None
+        if not replayed:
+            slot = -1
         if updates is DEFERRED:
             raise InvalidUpdateError(
                 "the updates of a runner's step come with it",
@@ -98,7 +89,7 @@ class LastUpdates:
         if step is not None and (type(updates) is dict or isinstance(updates, Mapping)):
             if not updates.keys() <= step.task_names:
                 # The host need not know which of its batches run by pieces, without tasks.
-                others = [each.task_names for each in steps if each is not None]
+                others = [each.task_names for each in self._steps if each is not None]
                 check_names(updates, frozenset().union(*others))
                 updates = {name: updates[name] for name in step.task_names & updates.keys()}
         else:

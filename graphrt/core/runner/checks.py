@@ -1,0 +1,449 @@
+"""The checks of a runner's steps: which are tried, which run eagerly, what is known of a graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, Literal, NamedTuple
+
+from graphrt.core.base import (
+    GraphQuarantinedWarning,
+    PaddedStateWarning,
+    VerificationError,
+    warn_caller,
+)
+from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.capture import GraphOptions
+from graphrt.core.dispatch import Dispatch, Reason
+from graphrt.core.trust import Ambient, Gradients, ReadSet, Verdict
+
+_SAMPLED = 64
+"""Steps between two that are tried at the level `sample`."""
+
+_LOOKS = 64
+"""Padded steps of a kind, after its first padded trial, of which inputs are looked at for what that
+trial could not show."""
+
+_PASSED = 3
+"""Trials with other values after which a Python value that is no number counts as harmless."""
+
+
+@dataclass
+class TrialRecord:
+    """What trials have found of one graph. `notes` are differences that are no failure."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    status: Literal["untried", "tried", "quarantined"] = "untried"
+    steps: int = 0
+    """How many steps were tried."""
+    deterministic: bool = True
+    failure: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class PaddedTrials:
+    """The padded trials of one kind of graph: what they could show of mixed rows.
+
+    A live row that equals the padding shows nothing: a mean over rows of zeros stays as it is. So
+    each of the `inputs` has to differ from its padding in some trial, as far as it ever does.
+    """
+
+    def __init__(self, inputs: frozenset[str]) -> None:
+        self._left = set(inputs)
+        self._begun = not inputs
+        self._looks = _LOOKS
+
+    def want(self, differing: frozenset[str]) -> bool:
+        """Whether a padded step in which these inputs differ from their padding is to be tried."""
+        if self._begun:
+            self._looks -= 1
+        return not self._left or not self._left.isdisjoint(differing)
+
+    def tried(self, differing: frozenset[str]) -> None:
+        """Such a step was tried."""
+        self._left -= differing
+        self._begun |= bool(differing)
+
+    @property
+    def done(self) -> bool:
+        return self._begun and (not self._left or self._looks <= 0)
+
+
+class _Level(NamedTuple):
+    """Which steps are tried beside the first of a kind: see `Checks`."""
+
+    each: bool
+    sampled: bool
+    always: bool
+
+
+@dataclass
+class _Kind:
+    """What is known of the graphs of one kind. `padded` is None once padded steps were tried, or
+    some graph of the kind was tried before."""
+
+    untried: bool = False
+    padded: PaddedTrials | None = None
+    # By path, how many trials have passed with other Python values.
+    passed: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Graph:
+    """What is known of one graph: its `record`; whether it is tried whatever the step; and the
+    Python values that eager steps have moved since its capture, with which it is tried once."""
+
+    record: TrialRecord
+    kind: _Kind
+    to_try: bool = False
+    moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def quarantine(self, failure: str) -> None:
+        self.record.status, self.record.failure = "quarantined", failure
+
+
+class Glances:
+    """What a step looks at before it is simply replayed: whether the settings are those of the
+    capture, and one of the places that lead to tensors which graphs read.
+
+    `looks` has one answer for each step: False where somebody has to look closer.
+    """
+
+    # C knows where in an object `looks` is, and `pending` in `Checks`.
+    __slots__ = ("_ambient", "_device_type", "_glances", "looks", "reads")
+
+    def __init__(self, reads: ReadSet | None, device_type: str) -> None:
+        self.reads = reads
+        self._device_type = device_type
+        self.reset()
+
+    def reset(self) -> None:
+        """There are no graphs: every step may go on."""
+        self._ambient: Ambient | None = None
+        self.only_settings()
+
+    def begin(self) -> None:
+        """Graphs were captured, or more is known of what they read."""
+        if self._ambient is None:
+            self._ambient = Ambient(self._device_type)
+        self.go_round()
+
+    def go_round(self) -> None:
+        """Look at every place that leads to a tensor again, one at each step."""
+        self._look_at(repeat(True) if self.reads is None else self.reads.glances())
+
+    def only_settings(self) -> None:
+        """Look at no more tensors: their graphs are not replayed."""
+        self._look_at(repeat(True))
+
+    def ask(self) -> None:
+        """The forward asks for gradients, or for inference mode: these are settings too."""
+        if self._ambient is not None:
+            self._ambient.ask()
+            self._look_at(self._glances)
+
+    def changed_settings(self) -> list[str]:
+        """The settings that are not what they were at the first capture; none before it."""
+        ambient = self._ambient
+        if ambient is None or ambient.holds():
+            return []
+        changed = ambient.differences()
+        self._look_at(self._glances)
+        return changed
+
+    def _look_at(self, glances: Iterator[bool]) -> None:
+        self._glances = glances
+        # A step takes one of them.
+        self.looks = glances if self._ambient is None else self._ambient.looks(glances)
+
+
+class Checks:
+    """What is looked at before a step of a graph, and what trials have found.
+
+    At `capture` the first step of each kind of graph is tried, its first padded step, and the
+    first of its largest and of its smallest graph; at `first` that of every graph, at `sample` one
+    step in 64 too, at `always` every step. `pending` and `glances` say which step is simply
+    replayed: see `StepEngine.is_clear`.
+    """
+
+    __slots__ = (
+        "_gradients",
+        "_graphs",
+        "_inputs",
+        "_kinds",
+        "_level",
+        "_steps",
+        "_warned_of",
+        "glances",
+        "on",
+        "pending",
+        "strict",
+    )
+
+    def __init__(
+        self,
+        options: GraphOptions,
+        reads: ReadSet | None,
+        device_type: str,
+        inputs: frozenset[str],
+        gradients: Gradients,
+    ) -> None:
+        """`inputs` are those whose padding rows may show that rows are mixed."""
+        self.on = options.checks("capture")
+        self.strict = options.strict
+        self._level = _Level(*map(options.checks, ("first", "sample", "always")))
+        self._inputs = inputs
+        self._gradients = gradients
+        self._warned_of: set[str] = set()
+        self.glances = Glances(reads, device_type)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: there are no graphs."""
+        self._graphs: dict[int, _Graph] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
+        # slot -> the token count that needs no trial; -1: every batch needs a closer look.
+        self.pending: dict[int, int] = {}
+        self._steps = 0
+        self._gradients.reset()
+        self.glances.reset()
+
+    @property
+    def records(self) -> dict[int, TrialRecord]:
+        """What trials have found, by the graph's slot."""
+        return {slot: graph.record for slot, graph in self._graphs.items()}
+
+    def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
+        """Graphs were captured; called with all that there are. With `more` to come it is not known
+        yet which of a kind are its smallest and its largest."""
+        if not self.on:
+            return
+        self.glances.begin()
+        kinds: dict[Hashable, list[tuple[int, int]]] = {}
+        for found in graphs:
+            descriptor = found.descriptor
+            key: Hashable = (found.mode, *descriptor.kind)
+            if found.slot not in self._graphs:
+                kind = self._kinds.setdefault(key, _Kind())
+                self._graphs[found.slot] = _Graph(TrialRecord(found.mode, descriptor), kind)
+            kinds.setdefault(key, []).append((descriptor.num_tokens, found.slot))
+        for key, of_kind in kinds.items():
+            ends = () if more else (min(of_kind), max(of_kind))
+            self._captured_kind(
+                self._kinds[key],
+                [self._graphs[slot] for _, slot in of_kind],
+                [self._graphs[slot] for _, slot in (of_kind if self._level.each else ends)],
+            )
+        self._note_pending()
+
+    def _captured_kind(self, kind: _Kind, graphs: list[_Graph], to_try: list[_Graph]) -> None:
+        failure = next((each.record.failure for each in graphs if each.record.failure), None)
+        if failure is not None:
+            # Also those captured later are in quarantine with it.
+            for graph in graphs:
+                graph.quarantine(failure)
+        for graph in to_try:
+            graph.to_try |= graph.record.status == "untried"
+        if all(graph.record.status == "untried" for graph in graphs):
+            kind.untried, kind.padded = True, PaddedTrials(self._inputs)
+
+    def to_try(self) -> list[Dispatch]:
+        """The graphs that are tried whatever the step, the largest first."""
+        found = [
+            Dispatch(graph.record.mode, graph.record.descriptor, Reason.HIT, slot)
+            for slot, graph in self._graphs.items()
+            if graph.to_try
+        ]
+        return sorted(found, key=lambda each: -each.descriptor.num_tokens)
+
+    def check_settings(self) -> None:
+        """Raise `VerificationError` where a graph would be captured under other settings than the
+        graphs that there are."""
+        changed = self.glances.changed_settings()
+        if changed:
+            raise VerificationError(
+                "a setting is not what it was when the other graphs were captured",
+                got="; ".join(changed),
+                expected="the settings of the first capture, for all graphs of a runner",
+                advice="capture under the settings of the steps, or recapture()",
+            )
+
+    def why_eager(self, found: Dispatch) -> Reason | None:
+        """Why the step of a graph must not be replayed; None if it may.
+
+        Strictly, raises what is wrong.
+        """
+        changed = self.glances.changed_settings()
+        if changed:
+            self._say(
+                VerificationError(
+                    "a setting is not what it was when the graphs were captured; steps run "
+                    "eagerly as long as it is not",
+                    got="; ".join(changed),
+                    expected="the settings of the capture",
+                    advice="run steps under torch.no_grad(): graphs have no gradients"
+                    if any(each.startswith("gradients") for each in changed)
+                    else "call capture() under the settings of the steps, or recapture()",
+                )
+            )
+            return Reason.SETTINGS_CHANGED
+        record, reads = self._graphs[found.slot].record, self.glances.reads
+        # A walk takes milliseconds, and a graph in quarantine is replayed no more.
+        looks = reads is not None and record.failure is None
+        if reads is not None and looks and not all(link.holds() for link in reads.links):
+            self._look_for_moved(reads)
+        if record.failure is None:
+            return None
+        if self.strict:
+            raise VerificationError(
+                f"{found.mode.name} [{found.descriptor}] is in quarantine",
+                got=record.failure,
+                advice="mend what it says and recapture(); or strict=False, which runs its batches "
+                "eagerly",
+            )
+        return Reason.QUARANTINED
+
+    def _look_for_moved(self, reads: ReadSet) -> None:
+        moved = reads.moved()
+        if not moved:
+            # Something on the way was replaced, and leads to the same tensors.
+            reads.settle()
+            self.glances.go_round()
+            return
+        self.glances.only_settings()
+        self._quarantine(self._graphs.values(), reads.stale(moved))
+
+    def awaits_padding(self, slot: int) -> bool:
+        """Whether padded steps of the graph may be tried for being padded."""
+        return self._graphs[slot].kind.padded is not None
+
+    def wants_trial(self, slot: int, differing: frozenset[str] | None) -> bool:
+        """Whether this step of the graph is tried; `differing` are the inputs of a padded one in
+        which live rows differ from the padding, where it `awaits_padding`."""
+        graph = self._graphs[slot]
+        kind = graph.kind
+        if graph.to_try or graph.moved or kind.untried or self._gradients.wanted:
+            return True
+        if differing is not None and kind.padded is not None:
+            if kind.padded.want(differing):
+                return True
+            self._settle_padding(kind, kind.padded)
+        self._steps += 1
+        sampled = self._level.sampled and self._steps % _SAMPLED == 0
+        return self._level.always or sampled
+
+    def _settle_padding(self, kind: _Kind, trials: PaddedTrials) -> None:
+        if trials.done:
+            kind.padded = None
+            self._note_pending()
+
+    def tried(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
+        """Note what came of a trial; a graph that failed is quarantined, and those of its kind.
+
+        Strictly, raises the failure.
+        """
+        graph = self._graphs[slot]
+        record, kind = graph.record, graph.kind
+        record.steps += 1
+        if verdict.asks:
+            self.glances.ask()
+        record.deterministic &= verdict.deterministic
+        record.notes = tuple(dict.fromkeys((*record.notes, *verdict.notes)))[:8]
+        if verdict.failure is not None:
+            alike = [each for each in self._graphs.values() if each.kind is kind]
+            self._quarantine(alike, verdict.failure)
+            return
+        if verdict.padded_state:
+            self._warn_of_padded_state(", ".join(verdict.padded_state))
+        record.status = "tried"
+        self._note_harmless(graph, verdict.harmless)
+        graph.to_try = kind.untried = False
+        if differing is not None and kind.padded is not None:
+            kind.padded.tried(differing)
+            self._settle_padding(kind, kind.padded)
+        self._note_pending()
+
+    def moved(self, slot: int) -> Mapping[str, tuple[Any, Any]]:
+        """The Python values that eager steps have moved since the graph was captured: what they
+        were then, and what they are."""
+        return self._graphs[slot].moved
+
+    def look_after_eager_step(self) -> None:
+        """An eager step is over: what it has moved in Python the graphs may have baked in, so the
+        next step of each is a trial."""
+        reads = self.glances.reads
+        served = [graph for graph in self._graphs.values() if graph.record.failure is None]
+        if reads is None or reads.values is None or not served:
+            return
+        moved = reads.values.moved()
+        if not moved:
+            return
+        for graph in served:
+            for path, (was, now) in moved.items():
+                if graph.kind.passed[path] < _PASSED:
+                    graph.moved[path] = graph.moved.get(path, (was, now))[0], now
+        self._note_pending()
+
+    def _note_harmless(self, graph: _Graph, numbers: Iterable[str]) -> None:
+        """A trial of a graph has passed, with Python values that had moved; `numbers` were moved
+        further, and change nothing."""
+        passed = graph.kind.passed
+        for path in graph.moved:
+            passed[path] += 1
+        graph.moved = {}
+        for path in numbers:
+            passed[path] = _PASSED
+        for other in self._graphs.values():
+            passed = other.kind.passed
+            other.moved = {p: v for p, v in other.moved.items() if passed[p] < _PASSED}
+
+    def set_aside(self, failure: Exception) -> None:
+        """Let all batches run eagerly: a host that asked is told of `failure` itself."""
+        if self.on:
+            self.glances.only_settings()
+            for graph in self._graphs.values():
+                graph.quarantine(str(failure))
+            self._note_pending()
+
+    def _quarantine(self, graphs: Iterable[_Graph], failure: Exception) -> None:
+        """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
+        for graph in graphs:
+            graph.quarantine(str(failure))
+        self._note_pending()
+        self._say(failure)
+
+    def _note_pending(self) -> None:
+        pending = {}
+        for slot, graph in self._graphs.items():
+            record, kind = graph.record, graph.kind
+            always = self._level.sampled or record.failure is not None
+            if always or graph.to_try or graph.moved or kind.untried:
+                pending[slot] = -1
+            elif kind.padded is not None:
+                pending[slot] = record.descriptor.num_tokens
+        self.pending = pending
+
+    def _warn_of_padded_state(self, paths: str) -> None:
+        if paths in self._warned_of:
+            return
+        self._warned_of.add(paths)
+        told = VerificationError(
+            "padded steps leave other Python state than steps without padding, though no output "
+            "depends on it",
+            got=paths,
+            expected="state that advances by live rows alone",
+            advice="advance it by current_context().live.num_tokens, or keep it outside of the "
+            "forward",
+        )
+        warn_caller(str(told), PaddedStateWarning)
+
+    def _say(self, failure: Exception) -> None:
+        if self.strict:
+            raise failure
+        text = str(failure)
+        if text not in self._warned_of:
+            self._warned_of.add(text)
+            warn_caller(f"steps run eagerly from here on: {text}", GraphQuarantinedWarning)
