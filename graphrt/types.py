@@ -25,8 +25,6 @@ from graphrt.core.runner import (
     MakeExample,
     Phase,
     Progress,
-    SlowStep,
-    StepsMeanwhile,
     TrialRecord,
     TrustReport,
 )
@@ -59,8 +57,6 @@ __all__ = [
     "PlannedCapture",
     "Progress",
     "ResolutionStep",
-    "SlowStep",
-    "StepsMeanwhile",
     "TensorUse",
     "Tensors",
     "Traffic",

@@ -44,7 +44,7 @@ def test_the_plan_prints_what_the_readme_shows(capsys):
 
 def test_serving_before_all_is_captured_runs_as_it_stands(capsys):
     exec(compile(example_with("capture_next("), "README.md", "exec"), {})
-    assert capsys.readouterr().out == "10 True True\n"
+    assert capsys.readouterr().out == "10 HIT\n"
 
 
 def test_attention_in_the_graph_runs_as_it_stands(capsys):

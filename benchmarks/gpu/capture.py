@@ -44,7 +44,7 @@ from benchmarks.common import (
 from benchmarks.gpu.breakdown import Breakdown
 from benchmarks.gpu.byhand import Buffers, FullGraphs, PieceGraphs
 from benchmarks.llama import CONFIGS, Llama
-from graphrt import Batch, GraphOptions, GraphRunner
+from graphrt import Batch, GraphOptions, GraphRunner, Reason
 
 ITSELF = (sys.executable, "-m", "benchmarks.gpu.capture")
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -167,14 +167,13 @@ def capture_by_parts(
         found = runner.last_dispatch
         if first is None and found is not None and found.slot >= 0:
             first = time.perf_counter() - began
-    meanwhile = runner.report().meanwhile
-    assert meanwhile is not None
+    reasons = runner.report().reasons
     return {
         "first_graph_s": first,
         "calls": len(calls),
         "longest_call_s": max(calls),
         "all_calls_s": sum(calls),
-        "eager_steps": meanwhile.eager,
+        "eager_steps": reasons[Reason.NOT_CAPTURED],
         "slowest_step_s": max(steps),
         "median_step_s": statistics.median(steps),
     }

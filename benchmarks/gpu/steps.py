@@ -113,7 +113,7 @@ def misses(runner: GraphRunner) -> dict[str, Callable[[], Any]]:
         "a miss, the whole call, 5 device inputs": partial(
             call_runner, runner, TOO_LARGE, on_device
         ),
-        "the forward alone, the same inputs": partial(runner.graphs.forward, **on_device),
+        "the forward alone, the same inputs": partial(runner.graphs.setup.forward, **on_device),
     }
 
 

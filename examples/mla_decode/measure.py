@@ -158,7 +158,7 @@ def run_way(
         runner.mode.name,
         tuple(
             f"{step.before.name} -> {step.after.name} ({step.rule}): {step.why}"
-            for step in report.resolution.steps
+            for step in runner.plan.resolution.steps
         ),
         report.capture_s,
         report.pool_bytes,

@@ -243,7 +243,7 @@ class CompiledModule:
             with torch.no_grad():
                 self._checked(args, kwargs)
 
-    def module_changed(self) -> None:
+    def weights_changed(self) -> None:
         """Declare that the module, or what else its forward reads of Python, was written.
 
         Weights, buffers and submodules that were replaced are taken over. Raises `RetraceError` for
@@ -299,9 +299,9 @@ class CompiledModule:
         """Compile nothing any more; capture nothing any more in the pieces.
 
         Raises `RetraceError` if the module has changed since it was compiled; from here on only
-        `module_changed` looks.
+        `weights_changed` looks.
         """
-        self.module_changed()
+        self.weights_changed()
         self._sealed = True
         for wrapper in self.wrappers:
             wrapper.seal()

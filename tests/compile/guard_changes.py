@@ -1115,7 +1115,7 @@ def a_hook_of_all_modules() -> Steps:
 
 def outcome(each: Change, backend: str, *, sealed: bool = False) -> str:
     """ "right", the name of graphrt's error, "both raise", "silent", or "raw" and the name of an
-    error that eager does not raise. With `sealed`, `module_changed()` is asked before the call."""
+    error that eager does not raise. With `sealed`, `weights_changed()` is asked before the call."""
     torch._dynamo.reset()
     with torch.no_grad(), closing(each.steps()) as steps:
         forward, args, *dims = next(steps)
@@ -1146,7 +1146,7 @@ def outcome(each: Change, backend: str, *, sealed: bool = False) -> str:
 
 def _what_changed(compiled: CompiledModule) -> GraphRTError | None:
     try:
-        compiled.module_changed()
+        compiled.weights_changed()
     except GraphRTError as error:
         return error
     return None

@@ -39,7 +39,7 @@ def test_a_change_is_right_or_named_with_inductor(each: Change):
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("each", CHANGES, ids=NAMES)
-def test_a_change_after_seal_is_right_or_named_once_module_changed_is_asked(each, backend):
+def test_a_change_after_seal_is_right_or_named_once_weights_changed_is_asked(each, backend):
     assert outcome(each, backend, sealed=True) in (*FINE, "CompileSealedError")
 
 
@@ -56,7 +56,7 @@ def test_what_changed_is_named():
     compiled(rows())
 
 
-def test_sealing_looks_once_and_module_changed_looks_again():
+def test_sealing_looks_once_and_weights_changed_looks_again():
     model = Scaled().eval()
     compiled = compile_module(model, ["x"], in_place=False)
     compiled.ensure_compiled(rows())
@@ -65,10 +65,10 @@ def test_sealing_looks_once_and_module_changed_looks_again():
         compiled.seal()
     model.scale = 2.0
     compiled.seal()
-    compiled.module_changed()
+    compiled.weights_changed()
     model.scale = 3.0
     with pytest.raises(RetraceError, match="scale"):
-        compiled.module_changed()
+        compiled.weights_changed()
 
 
 def test_another_number_of_threads_is_no_change():
@@ -174,10 +174,10 @@ def test_graphs_of_one_token_replay_the_code_for_one(mode):
         for n in (1, 2, 4, 1):
             assert torch.equal(runner(Batch(n, n, 1), x=rows(n)), expected[n])
         assert compiled.figures.traces == 2
-        runner.module_changed()
+        runner.weights_changed()
         model.linear.register_forward_hook(lambda *_: None)
         with pytest.raises(RetraceError):
-            runner.module_changed()
+            runner.weights_changed()
         with pytest.raises(RetraceError):
             runner.weights_changed()
 
@@ -212,7 +212,7 @@ def test_a_weight_that_becomes_another_kind_in_place_is_named(change, sealed):
     change(model)
     with pytest.raises(RetraceError, match=r"the weight first\.weight is another one"):
         compiled(rows())
-    for told in (compiled.rebind_weights, compiled.module_changed):
+    for told in (compiled.rebind_weights, compiled.weights_changed):
         with pytest.raises(RetraceError, match=r"first\.weight"):
             told()
 

@@ -207,11 +207,11 @@ def test_once_steps_run_eagerly_they_have_the_new_values(change, mode, tmp_path)
 @pytest.mark.parametrize("level", ["capture", pytest.param("always", marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("change", [*FOLLOWED, *OTHERS, *UNSEEN])
-def test_module_changed_names_it_and_steps_have_the_new_values(change, mode, level, tmp_path):
+def test_weights_changed_names_it_and_steps_have_the_new_values(change, mode, level, tmp_path):
     model, runner = captured(change, mode, "eager", level, str(tmp_path))
     with runner:
         with pytest.raises((StaleInputError, RetraceError)):
-            runner.module_changed()
+            runner.weights_changed()
         for rows in SIZES * 2:
             assert step(model, runner, rows)
             assert runner.last_dispatch.reason is Reason.QUARANTINED
@@ -230,10 +230,10 @@ def test_after_weights_changed_has_named_it_steps_have_the_new_values(change, mo
 
 
 @pytest.mark.parametrize("change", [*FOLLOWED, *OTHERS, *UNSEEN])
-def test_module_changed_names_it_where_nothing_is_checked(change, tmp_path):
+def test_weights_changed_names_it_where_nothing_is_checked(change, tmp_path):
     _, runner = captured(change, "FULL", "eager", "off", str(tmp_path))
     with runner, pytest.raises((StaleInputError, RetraceError)):
-        runner.module_changed()
+        runner.weights_changed()
 
 
 @pytest.mark.parametrize("change", FOLLOWED)
@@ -241,9 +241,9 @@ def test_a_recapture_takes_it_over(change, tmp_path):
     model, runner = captured(change, "FULL", "eager", "capture", str(tmp_path))
     with runner:
         with pytest.raises(StaleInputError, match="recapture"):
-            runner.module_changed()
+            runner.weights_changed()
         runner.recapture()
-        runner.module_changed()
+        runner.weights_changed()
         for rows in SIZES * 2:
             assert step(model, runner, rows)
             assert runner.last_dispatch.reason is Reason.HIT
@@ -266,11 +266,11 @@ def test_a_sealed_module_without_a_runner_is_right_or_names_it(change):
     compiled.seal()
     change(model)
     if change in FOLLOWED:
-        compiled.module_changed()
+        compiled.weights_changed()
         with torch.no_grad():
             assert torch.equal(compiled(x), copy.deepcopy(model)(x))
         return
-    for told in (compiled.module_changed, lambda: compiled(x)):
+    for told in (compiled.weights_changed, lambda: compiled(x)):
         with pytest.raises(RetraceError):
             told()
 
@@ -283,7 +283,7 @@ def test_it_is_the_same_with_inductor(mode, tmp_path):
         model, runner = captured(change, mode, "inductor", "capture", str(tmp_path))
         with runner:
             with pytest.raises((StaleInputError, RetraceError)):
-                runner.module_changed()
+                runner.weights_changed()
             assert all(step(model, runner, rows) for rows in SIZES), change
 
 
@@ -296,7 +296,7 @@ def test_values_that_are_written_in_place_are_no_change(tmp_path):
         warnings.simplefilter("error", GraphQuarantinedWarning)
         model, runner = captured(written, "FULL", "eager", "always", str(tmp_path))
         with runner:
-            runner.module_changed()
+            runner.weights_changed()
             for rows in SIZES:
                 assert step(model, runner, rows)
                 assert runner.last_dispatch.reason is Reason.HIT

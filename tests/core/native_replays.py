@@ -252,8 +252,9 @@ def program(seed: int, *, native: bool) -> list[Any]:
                 place.fill_(1)
         elif event < 0.21:
             # Which no graph reads; those read the one of before.
-            weights.append(runner.graphs.forward.weight)
-            runner.graphs.forward.weight = torch.nn.Parameter(torch.rand(2), requires_grad=False)
+            forward = runner.graphs.setup.forward
+            weights.append(forward.weight)
+            forward.weight = torch.nn.Parameter(torch.rand(2), requires_grad=False)
         elif event < 0.24:
             other.capture()
         elif event < 0.27:

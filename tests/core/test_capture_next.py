@@ -119,7 +119,7 @@ def test_the_slowest_of_the_last_three_of_a_mode_is_what_the_next_is_expected_to
         run.graphs.records[place] = dataclasses.replace(
             run.graphs.records[place], capture_s=seconds
         )
-    assert run._rounds._expected_s(run.plan.keys[-1]) == 5.0
+    assert run._scheduler._expected_s(run.plan.keys[-1]) == 5.0
 
 
 def test_the_first_call_begins_no_second_graph_that_would_take_too_long():
@@ -291,8 +291,9 @@ def test_at_the_end_the_same_graphs_are_to_be_tried_as_after_capture(check):
     apart, at_once = (several(options=GraphOptions(check=check)) for _ in range(2))
     finish(apart)
     at_once.capture()
-    assert apart.graphs.checks.pending == at_once.graphs.checks.pending or check == "first"
-    tried = [{found.descriptor for found in run.graphs.checks.to_try()} for run in (apart, at_once)]
+    checks = [run.graphs.checks for run in (apart, at_once)]
+    assert checks[0].pending == checks[1].pending or check == "first"
+    tried = [{found.descriptor for found in each.to_try()} for each in checks]
     assert tried[0] == tried[1]
 
 
@@ -421,8 +422,7 @@ def test_after_a_last_graph_that_failed_the_next_call_seals():
     assert not run.graphs.sealing.closed
     assert run.capture_next().left == 0
     assert run.graphs.sealing.closed
-    assert run.report().meanwhile is not None
-    assert not run._meanwhile.on
+    assert not run.graphs.sealing.may_capture
 
 
 def test_what_is_captured_before_a_failure_in_the_same_call_serves():
@@ -740,87 +740,75 @@ def test_of_each_kind_the_warm_up_of_the_largest_is_remembered():
     assert [warm.tokens for warm in run.graphs.warmed_up.values()] == [8]
 
 
-# What steps took meanwhile -----------------------------------------------------------------------
+# What steps miss meanwhile -----------------------------------------------------------------------
 
 
-def test_the_report_has_the_slowest_steps_meanwhile():
+def misses(run: GraphRunner) -> dict[int, int]:
+    """How many steps each missing graph would have served better, by its size."""
+    graphs = {run.dispatcher.reserve(*key): key[1].num_tokens for key in run.plan.keys}
+    return {graphs[slot]: count for slot, count in run._scheduler._misses.items()}
+
+
+def test_steps_are_counted_for_the_graphs_that_they_miss_as_long_as_some_are_missing():
     run = several()
-    assert run.report().meanwhile is None
     run(x=rows(3))
+    assert misses(run) == {}
     run.capture_next()
-    assert run.report().meanwhile.steps == 0
     for tokens in (3, 8, 9):
         run(x=rows(tokens))
     slot = run.slot(Batch(2, 2, 1))
     slot["x"].fill_(1)
     run(slot)
-    seen = run.report().meanwhile
-    assert (seen.steps, seen.eager) == (4, 1)
-    assert [each.seconds for each in seen.slowest] == sorted(
-        (each.seconds for each in seen.slowest), reverse=True
-    )
-    assert seen.seconds == pytest.approx(sum(each.seconds for each in seen.slowest))
-    by_tokens = {each.batch.num_tokens: each for each in seen.slowest}
-    assert by_tokens[9].reason is Reason.TOO_LARGE and by_tokens[9].mode is GraphMode.NONE
-    assert by_tokens[3].reason is by_tokens[8].reason is by_tokens[2].reason is Reason.HIT
+    assert misses(run) == {4: 1, 2: 1}
     finish(run)
     run(x=rows(3))
-    assert run.report().meanwhile == seen
+    assert misses(run) == {4: 1, 2: 1}
 
 
-def test_only_a_few_steps_are_kept():
-    run = several()
-    run.capture_next()
-    for _ in range(50):
-        run(x=rows(3))
-    seen = run.report().meanwhile
-    assert seen.steps == 50
-    assert len(seen.slowest) == 8
-
-
-def test_a_step_that_raises_is_no_step_of_the_report():
-    run = several()
-    run.capture_next()
-    with pytest.raises(GraphRTError):
-        run(x=torch.ones(3, 5))
-    run(x=rows(3))
-    assert run.report().meanwhile.steps == 1
-
-
-def test_when_all_is_there_a_step_takes_the_way_that_it_takes_after_capture():
+def test_when_all_is_there_no_step_looks_for_missing_graphs():
     at_once, apart = several(), several()
     at_once.capture()
     finish(apart)
-    for run in (at_once, apart):
-        assert run._run == run._entrance
+    assert not at_once.graphs.sealing.may_capture
+    assert not apart.graphs.sealing.may_capture
     apart.release()
     apart.capture_next()
-    assert apart._run != apart._entrance
+    assert apart.graphs.sealing.may_capture
     apart.capture()
-    assert apart._run == apart._entrance
+    assert not apart.graphs.sealing.may_capture
 
 
 @pytest.mark.parametrize("end", ["release", "seal", "recapture"])
-def test_nothing_is_timed_after(end):
+def test_nothing_is_counted_after(end):
     run = several()
     run.capture_next()
     getattr(run, end)()
     run(x=rows(3))
-    assert run.report().meanwhile.steps == 0
+    assert misses(run) == {}
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
     finish(run)
     assert sorted(sizes_of(run)) == SIZES
 
 
-def test_the_runner_of_a_draft_is_timed_by_itself():
+@pytest.mark.parametrize("lazy", [False, True])
+def test_after_a_seal_no_step_captures_though_a_call_has(lazy):
+    run = several(options=GraphOptions(lazy=lazy))
+    run.capture_next()
+    run.seal()
+    run.capture_next()
+    run(x=rows(1))
+    assert sizes_of(run) == [8, 4]
+
+
+def test_the_runner_of_a_draft_counts_by_itself():
     pool = GraphPool("cpu")
     target, draft = (several(pool=pool, platform=None) for _ in range(2))
     target.capture_next()
     draft.capture()
     target(x=rows(2))
     draft(x=rows(2))
-    assert target.report().meanwhile.steps == 1
-    assert draft.report().meanwhile is None
+    assert misses(target) == {2: 1}
+    assert misses(draft) == {}
 
 
 def test_a_runner_inside_the_capture_of_another_one_is_no_step():
@@ -828,7 +816,7 @@ def test_a_runner_inside_the_capture_of_another_one_is_no_step():
     inner.capture_next()
     outer = several(lambda x: inner(x=x))
     outer.capture()
-    assert inner.report().meanwhile.steps == 0
+    assert misses(inner) == {}
     assert torch.equal(outer(x=rows(3)), rows(3, 2.0))
 
 

@@ -168,7 +168,7 @@ class World:
             assert progress.left == 0
         if progress.left == 0:
             assert self.run.graphs.sealing.closed
-            assert self.run.pool.elsewhere is None
+            assert not self.run.graphs.sealing.may_capture
 
     def act(self, what: str, first: Any, second: Any) -> None:
         if what == "step":

@@ -104,7 +104,7 @@ def test_everything_public_is_tried() -> None:
     [
         (
             "GraphRunner",
-            {"close", "module_changed", "release", "report", "seal", "weights_changed"},
+            {"close", "release", "report", "seal", "weights_changed"},
         ),
         (
             "GraphDispatcher",

@@ -172,9 +172,7 @@ def check(kind: str, served: Served) -> None:
     if kind in ("capture", "recapture", "next", "meanwhile"):
         steps = served.steps.clone()
         if kind in ("next", "meanwhile"):
-            seen = served.run.report().meanwhile.steps
             served.step(3)
-            assert served.run.report().meanwhile.steps == seen + 1
             steps = served.steps.clone()
             while served.run.capture_next().left:
                 pass

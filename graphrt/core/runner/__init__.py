@@ -1,14 +1,13 @@
 """`GraphRunner`: all of it for one forward."""
 
-from graphrt.core.runner._dropped import DroppedGraph
-from graphrt.core.runner._meanwhile import SlowStep, StepsMeanwhile
-from graphrt.core.runner._rounds import CaptureProgress
+from graphrt.core.runner.capture_session import Progress
 from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.command_line import runner_settings
+from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
 from graphrt.core.runner.host import AroundCapture, Bind, Example, Host, MakeExample, Phase
 from graphrt.core.runner.report import RunnerReport, TrustReport
 from graphrt.core.runner.runner import GraphRunner
-from graphrt.core.runner.session import GraphRecord, Progress
+from graphrt.core.runner.scheduler import CaptureProgress
 
 __all__ = [
     "AroundCapture",
@@ -23,8 +22,6 @@ __all__ = [
     "Phase",
     "Progress",
     "RunnerReport",
-    "SlowStep",
-    "StepsMeanwhile",
     "TrialRecord",
     "TrustReport",
     "runner_settings",

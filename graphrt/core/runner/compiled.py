@@ -45,7 +45,7 @@ class AnnouncedModule(CompiledFacts, Protocol):
         """The tensors of the module that compiled code reads, as they are now, and the constants of
         that code; nothing before it is compiled."""
 
-    def module_changed(self) -> None:
+    def weights_changed(self) -> None:
         """Raise an error that names what its code has baked in and is different now."""
 
     def seal(self) -> None: ...
@@ -81,7 +81,7 @@ class CompiledModules:
     def check(self) -> None:
         """Raise the error of the first module that has changed since it was compiled."""
         for module in self.modules:
-            module.module_changed()
+            module.weights_changed()
 
     def seal(self) -> None:
         """Compile and capture nothing any more."""
@@ -93,25 +93,22 @@ class CompiledModules:
         for module in self.modules:
             module.unseal()
 
-    def prepare(self, sizes: Collection[int]) -> list[AnnouncedModule]:
-        """Tell every module what will be captured; returns those that have yet to be compiled."""
-        self.tell_sizes(sizes)
+    def announce(
+        self, sizes: Collection[int], options: GraphOptions, hooks: SegmentHooks | None
+    ) -> None:
+        """Say which numbers of tokens batches are padded to, and how pieces are captured."""
+        for module in self.modules:
+            module.use_capture_sizes(sizes)
+            module.use_wrapper_options(options, hooks)
+
+    def prepare(self) -> bool:
+        """Take the weights as they are now; returns whether a module has yet to be compiled."""
         for module in self.modules:
             module.rebind_weights()
         pending = [module for module in self.modules if not module.compiled]
         for module in pending:
             module.unseal()
-        return pending
-
-    def tell_sizes(self, sizes: Collection[int]) -> None:
-        """Say which numbers of tokens batches are padded to."""
-        for module in self.modules:
-            module.use_capture_sizes(sizes)
-
-    def tell_options(self, options: GraphOptions, hooks: SegmentHooks | None) -> None:
-        """Say how pieces are captured."""
-        for module in self.modules:
-            module.use_wrapper_options(options, hooks)
+        return bool(pending)
 
 
 def with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:
@@ -132,13 +129,25 @@ def pool_for(
     platform: Platform | str | None,
     device: torch.device | str | None,
 ) -> tuple[GraphPool, torch.device, bool]:
-    """The pool of a runner with these modules, the device of its buffers, and whether the pool is
-    the runner's own.
+    """The pool of a runner with these modules, theirs if none was given; the device of its buffers;
+    and whether the pool is the runner's own.
 
-    Raises `InvalidOptionError` for a pool of another platform, or of another device, and for a
-    device that there is not.
+    Raises `InvalidOptionError` for modules that capture somewhere else, for a pool of another
+    platform or device, and for a device that there is not.
     """
-    found = pool_of(modules, pool)
+    found = pool
+    for module in modules:
+        own = getattr(module, "pool", None)
+        if own is not None and own is not found:
+            if found is not None:
+                # Nothing would know which of its results the next step overwrites.
+                raise InvalidOptionError(
+                    "a compiled module of the forward captures its pieces in another pool",
+                    got=f"pool={found!r}",
+                    expected=f"{own!r}, which it was compiled with",
+                    advice="pass the same pool= to graphrt.compile and to GraphRunner",
+                )
+            found = own
     is_own = found is None
     if found is None:
         platform = resolve_platform(platform)
@@ -154,23 +163,3 @@ def pool_for(
     if asked.index is not None:
         found.check_device(asked)
     return found, found.device, is_own
-
-
-def pool_of(modules: Iterable[Any], pool: GraphPool | None) -> GraphPool | None:
-    """The pool of a runner with these modules: `pool`, or theirs if none was given.
-
-    Raises `InvalidOptionError` for modules that capture somewhere else: nothing would know which of
-    their results the next step overwrites.
-    """
-    for module in modules:
-        own = getattr(module, "pool", None)
-        if own is not None and own is not pool:
-            if pool is not None:
-                raise InvalidOptionError(
-                    "a compiled module of the forward captures its pieces in another pool",
-                    got=f"pool={pool!r}",
-                    expected=f"{own!r}, which it was compiled with",
-                    advice="pass the same pool= to graphrt.compile and to GraphRunner",
-                )
-            pool = own
-    return pool

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from graphrt.core.base import (
@@ -25,18 +24,20 @@ from graphrt.core.base import (
     cloned,
 )
 from graphrt.core.batch import Batch, GraphMode, checked_batch
-from graphrt.core.capture import GraphOptions
 from graphrt.core.dispatch import Agreed, Dispatch, Reason, Reserved
-from graphrt.core.inputs import InputSlot, StaticInputs, agreed_too_late, batch_of
-from graphrt.core.plan import Plan
+from graphrt.core.inputs import InputSlot, agreed_too_late, batch_of
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.host import Host
+from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.slots import Slots
 from graphrt.core.runner.trials import Given, StepTrials
 from graphrt.core.runner.updates import LastUpdates
+
+CaptureMissing = Callable[
+    [Batch, Dispatch, Mapping[str, Any], "Agreed | None"], "Mapping[str, Any] | None"
+]
+"""See `CaptureScheduler.for_step`."""
 
 
 class StepEngine:
@@ -47,8 +48,8 @@ class StepEngine:
         "_dispatcher",
         "_executor",
         "_graphs",
-        "_plan",
         "_pool",
+        "capture_missing",
         "closed",
         "last_dispatch",
         "live_tokens",
@@ -57,36 +58,21 @@ class StepEngine:
         "updates",
     )
 
-    def __init__(
-        self,
-        graphs: GraphSet,
-        plan: Plan,
-        host: Host,
-        options: GraphOptions,
-        inputs: StaticInputs,
-        pool: GraphPool,
-    ) -> None:
+    def __init__(self, graphs: GraphTable) -> None:
+        setup = graphs.setup
         self.closed = False
         self.last_dispatch: Dispatch | None = None
         self.live_tokens = 0
+        # Called where a step may find a better graph missing.
+        self.capture_missing: CaptureMissing = lambda *_: None
         self._graphs = graphs
         self._dispatcher = graphs.dispatcher
         self._checks = graphs.checks
-        self._plan = plan
-        self._pool = pool
+        self._pool = setup.pool
         self.updates = LastUpdates(graphs.steps)
-        self.slots = Slots(graphs, inputs, pool)
-        executor = self._executor = StepExecutor(
-            graphs, inputs, pool, host.bind, clones=options.outputs == "clone"
-        )
-        self.trials = StepTrials(
-            executor,
-            graphs,
-            host,
-            self.updates,
-            limit_bytes=partial(options.state_limit, pool.platform),
-            keep_touched=graphs.keep_touched,
-        )
+        self.slots = Slots(graphs, setup.inputs, setup.pool)
+        executor = self._executor = StepExecutor(graphs)
+        self.trials = StepTrials(executor, graphs, self.updates)
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`, and while the interpreter shuts down: torch then
@@ -185,11 +171,10 @@ class StepEngine:
         self, batch: Batch, found: Dispatch, values: Mapping[str, Any], agreed: Agreed | None
     ) -> tuple[Dispatch, Mapping[str, Any]]:
         """The step's dispatch and inputs, after its graph was captured if that is wanted."""
-        lazy = self._graphs.lazy
-        wanted = lazy.wanted(batch, found, agreed)
-        if wanted is None:
+        kept = self.capture_missing(batch, found, values, agreed)
+        if kept is None:
             return found, values
-        values = lazy.capture(self._graphs.capture, wanted, values)
+        values = kept
         return self._dispatcher.dispatch(batch, agreed=agreed), values
 
     def is_clear(self, slot: int, tokens: int) -> bool:
@@ -210,7 +195,7 @@ class StepEngine:
     ) -> Any:
         """Run a step as it was dispatched. With an input that requires a gradient it is tried if
         nobody knows yet which outputs depend on that, and those that do are marked."""
-        gradients = self._graphs.gradients
+        gradients = self._graphs.setup.run_forward.gradients
         graded = gradients.of_inputs and gradients.required(values)
         if graded and gradients.look(values) and found.slot >= 0 and self._checks.on:
             return self.check(batch, found, values, updates, metadata, agreed)
@@ -247,7 +232,7 @@ class StepEngine:
     ) -> Any:
         """Run a step that is tried, or whose graph may not be replayed any more."""
         self.check_open()
-        self._graphs.gradients.look(values)
+        self._graphs.setup.run_forward.gradients.look(values)
         told = self._dispatcher.counted_otherwise
         try:
             given = Given(values, updates, metadata)
@@ -258,7 +243,7 @@ class StepEngine:
             raise
         self.last_dispatch = ran
         self.live_tokens += batch[0] if ran.slot >= 0 else 0
-        return self._graphs.gradients.marked(outputs, values)
+        return self._graphs.setup.run_forward.gradients.marked(outputs, values)
 
     def _checked(
         self, batch: Batch, found: Dispatch, given: Given, *, agreed: bool
@@ -306,11 +291,11 @@ class StepEngine:
         # Its runs without padding take the batch as it is.
         batch = checked_batch(batch)
         found = self._dispatcher.dispatch(batch)
-        planned = self._graphs.eager_launch or found.reason is Reason.NOT_CAPTURED
+        planned = self._graphs.setup.eager_launch or found.reason is Reason.NOT_CAPTURED
         if found.slot < 0 and not planned:
             self.last_dispatch = found
             return cloned(self._run_unpadded(batch, found, given))
-        if found.slot < 0 or self._graphs.eager_launch:
+        if found.slot < 0 or self._graphs.setup.eager_launch:
             raise _no_graph_to_verify(batch, found.reason)
         try:
             verdict = self.trials.verify(batch, found, given)
@@ -328,7 +313,7 @@ class StepEngine:
     ) -> Any:
         """Run a step on the inputs that the graph of `found` reads, in a context of its own."""
         graphs, executor = self._graphs, self._executor
-        slot = -1 if graphs.eager_launch else found.slot
+        slot = -1 if graphs.setup.eager_launch else found.slot
         updates = self.updates.resolve(given.updates, batch, slot, replayed=not eager)
         context = executor.context(batch, found, updates, given.metadata, eager=eager)
         step = graphs.steps[found.slot]
@@ -343,7 +328,7 @@ class StepEngine:
             sealing.refuse(
                 f"no graph serves the batch: {found.reason.value}",
                 got=batch,
-                expected=f"a batch that one of {len(self._plan.keys)} graphs serves",
+                expected=f"a batch that one of {len(self._graphs.setup.plan.keys)} graphs serves",
             )
         updates = self.updates.resolve(given.updates, batch)
         try:
@@ -358,8 +343,8 @@ class StepEngine:
 
     def _should_have_a_graph(self, batch: Batch, found: Dispatch) -> bool:
         """Whether the plan has graphs for batches of this kind, so that a miss is a mistake."""
-        mode = self._plan.mode
-        decode = batch.query_len in self._plan.sizes.decode
+        mode = self._graphs.setup.plan.mode
+        decode = batch.query_len in self._graphs.setup.plan.sizes.decode
         wanted = mode.decode_mode if decode else mode.mixed_mode
         missing = found.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
         return missing and wanted is not GraphMode.NONE

@@ -18,10 +18,9 @@ from graphrt.core.base import (
 )
 from graphrt.core.batch import Batch, ForwardContext, GraphMode, current_context, live_query_len
 from graphrt.core.dispatch import Dispatch
-from graphrt.core.inputs import StaticInputs, nest, reqs_of, wrong_requests
-from graphrt.core.replay import GraphPool
-from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.host import Bind, Phase
+from graphrt.core.inputs import nest, reqs_of, wrong_requests
+from graphrt.core.runner.graph_table import GraphTable
+from graphrt.core.runner.host import Phase
 from graphrt.core.runner.prepared import PreparedStep
 
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
@@ -34,20 +33,13 @@ Around = Callable[[Callable[[], Any]], Any]
 class StepExecutor:
     """Runs the steps of one runner, in a turn of its pool."""
 
-    def __init__(
-        self,
-        graphs: GraphSet,
-        inputs: StaticInputs,
-        pool: GraphPool,
-        bind: Bind | None,
-        *,
-        clones: bool,
-    ) -> None:
-        self.inputs = inputs
-        self.pool = pool
+    def __init__(self, graphs: GraphTable) -> None:
+        setup = graphs.setup
+        self.inputs = setup.inputs
+        self.pool = setup.pool
         self.graphs = graphs
-        self._bind = bind
-        self._clones = clones
+        self._bind = setup.host.bind
+        self._clones = setup.options.outputs == "clone"
 
     def context(
         self,
@@ -63,7 +55,7 @@ class StepExecutor:
         step = graphs.steps[found.slot]
         assert step is not None
         return ForwardContext(
-            _NONE if eager or graphs.eager_launch else found.mode,
+            _NONE if eager or graphs.setup.eager_launch else found.mode,
             found.descriptor,
             -1 if eager else found.slot,
             updates,
@@ -108,7 +100,7 @@ class StepExecutor:
         if pool.handed_out:
             pool.expire_outputs()
         if self._bind is not None:
-            phase: Phase = "eager" if eager or self.graphs.eager_launch else "replay"
+            phase: Phase = "eager" if eager or self.graphs.setup.eager_launch else "replay"
             self._bind(step.readable, step.descriptor, phase)
         if context is None:
             entry: Any = step.entry
@@ -156,7 +148,9 @@ class StepExecutor:
         pool.expire_outputs()
         if bind is not None:
             bind(MappingProxyType(views), found.descriptor, "eager")
-        forward = partial(self.graphs.run_forward, **(nest(views) if inputs.nested else views))
+        forward = partial(
+            self.graphs.setup.run_forward, **(nest(views) if inputs.nested else views)
+        )
         run = forward if around is None else partial(around, forward)
         return self._handed_out(self._in_context(context, run))
 
@@ -190,13 +184,13 @@ class StepExecutor:
         inputs = self.inputs
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         views = inputs.copies(values, tokens, reqs)
-        return self.graphs.run_forward(**(nest(views) if inputs.nested else views))
+        return self.graphs.setup.run_forward(**(nest(views) if inputs.nested else views))
 
     def _call(
         self, step: PreparedStep, context: ForwardContext, around: Around | None, *, eager: bool
     ) -> Any:
         """What the step's callable returns in a context, or `eager` the forward itself."""
-        forward = self.graphs.run_forward
+        forward = self.graphs.setup.run_forward
         call = forward if eager else step.call
         runs = call is forward
         run = partial(call, **(step.fresh_arguments() if runs else step.arguments()))

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.device import UpdateFigures
 from graphrt.core.dispatch import Reason
 from graphrt.core.inputs import StaticInputs
-from graphrt.core.plan import ModeResolution
 from graphrt.core.replay import GraphPool
-from graphrt.core.runner._dropped import DroppedGraph
-from graphrt.core.runner._meanwhile import StepsMeanwhile
 from graphrt.core.runner.checks import TrialRecord
-from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.session import GraphRecord
+from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
 from graphrt.core.trust import TensorUse, UnknownMemory
 
 
@@ -52,16 +48,12 @@ class RunnerReport:
     `padded_tokens` are over the steps that a graph served, or should have.
     """
 
-    resolution: ModeResolution
     graphs: tuple[GraphRecord, ...]
     steps: dict[tuple[GraphMode, BatchDescriptor], int]
     reasons: dict[Reason, int]
     live_tokens: int
     padded_tokens: int
     pool_bytes: int | None
-    driver_bytes: int | None
-    """What the driver took for the executables of all graphs: see `GraphRecord.driver_bytes`."""
-    capture_s: float
     dropped: tuple[DroppedGraph, ...] = ()
     """Planned graphs that did not fit on the device."""
     updates: UpdateFigures | None = None
@@ -73,8 +65,17 @@ class RunnerReport:
     unbroken: int = 0
     """PIECEWISE graphs in which nothing broke: each is one graph of the whole forward."""
     trust: TrustReport = TrustReport()
-    meanwhile: StepsMeanwhile | None = None
-    """The steps while graphs were missing; None where `capture_next()` has captured none."""
+
+    @property
+    def capture_s(self) -> float:
+        """The seconds of all captures."""
+        return sum(record.capture_s for record in self.graphs)
+
+    @property
+    def driver_bytes(self) -> int | None:
+        """What the driver took for the executables of all graphs: see `GraphRecord`."""
+        known = [each.driver_bytes for each in self.graphs if each.driver_bytes is not None]
+        return sum(known) if known else None
 
     @property
     def padding(self) -> float:
@@ -106,59 +107,41 @@ class RunnerReport:
 
 
 def report_of(
-    resolution: ModeResolution,
-    graphs: GraphSet,
-    pool: GraphPool,
-    inputs: StaticInputs,
-    live_tokens: int,
-    meanwhile: StepsMeanwhile | None = None,
+    graphs: GraphTable, pool: GraphPool, inputs: StaticInputs, live_tokens: int
 ) -> RunnerReport:
     """The figures of a runner's graphs, and of its steps with so many live tokens."""
-    steps, records = graphs.dispatcher.hits(), tuple(graphs.records)
-    announced = graphs.dispatcher.hits(announced=True)
+    steps, announced = graphs.dispatcher.hits(), graphs.dispatcher.hits(announced=True)
     reasons = Counter(graphs.dispatcher.counts())
     for owner in graphs.owners():
         # Their MISSING_GRAPH are calls of the steps that the dispatcher was told of.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
+    breakable = graphs.wrappers.get(GraphMode.PIECEWISE)
+    in_pieces = () if breakable is None else breakable.entries.values()
     return RunnerReport(
-        resolution=resolution,
-        graphs=records,
+        graphs=tuple(graphs.records),
         steps=steps,
         reasons={reason: reasons[reason] for reason in Reason},
         live_tokens=live_tokens,
         padded_tokens=sum(key[1].num_tokens * count for key, count in announced.items()),
         pool_bytes=pool.bytes(),
-        driver_bytes=_total(record.driver_bytes for record in records),
-        capture_s=sum(record.capture_s for record in records),
         updates=pool.update_figures(),
-        dropped=tuple(graphs.dropped),
+        dropped=graphs.dropped,
         staging_waits=inputs.staging_waits,
         inputs_in_graph=inputs.ring is not None,
-        unbroken=graphs.unbroken(),
+        unbroken=sum(not entry.breaks for entry in in_pieces),
         trust=_trust(graphs),
-        meanwhile=meanwhile,
     )
 
 
-def _trust(graphs: GraphSet) -> TrustReport:
+def _trust(graphs: GraphTable) -> TrustReport:
     trials = tuple(replace(record) for record in graphs.checks.records.values())
-    reads = graphs.reads
+    reads, mixes_rows = graphs.reads, graphs.setup.host.mixes_rows
     if not reads.watched:
-        return TrustReport(trials=trials, mixes_rows=graphs.mixes_rows)
+        return TrustReport(trials=trials, mixes_rows=mixes_rows)
     tried = [record.descriptor for record in trials if record.steps]
-    return TrustReport(
-        reads.table(),
-        trials,
-        tuple(reads.protected),
-        graphs.unknown_memory(tried) if tried else None,
-        graphs.mixes_rows,
-    )
+    unknown = graphs.unknown_memory(tried) if tried else None
+    return TrustReport(reads.table(), trials, tuple(reads.protected), unknown, mixes_rows)
 
 
 def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
-
-
-def _total(figures: Iterable[int | None]) -> int | None:
-    known = [figure for figure in figures if figure is not None]
-    return sum(known) if known else None

@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from graphrt.core.base import Uncopied, check_kind
-from graphrt.core.batch import Batch
-from graphrt.core.capture import GraphOptions
+from graphrt.core.base import Uncopied, check_kind, check_takes
+from graphrt.core.batch import Batch, GraphMode
+from graphrt.core.capture import NESTED_CAPTURE, GraphOptions
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Agreed, Dispatch
+from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher
 from graphrt.core.inputs import (
     InputSlot,
     InputSpec,
     OutputAxes,
+    OutputLayout,
     StaticInputs,
     check_forward,
 )
 from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import GraphPool, in_turn, under_way
-from graphrt.core.runner._capturing import Capturing
-from graphrt.core.runner._devices import on_own_device
-from graphrt.core.runner._meanwhile import Meanwhile
-from graphrt.core.runner._rounds import Rounds
+from graphrt.core.replay import (
+    GraphPool,
+    check_between_steps,
+    current_capture,
+    in_turn,
+    under_way,
+)
+from graphrt.core.runner.capture_session import Progress
 from graphrt.core.runner.compiled import pool_for, with_forward
 from graphrt.core.runner.engine import StepEngine, refuse_inside_capture
-from graphrt.core.runner.graphs import GraphSet
+from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
+from graphrt.core.runner.scheduler import CaptureProgress, CaptureScheduler
+from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.trials import Given
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
+T = TypeVar("T")
 
-class GraphRunner(Capturing, Uncopied):
+
+class GraphRunner(Uncopied):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
     Before `capture()` every batch runs eagerly; after it, batches that no graph serves do, each
     with a reason. Equal means: bit for bit what `forward` gives on the same padded inputs.
     """
+
+    _is_closed = False
 
     def __init__(
         self,
@@ -80,7 +90,6 @@ class GraphRunner(Capturing, Uncopied):
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         compiled = with_forward(forward, all_compiled(announced))
         self.pool, place, self._owns_pool = pool_for(compiled, pool, platform, device)
-        self.platform = self.pool.platform
         if plan is None:
             arguments["compiled"] = compiled
             self.plan = Plan(**arguments, platform=self.platform)
@@ -88,44 +97,29 @@ class GraphRunner(Capturing, Uncopied):
             self.plan = plan.fitted_to(self.platform, compiled)
         if self.options.strict:
             self.plan.refuse_less()
-        self.mode = self.plan.mode
+        self.inputs = self._buffers(inputs, place)
+        check_forward(forward, inputs)
+        host, layout = host or Host(), OutputLayout(outputs)
+        setup = RunnerSetup(forward, self.plan, host, self.options, self.pool, self.inputs, layout)
+        self.graphs = GraphTable(setup)
+        self._engine = StepEngine(self.graphs)
+        self._scheduler = CaptureScheduler(self.graphs, self._engine.trials.try_examples)
+        self._engine.capture_missing = self._scheduler.for_step
+        self._run = self._engine.entrance()
+
+    def _buffers(
+        self, specs: Mapping[str, InputSpec | Mapping[str, Any]], device: torch.device
+    ) -> StaticInputs:
+        """Buffers for the largest of the planned graphs, and for the largest batch."""
         keys, sizes = self.plan.keys, self.plan.sizes
-        self.inputs = StaticInputs(
-            inputs,
+        return StaticInputs(
+            specs,
             platform=self.platform,
             tokens=max(sizes.max_num_tokens, *(key[1].num_tokens for key in keys), 1),
             reqs=max(sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in keys), 1),
-            device=place,
+            device=device,
             fetched=self.options.inputs_in_graph,
         )
-        check_forward(forward, inputs)
-        host = host or Host()
-        self.graphs = GraphSet(
-            forward,
-            self.plan,
-            host,
-            options=self.options,
-            pool=self.pool,
-            inputs=self.inputs,
-            outputs=outputs,
-        )
-        self.dispatcher = self.graphs.dispatcher
-        graphs = self.graphs
-        self._engine = StepEngine(graphs, self.plan, host, self.options, self.inputs, self.pool)
-        self._meanwhile = Meanwhile(self.dispatcher, self.inputs)
-        try_examples: Callable[[], None] | None = None
-        if host.example is not None:
-            try_examples = partial(self._engine.trials.try_examples, host.example, graphs.release)
-        self._rounds = Rounds(
-            graphs,
-            self.plan,
-            self.pool,
-            self._meanwhile,
-            try_examples,
-            strict=self.options.strict,
-        )
-        self._entrance = self._engine.entrance()
-        self._time_steps()
 
     def __call__(
         self,
@@ -165,6 +159,21 @@ class GraphRunner(Capturing, Uncopied):
         )
 
     @property
+    def platform(self) -> Platform:
+        """The platform that the graphs run on."""
+        return self.pool.platform
+
+    @property
+    def mode(self) -> GraphMode:
+        """The mode that the plan was resolved to."""
+        return self.plan.mode
+
+    @property
+    def dispatcher(self) -> GraphDispatcher:
+        """What finds the graph for a batch."""
+        return self.graphs.dispatcher
+
+    @property
     def last_dispatch(self) -> Dispatch | None:
         """What the last step was told, and how it ran."""
         return self._engine.last_dispatch
@@ -195,7 +204,6 @@ class GraphRunner(Capturing, Uncopied):
             values = {name: values[name] for name in values}
         return self._run(batch, values, updates, metadata, agreed)
 
-    @on_own_device
     def run_padded_eagerly(
         self,
         batch: Batch,
@@ -210,10 +218,8 @@ class GraphRunner(Capturing, Uncopied):
             "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
         )
         given = Given(values, updates, metadata)
-        run = partial(self._engine.run_padded_eagerly, batch, found, given)
-        return in_turn(self.pool, self.graphs.owner, run)
+        return self._in_turn(partial(self._engine.run_padded_eagerly, batch, found, given))
 
-    @on_own_device
     def verify(
         self,
         batch: Batch | None = None,
@@ -233,8 +239,107 @@ class GraphRunner(Capturing, Uncopied):
         capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
-        verify = partial(self._engine.verify, batch, Given(values, updates, metadata))
-        return in_turn(self.pool, self.graphs.owner, verify)
+        return self._in_turn(partial(self._engine.verify, batch, Given(values, updates, metadata)))
+
+    # The graphs -----------------------------------------------------------------------------------
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Capture every planned graph that is not captured yet, then seal.
+
+        `progress(done, total, descriptor)` is called before each graph and at the end. With
+        `Host(example=)` graphs are tried then; one that fails its trial raises `VerificationError`,
+        and nothing is captured. A failed capture raises; the graphs before it serve, and a further
+        call tries the rest again. Graphs that the device has no room for are dropped
+        (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
+        `ResourceExhaustedError` when the rest is done.
+        """
+        self._engine.check_open()
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
+        if current_capture() is not None:
+            raise NESTED_CAPTURE()
+        self._in_turn(partial(self._scheduler.all, progress))
+
+    def capture_next(self, budget_s: float = 0.0, *, prefer: Iterable[int] = ()) -> CaptureProgress:
+        """Capture some of the graphs that are missing, between two steps; seal after the last.
+
+        As many as by those before them fit into `budget_s` seconds of the host, and at least one:
+        `while runner.capture_next(0.05).left: ...`. First come the sizes (in tokens) of `prefer`,
+        then what steps between the calls have missed most, then what the plan's `traffic` needs
+        most; but of each kind the largest graph is the first. Batches are served by what there is,
+        else eagerly. The first call compiles what is not compiled, the last one also tries
+        `Host(example=)`. Ranks that capture together have to capture the same: they pass no budget,
+        and equal batches or an agreed `prefer`.
+
+        Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates,
+        `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to
+        a `capture()`, and the next call goes on with the others.
+        """
+        self._engine.check_open()
+        check_between_steps(self.pool, "capture_next()")
+        return self._in_turn(partial(self._scheduler.next, budget_s, prefer))
+
+    def seal(self) -> None:
+        """Capture nothing any more, in no wrapper of this runner."""
+        self.graphs.seal()
+
+    def release(self) -> None:
+        """Destroy all graphs, keeping the plan; batches run eagerly until `recapture()`. Raises
+        `PoolBusyError` while a step is under way in the pool."""
+        self._in_turn(self._release)
+
+    def recapture(self, progress: Progress | None = None) -> None:
+        """Destroy all graphs and capture them again, for weights that have moved: in one turn of
+        the pool, so no step comes between."""
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
+        self._engine.check_open()
+
+        def again() -> None:
+            self._release()
+            self._scheduler.all(progress)
+
+        self._in_turn(again)
+
+    def weights_changed(self) -> None:
+        """Declare that weights were written or replaced, or that modules have other attributes,
+        hooks or submodules, or were `train()`ed.
+
+        Raises `StaleInputError` if a tensor that graphs read is another one by now, and
+        `RetraceError` if compiled code has baked in what is different; where steps are checked they
+        run eagerly from then on, until `recapture()`. Raises `UntrackedWeightsError` if graphs read
+        what nobody owns, and `PoolBusyError` while a step is under way in the pool.
+        """
+        self._in_turn(self.graphs.check)
+
+    def close(self) -> None:
+        """Destroy the graphs, and the pool if it is this runner's own.
+
+        Must come before the host tears down the communicators that graphs hold. Raises
+        `PoolBusyError` while a step is under way in the pool.
+        """
+        if self._is_closed:
+            return
+        if self.pool.left_behind:
+            self._engine.closed = True
+        else:
+            self._in_turn(self._close)
+        if self._owns_pool:
+            self.pool.close()
+        # Last: interrupted before it, a second call does what is left.
+        self._is_closed = True
+
+    def _in_turn(self, call: Callable[[], T]) -> T:
+        """Call what changes the graphs, or runs them for itself, on the pool's device and in a turn
+        of its own."""
+        with self.pool.on_device():
+            return in_turn(self.pool, self.graphs.owner, call)
+
+    def _release(self) -> None:
+        self.graphs.release()
+        self._engine.updates.forget_graphs()
+
+    def _close(self) -> None:
+        self.graphs.release()
+        self._engine.closed = True
 
     def __enter__(self) -> GraphRunner:
         return self
@@ -244,11 +349,4 @@ class GraphRunner(Capturing, Uncopied):
 
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
-        return report_of(
-            self.plan.resolution,
-            self.graphs,
-            self.pool,
-            self.inputs,
-            self._engine.live_tokens,
-            self._meanwhile.seen(),
-        )
+        return report_of(self.graphs, self.pool, self.inputs, self._engine.live_tokens)

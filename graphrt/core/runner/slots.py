@@ -15,13 +15,13 @@ from graphrt.core.inputs import (
     wrong_requests,
 )
 from graphrt.core.replay import GraphPool
-from graphrt.core.runner.graphs import GraphSet
+from graphrt.core.runner.graph_table import GraphTable
 
 
 class Slots:
     """Makes the slots of one runner, and takes them back."""
 
-    def __init__(self, graphs: GraphSet, inputs: StaticInputs, pool: GraphPool) -> None:
+    def __init__(self, graphs: GraphTable, inputs: StaticInputs, pool: GraphPool) -> None:
         self._graphs = graphs
         self._inputs = inputs
         self._pool = pool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ from graphrt.core.dispatch import Dispatch, Reason
 from graphrt.core.inputs import reqs_of
 from graphrt.core.replay import under_way, warming_up
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.host import Example, Host, MakeExample
+from graphrt.core.runner.graph_table import GraphTable
+from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.updates import LastUpdates
 from graphrt.core.trust import PartResults, Trial, Verdict, Watch, places_of
@@ -29,24 +29,11 @@ _SEED = 0
 class StepTrials:
     """Tries the steps of one runner that its checks do not let through."""
 
-    def __init__(
-        self,
-        executor: StepExecutor,
-        graphs: GraphSet,
-        host: Host,
-        updates: LastUpdates,
-        *,
-        limit_bytes: Callable[[], int],
-        keep_touched: Callable[[Collection[BatchDescriptor]], None],
-    ) -> None:
-        """`keep_touched` is called when graphs have been tried: what their nodes point to, and no
-        operator has shown, is read too."""
+    def __init__(self, executor: StepExecutor, graphs: GraphTable, updates: LastUpdates) -> None:
         self._executor = executor
         self._graphs = graphs
-        self._host = host
+        self._host = graphs.setup.host
         self._updates = updates
-        self._limit_bytes = limit_bytes
-        self._keep_touched = keep_touched
 
     def run(
         self,
@@ -141,8 +128,8 @@ class StepTrials:
             name=f"{found.mode.name} [{found.descriptor}]",
             own=padded.storages(),
             device_type=platform.device_type,
-            limit_bytes=self._limit_bytes(),
-            places=places_of(graphs.forward),
+            limit_bytes=graphs.setup.options.state_limit(platform),
+            places=places_of(graphs.setup.forward),
             captured=None if warm is None else warm.trace,
             issued=None if warm is None else warm.captured.get(found.mode),
             precision=platform.float32_precision,
@@ -160,7 +147,7 @@ class StepTrials:
             set_for_capture(undo)
             verdict = trial.run(undone=undone)
             undo.now()
-            graphs.run_forward.follows |= verdict.asks
+            graphs.setup.run_forward.follows |= verdict.asks
             return verdict
         except BaseException:
             undo.now()
@@ -171,7 +158,8 @@ class StepTrials:
         checks = self._graphs.checks
         record = checks.records[slot]
         if verdict.failure is None and not record.steps:
-            self._keep_touched([record.descriptor])
+            # What their nodes point to, and no operator has shown, is read too.
+            self._graphs.keep_touched([record.descriptor])
             checks.glances.go_round()
         checks.tried(slot, verdict, differing)
 
@@ -218,7 +206,7 @@ class PaddedTrial:
         self.sizes: Sequence[tuple[int, int]] = (self.rows, self.live_rows), (step.reqs, reqs)
         self.padded = not agreed and any(live < rows for rows, live in self.sizes)
         self.has_gradients = torch.is_grad_enabled()
-        self.finds_gradients = graphs.run_forward.gradients.wanted
+        self.finds_gradients = graphs.setup.run_forward.gradients.wanted
         self._executor = executor
         self._batch = batch
         self.runs = runs
@@ -228,12 +216,12 @@ class PaddedTrial:
         return self._eager(Probe(watch, parts=parts))
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
-        return self._executor.graphs.run_forward.where(
+        return self._executor.graphs.setup.run_forward.where(
             gradients, inference, partial(self.eager, watch)
         )
 
     def find_gradients(self, watch: Watch) -> None:
-        self._executor.graphs.run_forward.finding(partial(self.eager, watch))
+        self._executor.graphs.setup.run_forward.finding(partial(self.eager, watch))
 
     def of_padding(self, watch: Watch) -> Any:
         return self._eager(Probe(watch, partial(self._executor.inputs.reset, self.step.layout)))

@@ -242,14 +242,6 @@ class ReadSet:
         now = self._named_now()
         self._refuse([key[1] for key, where in self._named.items() if now.get(key) != where])
 
-    def check_replaced(self) -> None:
-        """Raise `StaleInputError` if a tensor that graphs read was replaced. Code may read what no
-        operator shows: then any named tensor counts."""
-        if self.watched:
-            self._refuse(self.moved())
-        if not self.watched or self.saw_compiled_code:
-            self.check_named()
-
     def _refuse(self, moved: Sequence[str]) -> None:
         if moved:
             raise self.stale([*dict.fromkeys(moved)])

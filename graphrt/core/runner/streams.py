@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from graphrt.core.base import StreamBudgetError
-from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.batch import GraphMode
 from graphrt.core.device import GraphWork, Platform, StreamRoom
+from graphrt.core.runner.graph_table import PlannedGraph
 from graphrt.core.trust import WorkCount
 
 T = TypeVar("T")
@@ -27,8 +28,10 @@ class StreamLedger:
         self._platform = platform
         self._breaks = frozenset(breaks)
         room = platform.stream_room()
+        # What must stay free is that of the session's beginning.
         self._reserve = 0 if room is None else room.reserve
         self.counts = room is not None
+        self._before: StreamRoom | None = None
         self._work: dict[Hashable, GraphWork] = {}
         self._needs: dict[Hashable, tuple[int, str]] = {}
 
@@ -41,48 +44,41 @@ class StreamLedger:
         self._work[kind] = count.work
         return result
 
-    def check(
-        self, mode: GraphMode, descriptor: BatchDescriptor, kind: Hashable
-    ) -> GraphWork | None:
-        """What the warm-up of that kind issued, if one was counted: without, nothing is known of
-        the first graph of a mode.
+    def check(self, graph: PlannedGraph, kind: Hashable = None) -> GraphWork | None:
+        """Before a graph: what the warm-up of its kind issued, if one was counted; without, nothing
+        is known of the first graph of a mode.
 
         Raises `StreamBudgetError` if the graph will take more streams than it may.
         """
-        room = self.room()
-        needed = self._needs.get((mode, descriptor.kind))
+        room = self._before = self._room()
+        needed = self._needs.get((graph.mode, graph.descriptor.kind))
         work = self._work.get(kind)
         if needed is None and work is not None:
-            work = replace(work, in_pieces=mode is GraphMode.PIECEWISE)
+            work = replace(work, in_pieces=graph.mode is GraphMode.PIECEWISE)
             needed = self._platform.streams_needed(work), "at most, by what its warm-up issued"
         if room is not None and needed is not None and needed[0] > room.usable:
             raise self._too_few(*needed, room)
         return work
 
-    def took(
-        self, mode: GraphMode, descriptor: BatchDescriptor, before: StreamRoom | None
-    ) -> int | None:
-        """Note what a graph took that was just captured, and return it; raises
-        `StreamBudgetError` if that is of what must stay free."""
-        after = self.room()
+    def took(self, graph: PlannedGraph) -> int | None:
+        """Note what a graph took since `check`, and return it; raises `StreamBudgetError` if that
+        is of what must stay free."""
+        before, after = self._before, self._room()
         if before is None or after is None:
             return None
         taken = max(0, before.free - after.free)
-        self._needs[mode, descriptor.kind] = taken, f"as many as {mode.name} [{descriptor}] took"
+        self._needs[graph.mode, graph.descriptor.kind] = taken, f"as many as {graph} took"
         if after.free < after.reserve:
             raise self._too_few(taken, "found at its end", before)
         return taken
 
-    def failed(
-        self, mode: GraphMode, descriptor: BatchDescriptor, before: StreamRoom | None
-    ) -> None:
-        """Note that a graph ran out of streams after its capture had begun with `before`."""
-        if before is not None:
-            what = f"more than {mode.name} [{descriptor}] found"
-            self._needs[mode, descriptor.kind] = before.usable + 1, what
+    def failed(self, graph: PlannedGraph) -> None:
+        """Note that a graph ran out of streams after its capture had begun."""
+        if self._before is not None:
+            needed = self._before.usable + 1, f"more than {graph} found"
+            self._needs[graph.mode, graph.descriptor.kind] = needed
 
-    def room(self) -> StreamRoom | None:
-        """What is free now; what must stay free is that of the session's beginning."""
+    def _room(self) -> StreamRoom | None:
         room = self._platform.stream_room() if self.counts else None
         return None if room is None else StreamRoom(room.free, self._reserve)
 

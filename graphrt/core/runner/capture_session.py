@@ -1,0 +1,361 @@
+"""`CaptureSession`: one call that captures graphs, and how each is undone where it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphrt.core.base import (
+    GraphRTError,
+    PageableCopyError,
+    ResourceExhaustedError,
+    StreamBudgetError,
+    Undo,
+    freeze_garbage,
+    thaw_garbage,
+)
+from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.capture import CaptureTransaction, SavedState, SideDoors, side_doors
+from graphrt.core.plan import CaptureKey
+from graphrt.core.replay import WORST_CASE, under_way, warming_up
+from graphrt.core.runner.graph_table import GraphRecord, GraphTable, PlannedGraph
+from graphrt.core.runner.host import Phase
+from graphrt.core.runner.prepared import PreparedStep
+from graphrt.core.runner.streams import StreamLedger
+from graphrt.core.trust import WatchedState
+
+Progress = Callable[[int, int, BatchDescriptor], None]
+"""Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
+
+Enough = Callable[[CaptureKey], bool]
+"""Asked before each graph: whether to leave it, and those after it, for another session."""
+
+
+@dataclass
+class WarmUps:
+    """What the sessions of one runner know of each other: which kinds of graphs are warm, and
+    whether captures look at every operator for constants that are made on the host. That takes
+    time, and most forwards make none."""
+
+    warm: set[Hashable] = field(default_factory=set)
+    lifts_constants: bool = False
+
+
+class CaptureSession:
+    """Captures some graphs of a runner, in a turn of the pool.
+
+    1. Compiled modules that are not compiled yet run once, and compile.
+    2. Each graph, until there are enough: the forward is warmed up on padding (the first of its
+       kind is watched), captured in a transaction, and the graph is published.
+    3. The batch axes of outputs are found, if need be by eager runs at other sizes; then what the
+       graphs read, and what steps are to check.
+
+    The forward's state is put back after each of its runs. A graph that fails is taken back and the
+    error raised; those before it serve. A graph that the device has no room for is dropped:
+    smaller ones after it may fit.
+    """
+
+    def __init__(self, graphs: GraphTable, warm_ups: WarmUps) -> None:
+        setup = self._setup = graphs.setup
+        self._graphs = graphs
+        self._warm_ups = warm_ups
+        # What is saved may be in use by steps on another stream.
+        setup.pool.follow_stream()
+        self._state = _watched_state(graphs)
+        self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
+        self._doors = SideDoors()
+        # Whether a capture in pieces is still to come. No other asks what eager parts have made,
+        # and to see that takes longer than small operators do.
+        self._has_doors = False
+
+    def run(
+        self,
+        keys: Sequence[CaptureKey],
+        progress: Progress | None = None,
+        enough: Enough | None = None,
+    ) -> None:
+        """Capture and publish the graphs of `keys` in their order, until there are `enough`."""
+        setup, graphs = self._setup, self._graphs
+        graphs.destroy_leftovers()
+        if graphs.records:
+            # Graphs that are captured already read the old addresses.
+            graphs.reads.check_named()
+            graphs.checks.check_settings()
+        if graphs.reads.watched or self._streams.counts or not graphs.records:
+            # State that is found has to be found, and streams to be counted, in every session.
+            self._warm_ups.warm.clear()
+        compiles = setup.compiled.prepare()
+        if not keys and not compiles:
+            return
+        undo = Undo()
+        try:
+            setup.pool.will_put_back("a capture", undo.later)
+            undo.later(self._reset_inputs)
+            # The host's numbers go on where they were; those of a device are not restored.
+            undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
+            with setup.host.around():
+                # Warm-ups write what the steps before may be reading still, on whichever stream.
+                setup.pool.follow_stream()
+                if compiles:
+                    # Of all rows, where no graph is planned.
+                    rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
+                    self._run(self._graph(*(keys or [(GraphMode.NONE, rows)])[0]))
+                if not graphs.records:
+                    graphs.reads.record()
+                if keys:
+                    undo.later(partial(thaw_garbage, self))
+                    freeze_garbage(self)
+                    self._capture(keys, progress, enough)
+            undo.now()
+        except BaseException:
+            undo.now()
+            raise
+
+    def _capture(
+        self, keys: Sequence[CaptureKey], progress: Progress | None, enough: Enough | None
+    ) -> None:
+        """Capture the graphs; after a failure serve those before it if it is known how."""
+        more = enough is not None
+        try:
+            for done, key in enumerate(keys):
+                if enough is not None and enough(key):
+                    break
+                if progress is not None:
+                    progress(done, len(keys), key[1])
+                self._has_doors = any(mode is GraphMode.PIECEWISE for mode, _ in keys[done:])
+                self._capture_or_take_back(key)
+            self._settle(more=more)
+            if progress is not None:
+                progress(len(keys), len(keys), keys[-1][1])
+        except BaseException as error:
+            try:
+                self._settle(more=more, probes=isinstance(error, Exception))
+            except GraphRTError:
+                self._graphs.release()
+            raise
+
+    def _capture_or_take_back(self, key: CaptureKey) -> None:
+        graph = self._graph(*key)
+        transaction = CaptureTransaction(
+            graph.slot,
+            graph.step.storages(),
+            metadata_is_declared=self._setup.host.metadata is not None,
+            lifts_constants=self._warm_ups.lifts_constants,
+        )
+        try:
+            self._graphs.publish(graph, self._captured(graph, transaction), transaction)
+        except BaseException as error:
+            self._graphs.take_back(graph, transaction)
+            # Again: putting it back may be what there was no room for.
+            self._state.restore()
+            if isinstance(error, ResourceExhaustedError):
+                self._graphs.drop(graph, error)
+                return
+            if hasattr(error, "add_note"):
+                error.add_note(f"while capturing {graph}")
+            raise
+
+    def _captured(self, graph: PlannedGraph, transaction: CaptureTransaction) -> GraphRecord:
+        """Warm up and capture one graph, in `transaction`, which can take it back."""
+        if self._setup.eager_launch:
+            self._run(graph)
+            return GraphRecord(graph.mode, graph.descriptor, 0.0, 0)
+        pool, platform = self._setup.pool, self._setup.pool.platform
+        started, before = time.perf_counter(), pool.bytes()
+        self._streams.check(graph)
+        kind, warm_ups = self._kind(graph), self._setup.options.warmups
+        is_cold = kind not in self._warm_ups.warm or self._state.is_new(graph.descriptor.kind)
+        if warm_ups and is_cold:
+            self._warm_up(graph)
+        transaction.work = self._streams.check(graph, kind)
+        outside = platform.driver_bytes()
+        try:
+            self._attempt(graph, transaction)
+        except ResourceExhaustedError as error:
+            if isinstance(error, StreamBudgetError):
+                self._streams.failed(graph)
+            raise
+        except Exception:
+            if is_cold or not warm_ups:
+                raise
+            transaction.rollback()
+            self._warm_up(graph)
+            self._attempt(graph, transaction)
+        return GraphRecord(
+            graph.mode,
+            graph.descriptor,
+            time.perf_counter() - started,
+            _growth(before, pool.bytes()),
+            _growth(outside, platform.driver_bytes()),
+            self._streams.took(graph),
+        )
+
+    def _warm_up(self, graph: PlannedGraph) -> None:
+        try:
+            for _ in range(self._setup.options.warmups):
+                self._run(graph, kind=graph.descriptor.kind)
+        except Exception as error:
+            # Nobody has explained it: the device may just have no room for this size.
+            if not isinstance(error, GraphRTError):
+                explained = self._setup.pool.platform.explain(error)
+                if isinstance(explained, ResourceExhaustedError):
+                    raise explained from error
+            raise
+        self._warm_ups.warm.add(self._kind(graph))
+
+    def _attempt(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
+        try:
+            self._run(graph, transaction)
+        except PageableCopyError:
+            if transaction.lifts_constants:
+                raise
+            transaction.rollback()
+            transaction.lifts_constants = self._warm_ups.lifts_constants = True
+            self._attempt(graph, transaction)
+
+    def _run(
+        self,
+        graph: PlannedGraph,
+        transaction: CaptureTransaction | None = None,
+        *,
+        kind: Hashable = None,
+    ) -> None:
+        """Run the forward once on padding: captured in `transaction`, or eagerly. A warm-up is of
+        a `kind`, and its work is counted."""
+        step, state, pool = graph.step, self._state, self._setup.pool
+        self._prepare(graph, "warmup" if transaction is None else "capture")
+        context = ForwardContext(
+            GraphMode.NONE if transaction is None else graph.mode,
+            graph.descriptor,
+            updates=WORST_CASE,
+            metadata=self._setup.host.at_bound(graph.descriptor),
+            capture=transaction,
+            num_reqs=step.reqs,
+        )
+        context.enlist = self._setup.compiled.enlist
+        undo = Undo()
+        try:
+            undo.later(state.restore)
+            undo.later(partial(pool.pass_to, self._graphs.owner))
+            pool.pass_to(context)
+            undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+            torch.set_grad_enabled(False)
+            undo.later(partial(warming_up.set, warming_up.get()))
+            warming_up.set(transaction is None)
+            undo.later(partial(side_doors.set, side_doors.get()))
+            side_doors.set(self._doors if self._has_doors else None)
+            undo.later(partial(under_way.discard, id(context)))
+            under_way.add(id(context))
+            undo.later(context.leave)
+            call: Callable[[], Any] = partial(step.call, **step.fresh_arguments())
+            with context:
+                if transaction is None:
+                    if kind is not None:
+                        call = partial(self._streams.count, self._kind(graph), call)
+                    outputs = state.run(kind, step.tokens, step.storages(), call)
+                    step.check_written(state.inputs_written)
+                else:
+                    own = graph.descriptor.kind
+                    outputs = state.capture(own, graph.mode, step.tokens, call)
+                    state.look()
+                step.outputs.see(outputs)
+            undo.now()
+        except BaseException:
+            undo.now()
+            raise
+
+    def _kind(self, graph: PlannedGraph) -> Hashable:
+        """What graphs have in common of which one warm-up is enough: with `warm_up_each` their size
+        too, but then the modes, if they make no difference to the forward."""
+        own, step, setup = graph.descriptor, graph.step, self._setup
+        if not setup.options.warm_up_each:
+            return graph.mode, *own.kind
+        size = step.tokens, step.reqs
+        # What `bind` does may depend on the descriptor; inputs depend on the size.
+        return (*own.serves, *size) if setup.host.bind is None else (graph.mode, *own.kind, *size)
+
+    def _prepare(self, graph: PlannedGraph, phase: Phase) -> None:
+        """Make every row of the buffers padding, and let the host bind what it reads to them."""
+        inputs, bind, step = self._setup.inputs, self._setup.host.bind, graph.step
+        # Outputs of the step before may lie in the buffers.
+        self._setup.pool.expire_outputs()
+        inputs.reset(step.layout)
+        if step.ring is not None and phase == "capture":
+            inputs.expect_capture(step.layout)
+        if bind is not None:
+            bind(step.readable, graph.descriptor, phase)
+
+    def _settle(self, *, more: bool, probes: bool = True) -> None:
+        """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare
+        what hands them out; then what the forward reads, and what steps are to check."""
+        setup, graphs = self._setup, self._graphs
+        self._has_doors = False
+        resolve = partial(setup.outputs.resolve, query_len=setup.query_len)
+        if probes:
+            self._state.settle(partial(resolve, self._probe))
+        else:
+            resolve(None)
+            if graphs.reads.watched:
+                graphs.reads.settle()
+        graphs.checks.captured(graphs.dispatcher.published, more=more)
+        if setup.eager_launch or setup.options.outputs == "clone":
+            return
+        for record in graphs.records:
+            wrapper = graphs.wrappers.get(record.mode)
+            step = graphs.steps[graphs.dispatcher.reserve(record.mode, record.descriptor)]
+            if wrapper is not None and step is not None:
+                step.hold(wrapper, setup.inputs, setup.pool, setup.host.bind)
+
+    def _probe(self, tokens: int, reqs: int) -> None:
+        """Run one eager step of a size that no graph need have, and note what it returns."""
+        query_len = self._setup.query_len
+        rows = BatchDescriptor(tokens, reqs, query_len is not None, query_len=query_len)
+        try:
+            self._run(self._graph(GraphMode.NONE, rows))
+        except BaseException:
+            # That may be what had failed; and who looks for axes goes on after errors.
+            self._state.restore()
+            raise
+
+    def _graph(self, mode: GraphMode, descriptor: BatchDescriptor) -> PlannedGraph:
+        """The graph of a key, or, under NONE, an eager step of this size."""
+        setup, graphs = self._setup, self._graphs
+        slot = -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor)
+        # Pieces that the forward brings along itself are reached by running it.
+        wrapper = None if setup.eager_launch else graphs.wrappers.get(mode)
+        call = setup.run_forward if wrapper is None else wrapper
+        ring = None if wrapper is None else setup.ring
+        owned = setup.options.outputs == "clone"
+        step = PreparedStep(descriptor, setup.inputs, call, setup.outputs, ring, owned=owned)
+        return PlannedGraph(mode, descriptor, slot, step)
+
+    def _reset_inputs(self) -> None:
+        self._setup.pool.follow_stream()
+        self._setup.inputs.reset()
+
+
+def _watched_state(graphs: GraphTable) -> WatchedState:
+    """The state of the forward as it is now."""
+    setup = graphs.setup
+    platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
+    return WatchedState(
+        SavedState(setup.host.state, limit),
+        limit_bytes=limit,
+        forward=setup.forward,
+        reads=graphs.reads if graphs.reads.watched else None,
+        warmed_up=graphs.warmed_up,
+        pads=setup.inputs.padding.addresses,
+        device_type=platform.device_type,
+        is_in_graphs=partial(platform.owns, setup.pool.memory),
+        each_warmed_up=setup.options.warm_up_each,
+        has_parts=setup.plan.mode.has_piecewise,
+    )
+
+
+def _growth(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
