@@ -18,7 +18,7 @@ _FULL = GraphMode.FULL
 class RepeatsEagerly(Protocol):
     """A wrapper, whose runnable may be run where the update of a graph's tasks failed."""
 
-    def repeat_eagerly(
+    def _repeat_eagerly(
         self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
     ) -> Any:
         """What a step returns that is run eagerly after all; raises `error` if it is not."""
@@ -111,7 +111,7 @@ class WrapperGraphs:
             try:
                 entry.launch(context, all_tasks=whole)
             except Exception as error:
-                return wrapper.repeat_eagerly(entry, context, error, args, kwargs)
+                return wrapper._repeat_eagerly(entry, context, error, args, kwargs)
             if entry.deferred is not None:
                 pool.owner = entry.deferred
         if self.clones:

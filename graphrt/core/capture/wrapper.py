@@ -376,7 +376,7 @@ class GraphWrapper(Uncopied):
         if not self._owner_served and self.runtime_mode is not _FULL:
             self._graphs.look_again(descriptor)
 
-    def repeat_eagerly(
+    def _repeat_eagerly(
         self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
     ) -> Any:
         """A step whose update failed, run eagerly if the host wants that, and counted; raises
