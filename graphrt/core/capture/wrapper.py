@@ -123,7 +123,7 @@ class GraphWrapper(Uncopied):
         self._off = graphs_off()
         self._owner_served = False
         # Last: a session that is under way has it capture from now on.
-        self.pool.add_holder(self)
+        self.pool._add_holder(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the runnable, as the context says; returns what it returns.
@@ -195,7 +195,7 @@ class GraphWrapper(Uncopied):
         try:
             entry.check_arguments(args, kwargs, self.pool, name_of(self.runnable))
         except StaleInputError:
-            if not self.pool.is_behind_a_miss(context):
+            if not self.pool._is_behind_a_miss(context):
                 raise
             return False
         entry.unchecked = self._graphs.always_checks
@@ -230,14 +230,14 @@ class GraphWrapper(Uncopied):
         transaction = context.capture
         bound = BoundArguments.of(args, kwargs, pool)
         try:
-            pool.check_held((args, kwargs), context)
+            pool._check_held((args, kwargs), context)
             result = recorder.record(partial(self._run, args, kwargs, recorder))
             outputs = tree.map_tensors(recorder.captured_ref, result)
             step = transaction or context.token
             entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
             if self.options.outputs != "static":
                 pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
-                pool.hold_loosely(kept for kept, own in pairs if kept is not own)
+                pool._hold_loosely(kept for kept, own in pairs if kept is not own)
             if transaction is not None:
                 transaction.add(self, partial(self.destroy_graphs, descriptor))
             # The one store from which on it is captured.
@@ -247,10 +247,10 @@ class GraphWrapper(Uncopied):
                 recorder.discard()
             graphs.clear_buffers()
             if transaction is None:
-                pool.take_step_back(context)
+                pool._take_step_back(context)
             raise
         if transaction is None:
-            pool.captured_in_step(self, context)
+            pool._note_captured(self, context)
         return entry, result
 
     def _may_capture(self, context: ForwardContext) -> bool:
@@ -265,13 +265,13 @@ class GraphWrapper(Uncopied):
         if context.descriptor is not None and allowed:
             return True
         self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
-        self.pool.missed(context)
+        self.pool._missed(context)
         return False
 
     def _tell_pool(self, context: ForwardContext) -> None:
         transaction = context.capture
         if context.descriptor is not None and (transaction is None or transaction.tells_pool):
-            self.pool.captured(self, context.descriptor)
+            self.pool._captured(self, context.descriptor)
 
     def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
         """What the runnable returns, in static buffers where these are asked for."""
@@ -341,10 +341,10 @@ class GraphWrapper(Uncopied):
 
     def _move_to(self, pool: GraphPool) -> None:
         self._graphs.check_move(pool)
-        self.pool.remove_holder(self)
+        self.pool._remove_holder(self)
         self._graphs.use(pool)
         self.pool = pool
-        pool.add_holder(self)
+        pool._add_holder(self)
 
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again.
@@ -366,17 +366,17 @@ class GraphWrapper(Uncopied):
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         """The same for who has the pool's turn; all of them, if none is named."""
         graphs = self._graphs
-        self.pool.reset_graphs(graphs.take(descriptor))
+        self.pool._reset_graphs(graphs.take(descriptor))
         graphs.clear_buffers()
         if descriptor is None:
             self._sealing.open()
 
     def look_again(self, descriptor: BatchDescriptor) -> None:
-        """See `GraphPool.missed`."""
+        """See `HoldsGraphs`."""
         if not self._owner_served and self.runtime_mode is not _FULL:
             self._graphs.look_again(descriptor)
 
-    def repeat_eagerly(
+    def _repeat_eagerly(
         self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
     ) -> Any:
         """A step whose update failed, run eagerly if the host wants that, and counted; raises

@@ -137,7 +137,7 @@ class GraphSet:
         """
         undo = Undo()
         try:
-            self._pool.will_put_back("a capture", undo.later)
+            self._pool._will_put_back("a capture", undo.later)
             self._capture(keys, progress, enough)
             undo.now()
         except BaseException:
@@ -326,8 +326,8 @@ class GraphSet:
         try:
             undo.later(self._inputs.reset)
             undo.later(saved.restore)
-            undo.later(partial(self._pool.pass_to, self.owner))
-            self._pool.pass_to(context)
+            undo.later(partial(self._pool._pass_to, self.owner))
+            self._pool._pass_to(context)
             undo.later(context.leave)
             with context:
                 self._prepare(step, "warmup")
@@ -384,7 +384,7 @@ class GraphSet:
 
     def _prepare(self, step: PaddedStep, phase: Phase) -> None:
         # Outputs of the step before may lie in the buffers.
-        self._pool.expire_outputs()
+        self._pool._expire_outputs()
         self._inputs.reset(step.layout)
         if step.ring is not None and phase == "capture":
             self._inputs.expect_capture(step.layout)

@@ -231,7 +231,7 @@ class CheckedSteps:
         )
         pool, undo = self._padded.pool, Undo()
         try:
-            pool.will_put_back("a trial", undo.later)
+            pool._will_put_back("a trial", undo.later)
             # As captures run.
             set_for_capture(undo)
             verdict = trial.run(undone=undone)

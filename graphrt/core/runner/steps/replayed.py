@@ -95,7 +95,7 @@ def replay_of(
         if pool.closed:
             pool.check_open()
         if pool.step is not None:
-            pool.leave_step(None)
+            pool._leave_step(None)
         if read_stream_id is None or read_stream_id() == pool.stream_id:
             stream = pool.last_stream
         else:
