@@ -18,7 +18,7 @@ _FULL = GraphMode.FULL
 class RepeatsEagerly(Protocol):
     """A wrapper, whose runnable may be run where the update of a graph's tasks failed."""
 
-    def repeat_eagerly(
+    def _repeat_eagerly(
         self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
     ) -> Any:
         """What a step returns that is run eagerly after all; raises `error` if it is not."""
@@ -76,7 +76,7 @@ class WrapperGraphs:
         """Raise what `GraphWrapper.move_to` does where it cannot be moved."""
         check_kind("pool", pool, GraphPool, optional=False)
         pool.check_open()
-        pool.check_like(self.pool)
+        pool._check_like(self.pool)
         if self.entries:
             raise GraphsCapturedError(
                 "a wrapper cannot be moved to another pool: its graphs lie in this one",
@@ -94,23 +94,23 @@ class WrapperGraphs:
         whole = self.mode is _FULL
         if whole:
             if pool.step is not None:
-                pool.leave_step(context)
+                pool._leave_step(context)
             pool.generation += 1
             if pool.handed_out:
-                pool.expire_outputs()
+                pool._expire_outputs()
         elif pool.step is not context.token or context.token is None:
-            pool.enter_step(context)
+            pool._enter_step(context)
         if self.read_stream_id is not None:
             stream_id = self.read_stream_id()
             if stream_id != pool.stream_id:
-                pool.change_stream(stream_id)
+                pool._change_stream(stream_id)
         if entry.graph is not None:
             entry.graph.replay()
         else:
             try:
                 entry.launch(context, all_tasks=whole)
             except Exception as error:
-                return wrapper.repeat_eagerly(entry, context, error, args, kwargs)
+                return wrapper._repeat_eagerly(entry, context, error, args, kwargs)
             if entry.deferred is not None:
                 pool.owner = entry.deferred
         if self.clones:

@@ -74,7 +74,7 @@ class KeyedGraphs(Uncopied):
             graph = self._captured(key, descriptor, wrapper)
         # Outside of it: what is told may wait for another thread that captures.
         if not graph.is_eager:
-            self.pool.captured(wrapper, descriptor)
+            self.pool._captured(wrapper, descriptor)
         return graph
 
     def _captured(
@@ -174,7 +174,7 @@ class KeyedGraph:
         if not self.is_eager:
             # It needs no forward any more, and keeps none alive.
             wrapper.runnable = _destroyed
-        wrapper.pool.add_holder(self)
+        wrapper.pool._add_holder(self)
 
     def __repr__(self) -> str:
         return f"KeyedGraph({self.key!r})"
@@ -233,7 +233,7 @@ class KeyedGraph:
             raise
 
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
-        """See `GraphPool.add_holder`."""
+        """See `HoldsGraphs`."""
         if descriptor is None or descriptor == self.descriptor:
             # Another graph may come to have its key and its descriptor.
             self._context.descriptor = None
@@ -242,10 +242,10 @@ class KeyedGraph:
             self._outputs = None
 
     def look_again(self, descriptor: BatchDescriptor) -> None:
-        """See `GraphPool.add_holder`; it has no arguments to look at."""
+        """See `HoldsGraphs`; it has no arguments to look at."""
 
     def in_session(self, begun: bool) -> None:
-        """See `GraphPool.add_holder`."""
+        """See `HoldsGraphs`."""
 
 
 def _destroyed() -> NoReturn:

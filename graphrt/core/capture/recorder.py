@@ -120,7 +120,7 @@ class Recorder:
             undo.later(partial(under_way.discard, id(self)))
             under_way.add(id(self))
             active.set(self)
-            self.pool.will_put_back("a capture", undo.later)
+            self.pool._will_put_back("a capture", undo.later)
             # A collection may destroy the graphs of others, which no device allows meanwhile.
             undo.later(partial(setattr, self._guard, "recorder", None))  # each knows the other
             undo.later(partial(thaw_garbage, self))
@@ -154,11 +154,11 @@ class Recorder:
         """
         pool, platform = self.pool, self.pool.platform
         pool.check_open()
-        pool.enter_capture(self.context)
+        pool._enter_capture(self.context)
         pool.follow_stream()
         work = None if self.context.capture is None else self.context.capture.work
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
-        pool.expire_outputs()
+        pool._expire_outputs()
 
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,7 +280,7 @@ class Recorder:
         def allocated() -> torch.Tensor:
             undo = Undo()
             try:
-                undo.enter(self.pool.allocate())
+                undo.enter(self.pool._allocate())
                 made = torch.empty_strided(
                     like.shape, separate_strides(like), dtype=like.dtype, device=like.device
                 )
@@ -351,7 +351,7 @@ class Recorder:
             self.segment_open, self._graph = False, None
         for left in reversed(dispatch_modes()[depth:]):
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self.pool.reset_graphs(captured)
+        self.pool._reset_graphs(captured)
         self.parts.clear()
         self._tasks.clear()
 

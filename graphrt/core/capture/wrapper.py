@@ -123,7 +123,7 @@ class GraphWrapper(Uncopied):
         self._off = graphs_off()
         self._owner_served = False
         # Last: a session that is under way has it capture from now on.
-        self.pool.add_holder(self)
+        self.pool._add_holder(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the runnable, as the context says; returns what it returns.
@@ -265,13 +265,13 @@ class GraphWrapper(Uncopied):
         if context.descriptor is not None and allowed:
             return True
         self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
-        self.pool.missed(context)
+        self.pool._missed(context)
         return False
 
     def _tell_pool(self, context: ForwardContext) -> None:
         transaction = context.capture
         if context.descriptor is not None and (transaction is None or transaction.tells_pool):
-            self.pool.captured(self, context.descriptor)
+            self.pool._captured(self, context.descriptor)
 
     def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
         """What the runnable returns, in static buffers where these are asked for."""
@@ -341,10 +341,10 @@ class GraphWrapper(Uncopied):
 
     def _move_to(self, pool: GraphPool) -> None:
         self._graphs.check_move(pool)
-        self.pool.remove_holder(self)
+        self.pool._remove_holder(self)
         self._graphs.use(pool)
         self.pool = pool
-        pool.add_holder(self)
+        pool._add_holder(self)
 
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again.
@@ -366,17 +366,17 @@ class GraphWrapper(Uncopied):
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         """The same for who has the pool's turn; all of them, if none is named."""
         graphs = self._graphs
-        self.pool.reset_graphs(graphs.take(descriptor))
+        self.pool._reset_graphs(graphs.take(descriptor))
         graphs.clear_buffers()
         if descriptor is None:
             self._sealing.open()
 
     def look_again(self, descriptor: BatchDescriptor) -> None:
-        """See `GraphPool.missed`."""
+        """See `HoldsGraphs`."""
         if not self._owner_served and self.runtime_mode is not _FULL:
             self._graphs.look_again(descriptor)
 
-    def repeat_eagerly(
+    def _repeat_eagerly(
         self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
     ) -> Any:
         """A step whose update failed, run eagerly if the host wants that, and counted; raises

@@ -209,7 +209,6 @@ class StepMoves:
     """What a step of so many live tokens and requests moves into one layout."""
 
     __slots__ = (
-        "_padded",
         "_spans",
         "alike",
         "fetch",
@@ -217,6 +216,7 @@ class StepMoves:
         "fixed",
         "from_host",
         "live",
+        "padded",
         "prepared",
         "rows",
         "short",
@@ -245,7 +245,7 @@ class StepMoves:
         firsts = [move.copies[0] for move in self.fields if len(move.copies) == 1]
         if len(firsts) == len(self.fields) and all(b <= _FEW_BYTES for _, _, b in firsts):
             self.short = [to for to, _, _ in firsts], [c_size_t(b) for _, _, b in firsts]
-        self._padded = [move for move in self.fields if move.pads or move.repeats]
+        self.padded = [move for move in self.fields if move.pads or move.repeats]
         self.fetch = layout.fetch
         # What a transport prepared for such steps, and what wrote the last one, if that was
         # compiled.
@@ -267,7 +267,7 @@ class StepMoves:
 
     def pad_at(self, base: int) -> None:
         """Write all padding rows in the host's packed memory at `base`."""
-        for move in self._padded:
+        for move in self.padded:
             move.pad_at(base)
 
     def views_in(self, memory: torch.Tensor, at: int) -> dict[str, torch.Tensor]:

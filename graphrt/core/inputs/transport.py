@@ -214,17 +214,20 @@ class StagedCopy:
         busy = (0, 0) if staging is None else staging.next_memory()
         sources = sources_of(values, moves, slab, busy)
         kinds = sources.kinds
-        if staging is None:
-            self._write(moves, sources, slab.low)
-            if "d" in kinds:
-                self._write_on_device(moves, sources)
-            return
-        spans = moves.whole if kinds == moves.from_host else moves.spans(kinds)
-        if spans:
-            slot = staging.take()
-            self._write(moves, sources, slot.address)
+        from_host = kinds == moves.from_host
+        spans = moves.whole if from_host else moves.spans(kinds)
+        slot = None if staging is None or not spans else staging.take()
+        if staging is None or slot is not None:
+            base = slab.low if slot is None else slot.address
+            if from_host:
+                moves.copy_at(base, sources.addresses)
+                if moves.padded:
+                    moves.pad_at(base)
+            else:
+                self._write(moves, sources, base)
+        if slot is not None:
             slot.copy_to(slab.window, spans, stream)
-        if "d" in kinds or "k" in kinds:
+        if "d" in kinds or (staging is not None and "k" in kinds):
             self._write_on_device(moves, sources)
 
     def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
@@ -242,13 +245,8 @@ class StagedCopy:
 
     def _write(self, moves: StepMoves, sources: Sources, base: int) -> None:
         """Write live rows and padding to the host memory at `base`: the slab, or a slot for it."""
-        _, addresses, kinds, _ = sources
-        if kinds == moves.from_host:
-            moves.copy_at(base, addresses)
-            moves.pad_at(base)
-            return
         in_slab = self.staging is None
-        for move, address, kind in zip(moves.fields, addresses, kinds, strict=True):
+        for move, address, kind in zip(moves.fields, sources.addresses, sources.kinds, strict=True):
             if kind == "h":
                 move.copy_at(base, address)
             # The row that is repeated is where the live rows are.

@@ -185,7 +185,7 @@ class GraphPool(Uncopied):
             self._sessions.remove(session)
             self._tell_holders()
 
-    def captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
+    def _captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
         """Count a capture, and tell who wants to know."""
         self.captures += 1
         tell(self.on_capture, wrapper, descriptor)
@@ -207,7 +207,7 @@ class GraphPool(Uncopied):
         for holder in list(self._holders):
             holder.destroy_graphs(descriptor)
 
-    def missed(self, context: ForwardContext) -> None:
+    def _missed(self, context: ForwardContext) -> None:
         """Note that a piece of a step runs eagerly: what it leaves lies elsewhere than what its
         graph left, so the other pieces look where their arguments are before they replay."""
         descriptor = context.descriptor
@@ -250,7 +250,7 @@ class GraphPool(Uncopied):
         """
         return Turn(self, owner, idle=idle)
 
-    def pass_to(self, owner: object) -> None:
+    def _pass_to(self, owner: object) -> None:
         """In a turn: from here on the pool is this owner's, until it is passed back."""
         self.owner = owner
 
@@ -259,7 +259,7 @@ class GraphPool(Uncopied):
         if self.owner is waiting:
             self.owner = None
 
-    def enter_step(self, context: ForwardContext) -> None:
+    def _enter_step(self, context: ForwardContext) -> None:
         """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
         another one, and for one that another one has followed."""
         if not self.pieces.replays(context):
@@ -269,17 +269,17 @@ class GraphPool(Uncopied):
         if self.handed_out:
             expire(self.handed_out)
 
-    def enter_capture(self, context: ForwardContext) -> None:
+    def _enter_capture(self, context: ForwardContext) -> None:
         """Note that a step captures something; raises as `enter_step` does, and `CaptureError`
         behind a replay of the same step."""
         if context.mode is GraphMode.FULL:
-            self.leave_step(context)
+            self._leave_step(context)
             return
         if not self.pieces.captures(context):
             raise self.busy_error(context)
         self.step = _CAPTURED
 
-    def leave_step(self, context: ForwardContext | None) -> None:
+    def _leave_step(self, context: ForwardContext | None) -> None:
         """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
         if not self.pieces.leave(context):
             raise self.busy_error(context)
@@ -290,13 +290,13 @@ class GraphPool(Uncopied):
         """The context that is entered, in whatever thread, and in which pieces have run."""
         return self.pieces.entered
 
-    def will_put_back(self, what: str, later: Callable[[Callable[[], object]], object]) -> None:
+    def _will_put_back(self, what: str, later: Callable[[Callable[[], object]], object]) -> None:
         """Note that `what` changes state until all is undone that it was given as `later`: a child
         of the process, in which nobody undoes it, cannot go on."""
         later(partial(setattr, self, "puts_back", self.puts_back))
         self.puts_back = what
 
-    def expire_outputs(self) -> None:
+    def _expire_outputs(self) -> None:
         """Make what runners have handed out unreadable: its memory is about to be written."""
         if self.handed_out:
             expire(self.handed_out)
@@ -324,13 +324,13 @@ class GraphPool(Uncopied):
             advice="give what runs at the same time a GraphPool of its own",
         )
 
-    def add_holder(self, holder: HoldsGraphs) -> None:
+    def _add_holder(self, holder: HoldsGraphs) -> None:
         """Note what has graphs that `close` must destroy; it is not kept alive."""
         self._holders.add(holder)
         if self._sessions:
             holder.in_session(True)
 
-    def remove_holder(self, holder: HoldsGraphs) -> None:
+    def _remove_holder(self, holder: HoldsGraphs) -> None:
         """Forget what has no graphs here any more, and that a session here has not ended for."""
         self._holders.discard(holder)
         if self._sessions:
@@ -345,10 +345,10 @@ class GraphPool(Uncopied):
         if self.read_stream_id is not None:
             stream_id = self.read_stream_id()
             if stream_id != self.stream_id:
-                self.change_stream(stream_id)
+                self._change_stream(stream_id)
         return self.last_stream
 
-    def change_stream(self, stream_id: int) -> None:
+    def _change_stream(self, stream_id: int) -> None:
         """Make the current stream, which has this id, wait for the one that replayed last."""
         with self.on_device():
             current = self.platform.current_stream()
@@ -363,15 +363,15 @@ class GraphPool(Uncopied):
         """Held by the thread that captures on the device."""
         return capture_lock(self.device)
 
-    def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
+    def _reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs of this pool; waits for captures of other threads on the device."""
         if graphs:
-            self.expire_outputs()
+            self._expire_outputs()
             # It may synchronise the device, which would break a capture that is open.
             with self.capture_lock, self.on_device():
                 self.platform.reset_graphs(graphs)
 
-    def allocate(self) -> Any:
+    def _allocate(self) -> Any:
         """A context in which this thread's allocations come from the pool."""
         return self.platform.allocate_in(self.memory)
 
@@ -396,7 +396,7 @@ class GraphPool(Uncopied):
     def _close(self) -> None:
         self._destroy_graphs(None)
         self.closed = True
-        self.leave_step(None)
+        self._leave_step(None)
         with self.capture_lock, self.on_device():
             self.platform.release_memory(self.memory)
         # It may be lent to another pool.
@@ -424,12 +424,12 @@ class GraphPool(Uncopied):
                 advice="leave platform= out where pool= is given",
             )
 
-    def check_like(self, other: GraphPool) -> None:
+    def _check_like(self, other: GraphPool) -> None:
         """Raise `InvalidOptionError` if the other pool is of another platform or device."""
         self.check_platform(other.platform)
-        self.check_device(other.device)
+        self._check_device(other.device)
 
-    def check_device(self, device: torch.device) -> None:
+    def _check_device(self, device: torch.device) -> None:
         """Raise `InvalidOptionError` if the pool is on another device."""
         if device_of(self.platform, device) != self.device:
             raise InvalidOptionError(

@@ -94,7 +94,7 @@ class CaptureSession:
             return
         undo = Undo()
         try:
-            setup.pool.will_put_back("a capture", undo.later)
+            setup.pool._will_put_back("a capture", undo.later)
             undo.later(self._reset_inputs)
             # The host's numbers go on where they were; those of a device are not restored.
             undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
@@ -241,8 +241,8 @@ class CaptureSession:
         undo = Undo()
         try:
             undo.later(state.restore)
-            undo.later(partial(pool.pass_to, self._graphs.owner))
-            pool.pass_to(context)
+            undo.later(partial(pool._pass_to, self._graphs.owner))
+            pool._pass_to(context)
             undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
             torch.set_grad_enabled(False)
             undo.later(partial(warming_up.set, warming_up.get()))
@@ -283,7 +283,7 @@ class CaptureSession:
         """Make every row of the buffers padding, and let the host bind what it reads to them."""
         inputs, bind, step = self._setup.inputs, self._setup.host.bind, graph.step
         # Outputs of the step before may lie in the buffers.
-        self._setup.pool.expire_outputs()
+        self._setup.pool._expire_outputs()
         inputs.reset(step.layout)
         if step.ring is not None and phase == "capture":
             inputs.expect_capture(step.layout)

@@ -92,13 +92,13 @@ class StepExecutor:
         if pool.closed:
             pool.check_open()
         if context is None and pool.step is not None:
-            pool.leave_step(None)
+            pool._leave_step(None)
         ring = None if eager else step.ring
         stream = None if pool.read_stream_id is None else pool.follow_stream()
         inputs.fill(values, step.layout, tokens, reqs, stream, ring is not None)
         # Not before: they may have been among the inputs.
         if pool.handed_out:
-            pool.expire_outputs()
+            pool._expire_outputs()
         if self._bind is not None:
             phase: Phase = "eager" if eager or self.graphs.setup.eager_launch else "replay"
             self._bind(step.readable, step.descriptor, phase)
@@ -145,7 +145,7 @@ class StepExecutor:
             views = {name: view.detach() for name, view in layout.views.items()}
         else:
             views = inputs.copies(values, tokens, reqs)
-        pool.expire_outputs()
+        pool._expire_outputs()
         if bind is not None:
             bind(MappingProxyType(views), found.descriptor, "eager")
         forward = partial(
@@ -202,13 +202,13 @@ class StepExecutor:
         is theirs."""
         pool, owner = self.pool, self.graphs.owner
         try:
-            pool.pass_to(context)
+            pool._pass_to(context)
             with context:
                 outputs = run()
-            pool.pass_to(owner)
+            pool._pass_to(owner)
             return outputs
         except BaseException:
-            pool.pass_to(owner)
+            pool._pass_to(owner)
             context.leave()
             raise
 

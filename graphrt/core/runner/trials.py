@@ -142,7 +142,7 @@ class StepTrials:
         )
         undo = Undo()
         try:
-            self._executor.pool.will_put_back("a trial", undo.later)
+            self._executor.pool._will_put_back("a trial", undo.later)
             # As captures run.
             set_for_capture(undo)
             verdict = trial.run(undone=undone)

@@ -206,17 +206,14 @@ class ReadSet:
 
         Put together of what runs in C: a step takes one of them.
         """
+        slots = [link for link in self.links if link.place.way is not FIXED]
         # Code is replaced by hand alone, and takes longer to look at.
-        slots = [
-            link
-            for link in self.links
-            if link.place.way is not FIXED and not issubclass(type(link.held), _CODE)
-        ]
-        tensors = [link.held for link in slots if issubclass(type(link.held), torch.Tensor)]
+        slots = [link for link in slots if not issubclass(type(link.held), _CODE)]
+        tensors = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
         found = map(call, cycle([link.place.getter() for link in slots]))
-        same = map(is_, found, cycle([link.held for link in slots]))
+        same = map(is_, found, cycle([link.held for link in slots])) if slots else repeat(True)
         if not tensors:
-            return same if slots else repeat(True)
+            return same
         addresses = map(torch.Tensor.data_ptr, cycle(tensors))
         there = map(eq, addresses, cycle([tensor.data_ptr() for tensor in tensors]))
         return map(and_, same, there)

@@ -19,12 +19,11 @@ import torch
 
 from graphrt.core.trust.places.slots import (
     bases_of,
-    is_numpy_number,
     module_globals,
     module_of,
-    modules_of,
     name_of,
     namespace_of,
+    of_numpy,
 )
 
 
@@ -75,6 +74,7 @@ def _function_dict(function: Any) -> dict[str, Any]:
     return found
 
 
+_BY_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _CACHED = type(functools.lru_cache(len))
 _EXACT: dict[type, Kind] = {
     **dict.fromkeys((int, float, complex, bool, str, bytes, type(None), type(...)), Kind.PLAIN),
@@ -163,34 +163,22 @@ def shape_of(of: type) -> Shape:
 def _shape_of(of: type) -> Shape:
     if issubclass(of, threading.local):
         return Shape(Kind.SKIPPED)
-    bases, modules = bases_of(of), modules_of(of)
     kind = None
     for base, kind_of_base in _BASES:
         if issubclass(of, base):
             kind = kind_of_base
             break
-    if kind is None and is_numpy_number(of):
+    if kind is None and issubclass(of, of_numpy("generic")):
         kind = Kind.PLAIN
     if kind is Kind.PLAIN or kind is Kind.SKIPPED:
         return Shape(kind)
-    dict_of, slots = _attributes(of)
-    if kind is None:
-        kind = _kind_of_object(of, modules, bool(dict_of or slots))
-    frozen, users = None, []
-    for base, module in zip(bases, modules, strict=True):
-        frozen = frozen or namespace_of(base).get("__dataclass_params__")
-        if not is_library(module):
-            users.append(base)
-    is_frozen = getattr(frozen, "frozen", False) is True
-    return Shape(kind, dict_of, slots, is_frozen, tuple(users), _draws(of, modules))
+    shape = _attributes(of)
+    return shape if kind is None else shape._replace(kind=kind)
 
 
-_BY_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
-
-
-def _attributes(of: type) -> tuple[Callable[[Any], Any] | None, Any]:
-    """How to get the `__dict__` of an object, and the descriptors of its slots."""
-    dict_of, slots = None, []
+def _attributes(of: type) -> Shape:
+    """The shape of objects that are of no kind by a base."""
+    dict_of, slots, users, frozen = None, [], [], None
     for base in bases_of(of):
         names = namespace_of(base)
         found = names.get("__dict__")
@@ -198,42 +186,45 @@ def _attributes(of: type) -> tuple[Callable[[Any], Any] | None, Any]:
         if dict_of is None and type(found) in _BY_C and base is not type:
             dict_of = found.__get__
         if "__slots__" in names:
-            slots += [
-                (name, value)
-                for name, value in names.items()
-                if type(value) is types.MemberDescriptorType
-            ]
-    return dict_of, tuple(slots)
+            slots += [each for each in names.items() if type(each[1]) is _BY_C[0]]
+        frozen = frozen or names.get("__dataclass_params__")
+        if not is_library(module_of(base)):
+            users.append(base)
+    return Shape(
+        _kind_of_object(of, bool(dict_of or slots)),
+        dict_of,
+        tuple(slots),
+        getattr(frozen, "frozen", False) is True,
+        tuple(users),
+        # The system's own randomness has no state.
+        issubclass(of, _generators()) and not issubclass(of, random.SystemRandom),
+    )
 
 
-def _kind_of_object(of: type, modules: list[str], has_attributes: bool) -> Kind:
-    for base, module in zip(bases_of(of), modules, strict=True):
+def _kind_of_object(of: type, has_attributes: bool) -> Kind:
+    for base in bases_of(of):
         if "unwrap" in namespace_of(base):
-            if is_library(module) and module.startswith("graphrt."):
+            module = module_of(base)
+            if is_library(module) and module.partition(".")[0] == "graphrt":
                 return Kind.WRAPPER
             break
     if is_array(of):
         return Kind.ARRAY
     # Of torch only masks of attention and what is like them: streams, graphs and what the compiler
     # keeps are no state of a model.
-    entered = not is_library(modules[0]) or modules[0].startswith("torch.nn.")
+    entered = not is_library(module_of(of)) or module_of(of).startswith("torch.nn.")
     return Kind.OBJECT if of in _ENTERED or (entered and has_attributes) else Kind.SKIPPED
 
 
 def is_array(kind: type) -> bool:
     """Whether `kind` is NumPy's type of arrays, which need not be installed."""
-    return (module_of(kind), name_of(kind)) == ("numpy", "ndarray")
+    return kind is of_numpy("ndarray")
 
 
-def _draws(of: type, modules: list[str]) -> bool:
-    """Whether random numbers are drawn from objects of a type, whose state can be read and set."""
-    if issubclass(of, torch.Generator | random.Random):
-        # The system's own randomness has no state.
-        return not issubclass(of, random.SystemRandom)
-    for base, module in zip(bases_of(of), modules, strict=True):
-        if module.startswith("numpy.") and name_of(base) in ("RandomState", "Generator"):
-            return True
-    return False
+def _generators() -> tuple[Any, ...]:
+    """What random numbers are drawn from, with a state that can be read and set."""
+    numpys = [of_numpy(name, "numpy.random") for name in ("Generator", "RandomState")]
+    return (torch.Generator, random.Random, *numpys)
 
 
 def hashes_plainly(key: object) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -37,21 +38,16 @@ module_globals = vars(ModuleType)["__dict__"].__get__
 bases_of = type.__dict__["__mro__"].__get__
 """The method resolution order of a class."""
 
-_module_of = type.__dict__["__module__"].__get__
-
 
 def module_of(of: type) -> str:
     """The dotted name of the module of a class, of Python's own if it does not say."""
-    try:
-        name = _module_of(of)
-    except AttributeError:
-        name = None
+    name = namespace_of(of).get("__module__")
     return name if type(name) is str else "builtins"
 
 
-def modules_of(of: type) -> list[str]:
-    """`module_of` a class and its bases."""
-    return [*map(module_of, bases_of(of))]
+def of_numpy(name: str, module: str = "numpy") -> Any:
+    """A type of NumPy's; no types if it is not imported."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 class Way(NamedTuple):
@@ -292,7 +288,7 @@ def same_value(before: object, after: object) -> bool:
     if compare is None:
         compare = next((how for base, how in _OF_BASES.items() if issubclass(kind, base)), None)
     if compare is None:
-        return is_numpy_number(kind) and repr(before) == repr(after)
+        return issubclass(kind, of_numpy("generic")) and repr(before) == repr(after)
     return compare(before, after) is True
 
 
@@ -320,8 +316,3 @@ _OF_BASES: dict[type, Callable[[Any, Any], object]] = {
     complex: lambda before, after: complex.__repr__(before) == complex.__repr__(after),
     tuple: _same_items,
 }
-
-
-def is_numpy_number(kind: type) -> bool:
-    """Whether `kind` is a scalar type of NumPy, which need not be installed."""
-    return ("numpy", "generic") in zip(modules_of(kind), map(name_of, bases_of(kind)), strict=True)
