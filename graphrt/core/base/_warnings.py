@@ -34,8 +34,10 @@ class GraphQuarantinedWarning(UserWarning):
 
 def warn_caller(text: str, category: type[Warning]) -> None:
     """Warn of the line outside of graphrt that led here, through however many of its functions."""
-    level, frame = 1, sys._getframe(0)
-    caller: FrameType | None = frame
+    level = 1
+    # The one name of it: a frame that has itself keeps the step's tensors until garbage is
+    # collected.
+    caller: FrameType | None = sys._getframe(0)
     while caller is not None and str(caller.f_globals.get("__name__")).startswith("graphrt."):
         level, caller = level + 1, caller.f_back
     warnings.warn(text, category, stacklevel=level)

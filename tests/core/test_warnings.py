@@ -1,0 +1,27 @@
+"""Warnings name the host's line, and keep nothing of the step that gave them."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+
+import torch
+
+from graphrt.core.base import warn_caller
+
+
+def test_a_warning_keeps_no_tensor_of_the_frames_that_led_to_it() -> None:
+    def step() -> weakref.ref[torch.Tensor]:
+        value = torch.ones(1)
+        warn_caller("the step runs eagerly", UserWarning)
+        return weakref.ref(value)
+
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kept = step()
+        assert kept() is None
+    finally:
+        gc.enable()
