@@ -113,34 +113,25 @@ def _check_rows(tensor: torch.Tensor, rows: Any) -> None:
     del wrong
 
 
-class SavedState:
-    """The declared state as it was, for the time of a `capture()`."""
+def save_declared(
+    states: Iterable[State | torch.Tensor], limit_bytes: int
+) -> list[Callable[[], None]]:
+    """Save declared state; returns what restores it, piece by piece.
 
-    def __init__(self, states: Iterable[State | torch.Tensor], limit_bytes: int) -> None:
-        """Raises `StateTooLargeError` above `limit_bytes`; nothing is saved then."""
-        declared = as_states(states)
-        total = sum(state.bytes for state in declared)
-        if total > limit_bytes:
-            raise StateTooLargeError(
-                "saving the declared state takes too much memory",
-                got=f"{total} bytes",
-                expected=f"at most {limit_bytes} bytes",
-                advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
-                "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
-                "or raise state_limit_bytes",
-            )
-        self._restores = [state.save() for state in declared]
-
-    def restore(self) -> None:
-        """Put everything back as it was; the first error is raised when all is done."""
-        failed: Exception | None = None
-        for restore in self._restores:
-            try:
-                restore()
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+    Raises `StateTooLargeError` above `limit_bytes`; nothing is saved then.
+    """
+    declared = as_states(states)
+    total = sum(state.bytes for state in declared)
+    if total > limit_bytes:
+        raise StateTooLargeError(
+            "saving the declared state takes too much memory",
+            got=f"{total} bytes",
+            expected=f"at most {limit_bytes} bytes",
+            advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
+            "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
+            "or raise state_limit_bytes",
+        )
+    return [state.save() for state in declared]
 
 
 def as_states(states: Iterable[State | torch.Tensor]) -> Sequence[State]:

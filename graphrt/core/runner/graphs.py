@@ -20,7 +20,6 @@ from graphrt.core.capture import (
     CaptureTransaction,
     GraphOptions,
     GraphOwner,
-    SavedState,
     Sealing,
     as_states,
 )
@@ -259,7 +258,7 @@ class GraphSet:
     def _saved_state(self) -> WatchedState:
         limit = self._options.state_limit(self._pool.platform)
         return WatchedState(
-            SavedState(self.state, limit),
+            self.state,
             limit_bytes=limit,
             forward=self.forward,
             reads=self.reads,

@@ -49,6 +49,12 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     return max(worst, key=lambda each: each.relative) if worst else None
 
 
+def differs(ours: Any, theirs: Any, rounding: float, *, rounded: bool = False) -> bool:
+    """Whether two trees are further apart than by `rounding`."""
+    apart = difference(ours, theirs, rounded=rounded)
+    return apart is not None and apart.relative > rounding
+
+
 def rounding_of(
     dtypes: Iterable[torch.dtype],
     operators: Iterable[object],

@@ -14,8 +14,8 @@ import torch
 from graphrt.core.base import StaleInputError, storage_use_count, tree
 from graphrt.core.device import GraphRead
 from graphrt.core.replay import is_spare
-from graphrt.core.trust.baked import BakedValues
 from graphrt.core.trust.places import Link, Places, SlotLink, TensorLink, places_of
+from graphrt.core.trust.python_state import PythonState
 from graphrt.core.trust.watching import Use, Watch
 
 
@@ -71,7 +71,7 @@ class Reads:
         """All of them hold as long as nothing has moved."""
         self.remade: set[str] = set()
         """Where every eager run of the forward puts another tensor, computed of its weights."""
-        self.values: BakedValues | None = None
+        self.values: PythonState | None = None
         """Python values as of the last capture; None without graphs."""
 
     def note(self, watch: Watch) -> None:
@@ -101,7 +101,7 @@ class Reads:
     def settle(self) -> Places:
         """Find names for what is held, and note where it is; returns the walk."""
         places = places_of(self._forward)
-        self.values = BakedValues(places)
+        self.values = PythonState(places, baked=True)
         self._where = self._places_of_reads(places)
         self._packed = {place.path: value for place, value in places.packed}
         read = set(self._where)

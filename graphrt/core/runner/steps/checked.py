@@ -19,7 +19,7 @@ from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.tried import AskedForward, PaddedTrial, copied_values
 from graphrt.core.runner.steps.unpadded import UnpaddedSteps
 from graphrt.core.runner.steps.updates import LastUpdates
-from graphrt.core.trust import Trial, Verdict, WarmedUp, places_of
+from graphrt.core.trust import Trial, TriedGraph, Verdict, WarmedUp, places_of
 
 _SEED = 0
 """Of the generator that examples are made with: the same on every rank."""
@@ -212,22 +212,26 @@ class CheckedSteps:
         warm = self._warmed_up.get(found.descriptor.kind)
         padded = self._steps[found.slot]
         assert padded is not None
-        trial = Trial(
-            step,
-            name=f"{found.mode.name} [{found.descriptor}]",
-            own=padded.storages(),
-            device_type=self._padded.pool.platform.device_type,
-            limit_bytes=self._limit_bytes(),
-            places=places_of(self._forward),
+        platform = self._padded.pool.platform
+        graph = TriedGraph(
+            f"{found.mode.name} [{found.descriptor}]",
             captured=None if warm is None else warm.trace,
             issued=None if warm is None else warm.captured.get(found.mode),
-            precision=self._padded.pool.platform.float32_precision,
             same_size=warm is not None and warm.tokens == padded.tokens,
+            has_parts=found.mode is GraphMode.PIECEWISE,
+            moved=self._checks.moved(found.slot),
+        )
+        trial = Trial(
+            step,
+            graph,
+            own=padded.storages(),
+            device_type=platform.device_type,
+            limit_bytes=self._limit_bytes(),
+            places=places_of(self._forward),
+            precision=platform.float32_precision,
             mixes_rows=self._mixes_rows,
             pads=step.pads,
             strict=self._checks.strict,
-            has_parts=found.mode is GraphMode.PIECEWISE,
-            moved=self._checks.moved(found.slot),
         )
         pool, undo = self._padded.pool, Undo()
         try:

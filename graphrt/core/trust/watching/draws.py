@@ -10,23 +10,23 @@ state of the generators, and the live rows of that are what the run goes on with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.core.base import inference_guard, unseen
-from graphrt.core.trust.generators import Generators
+from graphrt.core.trust.generators import Generators, of_torch
 from graphrt.core.trust.watching.operators import facts_of, written
 
 
 class _Draw(NamedTuple):
-    """One operator that has drawn: its arguments, of tensors the shapes, and what puts the
-    generators where they were before it."""
+    """One operator that has drawn: its arguments, of tensors the shapes, and the states of
+    the generators before it."""
 
     func: Any
     shapes: Any
-    put_back: Callable[[], None]
+    before: list[Any]
 
 
 class Draws:
@@ -45,43 +45,42 @@ class Draws:
 
     def record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator that may draw, in the padded run."""
-        put_back, before = self._generators.now(), self._generators.of_torch()
-        shapes = _shapes_of((args, dict(kwargs)))
+        draw = _Draw(func, _shapes_of((args, dict(kwargs))), self._generators.take())
         result = func(*args, **kwargs)
-        if self._drew(before):
-            self._found.append(_Draw(func, shapes, put_back))
+        if self._drew(draw.before):
+            self._found.append(draw)
         return result
 
     def repeat(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator that may draw, in a run on the live rows alone."""
         draw = self._found[self._next] if self._next < len(self._found) else None
+        wide = None
         if draw is not None:
-            unseen(draw.put_back)
-        wide = None if draw is None else unseen(lambda: _widened((args, dict(kwargs)), draw.shapes))
-        before = self._generators.of_torch()
+            unseen(lambda: self._generators.restore(draw.before))
+            # Before the call: it may write what it is given.
+            wide = unseen(lambda: _widened_or_none((args, dict(kwargs)), draw.shapes))
+        before = self._generators.take()
         result = func(*args, **kwargs)
         if not self._drew(before):
             return result
         self._next += 1
         if draw is None or wide is None or draw.func is not func:
             self.lost = True
-            return result
-
-        facts = facts_of(func)
-        more_args, more_kwargs = wide
-
-        def again() -> None:
-            draw.put_back()
-            found = func(*more_args, **more_kwargs)
-            _take_rows(result, found)
-            _take_rows([*written(facts, args, kwargs)], [*written(facts, more_args, more_kwargs)])
-
-        unseen(again)
+        else:
+            unseen(lambda: self._again(draw, wide, result, (args, kwargs)))
         return result
 
-    def _drew(self, before: list[torch.Tensor]) -> bool:
-        now = self._generators.of_torch()
-        return unseen(lambda: not all(map(torch.equal, before, now)))
+    def _again(self, draw: _Draw, wide: Any, result: Any, given: tuple[Any, Any]) -> None:
+        """Draw as many as the padded run has, and take the live rows of it."""
+        self._generators.restore(draw.before)
+        args, kwargs = wide
+        found, facts = draw.func(*args, **kwargs), facts_of(draw.func)
+        _take_rows(result, found)
+        _take_rows([*written(facts, *given)], [*written(facts, args, kwargs)])
+
+    def _drew(self, before: list[Any]) -> bool:
+        then, now = of_torch(before), of_torch(self._generators.take())
+        return unseen(lambda: not all(map(torch.equal, then, now)))
 
 
 def draws_numbers(func: Any) -> bool:
@@ -99,35 +98,47 @@ def _shapes_of(value: Any) -> Any:
     return value
 
 
+class _OtherShape(Exception):
+    """Arguments of two runs are not alike."""
+
+
+def _widened_or_none(value: Any, wanted: Any) -> Any:
+    try:
+        return _widened(value, wanted)
+    except _OtherShape:
+        return None
+
+
 def _widened(value: Any, wanted: Any) -> Any:
     """Arguments of a run of live rows, as long as those of the padded run; padding rows hold the
-    last live row. None where that cannot be."""
+    last live row. Raises `_OtherShape` where that cannot be."""
     if isinstance(value, torch.Tensor):
-        if value.dim() != len(wanted):
-            return None
-        found = value.clone()
-        for dim, count in enumerate(wanted):
-            have = found.shape[dim]
-            if have > count or (have == 0 and count):
-                return None
-            if have < count:
-                rows = torch.arange(count, device=found.device).clamp_(max=have - 1)
-                found = found.index_select(dim, rows)
-        return found
-    if isinstance(value, list | tuple):
-        if len(value) != len(wanted):
-            return None
-        found_items = [_widened(*pair) for pair in zip(value, wanted, strict=True)]
-        lost = any(f is None and v is not None for f, v in zip(found_items, value, strict=True))
-        return None if lost else type(value)(found_items)
-    if isinstance(value, dict):
-        if value.keys() != wanted.keys():
-            return None
-        found_named = {name: _widened(each, wanted[name]) for name, each in value.items()}
-        lost = any(found_named[name] is None and value[name] is not None for name in value)
-        return None if lost else found_named
+        return _with_rows(value, wanted)
+    if isinstance(value, list | tuple | dict):
+        names = value.keys() if isinstance(value, dict) else range(len(value))
+        if names != (wanted.keys() if isinstance(value, dict) else range(len(wanted))):
+            raise _OtherShape
+        found = {name: _widened(value[name], wanted[name]) for name in names}
+        return found if isinstance(value, dict) else type(value)(found.values())
+    if value is not None and type(value) is not type(wanted):
+        raise _OtherShape
     # The sizes of new tensors; a generator is the same one.
-    return wanted if type(value) is type(wanted) else None
+    return None if value is None else wanted
+
+
+def _with_rows(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A copy of `tensor` of this shape, whose last rows are repeated."""
+    if tensor.dim() != len(shape):
+        raise _OtherShape
+    found = tensor.clone()
+    for dim, count in enumerate(shape):
+        have = found.shape[dim]
+        if have > count or (have == 0 and count):
+            raise _OtherShape
+        if have < count:
+            rows = torch.arange(count, device=found.device).clamp_(max=have - 1)
+            found = found.index_select(dim, rows)
+    return found
 
 
 def _take_rows(own: Any, wide: Any) -> None:

@@ -74,7 +74,7 @@ class SavedWrites:
         # Which memory rows were written of, and by which operator.
         self.row_writes: set[tuple[int, str]] = set()
         self._sums = sums
-        self._limit = limit_bytes
+        self.limit = limit_bytes
         self._regions: list[_Region] = []
         self._whole: dict[tuple[object, ...], _Whole] = {}
         self._protected: dict[tuple[object, ...], Protected] = {}
@@ -109,7 +109,7 @@ class SavedWrites:
         dim = 0
         if whole:
             view = tensor.detach()
-            if self.bytes + view.numel() * view.element_size() > self._limit:
+            if self.bytes + view.numel() * view.element_size() > self.limit:
                 if self._sums:
                     self._protected[place] = Protected(view, str(use))
                 return
@@ -122,32 +122,29 @@ class SavedWrites:
             self.row_writes.add((tensor.untyped_storage()._cdata, facts.name))
         was = read()
         self.bytes += was.numel() * was.element_size()
-        if self.bytes > self._limit:
-            raise too_large(self.bytes, self._limit, str(use))
+        if self.bytes > self.limit:
+            raise too_large(self.bytes, self.limit, str(use))
         inference = tensor.is_inference()
         self._regions.append(_Region(read, write, was, inference, use, chosen, dim, whole))
         if whole:
             self._whole[place] = held
 
-    def restore(self) -> None:
-        """Put everything back as it was, the last write first; called again it does so again."""
-        if self._regions:
-            unseen(self._restore)
-
-    def _restore(self) -> None:
-        for region in reversed(self._regions):
-            _write(region, region.was)
-
-    def values(self) -> list[torch.Tensor]:
+    def take(self) -> list[torch.Tensor]:
         """Copies of what is there now."""
         return unseen(lambda: [region.read().clone() for region in self._regions])
 
-    def write(self, values: Sequence[torch.Tensor]) -> None:
-        """Write what `values` returned earlier; what was saved since then stays as it is."""
-        regions = self._regions
+    def restore(self, values: Sequence[torch.Tensor] | None = None) -> None:
+        """Put everything back as it was, the last write first, or write what `take` returned; what
+        was saved since then stays as it is then. Called again it does so again."""
+        if not self._regions:
+            return
+        if values is None:
+            pairs = [(region, region.was) for region in reversed(self._regions)]
+        else:
+            pairs = [*zip(self._regions, values, strict=False)]
 
         def write() -> None:
-            for region, value in zip(regions, values, strict=False):
+            for region, value in pairs:
                 _write(region, value)
 
         unseen(write)
@@ -161,7 +158,7 @@ class SavedWrites:
         differs: Callable[[torch.Tensor, torch.Tensor], str | None],
     ) -> tuple[object, str] | None:
         """The first memory in which a padded run left something else than one without padding, and
-        what, by `differs`; `padded` and `alone` are what `values` returned after them.
+        what, by `differs`; `padded` and `alone` are what `take` returned after them.
 
         Rows that `pads` name may differ: they are nobody's. If there are any, so are the rows that
         padding rows of the step write, where an index has as many entries as the first of one of
@@ -196,7 +193,7 @@ def _write(region: _Region, value: torch.Tensor) -> None:
 
 
 def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Of what `SavedWrites.values` returned at several times, memory that was there each time."""
+    """Of what `SavedWrites.take` returned at several times, memory that was there each time."""
     kept = [each for each in zip(*values, strict=True) if len({t.shape for t in each}) == 1]
     return [[each[at] for each in kept] for at in range(len(values))]
 
