@@ -16,7 +16,7 @@ from graphrt.core.capture.refusals import (
     user_source,
 )
 from graphrt.core.capture.sealing import Sealing
-from graphrt.core.capture.state import State, as_states, save_declared
+from graphrt.core.capture.state import State, as_states
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
 from graphrt.core.capture.wrapper import GraphWrapper
 
@@ -42,7 +42,6 @@ __all__ = [
     "inside_capture",
     "is_listed",
     "operator_break",
-    "save_declared",
     "separate_strides",
     "side_doors",
     "stands_for",

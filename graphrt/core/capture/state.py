@@ -10,7 +10,6 @@ import torch
 from graphrt.core.base import (
     InvalidOptionError,
     StaleInputError,
-    StateTooLargeError,
     check_kind,
     check_takes,
     inference_guard,
@@ -111,27 +110,6 @@ def _check_rows(tensor: torch.Tensor, rows: Any) -> None:
             advice="State(tensor, rows=slice(0, 1))",
         ) from error
     del wrong
-
-
-def save_declared(
-    states: Iterable[State | torch.Tensor], limit_bytes: int
-) -> list[Callable[[], None]]:
-    """Save declared state; returns what restores it, piece by piece.
-
-    Raises `StateTooLargeError` above `limit_bytes`; nothing is saved then.
-    """
-    declared = as_states(states)
-    total = sum(state.bytes for state in declared)
-    if total > limit_bytes:
-        raise StateTooLargeError(
-            "saving the declared state takes too much memory",
-            got=f"{total} bytes",
-            expected=f"at most {limit_bytes} bytes",
-            advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
-            "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
-            "or raise state_limit_bytes",
-        )
-    return [state.save() for state in declared]
 
 
 def as_states(states: Iterable[State | torch.Tensor]) -> Sequence[State]:

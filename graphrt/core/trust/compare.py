@@ -82,18 +82,21 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
     # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
     if torch.equal(tree.octets(ours), tree.octets(theirs)):
         return None
+    count, largest, scale = _distance(ours, theirs)
+    text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
+    if ours.is_floating_point() or ours.is_complex():
+        return Difference(text, largest and (largest / scale if scale else float("inf")))
+    flipped = rounded and ours.dtype is not torch.bool and count <= _FLIPPED * ours.numel()
+    return Difference(text, 0.0 if flipped else float("inf"))
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, float]:
+    """How many values differ, by how much at most, and the root mean square of `theirs`."""
     wide = torch.complex128 if ours.is_complex() else torch.float64
     a, b = ours.detach().to(wide), theirs.detach().to(wide)
     apart = (a - b).abs()
     apart[(a == b) | (a.isnan() & b.isnan())] = 0
     largest = apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
-    count = int((apart != 0).sum())
-    text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
-    if not (ours.is_floating_point() or ours.is_complex()):
-        flipped = rounded and ours.dtype is not torch.bool and count <= _FLIPPED * ours.numel()
-        return Difference(text, 0.0 if flipped else float("inf"))
     finite = b[b.isfinite()].abs()
     scale = float(finite.pow(2).mean().sqrt()) if finite.numel() else 0.0
-    if largest == 0:
-        return Difference(text, 0.0)
-    return Difference(text, largest / scale if scale else float("inf"))
+    return int((apart != 0).sum()), largest, scale

@@ -300,25 +300,25 @@ def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST, *, tensors: bool = Tru
         return True
     if type(ours) is not type(theirs):
         return False
-    inner = partial(_alike, depth=depth - 1, tensors=tensors)
     shape = shape_of(type(ours))
     if shape.kind is Kind.PLAIN:
         return same_value(ours, theirs)
     if shape.kind is Kind.TENSOR:
         apart = unseen(lambda: difference(ours, theirs, rounded=True)) if tensors else None
         return apart is None or apart.relative <= _ROUNDED
-    if shape.kind in (Kind.LIST, Kind.DEQUE, Kind.TUPLE):
-        if not tensors:
-            ours, theirs = ([e for e in own if not _has_tensor(e)] for own in (ours, theirs))
-        return len(ours) == len(theirs) and all(map(inner, ours, theirs))
-    if shape.kind is Kind.DICT:
-        mine, other = (_entries(own, _items_of(own, _base_of(own))) for own in (ours, theirs))
-        return inner(mine, other)
     if shape.kind in (Kind.SET, Kind.FROZENSET):
         return len(ours) == len(theirs) and bool(ours == theirs)
+    if is_array(type(ours)):
+        return _equal_arrays(ours, theirs)
     if shape.kind is Kind.OBJECT:
-        return inner(_attributes_of(ours, shape), _attributes_of(theirs, shape))
-    return not is_array(type(ours)) or _equal_arrays(ours, theirs)
+        ours, theirs = _attributes_of(ours, shape), _attributes_of(theirs, shape)
+    mine, other = (_inner_of(own, shape_of(type(own))) or [] for own in (ours, theirs))
+    if isinstance(ours, dict):
+        mine, other = _entries(ours, mine), _entries(theirs, other)
+    if not tensors:
+        mine, other = ([e for e in own if not _has_tensor(e)] for own in (mine, other))
+    inner = partial(_alike, depth=depth - 1, tensors=tensors)
+    return len(mine) == len(other) and all(map(inner, mine, other))
 
 
 def _has_tensor(value: Any) -> bool:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.capture import State, save_declared
+from graphrt.core.base import StateTooLargeError
+from graphrt.core.capture import State, as_states
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.places import Places
 from graphrt.core.trust.python_state import PythonState
@@ -45,8 +46,20 @@ class StateSnapshot:
         declared: Iterable[State | torch.Tensor] = (),
         sums: bool = True,
     ) -> None:
-        """Raises `StateTooLargeError` if what is declared takes more than `limit_bytes`."""
-        self._declared = save_declared(declared, limit_bytes)
+        """Raises `StateTooLargeError` if what is declared takes more than `limit_bytes`; nothing is
+        saved then."""
+        states = as_states(declared)
+        total = sum(state.bytes for state in states)
+        if total > limit_bytes:
+            raise StateTooLargeError(
+                "saving the declared state takes too much memory",
+                got=f"{total} bytes",
+                expected=f"at most {limit_bytes} bytes",
+                advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
+                "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
+                "or raise state_limit_bytes",
+            )
+        self._declared = [state.save() for state in states]
         self.memory = SavedWrites(limit_bytes, sums=sums)
         self.generators = Generators(device_type)
 
