@@ -56,9 +56,12 @@ def user_source() -> Source | None:
     """The innermost frame outside torch and graphrt, or the line that generated code stands for."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = _source(frame.f_code, frame.f_lineno)
-        if found is not None:
-            return found
+        # Watches ask at every operator, from deep inside of torch and graphrt.
+        filename = frame.f_code.co_filename
+        if _is_users(filename) or filename in _generated:
+            found = _source(frame.f_code, frame.f_lineno)
+            if found is not None:
+                return found
         frame = frame.f_back
     return None
 

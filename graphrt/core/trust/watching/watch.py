@@ -7,7 +7,7 @@ its schema says. What compiled code reads and writes by its own kernels is not s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,14 +155,14 @@ class Watch(ThreadMode):
                     self._generators.note(value)
         if facts.writes:
             self._before_writes(func, facts, args, kwargs)
-        places = [_place_of(tensor) for tensor in given]
-        outside = {
-            id(tensor)
-            for tensor, (key, _) in zip(given, places, strict=True)
-            if key is not None and key not in self._born
-        }
+        places, outside = [], set()
+        for tensor in given:
+            place = _place_of(tensor)
+            places.append(place)
+            if place[0] is not None and place[0] not in self._born:
+                outside.add(id(tensor))
         self._note(Op(func, arguments_of(args, kwargs, outside)), args)
-        from_inputs = self._use_all(func, facts, args, kwargs, given, places)
+        from_inputs = self._use(func, facts, args, kwargs, zip(given, places, strict=True))
         if self._draw is not None and draws_numbers(func):
             result = self._draw(func, args, kwargs)
         else:
@@ -227,51 +227,40 @@ class Watch(ThreadMode):
             if self._saves is not None:
                 self._saves.save(tensor, facts, args, kwargs, use)
 
-    def _use_all(
+    def _use(
         self,
         func: Any,
         facts: OperatorFacts,
         args: Any,
         kwargs: Any,
-        given: list[torch.Tensor],
-        places: list[tuple[int | None, int]],
+        given: Iterable[tuple[torch.Tensor, tuple[int | None, int]]],
     ) -> bool:
-        """Note what an operator uses; returns whether some of it was computed from the inputs."""
-        overwritten: set[int] = set()
-        if facts.overwrites:
-            overwritten = {id(each) for each in written(facts, args, kwargs)}
-            if len(overwritten) < 2:
-                # torch.add(state, x, out=state) reads it too.
-                ids = [*map(id, given)]
-                overwritten = {each for each in overwritten if ids.count(each) == 1}
+        """Note what an operator uses of what it is `given`, each tensor with its `_place_of`;
+        returns whether some of it was computed from the inputs."""
+        overwritten = _overwritten(facts, args, kwargs) if facts.overwrites else ()
         from_inputs = False
-        for tensor, place in zip(given, places, strict=True):
-            fills = id(tensor) in overwritten
-            if type(tensor) in _BARE:
-                from_inputs |= self._use(tensor, place, func, facts.is_view, fills)
-                continue
-            for part in _parts(tensor):
-                from_inputs |= self._use(part, _place_of(part), func, facts.is_view, fills)
+        for tensor, place in given:
+            parts = [(tensor, place)]
+            if type(tensor) not in _BARE:
+                parts = [(part, _place_of(part)) for part in _parts(tensor)]
+            for part, (key, address) in parts:
+                if key is None:
+                    continue
+                known = self._born.get(key)
+                if address in self._own:
+                    from_inputs = True
+                elif known is None:
+                    fills = id(tensor) in overwritten
+                    from_inputs |= self._use_outside(part, key, func, facts.is_view, fills)
+                else:
+                    from_inputs |= known.from_inputs
+                    if known.of_data is not None:
+                        self.trace.constants.add(known.of_data)
         return from_inputs
 
-    def _use(
-        self,
-        part: torch.Tensor,
-        place: tuple[int | None, int],
-        func: Any,
-        is_view: bool,
-        overwritten: bool,
+    def _use_outside(
+        self, part: torch.Tensor, key: int, func: Any, is_view: bool, overwritten: bool
     ) -> bool:
-        key, address = place
-        if key is None:
-            return False
-        if address in self._own:
-            return True
-        born = self._born.get(key)
-        if born is not None:
-            if born.of_data is not None:
-                self.trace.constants.add(born.of_data)
-            return born.from_inputs
         use = self.uses.get(key)
         if use is None:
             use = self.uses[key] = Use.of(part, str(func))
@@ -299,6 +288,16 @@ class Watch(ThreadMode):
                 news = key not in self._born and key not in self.uses
                 if key is not None and news and address not in self._own:
                     self._born[key] = Kept(part, from_inputs)
+
+
+def _overwritten(facts: OperatorFacts, args: Any, kwargs: Any) -> Collection[int]:
+    """What an operator fills without reading it, by `id`."""
+    found = {id(each) for each in written(facts, args, kwargs)}
+    if len(found) > 1:
+        return found
+    # torch.add(state, x, out=state) reads it too.
+    given = [*map(id, _tensors((*args, *kwargs.values())))]
+    return {each for each in found if given.count(each) == 1}
 
 
 def _finds_itself(key: int) -> bool:
