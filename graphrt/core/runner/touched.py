@@ -52,7 +52,7 @@ def keep_touched(
     touched = {block.address for block in unknown.blocks}
     for tensor in graphs.reads.reachable():
         if address_of(tensor) in touched:
-            graphs.reads.add(tensor, Use.of(tensor, "a kernel that is no operator of torch's"))
+            graphs.reads.add(tensor, Use(tensor, "a kernel that is no operator of torch's"))
     graphs.reads.settle()
 
 

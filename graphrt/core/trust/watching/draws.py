@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import inference_guard, unseen
+from graphrt.core.base import inference_guard, tree, unseen
 from graphrt.core.trust.generators import Generators, of_torch
 from graphrt.core.trust.watching.operators import facts_of, written
 
@@ -58,7 +58,7 @@ class Draws:
         if draw is not None:
             unseen(lambda: self._generators.restore(draw.before))
             # Before the call: it may write what it is given.
-            wide = unseen(lambda: _widened_or_none((args, dict(kwargs)), draw.shapes))
+            wide = unseen(lambda: _widened((args, dict(kwargs)), draw.shapes))
         before = self._generators.take()
         result = func(*args, **kwargs)
         if not self._drew(before):
@@ -88,50 +88,38 @@ def draws_numbers(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def _shapes_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    if isinstance(value, list | tuple):
-        return [_shapes_of(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _shapes_of(each) for name, each in value.items()}
-    return value
+def _shapes_of(given: Any) -> list[tuple[str, Any]]:
+    """The leaves of arguments by their paths, of tensors their shapes."""
+    leaves = tree.leaves(given)
+    return [(path, each.shape if isinstance(each, torch.Tensor) else each) for path, each in leaves]
+
+
+def _widened(given: Any, shapes: list[tuple[str, Any]]) -> Any:
+    """Arguments of a run of live rows, as long as those of the padded run; padding rows hold the
+    last live row. None where that cannot be."""
+    if [path for path, _ in tree.leaves(given)] != [path for path, _ in shapes]:
+        return None
+    wanted = iter(shapes)
+    try:
+        return tree.map_leaves(lambda leaf: _as_long(leaf, next(wanted)[1]), given)
+    except _OtherShape:
+        return None
 
 
 class _OtherShape(Exception):
     """Arguments of two runs are not alike."""
 
 
-def _widened_or_none(value: Any, wanted: Any) -> Any:
-    try:
-        return _widened(value, wanted)
-    except _OtherShape:
-        return None
-
-
-def _widened(value: Any, wanted: Any) -> Any:
-    """Arguments of a run of live rows, as long as those of the padded run; padding rows hold the
-    last live row. Raises `_OtherShape` where that cannot be."""
-    if isinstance(value, torch.Tensor):
-        return _with_rows(value, wanted)
-    if isinstance(value, list | tuple | dict):
-        names = value.keys() if isinstance(value, dict) else range(len(value))
-        if names != (wanted.keys() if isinstance(value, dict) else range(len(wanted))):
+def _as_long(value: Any, wanted: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        if value is not None and type(value) is not type(wanted):
             raise _OtherShape
-        found = {name: _widened(value[name], wanted[name]) for name in names}
-        return found if isinstance(value, dict) else type(value)(found.values())
-    if value is not None and type(value) is not type(wanted):
+        # The sizes of new tensors; a generator is the same one.
+        return None if value is None else wanted
+    if value.dim() != len(wanted):
         raise _OtherShape
-    # The sizes of new tensors; a generator is the same one.
-    return None if value is None else wanted
-
-
-def _with_rows(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A copy of `tensor` of this shape, whose last rows are repeated."""
-    if tensor.dim() != len(shape):
-        raise _OtherShape
-    found = tensor.clone()
-    for dim, count in enumerate(shape):
+    found = value.clone()
+    for dim, count in enumerate(wanted):
         have = found.shape[dim]
         if have > count or (have == 0 and count):
             raise _OtherShape
@@ -143,11 +131,8 @@ def _with_rows(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def _take_rows(own: Any, wide: Any) -> None:
     """Write the first rows of wide tensors into those of a run without padding."""
-    if isinstance(own, torch.Tensor):
-        for dim, count in enumerate(own.shape):
-            wide = wide.narrow(dim, 0, count)
-        with inference_guard(own.is_inference()):
-            own.copy_(wide)
-    elif isinstance(own, list | tuple):
-        for pair in zip(own, wide, strict=True):
-            _take_rows(*pair)
+    for ours, theirs in zip(tree.tensors(own), tree.tensors(wide), strict=True):
+        for dim, count in enumerate(ours.shape):
+            theirs = theirs.narrow(dim, 0, count)
+        with inference_guard(ours.is_inference()):
+            ours.copy_(theirs)

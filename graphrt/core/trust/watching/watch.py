@@ -29,22 +29,8 @@ _NOWHERE = (None, 0)
 class Use:
     """Memory from outside of a forward that a run used: one storage."""
 
-    __slots__ = (
-        "dtype",
-        "exposed",
-        "from_inputs",
-        "in_parts",
-        "is_written",
-        "op",
-        "overwritten",
-        "ref",
-        "shape",
-        "source",
-        "stride",
-    )
-
-    def __init__(self, ref: StorageWeakRef, tensor: torch.Tensor, op: str) -> None:
-        self.ref = ref
+    def __init__(self, tensor: torch.Tensor, op: str) -> None:
+        self.ref = _weak(tensor)
         self.shape = tuple(tensor.shape)
         self.stride = (tensor.storage_offset(), *tensor.stride())
         self.dtype = tensor.dtype
@@ -56,13 +42,8 @@ class Use:
         # Whether the run has read what was there before it; how many elements it wrote at first.
         self.exposed = False
         # Whether eager parts alone have used it, which find at every replay what is there then.
-        self.in_parts = _finds_itself(ref.cdata)
+        self.in_parts = _finds_itself(self.ref.cdata)
         self.overwritten = 0
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, op: str) -> Use:
-        """The use of a plain tensor by `op`."""
-        return cls(_weak(tensor), tensor, op)
 
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, if it is still there."""
@@ -80,8 +61,6 @@ class Kept:
     after it was made, and where in the trace it was made of Python data.
 
     The weak reference also keeps the storage's name from being used again."""
-
-    __slots__ = ("from_inputs", "of_data", "ref", "rewritten")
 
     def __init__(self, tensor: torch.Tensor, from_inputs: bool = False) -> None:
         self.ref = _weak(tensor)
@@ -213,7 +192,7 @@ class Watch(ThreadMode):
                 continue
             if address in self._own:
                 if torch.Tag.inplace_view not in func.tags:
-                    self.own_written.setdefault(tensor.data_ptr(), Use.of(tensor, str(func)))
+                    self.own_written.setdefault(tensor.data_ptr(), Use(tensor, str(func)))
                 continue
             use = self.uses.get(key)
             if use is None:
@@ -222,7 +201,7 @@ class Watch(ThreadMode):
                     self.saw_compiled_code = True
                     self._born[key] = Kept(tensor)
                     continue
-                use = self.uses[key] = Use.of(tensor, str(func))
+                use = self.uses[key] = Use(tensor, str(func))
             use.is_written = True
             if self._saves is not None:
                 self._saves.save(tensor, facts, args, kwargs, use)
@@ -263,7 +242,7 @@ class Watch(ThreadMode):
     ) -> bool:
         use = self.uses.get(key)
         if use is None:
-            use = self.uses[key] = Use.of(part, str(func))
+            use = self.uses[key] = Use(part, str(func))
         elif use.in_parts:
             use.in_parts = _finds_itself(key)
         if overwritten and not use.exposed:
