@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphrt.core.base import StateTooLargeError, tree
 from graphrt.core.trust.watching import SavedWrites, Watch
-from graphrt.core.trust.watching.rows import Protected
+from graphrt.core.trust.watching.writes import Protected
 
 MUCH = 1 << 20
 ROWS, COLUMNS = 6, 4
