@@ -432,13 +432,8 @@ class Trial:
             self._verdict.fail(ROWS_MIXED, self._graph.name, got, how=how, rounding=rounding)
         if alone is None:
             return
-
-        def apart_by(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
-            apart = difference(ours, theirs)
-            return None if apart is None or apart.relative <= rounding else apart.text
-
         found = self._state.memory.spoilt(
-            eager.left.memory, alone.left.memory, self._pads, self._step.sizes, apart_by
+            eager.left.memory, alone.left.memory, self._pads, self._step.sizes, rounding
         )
         if found is not None:
             use, text = found

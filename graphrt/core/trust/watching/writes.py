@@ -9,7 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import StateTooLargeError, inference_guard, storage_of_weak, unseen
-from graphrt.core.trust.watching.operators import OperatorFacts
+from graphrt.core.trust.compare import difference
+from graphrt.core.trust.watching.operators import OperatorFacts, RowAccess
 
 _SHOWN = 8
 
@@ -19,14 +20,14 @@ class _Region(NamedTuple):
 
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], object]
+    chosen: tuple[torch.Tensor, ...]
+    """The indices of its rows, along `dim` of what is read; -1 for one index an element."""
+    dim: int
     was: torch.Tensor
     inference: bool
-    use: object = None
+    use: object
     """Of which memory it is, as its watch knows it."""
-    chosen: tuple[torch.Tensor, ...] = ()
-    """The indices of its rows, along `dim` of what is read; -1 for one index an element."""
-    dim: int = 0
-    whole: bool = True
+    whole: bool
 
 
 class _Whole:
@@ -105,30 +106,33 @@ class SavedWrites:
         place: tuple[object, ...],
         use: object,
     ) -> None:
+        access: RowAccess
         whole = facts.rows is None or tensor is not args[0]
-        chosen: tuple[torch.Tensor, ...] = ()
-        dim = 0
         if whole:
             view = tensor.detach()
             if self.bytes + view.numel() * view.element_size() > self.limit:
                 if self._sums:
                     self._protected[place] = Protected(view, str(use))
                 return
-            held = _Whole(view)
-            read: Callable[[], torch.Tensor] = held.read
-            write: Callable[[torch.Tensor], object] = held.write
+            held = self._whole[place] = _Whole(view)
+            access = held.read, held.write, (), 0
         else:
             assert facts.rows is not None
-            read, write, chosen, dim = facts.rows(args)
+            access = facts.rows(args)
             self.row_writes.add((tensor.untyped_storage()._cdata, facts.name))
-        was = read()
-        self.bytes += was.numel() * was.element_size()
+        read, write, chosen, dim = access
+        region = _Region(read, write, chosen, dim, read(), tensor.is_inference(), use, whole)
+        self.bytes += region.was.numel() * region.was.element_size()
         if self.bytes > self.limit:
-            raise too_large(self.bytes, self.limit, str(use))
-        inference = tensor.is_inference()
-        self._regions.append(_Region(read, write, was, inference, use, chosen, dim, whole))
-        if whole:
-            self._whole[place] = held
+            raise StateTooLargeError(
+                "saving the state that the forward writes takes too much memory",
+                got=f"{self.bytes} bytes, the last of them {use}",
+                expected=f"at most {self.limit} bytes",
+                advice="pad the index inputs of a KV cache to a dummy page; or declare what "
+                "changes: Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...), "
+                "or raise state_limit_bytes",
+            )
+        self._regions.append(region)
 
     def take(self) -> list[torch.Tensor]:
         """Copies of what is there now."""
@@ -156,10 +160,10 @@ class SavedWrites:
         alone: Sequence[torch.Tensor],
         pads: Sequence[int],
         sizes: Sequence[tuple[int, int]],
-        differs: Callable[[torch.Tensor, torch.Tensor], str | None],
+        rounding: float,
     ) -> tuple[object, str] | None:
-        """The first memory in which a padded run left something else than one without padding, and
-        what, by `differs`; `padded` and `alone` are what `take` returned after them.
+        """The first memory in which a padded run left something else than one without padding, but
+        for `rounding`, and what; `padded` and `alone` are what `take` returned after them.
 
         Rows that `pads` name may differ: they are nobody's. If there are any, so are the rows that
         padding rows of the step write, where an index has as many entries as the first of one of
@@ -170,9 +174,9 @@ class SavedWrites:
             for region, ours, theirs in zip(self._regions, padded, alone, strict=False):
                 if not getattr(region.use, "exposed", True) or ours.shape != theirs.shape:
                     continue
-                found = differs(*_but_padding(region, ours, theirs, pads, sizes))
-                if found is not None:
-                    return region.use, found
+                found = difference(*_but_padding(region, ours, theirs, pads, sizes))
+                if found is not None and found.relative > rounding:
+                    return region.use, found.text
             return None
 
         return unseen(compare)
@@ -233,18 +237,6 @@ def _but_padding(
     )
     rows = torch.nonzero(~padding.flatten()).flatten()
     return ours.index_select(region.dim, rows), theirs.index_select(region.dim, rows)
-
-
-def too_large(needed: int, limit: int, name: str) -> StateTooLargeError:
-    """The error for state that is written and cannot be saved."""
-    return StateTooLargeError(
-        "saving the state that the forward writes takes too much memory",
-        got=f"{needed} bytes, the last of them {name}",
-        expected=f"at most {limit} bytes",
-        advice="pad the index inputs of a KV cache to a dummy page; or declare what changes: "
-        "Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...), or raise "
-        "state_limit_bytes",
-    )
 
 
 # Memory that is too large to be saved ------------------------------------------------------------
