@@ -5,7 +5,7 @@ from graphrt.core.trust.gradients import Gradients
 from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Reads, TensorUse
-from graphrt.core.trust.trial import Trial, TriedGraph, TriedStep
+from graphrt.core.trust.trial import Trial, TriedGraph
 from graphrt.core.trust.verdict import Verdict
 from graphrt.core.trust.warm_up import WarmedUp, WatchedState
 from graphrt.core.trust.watching import (
@@ -30,7 +30,6 @@ __all__ = [
     "Tensors",
     "Trial",
     "TriedGraph",
-    "TriedStep",
     "UnknownBlock",
     "UnknownMemory",
     "Use",
