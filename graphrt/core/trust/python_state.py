@@ -76,15 +76,15 @@ class PythonState:
         # Holders first: what is in an old one is found where it was.
         slots = [*map(_place_slot, objects)]
         if baked:
-            slots += [*numbers, *map(_length_slot, containers)]
+            contents = [*map(_length_slot, containers)]
         else:
             # What is in an array of objects is looked at by nobody.
             arrays = [(p, a) for p, a in arrays if a.flags.writeable and a.dtype != object]
-            held = [place for place, _ in (*places.arrays, *places.tensors)]
-            slots += [*map(_place_slot, held), *numbers]
-            slots += [_contents_slot(c) for c in containers if len(c.container) <= _MOST_ITEMS]
-        self.slots = (*slots, *(_array_slot(path, array) for path, array in arrays))
-        self._numbers = {slot.path for slot in numbers}
+            slots += [_place_slot(place) for place, _ in (*places.arrays, *places.tensors)]
+            contents = [_contents_slot(c) for c in containers if len(c.container) <= _MOST_ITEMS]
+        contents += [_array_slot(path, array) for path, array in arrays]
+        self.slots = (*slots, *numbers, *contents)
+        self._numbers = range(len(slots), len(slots) + len(numbers))
         self.was = self.take()
         # The tensors whose memory is known, and what they had.
         self._memory = [
@@ -99,8 +99,10 @@ class PythonState:
 
     def restore(self, values: Sequence[Any] | None = None, *, numbers: bool = False) -> None:
         """Put back what was there at first, or what `take` has returned; or `numbers` alone."""
-        for slot, value in zip(self.slots, self.was if values is None else values, strict=True):
-            if slot.put is None or value is MISSING or (numbers and slot.path not in self._numbers):
+        wanted = self.was if values is None else values
+        for at in self._numbers if numbers else range(len(self.slots)):
+            slot, value = self.slots[at], wanted[at]
+            if slot.put is None or value is MISSING:
                 continue
             now = slot.get()
             if now is not value and not slot.same(value, now):
@@ -111,9 +113,14 @@ class PythonState:
 
     def put(self, values: Mapping[str, Any]) -> None:
         """Put numbers at paths."""
-        for slot in self.slots:
+        for slot in self.numbers:
             if slot.path in values and slot.put is not None:
                 slot.put(values[slot.path])
+
+    @property
+    def numbers(self) -> Sequence[Slot]:
+        """The slots of plain values."""
+        return self.slots[self._numbers.start : self._numbers.stop]
 
     def elsewhere(self) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
         """The tensors that were given other memory (`set_`, `.data =`), and what they had."""
@@ -140,12 +147,11 @@ class PythonState:
         """Where two runs have left other values, which are compared by what is in them."""
         found: dict[str, tuple[Any, Any]] = {}
         for slot, mine, other in zip(self.slots, ours, theirs, strict=True):
-            if not _alike(mine, other):
-                held = slot.container
-                both = (
-                    (mine, other) if held is None else (_entries(held, mine), _entries(held, other))
-                )
-                found.setdefault(slot.path, both)
+            if _alike(mine, other):
+                continue
+            if slot.container is not None:
+                mine, other = (_entries(slot.container, items) for items in (mine, other))
+            found.setdefault(slot.path, (mine, other))
         return found
 
     def rebound(self, now: Sequence[Any], used: Collection[int | None]) -> list[str]:

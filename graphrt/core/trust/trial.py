@@ -195,9 +195,9 @@ class Trial:
         rebound = state.python.rebound(eager.left.python, first.uses)
         state.restore()
         # What a run leaves where nobody looks must not be what the replay needs.
-        self._once(step.of_padding)
+        self._outputs_of(step.of_padding)
         replayed = self._once(lambda _: step.replay())
-        other = None if self._mixes_rows else self._once(step.other_padding).outputs
+        other = None if self._mixes_rows else self._outputs_of(step.other_padding)
         alone, matched, disturbed = self._without_padding(eager, draws)
         rounding = rounding_of(
             (use.dtype for use in first.uses.values()),
@@ -250,6 +250,12 @@ class Trial:
         self._state.restore()
         return run
 
+    def _outputs_of(self, call: Callable[[Watch], Any]) -> Any:
+        """The same, where nobody asks what the run has left."""
+        outputs = call(self._watch())
+        self._state.restore()
+        return outputs
+
     def _attempt(self, how: str, call: Callable[[], T]) -> T | None:
         """Make a run that only a trial makes: where it raises it is noted `how`, and no failure."""
         try:
@@ -289,7 +295,7 @@ class Trial:
         drawn = of_python(eager.left.generators), of_python(alone.left.generators)
         if drawn[0] != drawn[1] and self._graph.has_parts:
             # Draws of Python's and NumPy's cannot be repeated: as many rows draw as many.
-            disturbed = self._once(step.disturbed).outputs
+            disturbed = self._outputs_of(step.disturbed)
         return alone, matched, disturbed
 
     def _goes_by_it(self, eager: Run, rounding: float) -> bool:
@@ -406,10 +412,8 @@ class Trial:
         """The first operator that this step does otherwise than the graph was captured with."""
         graph, text = self._graph, self._another_way
         if not text and graph.captured is not None:
-            same_size = graph.same_size
-            text = now.trace.at_source(
-                first_difference(now.trace, graph.captured, same_size=same_size)
-            )
+            found = first_difference(now.trace, graph.captured, same_size=graph.same_size)
+            text = now.trace.at_source(found)
         return text and f"\n    the first operator that is another one now is {text}"
 
     def _judge_padding(self, eager: Run, other: Any, alone: Run | None, rounding: float) -> None:
@@ -524,7 +528,7 @@ class Trial:
                 moved[slot.path] = earlier[slot.path][0], now
         return {
             slot.path: moved[slot.path]
-            for slot in python.slots
+            for slot in python.numbers
             if slot.path in moved and slot.put and step_of(*moved[slot.path]) is not None
         }
 
