@@ -75,19 +75,30 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         # NaN is itself, though not equal to itself.
         equal = type(ours) is type(theirs) and (ours == theirs or repr(ours) == repr(theirs))
-        return None if equal else Difference(f"{told(ours)}, not {told(theirs)}{at}", float("inf"))
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs)]
-        return Difference(f"{kinds[0]}, not {kinds[1]}{at}", float("inf"))
+        return None if equal else _another(told(ours), told(theirs), at)
+    kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs)]
+    if kinds[0] != kinds[1]:
+        return _another(kinds[0], kinds[1], at)
+    return _of_tensors(ours, theirs, at, rounded)
+
+
+def _of_tensors(
+    ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool
+) -> Difference | None:
     # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
     if torch.equal(tree.octets(ours), tree.octets(theirs)):
         return None
     count, largest, scale = _distance(ours, theirs)
     text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
     if ours.is_floating_point() or ours.is_complex():
-        return Difference(text, largest and (largest / scale if scale else float("inf")))
+        relative = largest / scale if scale else float("inf")
+        return Difference(text, relative if largest else 0.0)
     flipped = rounded and ours.dtype is not torch.bool and count <= _FLIPPED * ours.numel()
     return Difference(text, 0.0 if flipped else float("inf"))
+
+
+def _another(ours: str, theirs: str, at: str) -> Difference:
+    return Difference(f"{ours}, not {theirs}{at}", float("inf"))
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, float]:

@@ -316,15 +316,19 @@ def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST, *, tensors: bool = Tru
         return len(ours) == len(theirs) and bool(ours == theirs)
     if is_array(type(ours)):
         return _equal_arrays(ours, theirs)
-    if shape.kind is Kind.OBJECT:
-        ours, theirs = _attributes_of(ours, shape), _attributes_of(theirs, shape)
-    mine, other = (_inner_of(own, shape_of(type(own))) or [] for own in (ours, theirs))
-    if isinstance(ours, dict):
-        mine, other = _entries(ours, mine), _entries(theirs, other)
-    if not tensors:
-        mine, other = ([e for e in own if not _has_tensor(e)] for own in (mine, other))
+    mine, other = (_members_of(own, shape, tensors=tensors) for own in (ours, theirs))
     inner = partial(_alike, depth=depth - 1, tensors=tensors)
     return len(mine) == len(other) and all(map(inner, mine, other))
+
+
+def _members_of(value: Any, shape: Shape, *, tensors: bool) -> list[Any]:
+    """What an object holds, of a dict and of attributes as pairs; without `tensors` the rest."""
+    if shape.kind is Kind.OBJECT:
+        value = _attributes_of(value, shape)
+    found = _inner_of(value, shape_of(type(value))) or []
+    if isinstance(value, dict):
+        found = _entries(value, found)
+    return found if tensors else [each for each in found if not _has_tensor(each)]
 
 
 def _has_tensor(value: Any) -> bool:
