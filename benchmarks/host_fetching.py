@@ -21,9 +21,9 @@ import torch
 
 from benchmarks.common import median_us
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
-from graphrt.core.device import Capability, RingFormat, slot_bytes
 from graphrt.cpu import CpuPlatform
 from graphrt.cpu.graph import TapeGraph
+from graphrt.cuda.ring import RingFormat, RingTransport, ring_transport, slot_bytes
 
 SIZE, LIVE = 64, 61
 ROUNDS, CALLS = 101, 200
@@ -70,8 +70,6 @@ class NullGraph(TapeGraph):
 class NullPlatform(CpuPlatform):
     """The CPU as a device with a ring, and with streams of which there is one."""
 
-    capabilities = CpuPlatform.capabilities | {Capability.INPUT_RING}
-
     def __init__(self) -> None:
         super().__init__()
         self.graphs: list[NullGraph] = []
@@ -81,7 +79,10 @@ class NullPlatform(CpuPlatform):
         self.graphs.append(NullGraph())
         return self.graphs[-1]
 
-    def new_input_ring(self, slab: torch.Tensor, slots: int, nbytes: int, moves: int) -> UnreadRing:
+    def new_input_transport(self, slab: Any) -> RingTransport | None:
+        return ring_transport(self, slab, self.new_ring, most_bytes=64 << 10, limit_s=None)
+
+    def new_ring(self, slab: torch.Tensor, slots: int, nbytes: int, moves: int) -> UnreadRing:
         self.rings.append(UnreadRing(slots, nbytes, moves))
         return self.rings[-1]
 

@@ -12,10 +12,11 @@ pieces in `graphrt.compile`, attention in `graphrt.attention`, and the test suit
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 # First: it imports torch, and explains what makes that fail.
-from graphrt.core.base import GraphRTError, set_up_logging  # isort: skip
+from graphrt.core.base import GraphRTError, set_up_logging, show_home  # isort: skip
 from graphrt._version import __version__
 from graphrt.core.batch import (
     AttentionSupport,
@@ -51,6 +52,9 @@ from graphrt.core.replay import (
     UpdatableTask,
 )
 from graphrt.core.runner import Example, GraphRunner, Host, RunnerReport
+
+# Last: the other modules of the surface, which name what is loaded by now.
+from graphrt import errors, lowlevel, platforms, types  # isort: skip
 
 if TYPE_CHECKING:
     from graphrt.compile import CompileOptions, opaque, support_compile
@@ -105,9 +109,13 @@ __all__ = [
     "wrapper_class",
 ]
 
-_MODULES = ("attention", "compile", "errors", "platforms", "testing", "types")
+_MODULES = ("attention", "compile", "testing")
 
 set_up_logging()
+
+
+for _module in (errors, sys.modules[__name__], platforms, types, lowlevel):
+    show_home(_module, moved_from="graphrt.core")
 
 
 # Hidden from type checkers, which take any name of a module that has it.

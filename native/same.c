@@ -1,13 +1,11 @@
-/* Whether a batch is the last one again: what graphrt/core/runner/steps/again.py does in Python where
-   this is not built. */
+/* Whether a batch is the last one again: what `same_in_python` of graphrt/core/batch/descriptor.py does
+   where this is not built. */
 #include "native.h"
-
-enum { FIELDS = 7, QUERY_LEN = 2, BOUNDS = 3, VARIANT = 5, EXCLUDE = 6 };
 
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
-    PyObject *type, *bounds, *exclude;
+    PyObject *type;
 } Same;
 
 int is_same(PyObject *same, PyObject *batch, PyObject *last) {
@@ -16,19 +14,14 @@ int is_same(PyObject *same, PyObject *batch, PyObject *last) {
     if ((PyObject *)Py_TYPE(batch) != self->type) return 0;
     if (batch == last) return 1;
     if ((PyObject *)Py_TYPE(last) != self->type) return 0;
-    if (PyTuple_GET_SIZE(batch) != FIELDS || PyTuple_GET_SIZE(last) != FIELDS) return 0;
-    for (Py_ssize_t each = 0; each < FIELDS; each++) {
+    if (PyTuple_GET_SIZE(batch) != PyTuple_GET_SIZE(last)) return 0;
+    /* The last one is plain: what is no int in it is a constant, such as None or the empty bounds. */
+    for (Py_ssize_t each = 0; each < PyTuple_GET_SIZE(last); each++) {
         PyObject *ours = PyTuple_GET_ITEM(batch, each), *theirs = PyTuple_GET_ITEM(last, each);
-        if (each == BOUNDS || each == EXCLUDE) {
-            if (ours != (each == BOUNDS ? self->bounds : self->exclude)) return 0;
-        } else if (each == VARIANT) {
-            if (ours != Py_None) return 0;
-        } else if (!PyLong_CheckExact(ours) || !PyLong_CheckExact(theirs)) {
-            if (each != QUERY_LEN || ours != Py_None || theirs != Py_None) return 0;
-        } else {
-            int equal = PyObject_RichCompareBool(ours, theirs, Py_EQ);
-            if (equal <= 0) return equal;
-        }
+        if (ours == theirs) continue;
+        if (!PyLong_CheckExact(ours) || !PyLong_CheckExact(theirs)) return 0;
+        int equal = PyObject_RichCompareBool(ours, theirs, Py_EQ);
+        if (equal <= 0) return equal;
     }
     return 1;
 }
@@ -45,10 +38,9 @@ static PyObject *same_call(PyObject *callable, PyObject *const *args, size_t fla
 }
 
 static PyObject *same_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"type", "bounds", "exclude", NULL};
-    PyObject *batch, *bounds, *exclude;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO", keywords, &PyType_Type, &batch, &bounds,
-                                     &exclude))
+    static char *keywords[] = {"type", NULL};
+    PyObject *batch;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", keywords, &PyType_Type, &batch))
         return NULL;
     if (!PyType_IsSubtype((PyTypeObject *)batch, &PyTuple_Type)) {
         PyErr_SetString(PyExc_TypeError, "batches are tuples");
@@ -58,22 +50,16 @@ static PyObject *same_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (self == NULL) return NULL;
     self->call = same_call;
     self->type = Py_NewRef(batch);
-    self->bounds = Py_NewRef(bounds);
-    self->exclude = Py_NewRef(exclude);
     return (PyObject *)self;
 }
 
 static int same_traverse(Same *self, visitproc visit, void *arg) {
     Py_VISIT(self->type);
-    Py_VISIT(self->bounds);
-    Py_VISIT(self->exclude);
     return 0;
 }
 
 static int same_clear(Same *self) {
     Py_CLEAR(self->type);
-    Py_CLEAR(self->bounds);
-    Py_CLEAR(self->exclude);
     return 0;
 }
 

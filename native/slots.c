@@ -1,8 +1,8 @@
 /* What writes the slot of a step whose inputs are like those of an earlier one, in one call: what
-   graphrt/core/inputs/transfer/alike.py does in Python where this is not built (see setup.py). */
+   RingTransport (graphrt/cuda/ring/transport.py) does in Python where this is not built. */
 #include "native.h"
 
-/* Where a ring keeps what it remembers between two steps: its slots of these names (see ring.py),
+/* Where a ring keeps what it remembers between two steps: its slots of these names (see graphrt/cuda/ring/slots.py),
    read and written in place, as the interpreter does. */
 typedef struct {
     Py_ssize_t count, free_until, pending, unsure;

@@ -68,7 +68,9 @@ NPU = ["plan", "--platform", "ascend"]
 
 
 def test_the_streams_of_an_npu_are_planned_without_one():
-    plan = json.loads(run(*NPU, "--device", "A2", "--layers", "64", "--domain", "tp", "--json"))
+    plan = json.loads(
+        run(*NPU, "--npu", "device=A2", "--layers", "64", "--npu", "domains=tp", "--json")
+    )
     assert plan["mode"] == "FULL_AND_PIECEWISE"
     streams = plan["streams"]
     assert (streams["profile"], streams["usable"]) == ("structural", 1902)
@@ -89,7 +91,7 @@ def test_the_streams_of_an_npu_are_planned_without_one():
 
 
 def test_the_budget_is_printed_line_by_line():
-    text = run(*NPU, "--device", "A2", "--layers", "64", "--domain", "tp")
+    text = run(*NPU, "--npu", "device=A2", "--layers", "64", "--npu", "domains=tp")
     assert "documented for A2" in text and "kept in reserve" in text
     assert "a full graph holds 3, a piecewise size 195 (65 pieces)" in text
     assert "PIECEWISE [512 tokens]: 195 streams" in text
@@ -97,13 +99,22 @@ def test_the_budget_is_printed_line_by_line():
     assert "padded to 512" in text
     left_out = [line for line in text.splitlines() if line.startswith("left out")]
     assert len(left_out) == 1 and left_out[0].endswith("so are 41 more of 2 to 480 tokens")
-    assert run(*NPU, "--device", "A5", "--layers", "64") == run(
-        *NPU, "--device", "950", "--layers", "64"
+    assert run(*NPU, "--npu", "device=A5", "--layers", "64") == run(
+        *NPU, "--npu", "device=950", "--layers", "64"
     )
 
 
 def test_a_profile_of_the_formula_shows_what_hosts_got():
-    arguments = ["--layers", "36", "--domain", "tp", "--mode", "PIECEWISE", "--profile", "0.20"]
+    arguments = [
+        "--layers",
+        "36",
+        "--npu",
+        "domains=tp",
+        "--mode",
+        "PIECEWISE",
+        "--npu",
+        "profile=0.20",
+    ]
     text = run(*NPU, *arguments)
     assert "1 16 40 72 96 128 152 184 216 240 288 336 400 448 512" in text
     plan = json.loads(run(*NPU, *arguments, "--json"))
@@ -112,7 +123,7 @@ def test_a_profile_of_the_formula_shows_what_hosts_got():
 
 
 def test_a_budget_without_room_for_pieces_is_a_mode_step():
-    arguments = ["--layers", "94", "--draft-layers", "1", "--budget", "streams=200"]
+    arguments = ["--layers", "94", "--npu", "draft_layers=1", "--budget", "streams=200"]
     plan = json.loads(run(*NPU, *arguments, "--json"))
     assert plan["mode"] == "FULL_DECODE_ONLY"
     assert plan["steps"][-1]["rule"] == "budget"
@@ -142,11 +153,13 @@ def test_bytes_seconds_and_traffic_are_planned_on_any_platform():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--profile", "0.20", "--platform", "cpu"],
-        ["--device", "A2", "--platform", "cpu"],
-        ["--platform", "ascend", "--layers", "4", "--profile", "1.0"],
-        ["--platform", "ascend", "--layers", "4", "--device", "A9"],
-        ["--platform", "ascend", "--layers", "4", "--domain", "pp"],
+        ["--npu", "profile=0.20", "--platform", "cpu"],
+        ["--npu", "device=A2", "--platform", "cpu"],
+        ["--platform", "ascend", "--layers", "4", "--npu", "profile=1.0"],
+        ["--platform", "ascend", "--layers", "4", "--npu", "device=A9"],
+        ["--platform", "ascend", "--layers", "4", "--npu", "domains=pp"],
+        ["--platform", "ascend", "--layers", "4", "--npu", "domain=tp"],
+        ["--platform", "ascend", "--layers", "4", "--npu", "multi_stream=many"],
         ["--budget", "streams=many"],
         ["--budget", "streams=4MiB"],
         ["--cost", "kernels=4"],

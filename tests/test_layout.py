@@ -29,6 +29,8 @@ THIRD_PARTY = {
     "ascend": {"torch", "pluggy", "torch_npu", "acl"},
     "accelerator": {"torch", "pluggy"},
 }
+VERSION = "graphrt._version"
+"""A number that everything may read."""
 UPPER = ("compile", "attention", "hosts", "testing", "demo", "cli")
 """What sits on top: each may use core, the platforms' packages and those before it."""
 
@@ -100,6 +102,8 @@ def _breaches(user: str, source: str) -> Iterator[str]:
 
 
 def _wrong_part(user: str, target: str) -> Iterator[str]:
+    if target == VERSION:
+        return
     own, other = part_of(user), part_of(target)
     if own in ("", *(() if own else ("",))) or own == other:
         if own == "core" == other:

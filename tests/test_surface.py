@@ -161,3 +161,15 @@ def test_the_check_finds_what_is_missing() -> None:
     source = textwrap.dedent("Callable[[Plan | None], Sequence[PaddedStep]]")
     assert named_in(source) == {"Plan", "PaddedStep"}
     assert "PaddedStep" not in NAMES and "Plan" in NAMES
+
+
+@pytest.mark.parametrize("module", ["graphrt", "errors", "platforms", "types", "lowlevel"])
+def test_a_public_name_says_where_hosts_import_it_from(module: str) -> None:
+    """Else tracebacks, help and reprs show modules that no host may import."""
+    surface = importlib.import_module("graphrt" if module == "graphrt" else f"graphrt.{module}")
+    for name in surface.__all__:
+        value = getattr(surface, name)
+        if isinstance(value, (type, types.FunctionType)):
+            home = importlib.import_module(value.__module__)
+            assert value.__module__ in PUBLIC or not value.__module__.startswith("graphrt"), name
+            assert getattr(home, name) is value

@@ -17,8 +17,7 @@ import torch
 
 from benchmarks.common import arguments, environment, finish, show
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, get_platform
-from graphrt.core.device import RingFormat
-from graphrt.core.inputs.transfer import ring_for
+from graphrt.core.inputs import Slab
 
 
 def by_size(device: str) -> list[dict[str, float]]:
@@ -84,8 +83,8 @@ def main() -> None:
 
 def fetched_here(device: str) -> int:
     """The largest inputs, to a KiB, that a runner on this machine has its graphs fetch."""
-    slab = torch.zeros((1 << 20) + RingFormat.TAIL_BYTES, dtype=torch.uint8, device=device)
-    ring = ring_for(get_platform(device), slab, 1 << 20, 5)
+    buffer = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    ring = get_platform(device).new_input_transport(Slab(buffer, 1 << 20, 5))
     if ring is None:
         return 0
     return next(n << 10 for n in range(1 << 10, -1, -1) if not n or ring.fetch_of(n << 10))

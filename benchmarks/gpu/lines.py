@@ -27,7 +27,7 @@ from typing import Any
 MODULES = (
     "runner.runner",
     "runner._path",
-    "runner.steps.again",
+    "batch.descriptor",
     "runner.steps.replayed",
     "runner.steps.slots",
     "inputs.buffers",

@@ -116,24 +116,13 @@ def plan(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers of the model; a piecewise size has one more.")
     ] = None,
-    draft_layers: Annotated[int, typer.Option(min=0, help="Layers of a draft model.")] = 0,
-    domain: Annotated[
+    npu: Annotated[
         list[str] | None,
-        typer.Option(help="A communication domain: tp, dp, ep, etp, pcp, dcp; may be repeated."),
-    ] = None,
-    aiv: Annotated[
-        bool, typer.Option("--aiv", help="Collectives run on vector cores (HCCL AIV).")
-    ] = False,
-    moe: Annotated[bool, typer.Option("--moe", help="The model has experts.")] = False,
-    multi_stream: Annotated[
-        int, typer.Option(min=0, help="Side streams that the model opens itself.")
-    ] = 0,
-    profile: Annotated[
-        str | None,
-        typer.Option(help="How NPU streams are counted: structural, 0.9.1, 0.11, ... or last."),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="NPU generation: A2, A3, A5 (or 950), 310P.")
+        typer.Option(
+            help="How the streams of an NPU are counted: device=A2 (A3, A5, 310P), "
+            "profile=structural (0.9.1, 0.11, ... last), domains=tp,ep, aiv, moe, multi_stream=1, "
+            "draft_layers=1; may be repeated."
+        ),
     ] = None,
     budget: Annotated[
         list[str] | None,
@@ -182,13 +171,7 @@ def plan(
         save=save,
         budget=BudgetRequest(
             layers=layers,
-            domains=tuple(each.lower() for each in domain or ()),
-            aiv=aiv,
-            moe=moe,
-            multi_stream=multi_stream,
-            draft_layers=draft_layers,
-            profile=profile,
-            device=device,
+            npu=tuple(npu or ()),
             limits=tuple(budget or ()),
             costs=tuple(cost or ()),
             traffic=tuple(traffic or ()),

@@ -60,11 +60,11 @@ def as_data(backend: KnownBackend) -> dict[str, Any]:
 def find_level(text: str) -> tuple[KnownBackend, Level]:
     """The backend and level of `name` or `name:fact=value,...`; raises `InvalidOptionError`."""
     name, _, listed = text.partition(":")
-    facts = dict(_fact(each) for each in listed.split(",") if each.strip())
+    facts = dict(fact(each) for each in listed.split(",") if each.strip())
     return known_backend(name), level_of(name, **facts)
 
 
-def _fact(text: str) -> tuple[str, Any]:
+def fact(text: str) -> tuple[str, Any]:
     """A fact alone is true; what is neither a boolean nor a number is refused with the rest."""
     name, equals, value = (part.strip() for part in text.partition("="))
     known: dict[str, bool] = {"true": True, "false": False}

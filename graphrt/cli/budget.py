@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from graphrt.cli.attention import fact
 from graphrt.core.base import InvalidOptionError, shown
 from graphrt.core.batch import GraphMode
 from graphrt.core.plan import Budget, GraphCost, Plan
+
+if TYPE_CHECKING:
+    from graphrt.ascend.budget import PlannedStreams
 
 ASCEND = "ascend"
 _FIELDS = {
@@ -26,54 +30,22 @@ _AMOUNT = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 class BudgetRequest:
     """What a host knows of its model, and what graphs may take.
 
-    `limits` and `costs` are "streams=1800", "graphs=500", "bytes=2GiB" or "seconds=60"; costs are
-    those of one size. `traffic` is "64=0.5": a batch size in tokens and its share of the steps.
+    `npu` are settings such as "device=A3" or "domains=tp,ep", of an NPU alone. `limits` and `costs`
+    are "streams=1800", "graphs=500", "bytes=2GiB" or "seconds=60"; costs are those of one size.
+    `traffic` is "64=0.5": a batch size in tokens and its share of the steps.
     """
 
     layers: int | None = None
-    domains: tuple[str, ...] = ()
-    aiv: bool = False
-    moe: bool = False
-    multi_stream: int = 0
-    draft_layers: int = 0
-    profile: str | None = None
-    device: str | None = None
+    npu: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     costs: tuple[str, ...] = ()
     traffic: tuple[str, ...] = ()
     min_piecewise: int = 2
 
 
-@dataclass(frozen=True)
-class Streams:
-    """The streams of a device, as a profile counts them."""
-
-    profile: str
-    device: str
-    usable: int
-    full: int
-    piecewise: int
-    pieces: int
-    terms: tuple[tuple[str, int], ...]
-    formula_sizes: tuple[int, ...] | None
-    """What `update_aclgraph_sizes` keeps of the piecewise sizes; None in the structural model."""
-
-    def lines(self) -> list[str]:
-        """The sum, line by line."""
-        lines = [f"Streams of {self.device}, profile {self.profile}:"]
-        lines += [f"  {streams:+6} {what}" for what, streams in self.terms]
-        lines.append(f"  {self.usable:6} usable")
-        each = f"{self.piecewise} ({self.pieces} pieces)"
-        lines.append(f"  a full graph holds {self.full}, a piecewise size {each}")
-        if self.formula_sizes is not None:
-            sizes = " ".join(map(str, self.formula_sizes))
-            lines.append(f"  update_aclgraph_sizes would keep for pieces: {sizes}")
-        return lines
-
-
 def budget_of(
     request: BudgetRequest, plan: Plan
-) -> tuple[Budget | None, dict[int, float] | None, Streams | None]:
+) -> tuple[Budget | None, dict[int, float] | None, PlannedStreams | None]:
     """The budget for `plan`, which has none yet, with the traffic and the streams it rests on.
 
     No budget where nothing limits the graphs and nothing was asked. Raises `InvalidOptionError` for
@@ -94,66 +66,34 @@ def budget_of(
     return budget, traffic, streams
 
 
-def _streams(request: BudgetRequest, plan: Plan) -> Streams | None:
-    platform, mode, sizes = plan.platform, plan.mode, plan.sizes
+def _streams(request: BudgetRequest, plan: Plan) -> PlannedStreams | None:
+    platform = plan.platform
     if platform.name != ASCEND:
-        for name in ("profile", "device"):
-            if getattr(request, name) is not None:
-                raise InvalidOptionError(
-                    f"only an NPU has a stream budget to choose a {name} for",
-                    got=f"--{name} {getattr(request, name)}, platform {platform.name!r}",
-                    expected=f"--platform {ASCEND}",
-                    advice="--budget streams=N on other platforms",
-                )
+        if request.npu:
+            raise InvalidOptionError(
+                "only an NPU has a stream budget to count",
+                got=f"--npu {request.npu[0]}, platform {platform.name!r}",
+                expected=f"--platform {ASCEND}",
+                advice="--budget streams=N on other platforms",
+            )
         return None
     if request.layers is None:
         return None
     # Late, so that the command starts without the platforms that are not asked about.
-    from graphrt.ascend.budget import (
-        DEVICES,
-        STRUCTURAL,
-        Deployment,
-        device_named,
-        device_of,
-        stream_figures,
-        update_aclgraph_sizes,
-    )
+    from graphrt.ascend.budget import planned_streams
     from graphrt.ascend.driver import available_streams, device_name
 
-    model = Deployment(
+    here = platform.availability().available
+    return planned_streams(
+        dict(map(fact, request.npu)),
         request.layers,
-        frozenset(request.domains),
-        aiv=request.aiv,
-        moe=request.moe,
-        multi_stream=request.multi_stream,
-        draft_layers=request.draft_layers,
-    )
-    profile = request.profile or STRUCTURAL
-    available = None
-    if request.device is not None:
-        device = device_named(request.device)
-    elif platform.availability().available:
-        device = device_of(device_name())
-        available = available_streams()
-    else:
-        device = DEVICES["A2"]
-    figures = stream_figures(profile, model, device, available=available)
-    kept = None
-    if profile != STRUCTURAL and mode.has_piecewise:
-        kept = update_aclgraph_sizes(sizes.mixed, model, profile=profile, mode=mode)
-    return Streams(
-        profile,
-        device.name,
-        figures.usable,
-        figures.full,
-        figures.piecewise,
-        figures.pieces,
-        figures.terms,
-        kept,
+        mode=plan.mode,
+        sizes=plan.sizes.mixed,
+        at_hand=(device_name(), available_streams()) if here else None,
     )
 
 
-def _costs(request: BudgetRequest, streams: Streams | None) -> dict[GraphMode, GraphCost]:
+def _costs(request: BudgetRequest, streams: PlannedStreams | None) -> dict[GraphMode, GraphCost]:
     given = _amounts("--cost", request.costs)
     pieces = 1 if request.layers is None else request.layers + 1
     piecewise: dict[str, Any] = {"graphs": pieces}

@@ -37,6 +37,7 @@ from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces import Figures
 from graphrt.compile.split import DEFAULT_SPLITTING_OPS, Piece, opaque
 from graphrt.compile.trace import DynamicDims, Leaf
+from graphrt.core.base import show_home
 
 __all__ = [
     "DEFAULT_SPLITTING_OPS",
@@ -69,3 +70,4 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
+show_home(sys.modules[__name__], moved_from=__name__)

@@ -14,6 +14,7 @@ from graphrt.core.base import (
     IN_PIECES,
     BakedScalarError,
     CaptureError,
+    GraphRTError,
     dispatch_keys,
     dispatch_keys_now,
     dispatch_modes,
@@ -21,7 +22,7 @@ from graphrt.core.base import (
     shown,
     tree,
 )
-from graphrt.core.capture import user_source
+from graphrt.core.capture import Refusal, user_source
 from graphrt.core.replay import current_capture
 from graphrt.cpu.private_torch import (
     hook_compiled_calls,
@@ -30,6 +31,23 @@ from graphrt.cpu.private_torch import (
     set_grad_enabled,
 )
 from graphrt.cpu.tape import Call, HostReads, Lowered, Step, Tape
+
+_OTHER_CODE = Refusal(
+    CaptureError,
+    "compiled code was called other than through torch.compile, and cannot be recorded",
+    advice="use torch.compile, wrap it in a custom operator (torch.library.custom_op), or "
+    f"{IN_PIECES}",
+)
+_UNKNOWN_CALL = Refusal(
+    CaptureError,
+    f"compiled callables of torch {torch.__version__} cannot be recorded",
+    advice=f"capture without torch.compile, or {IN_PIECES}",
+)
+_PROFILED_CALL = Refusal(
+    CaptureError,
+    f"torch {torch.__version__}: no compiled callable is recorded under a profiler",
+    advice="capture without the profiler (sys.setprofile), or use torch 2.12 or later",
+)
 
 # How this hooks in: the function that torch.compile returns is `compile_wrapper` of
 # torch/_dynamo/eval_frame.py. It calls that module's `_callback_from_stance` right before the
@@ -83,14 +101,7 @@ class CompiledCalls:
         """Raise `CaptureError` if what runs now would be missing in the recording."""
         if self.tape.paused or self.tape not in dispatch_modes():
             return
-        source = user_source()
-        raise CaptureError(
-            "compiled code was called other than through torch.compile, and cannot be recorded",
-            op="Inductor",
-            source=None if source is None else str(source),
-            advice="use torch.compile, wrap it in a custom operator (torch.library.custom_op), or "
-            f"{IN_PIECES}",
-        )
+        raise _OTHER_CODE(op="Inductor")
 
     def enter(self, frame: FrameType) -> bool:
         if self.tape.paused:
@@ -221,23 +232,17 @@ def _same_values(captured: list[tuple[str, Any]], now: list[tuple[str, Any]]) ->
             )
 
 
-def _why_not(code: CodeType) -> CaptureError | None:
+def _why_not(code: CodeType) -> GraphRTError | None:
     """Why a compiled call with this code cannot be recorded."""
     if not (
         code.co_name == "compile_wrapper"
         and _NEEDED_LOCALS.issubset(code.co_varnames)
         and _NEEDED_CELLS.issubset(code.co_freevars)
     ):
-        what = f"compiled callables of torch {torch.__version__} cannot be recorded"
-        advice = f"capture without torch.compile, or {IN_PIECES}"
-    elif not _RESULT_LOCALS.issubset(code.co_varnames) and sys.getprofile() is not None:
-        what = f"torch {torch.__version__}: no compiled callable is recorded under a profiler"
-        advice = "capture without the profiler (sys.setprofile), or use torch 2.12 or later"
-    else:
-        return None
-    source = user_source()
-    where = None if source is None else str(source)
-    return CaptureError(what, op="torch.compile", source=where, advice=advice)
+        return _UNKNOWN_CALL(op="torch.compile")
+    if not _RESULT_LOCALS.issubset(code.co_varnames) and sys.getprofile() is not None:
+        return _PROFILED_CALL(op="torch.compile")
+    return None
 
 
 def _install(user: CompiledCalls) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from graphrt.core.base import CaptureError
+from graphrt.core.base import CaptureError, unseen
 from graphrt.core.device import Captures, OpenCapture, captured_pool, nested_capture
 from graphrt.cuda.driver import (
     ForkWatch,
@@ -51,8 +52,9 @@ class CudaCaptures(Captures[GraphMemory]):
 
     def _begin(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
         _check_room()
-        # "global" would fail this capture for an unsafe call of any other thread.
-        graph.capture_begin(pool=opened.handle, capture_error_mode="thread_local")
+        # "global" would fail this capture for an unsafe call of any other thread. Under a dispatch
+        # mode torch would make Python tensors of the generator's seed and offset.
+        unseen(partial(graph.capture_begin, opened.handle, capture_error_mode="thread_local"))
         opened.memory.add(graph)
         opened.memory.capturing_on(opened.stream)
         self._homes[graph] = opened.memory

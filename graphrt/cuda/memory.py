@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
+from graphrt.core.base import unseen
 from graphrt.core.device import (
     Allocator,
     Loan,
@@ -24,14 +26,12 @@ from graphrt.cuda.private_torch import (
     route_thread_to_pool,
     stop_routing_to_pool,
 )
-from graphrt.cuda.sharing import Sharing
 from graphrt.cuda.streams import loan_of, own_stream
 from graphrt.cuda.update import UpdateCounts
 
 
 class GraphMemory(PoolMemory):
-    """Allocator pools of CUDA memory, the executables that graphs in them share, and how their
-    tasks were updated."""
+    """Allocator pools of CUDA memory, and how the tasks of graphs in them were updated."""
 
     def __init__(self, adopted: PoolHandle | None = None) -> None:
         super().__init__(
@@ -48,7 +48,6 @@ class GraphMemory(PoolMemory):
             ),
             adopted,
         )
-        self.sharing = Sharing()
         self.updates = UpdateCounts()
         self._empties: list[Any] = []
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -91,7 +90,6 @@ class GraphMemory(PoolMemory):
         self._reset_empties()
         super().clear()
         self._ask_for_hosts()
-        self.sharing = Sharing()
         self.updates = UpdateCounts()
         self._streams.clear()
         self._loans.clear()
@@ -129,7 +127,7 @@ class _Held:
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
             try:
-                self._graph.capture_begin(handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
+                unseen(partial(self._graph.capture_begin, handle, "thread_local"))  # type: ignore[arg-type]
             except RuntimeError:
                 # Of its two allocators the first may have begun.
                 with suppress(RuntimeError):  # "not currently recording to mempool_id"
@@ -137,7 +135,7 @@ class _Held:
                     release_pool(device, handle)
                 # It has also told the generator that a capture is under way; one that ends says no.
                 over = torch.cuda.CUDAGraph()
-                over.capture_begin(capture_error_mode="thread_local")
+                unseen(partial(over.capture_begin, capture_error_mode="thread_local"))
                 over.capture_end()
                 over.reset()
                 raise

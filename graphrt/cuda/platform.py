@@ -21,12 +21,12 @@ from graphrt.core.device import (
     MemoryFigures,
     Platform,
     PoolHandle,
-    SharingFigures,
     TaskUpdate,
     UpdateFigures,
     pool_handle,
     weak_alias,
 )
+from graphrt.core.inputs import Slab
 from graphrt.cuda._workspaces import mark_as_hosts
 from graphrt.cuda.blocks import blocks_of, internal_sizes
 from graphrt.cuda.captures import CudaCaptures
@@ -34,7 +34,7 @@ from graphrt.cuda.driver import FetchRing, driver_available, pointers_of
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory, empty_cache
 from graphrt.cuda.private_torch import current_device, memory_stats, raw_stream_of
-from graphrt.cuda.sharing import ShareableGraph
+from graphrt.cuda.ring import RingTransport, ring_transport
 from graphrt.cuda.streams import own_stream
 from graphrt.cuda.update import TaskHandle, Tasks
 
@@ -47,8 +47,12 @@ class CudaPlatform(Platform):
     device_type = "cuda"
     needs_pinned_copies = True
     raw_storages = True
-    # What a copy takes of host and device; see benchmarks/gpu/inputs.py.
-    fetch_limit_s = 12e-6
+    fetched_bytes = 64 << 10
+    """The largest inputs of a step, in bytes, that its graph fetches; larger ones are copied by the
+    copy engine, which moves more bytes at once and costs more to start."""
+    fetch_limit_s: float | None = 12e-6
+    """Seconds by which a fetch may be longer than one of nothing, measured as each ring is made:
+    what a copy takes of host and device. See benchmarks/gpu/inputs.py. None: not measured."""
     # HIP has graphs and streams like CUDA; its driver is not asked for more.
     capabilities = frozenset(
         {
@@ -59,11 +63,7 @@ class CudaPlatform(Platform):
             Capability.RANDOM,
             Capability.HOST_POOL,
         }
-        | (
-            {Capability.EXEC_DEDUP, Capability.TASK_UPDATE, Capability.INPUT_RING}
-            if torch.version.hip is None
-            else set()
-        )
+        | ({Capability.TASK_UPDATE} if torch.version.hip is None else set())
     )
 
     def __init__(self) -> None:
@@ -111,16 +111,6 @@ class CudaPlatform(Platform):
     def new_graph(self) -> torch.cuda.CUDAGraph:
         # The template is what an update of a task names its nodes by.
         return torch.cuda.CUDAGraph(keep_graph=driver_available())
-
-    def new_shareable_graph(self) -> ShareableGraph:
-        return ShareableGraph()
-
-    def share_executable(self, graph: Any, memory: GraphMemory) -> None:
-        memory.sharing.add(graph)
-
-    def sharing_figures(self, memory: GraphMemory) -> SharingFigures | None:
-        figures = memory.sharing.figures()
-        return figures if figures.graphs else None
 
     def update_figures(self, memory: GraphMemory) -> UpdateFigures | None:
         return memory.updates.figures()
@@ -244,11 +234,13 @@ class CudaPlatform(Platform):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
-    def new_input_ring(
-        self, slab: torch.Tensor, slots: int, nbytes: int, moves: int
-    ) -> FetchRing | None:
+    def new_input_transport(self, slab: Slab) -> RingTransport | None:
         # Unified addresses, so that kernels read pinned memory where the host does.
-        return FetchRing(slab, slots, nbytes, moves) if driver_available() else None
+        if torch.version.hip is not None or not driver_available():
+            return None
+        return ring_transport(
+            self, slab, FetchRing, most_bytes=self.fetched_bytes, limit_s=self.fetch_limit_s
+        )
 
     # Figures, limits, errors -----------------------------------------------------------------
 

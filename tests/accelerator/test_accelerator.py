@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from stub_accelerator import StubDevice
+from stub_accelerator import StubDevice, StubGraph
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.accelerator import AcceleratorGraphWrapper, AcceleratorPlatform
 from graphrt.core.base import CaptureError, NestedCaptureError
 from graphrt.core.capture import eager_break
 from graphrt.core.device import Availability, Capability, MemoryFigures
 from graphrt.core.replay import GraphPool
+from graphrt.core.trust.watching import IssuedWatch
 from graphrt.testing import PlatformConformance
 from graphrt.testing.conformance import D2, D4, FULL, PIECEWISE, ConformanceBase
 
@@ -192,6 +194,27 @@ class TestGraphs(ConformanceBase):
                 x.add_(turn)
                 found = self.step(wrapper, PIECEWISE, x, descriptor=descriptor)
                 assert torch.equal(found, forward(x))
+
+    def test_no_dispatch_mode_is_on_in_the_replay_after_a_capture(
+        self, pool: GraphPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """torch would make Python tensors of what a replay writes for its generators."""
+        replay, modes = StubGraph.replay, []
+
+        def replayed(graph: StubGraph) -> None:
+            modes.append(list(_get_current_dispatch_mode_stack()))
+            # As CUDA's does with the generator's offset.
+            torch.zeros(1, dtype=torch.int64).fill_(3)
+            replay(graph)
+
+        monkeypatch.setattr(StubGraph, "replay", replayed)
+        part = eager_break(lambda x: x * 3)
+        wrapper = self.wrap(lambda x: part(x + 1) - 2, PIECEWISE, pool, breakable=True)
+        x, watch = self.tensor(1, 2, 3, 4), IssuedWatch()
+        watch.run(lambda: self.capture(wrapper, PIECEWISE, x))
+        assert modes == [[], []]
+        names = [operator.name() for operator in watch.operators]
+        assert names == ["aten::add.Tensor", "aten::mul.Tensor", "aten::sub.Tensor"]
 
     def test_without_ownership_outputs_are_kept_and_with_it_shared(self) -> None:
         for tells_pools in (False, True):

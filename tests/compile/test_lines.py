@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphrt import GraphPool, GraphRunner, InputSpec
 from graphrt.compile import TraceError, compile_module, opaque
 from graphrt.core.base import CaptureError
-from graphrt.core.capture.refusals import source
+from graphrt.core.capture import source
 
 
 @opaque("graphrt_lines::half", mutates=["out"])

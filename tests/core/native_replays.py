@@ -14,9 +14,10 @@ import torch
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
 from graphrt.core.base import NativePath, NativeReplay, NativeSame
+from graphrt.core.batch import same_in_python
 from graphrt.core.replay import GraphPool, handout
 from graphrt.core.runner import _path
-from graphrt.core.runner.steps import again, replayed
+from graphrt.core.runner.steps import replayed
 from graphrt.errors import GraphRTError
 from tests.core.soft_ring import RingGraph, RingPlatform
 
@@ -122,9 +123,7 @@ def use(*, native: bool) -> None:
     assert NativeSame is not None
     replayed.NativeReplay = REPLAYS if native else None  # type: ignore[attr-defined]
     _path.NativePath = PATHS if native else None  # type: ignore[attr-defined]
-    _path.same = (  # type: ignore[attr-defined]
-        NativeSame(Batch, Batch(1).bounds, Batch(1).exclude) if native else again.same_in_python
-    )
+    _path.same = NativeSame(Batch) if native else same_in_python  # type: ignore[attr-defined]
 
 
 def specs_of(rng: random.Random) -> dict[str, InputSpec]:
@@ -233,6 +232,8 @@ def program(seed: int, *, native: bool) -> list[Any]:
             values["x"] = torch.cat([values["x"]] * 2)
         if fault == "one more":
             values["more"] = values["x"]
+        if rng.random() < 0.1:
+            values["x"].requires_grad_()
         event, Device.stream = rng.random(), rng.choice((0, 0, 0, 1))
         Device.elsewhere = rng.random() < 0.1
         if step == STEPS - 1:
@@ -260,11 +261,12 @@ def program(seed: int, *, native: bool) -> list[Any]:
             pool.owner = "another step"
         Device.fault = fault
         found: Any
+        graded = False
         try:
             inference = torch.inference_mode() if rng.random() < 0.1 else nullcontext()
             with inference, around("cpu"):
                 out = done(runner, rng, batch, values, old)
-            found = out.clone()
+            found, graded = out.detach().clone(), out.requires_grad
             kept.append(HANDS[hand](out))
         except (GraphRTError, RuntimeError, LookupError, KeyboardInterrupt) as error:
             found = type(error), str(error).partition(" in thread ")[0]
@@ -280,7 +282,7 @@ def program(seed: int, *, native: bool) -> list[Any]:
         device = Device.marked, Device.entered
         told = runner.last_dispatch, runner.dispatcher.counts(), runner.report().live_tokens
         tried = [record.status for record in runner.graphs.checks.records.values()]
-        seen.append((found, state, steps, device, told, tried))
+        seen.append((found, state, steps, device, told, tried, graded))
     kept.clear()
     runner.close()
     other.close()

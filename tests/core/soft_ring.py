@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.device import Capability, RingFormat, slot_bytes
 from graphrt.cpu import CpuPlatform
 from graphrt.cpu.graph import TapeGraph
+from graphrt.cuda.ring import RingFormat, RingTransport, ring_transport, slot_bytes
 
 
 class SoftRing:
@@ -28,8 +28,7 @@ class SoftRing:
         self.launches = 0
         self.waited = 0
         self.on_launch: Callable[[Callable[[], None]], bool] = lambda fetch: False
-        tail = slab.data_ptr() + slab.nbytes - RingFormat.TAIL_BYTES
-        self.counter = ctypes.c_uint64.from_address(tail)
+        self.counter = ctypes.c_uint64(0)
 
     def prepare(self, nbytes: int, moves: int) -> Callable[[], None]:
         def fetch() -> None:
@@ -115,16 +114,19 @@ class RingGraph(TapeGraph):
 class RingPlatform(CpuPlatform):
     """The CPU, which fetches inputs as a device would: in a graph, if it is captured."""
 
-    capabilities = CpuPlatform.capabilities | {Capability.INPUT_RING}
+    fetched_bytes = 64 << 10
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.rings: list[SoftRing] = []
         self._open: RingGraph | None = None
 
-    def new_input_ring(
-        self, slab: torch.Tensor, slots: int, nbytes: int, moves: int
-    ) -> SoftRing | None:
+    def new_input_transport(self, slab: Any) -> RingTransport | None:
+        return ring_transport(
+            self, slab, self.new_ring, most_bytes=self.fetched_bytes, limit_s=None
+        )
+
+    def new_ring(self, slab: torch.Tensor, slots: int, nbytes: int, moves: int) -> SoftRing:
         ring = SoftRing(slab, slots, nbytes, moves)
         ring.on_launch = self._captured
         self.rings.append(ring)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason
+from graphrt.core.base import NativeWriter
 from graphrt.core.inputs import StaticInputs
-from graphrt.core.inputs.transfer.alike import MOST_KINDS, MOST_MADE
+from graphrt.cuda.ring.writers import MOST_KINDS, MOST_MADE
 from graphrt.errors import (
     InputSlotError,
     InvalidBatchError,
@@ -23,6 +24,9 @@ from graphrt.errors import (
 )
 from tests.core.soft_ring import RingPlatform
 
+compiled = pytest.mark.skipif(
+    NativeWriter is None, reason="native/ is not built; test_native.py runs this with it"
+)
 SPECS = {
     "ids": InputSpec(torch.int64, ("tokens",), pad=-7),
     "table": InputSpec(torch.int32, ("reqs", 3), pad=-1),
@@ -250,7 +254,7 @@ def test_what_was_refused_at_the_first_step_is_refused_at_a_later_one(warm, chan
 
 def test_a_slot_is_given_up_by_a_step_like_the_one_before(warm):
     runner, given = warm
-    for steps in (1, runner.inputs.ring.slots):
+    for steps in (1, len(runner.inputs.ring.places)):
         slot = runner.slot(BATCH)
         for _ in range(steps):
             runner(BATCH, **given)
@@ -279,16 +283,18 @@ def moves_of(runner: GraphRunner) -> Any:
     return runner.inputs.layout(4, 4).known[3, 3]
 
 
+@compiled
 def test_a_host_that_enters_inference_mode_is_known_again(warm):
     runner, given = warm
-    before = len(moves_of(runner).kinds)
+    before = len(moves_of(runner).prepared.writers)
     with torch.inference_mode():
         for _ in range(3):
             check(runner, given)
-        assert len(moves_of(runner).kinds) == before + 1
+        assert len(moves_of(runner).prepared.writers) == before + 1
         assert moves_of(runner).alike(given, runner.inputs.layout(4, 4).fetch, False)
 
 
+@compiled
 def test_kinds_that_take_turns_are_all_known(warm):
     runner, given = warm
     with torch.inference_mode():
@@ -304,8 +310,8 @@ def test_kinds_that_take_turns_are_all_known(warm):
             with torch.inference_mode(kind is inside):
                 check(runner, kind)
         if turn == 1:
-            known = list(moves_of(runner).kinds)
-    assert moves_of(runner).kinds == known and 2 <= len(known) < MOST_KINDS
+            known = list(moves_of(runner).prepared.writers)
+    assert moves_of(runner).prepared.writers == known and 2 <= len(known) < MOST_KINDS
     for kind, writer in ((given, known[0]), (inside, known[1])):
         with torch.inference_mode(kind is inside):
             check(runner, kind)
@@ -374,7 +380,7 @@ def test_empty_inputs_leave_no_kinds_behind():
         given = values(3, seed)
         out = runner(BATCH, **given, none=torch.empty(3, 0))
         assert torch.equal(out, padded(given, 4))
-    assert moves_of(runner).kinds == []
+    assert moves_of(runner).prepared.writers == []
 
 
 class Anything:
@@ -392,26 +398,30 @@ def test_what_only_says_that_it_equals_the_last_batch_is_looked_at(warm, field):
     check(runner, given)
 
 
+@compiled
 def test_kinds_that_were_seen_first_make_room_for_others():
     runner = runner_of_four_tokens(lambda a, b, c: a + b + c, THREE)
     made = set()
     for turn in range(100):
         given = kind_of_three(min(turn, 7), turn)
         assert runner(BATCH, **given).tolist() == [3 * turn + 3] * 3
-        made.add(moves_of(runner).made)
+        made.add(moves_of(runner).prepared.made)
         if turn == MOST_KINDS - 1:
-            first = list(moves_of(runner).kinds)
+            first = list(moves_of(runner).prepared.writers)
     moves = moves_of(runner)
-    assert moves.alike is moves.kinds[-1] and max(made) == 8 < MOST_MADE
-    assert len(moves.kinds) == MOST_KINDS and not set(first) & set(moves.kinds)
+    assert moves.alike is moves.prepared.writers[-1] and max(made) == 8 < MOST_MADE
+    assert len(moves.prepared.writers) == MOST_KINDS and not set(first) & set(
+        moves.prepared.writers
+    )
 
 
+@compiled
 def test_of_many_kinds_few_are_known():
     runner = runner_of_four_tokens(lambda a, b, c: a + b + c, THREE)
     for _ in range(3):
         for kind in range(8):
             assert runner(BATCH, **kind_of_three(kind, kind)).tolist() == [3 * kind + 3] * 3
-    assert len(moves_of(runner).kinds) == MOST_KINDS
+    assert len(moves_of(runner).prepared.writers) == MOST_KINDS
 
 
 @pytest.mark.parametrize(

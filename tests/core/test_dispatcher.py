@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphrt.core.base import InvalidBatchError, InvalidOptionError
-from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason, unpadded
+from graphrt.core.batch import Batch, BatchDescriptor, GraphMode, unpadded
+from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
 from graphrt.core.dispatch.dispatcher import REMEMBERED
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphrt.core.base import RefusedOpError
-from graphrt.core.capture.refusals import Given
+from graphrt.core.capture.guard import Given
 
 ADD, VIEW = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
 

@@ -367,7 +367,7 @@ def test_a_keyed_graph_has_the_effect_of_one_call_and_replays_it():
     assert graphs["key"] is graph and list(graphs) == ["key"]
 
 
-def test_keys_are_captured_once_and_their_places_used_again():
+def test_a_key_is_captured_once_and_its_graph_destroyed_by_drop():
     graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     for key in range(3):
         graphs.capture(key, lambda key=key: x + key)
@@ -377,7 +377,6 @@ def test_keys_are_captured_once_and_their_places_used_again():
     graphs.drop("unknown")
     graphs.capture("other", lambda: x + 7)
     assert [graphs.replay(key).tolist()[0] for key in graphs] == [0, 2, 7]
-    assert [graphs[key].slot for key in graphs] == [0, 2, 1]
     with pytest.raises(KeyError):
         graphs.replay(1)
 

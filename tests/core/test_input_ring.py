@@ -15,22 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphrt import Batch, GraphOptions, GraphPool, GraphRunner, Host, InputSpec
-from graphrt.core.device import RingFormat
-from graphrt.core.inputs import StaticInputs
-from graphrt.core.inputs.transfer import SlotRing, ring_for
-from graphrt.core.inputs.transfer.alike import mover_of
+from graphrt.core.base import NativeWriter
+from graphrt.core.inputs import Slab, Sources, StaticInputs
+from graphrt.cuda.ring import RingFormat, SlotRing
+from graphrt.cuda.ring.writers import learn
 from graphrt.errors import InputRingError, InputRingWarning, InvalidInputError
 from tests.core.ring_steps import Log, mixed_steps
 from tests.core.soft_ring import RingPlatform, SoftRing
 
 NBYTES = 32
+compiled = pytest.mark.skipif(
+    NativeWriter is None, reason="native/ is not built; test_native.py runs this with it"
+)
 
 
 class Lagging:
     """A ring over a device that does what it was given when it is let, and notes what it saw."""
 
     def __init__(self, slots: int) -> None:
-        slab = torch.zeros(256 + RingFormat.TAIL_BYTES, dtype=torch.uint8)
+        slab = torch.zeros(256, dtype=torch.uint8)
         self.device = SoftRing(slab, slots, NBYTES, 4)
         self.ring = SlotRing(self.device, NBYTES, 4)
         self.device.lag = True
@@ -41,8 +44,7 @@ class Lagging:
 
     def write(self, value: int) -> int:
         """The slot of the next step; returns its first word."""
-        word, address = self.ring.take()
-        start = address - self.device.memory.data_ptr()
+        word, start = self.ring.take()
         self.device.memory[start : start + 8].view(torch.int64).fill_(value)
         return word
 
@@ -135,7 +137,7 @@ def test_the_host_waits_only_for_a_slot_that_is_still_read_and_counts_it():
 
 def test_a_device_that_dies_while_the_host_waits_is_heard(monkeypatch):
     lagging = Lagging(2)
-    monkeypatch.setattr("graphrt.core.inputs.transfer.ring._PATIENCE_S", 0.02)
+    monkeypatch.setattr("graphrt.cuda.ring.slots._PATIENCE_S", 0.02)
     for value in range(2):
         lagging.step(value, alone=True)
 
@@ -162,8 +164,8 @@ def test_a_replay_by_hand_is_named_at_the_next_step_and_shifts_nothing():
 
 def test_a_device_that_does_not_fetch_is_told_of_and_its_inputs_are_copied():
     class Broken(RingPlatform):
-        def new_input_ring(self, *args):
-            ring = super().new_input_ring(*args)
+        def new_ring(self, *args):
+            ring = super().new_ring(*args)
             ring.fetch = lambda *args: None
             return ring
 
@@ -179,7 +181,7 @@ def test_a_device_that_does_not_fetch_is_told_of_and_its_inputs_are_copied():
 
 
 def test_memory_of_a_ring_that_is_gone_is_kept_until_the_device_has_read_it():
-    from graphrt.core.inputs.transfer import ring as module
+    from graphrt.cuda.ring import slots as module
 
     lagging = Lagging(4)
     lagging.step(5, alone=True)
@@ -393,8 +395,8 @@ def test_inputs_on_the_device_are_moves_of_the_same_fetch(rows):
     log.check(200)
     # None of them was staged, nor fetched by itself.
     assert ring.launches == launches
-    assert log.runner.inputs._by_copy._staging is not None
-    assert not log.runner.inputs._by_copy._staging._slots
+    staging = log.runner.inputs.transport.staged.staging
+    assert staging is not None and not staging._slots
 
 
 def test_an_input_that_is_in_place_is_not_moved():
@@ -432,13 +434,9 @@ def test_a_step_with_all_inputs_in_place_and_no_graph_launches_nothing():
 def test_a_ring_has_fewer_slots_for_larger_inputs():
     platform = RingPlatform()
     platform.fetched_bytes = 1 << 20
-    slabs = [torch.zeros((4 << 20) + RingFormat.TAIL_BYTES, dtype=torch.uint8) for _ in range(2)]
-    small, large = (
-        ring_for(platform, slab, nbytes, 2)
-        for slab, nbytes in zip(slabs, (4096, 1 << 20), strict=True)
-    )
-    assert small is not None
-    assert large is not None
+    for nbytes in (4096, 1 << 20):
+        platform.new_input_transport(Slab(torch.zeros(nbytes, dtype=torch.uint8), nbytes, 2))
+    small, large = platform.rings
     assert small.slots == 64
     assert 2 <= large.slots < 32
 
@@ -456,16 +454,16 @@ def test_a_device_that_reads_slowly_fetches_less(monkeypatch, ns_a_byte, at_leas
             clock[0] += 1e-6 + ns_a_byte * nbytes / 1e9
             super().fetch(nbytes, most)
 
-    slab = torch.arange(65536 + RingFormat.TAIL_BYTES).to(torch.uint8)
-    slab[-RingFormat.TAIL_BYTES :] = 0
-    before = slab[:65536].clone()
+    slab = torch.arange(65536).to(torch.uint8)
+    before = slab.clone()
     ring = SlotRing(Slow(slab, 2, 65536, 4), 65536, 4)
     ring.limit(0.0024)
     assert ring.fetch_of(at_least) is not None
     assert ring.fetch_of(at_most + 1) is None
-    assert torch.equal(slab[:65536], before)
+    assert torch.equal(slab, before)
 
 
+@compiled
 @pytest.mark.parametrize("rows", [8, 5, 1])
 def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_before(rows):
     """Memory of the host stands for the device's, as the moves of a slot go by addresses."""
@@ -473,10 +471,14 @@ def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_befor
     inputs = log.runner.inputs
     layout = inputs.layout(8 if rows > 4 else rows, 8 if rows > 4 else rows)
     views = layout.views
-    by_fetch, moves = inputs._by_fetch, layout.moves(rows, rows, 256)
+    transport, moves = inputs.transport, layout.moves(rows, rows)
     right = log.values(rng, 0, rows, 1)
-    fast = mover_of(right, moves, inputs.ring, by_fetch._slab, by_fetch._table)
+    tables = [transport._table(moves, kind * len(moves.fields)) for kind in "dk"]
+    tensors = [right[move.field.name] for move in moves.fields]
+    learn(moves, Sources(tensors, [], "ddddd", True), inputs.ring, transport.slab, *tables)
+    fast = moves.alike
     assert fast is not None
+    moves.prepared.writers = []
     taken: dict[int, bool] = {}
 
     def alike(*args):
@@ -486,7 +488,7 @@ def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_befor
     for step in range(60):
         values = log.values(rng, step, rows, 1)
         if step % 3 == 2:
-            live = {move.name: move.views[0] for move in moves.fields}
+            live = {move.field.name: move.views[0] for move in moves.fields}
             for name, value in values.items():
                 live[name].copy_(value)
             values = live
@@ -505,6 +507,6 @@ def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_befor
     looked_at = {step for step in apart if step % 10 in unlike}
     assert len(taken) > 50
     assert {step for step in apart if not taken[step]} == looked_at
-    # Padded, an input whose rows come second has gaps where it is in place.
+    # In place, an input whose rows come second has gaps where it is padded.
     assert all(taken[step] == (rows != 5) for step in taken if step % 3 == 2)
     log.runner.close()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base import InvalidInputError
 from graphrt.core.device import get_platform
-from graphrt.core.inputs import StaticInputs, batch_of, nest
-from graphrt.core.inputs.transfer.staging import Staging, Window
+from graphrt.core.inputs import StagedCopy, StaticInputs, batch_of, nest
+from graphrt.core.inputs.transport import Staging, Window
 from graphrt.cpu.platform import CpuPlatform
 
 SPECS = {
@@ -78,7 +78,7 @@ class StagingPlatform(CpuPlatform):
 def test_after_any_steps_live_rows_are_live_and_padding_rows_are_padding(staged, steps):
     inputs = static(SPECS, 8, 4)
     if staged:
-        inputs._staging = Staging(StagingPlatform(), 4096)
+        inputs.transport = StagedCopy(inputs.transport.slab, StagingPlatform())
     for tokens, reqs, in_place in steps:
         layout = inputs.layout(8, 4)
         views = layout.views
@@ -139,7 +139,7 @@ def test_a_value_that_lies_in_the_buffers_at_another_place_is_copied_whole(stage
     specs = {name: InputSpec(torch.int64, ("tokens",)) for name in "abc"}
     inputs = static(specs, 64, 64)
     if staged:
-        inputs._staging = Staging(StagingPlatform(), 4096)
+        inputs.transport = StagedCopy(inputs.transport.slab, StagingPlatform())
     small = inputs.layout(32, 32).views
     step = {name: torch.arange(32) + 100 * place for place, name in enumerate("abc")}
     inputs.fill(step, inputs.layout(32, 32), 32, 32)
@@ -177,6 +177,25 @@ def test_a_slot_that_is_free_again_is_used_before_a_new_one_is_made():
         staging.take().copy_to(Window(torch.zeros(64, dtype=torch.uint8)), [(0, 64)], None)
         platform.events[0].passed = True
     assert len(platform.events) == 1
+
+
+def test_views_of_a_staged_slot_that_was_given_up_are_read_before_it_is_written():
+    inputs = static({name: InputSpec(torch.int64, ("tokens",)) for name in "ab"}, 4, 4)
+    inputs.transport = StagedCopy(inputs.transport.slab, StagingPlatform())
+    layout = inputs.layout(4, 4)
+    slot = inputs.slot(layout, 4, 4)
+    slot["a"].fill_(1)
+    slot["b"].fill_(2)
+    inputs.fill({"a": slot["b"], "b": slot["a"]}, layout, 4, 4)
+    assert [layout.views[name].tolist() for name in "ab"] == [[2] * 4, [1] * 4]
+
+
+def test_a_lazily_negated_view_of_its_buffer_is_read_as_its_values():
+    inputs = static({"x": InputSpec(torch.float32, ("tokens",))}, 4, 4)
+    layout = inputs.layout(4, 4)
+    layout.views["x"].copy_(torch.arange(4.0))
+    inputs.fill({"x": torch._neg_view(layout.views["x"])}, layout, 4, 4)
+    assert layout.views["x"].tolist() == [0.0, -1.0, -2.0, -3.0]
 
 
 def test_an_input_that_lives_in_its_buffer_is_not_copied():
@@ -228,9 +247,9 @@ def test_a_bad_spec_is_a_named_error(arguments):
 
 def test_sizes_are_read_off_the_shapes():
     inputs = static(SPECS, 8, 4)
-    assert inputs.infer(values(5, 3)) == (5, 3)
+    assert inputs.declared.infer(values(5, 3)) == (5, 3)
     with pytest.raises(InvalidInputError, match="disagree"):
-        inputs.infer({**values(5, 3), "ids": torch.zeros(4, dtype=torch.int64)})
+        inputs.declared.infer({**values(5, 3), "ids": torch.zeros(4, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize(

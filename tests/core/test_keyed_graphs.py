@@ -104,7 +104,6 @@ def test_a_capture_that_waits_for_another_one_gets_its_own_forward():
     assert not in_threads(lambda: graphs.capture("one", slow), others)
     found = {key: graphs.replay(key).tolist()[0] for key in graphs}
     assert found == {"one": 1, "two": 2, "three": 3, "four": 4}
-    assert sorted(graphs[key].slot for key in graphs) == [0, 1, 2, 3]
 
 
 def test_three_threads_that_capture_and_drop_leave_each_key_its_own_graph():
@@ -127,7 +126,6 @@ def test_three_threads_that_capture_and_drop_leave_each_key_its_own_graph():
     assert [graphs.replay(key).tolist()[0] for key in keys] == [
         key * 1000 + rounds - 1 for key in keys
     ]
-    assert len({graphs[key].slot for key in keys}) == len(keys)
     assert graphs.pool.captures == len(keys) * rounds
 
 
@@ -214,6 +212,10 @@ def test_a_handle_of_a_dropped_graph_replays_no_other_one_of_its_key():
         graphs.drop("key")
 
 
+def entries_of(pool: GraphPool) -> int:
+    return sum(len(each.entries) for each in pool._holders if isinstance(each, GraphWrapper))
+
+
 def test_an_interrupt_anywhere_in_a_capture_leaves_a_key_that_can_be_captured():
     at = 0
     while True:
@@ -226,7 +228,7 @@ def test_an_interrupt_anywhere_in_a_capture_leaves_a_key_that_can_be_captured():
         if "key" not in graphs:
             graphs.capture("key", made(2))
         assert graphs.replay("key").tolist()[0] == graphs["key"].outputs.tolist()[0]
-        assert len(graphs) == len(graphs._wrapper.entries) == 1, interrupt.where
+        assert len(graphs) == entries_of(graphs.pool) == 1, interrupt.where
         assert not in_threads(lambda graphs=graphs: graphs.capture("other", made(3)))
         at += 3
     assert at > 100

@@ -45,11 +45,11 @@ def test_it_is_not_built_unless_it_is_asked_for(tmp_path: Path) -> None:
 RANDOM_STEPS = f"""{LOAD}
 import random, torch
 from graphrt import Batch, InputSpec
-from graphrt.core.inputs.transfer import alike
+from graphrt.cuda.ring import writers
 from tests.core.test_alike import runner_of
 from tests.core.soft_ring import RingPlatform
 
-native = alike.NativeWriter
+native = writers.NativeWriter
 assert native is module.Writer
 rng = random.Random(7)
 DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.float16, torch.float64)
@@ -64,7 +64,7 @@ for program in range(30):
     seed = rng.randrange(1 << 30)
     found = []
     for kind in (None, native):
-        alike.NativeWriter = kind
+        writers.NativeWriter = kind
         torch.manual_seed(seed)
         steps = random.Random(seed)
         runner = runner_of(specs)
@@ -99,7 +99,7 @@ def test_random_steps_leave_the_same_with_it_and_without(built: Path) -> None:
 WRONG = f"""{LOAD}
 import gc, torch
 from graphrt.core.base import MOST_INPUTS, NativeWriter
-from graphrt.core.inputs.transfer.moves import packed
+from graphrt.cuda.ring.moves import packed
 assert NativeWriter is module.Writer
 
 class Ring:

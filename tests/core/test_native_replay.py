@@ -18,6 +18,46 @@ def test_random_steps_and_faults_leave_the_same_with_it_and_without(built: Path)
         assert int(fast) > int(given) / 5
 
 
+GRADED = f"""{LOAD}
+import torch
+from graphrt import GraphRunner, InputSpec, Reason
+from graphrt.core.replay import handout
+from graphrt.core.runner import _path
+from graphrt.core.runner.steps import replayed
+from tests.core.soft_ring import RingPlatform
+
+handout.can_mark_unreadable, handout.mark_unreadable = True, lambda *_: None
+native = replayed.NativeReplay
+assert native is module.Replay
+for kind in None, native:
+    replayed.NativeReplay = kind
+    _path.NativePath = kind and module.Path
+    runner = GraphRunner(
+        lambda x, ids: x * 2 + ids[:, None],
+        inputs={{
+            "x": InputSpec(torch.float32, ("tokens", 2)), "ids": InputSpec(torch.int64, ("tokens",))
+        }},
+        outputs=("tokens", 2), sizes=[4], mode="FULL", platform=RingPlatform(),
+    )
+    runner.capture()
+    found = []
+    for needs in (0, 0, 0, 1, 0, 1, 1, 0):
+        x, ids = torch.randn(4, 2, requires_grad=bool(needs)), torch.arange(4)
+        for around in (torch.enable_grad, torch.no_grad):
+            with around():
+                out = runner(x=x, ids=ids)
+            assert torch.equal(out.detach(), x.detach() * 2 + ids[:, None])
+            assert runner.last_dispatch.reason is Reason.HIT
+            found.append(int(out.requires_grad))
+    print(*found)
+"""
+
+
+def test_an_input_that_requires_a_gradient_is_no_plain_hit(built: Path) -> None:
+    expected = "0 0 0 0 0 0 1 0 0 0 1 0 1 0 0 0"
+    assert run(GRADED, built).splitlines() == [expected, expected]
+
+
 NESTED = f"""{LOAD}
 import gc, torch, warnings
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
@@ -160,7 +200,7 @@ def test_a_step_inside_of_another_is_told_from_it(built: Path) -> None:
 SAME = f"""{LOAD}
 import itertools
 from graphrt import Batch, GraphMode
-from graphrt.core.runner.steps.again import is_plain, same, same_in_python
+from graphrt.core.batch import is_plain, same, same_in_python
 
 assert type(same) is module.Same
 yes = type("Yes", (), {{"__eq__": lambda *_: True, "__hash__": lambda _: 0}})()
@@ -176,7 +216,7 @@ odd = {{
     5: (None, "a", yes),
     6: (plain.exclude, frozenset({{GraphMode.FULL}}), frozenset(), yes),
 }}
-made = [tuple.__new__(Batch, fields) for fields in itertools.product(*odd.values())]
+made = [tuple.__new__(Batch, (*fields, *plain[7:])) for fields in itertools.product(*odd.values())]
 lasts = [batch for batch in made if is_plain(batch)] + [Batch(2**70, 3), Batch(3, 3), None]
 assert len(lasts) > 10
 equal = 0
@@ -196,8 +236,8 @@ def fails(function, *arguments, **named):
 fails(same)
 fails(same, plain)
 fails(same, plain, last=plain)
-fails(module.Same, int, (), ())
-fails(module.Same, 3, (), ())
+fails(module.Same, int)
+fails(module.Same, 3)
 """
 
 

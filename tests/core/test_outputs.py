@@ -151,9 +151,9 @@ def test_what_a_step_handed_out_is_marked_and_let_go_when_its_memory_is_written(
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
     pool, memory = GraphPool("cpu"), torch.ones(3)
     out = handout.Shell(memory).hand_out((3,), pool.handed_out)
-    pool.expire_outputs()
+    pool._expire_outputs()
     assert (marked, pool.handed_out) == ([out.untyped_storage()._cdata], [])
-    pool.expire_outputs()
+    pool._expire_outputs()
     assert len(marked) == 1
 
 

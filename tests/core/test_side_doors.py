@@ -25,8 +25,8 @@ from graphrt import (
 from graphrt.core.base import dispatch_modes, unseen
 from graphrt.core.batch import ForwardContext, current_context
 from graphrt.core.capture import CaptureTransaction, SideDoors, in_eager_part
-from graphrt.core.capture._leaves import can_change
-from graphrt.core.capture.refusals import hand_back, withhold
+from graphrt.core.capture.guard import hand_back, withhold
+from graphrt.core.capture.recorder import can_change
 from graphrt.core.replay import warming_up
 from graphrt.cpu import CPUGraphWrapper
 from graphrt.errors import BreakError, FrozenMetadataError, RefusedOpError, SideDoorError

@@ -15,6 +15,7 @@ from graphrt.core.plan.sizes import (
     descriptors_for,
     mixed_sizes,
 )
+from graphrt.core.plan.text import eager_range
 
 REQS = st.integers(1, 2048)
 TOKENS = st.integers(1, 16384)
@@ -158,9 +159,9 @@ def test_plan_properties(
         full = reqs * q
         assert all(size % q == 0 and size <= min(full, tokens) for size in ladder)
         assert full > sizes.limit or full in ladder
-        beyond = sizes.uncovered_decode(q)
-        assert all(n * q > max(ladder, default=0) for n in beyond)
-        assert max(ladder, default=0) // q + len(beyond) == min(reqs, tokens // q)
+        decode = descriptors_for("FULL_DECODE_ONLY", sizes)
+        first, last = eager_range(sizes, decode, q)
+        assert first // q - 1 == max(ladder, default=0) // q and last // q == min(reqs, tokens // q)
 
 
 # A host's own list -------------------------------------------------------------------------------
@@ -214,8 +215,10 @@ def test_max_size_replaces_the_default_limit() -> None:
 
 
 def test_decode_above_the_limit_is_told_beforehand() -> None:
-    assert plan(1024).uncovered_decode(1) == range(513, 1025)
-    assert not plan(100).uncovered_decode(1)
+    large, small = plan(1024), plan(100)
+    assert eager_range(large, descriptors_for("FULL_DECODE_ONLY", large), 1) == (513, 1024)
+    first, last = eager_range(small, descriptors_for("FULL_DECODE_ONLY", small), 1)
+    assert first > last
 
 
 def test_several_query_lengths() -> None:

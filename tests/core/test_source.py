@@ -10,7 +10,7 @@ import torch
 from graphrt import BatchDescriptor, GraphMode, GraphPool, forward_context
 from graphrt.core.base import GraphRTError
 from graphrt.core.capture import CaptureTransaction
-from graphrt.core.capture.refusals.source import source_of, user_source
+from graphrt.core.capture.source import source_of, user_source
 from graphrt.cpu import CPUGraphWrapper
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from graphrt import GraphRunner, InputSpec, KeyedGraphs, Reason
-from graphrt.errors import CaptureSyncError
+from graphrt.errors import CaptureSyncError, RefusedOpError
 
 WEIGHT = torch.tensor([1.0, 2.0])
 
@@ -30,6 +31,14 @@ def _written_constant(x: torch.Tensor) -> torch.Tensor:
     return x * count[0].item()
 
 
+def _mask_on_the_left(x: torch.Tensor) -> torch.Tensor:
+    made, mask = x.clone(), torch.zeros(2, dtype=torch.bool)
+    mask[1] = True
+    made[:, mask] = x[:, mask] * 3
+    made[:, [True, False]] = 5.0
+    return made
+
+
 RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "positions": _positions,
     "bool": lambda x: x + 1 if torch.tensor([2, 3]).sum() > 4 else x,
@@ -38,6 +47,10 @@ RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "index": lambda x: x[: int(torch.tensor(2))],
     "range": lambda x: x * sum(range(torch.tensor(3))),
     "format": lambda x: x * float(f"{torch.tensor(2.5)}"),
+    "mask": lambda x: x + x[:, [True, False]] * x[:, torch.tensor([False, True])],
+    "mask of a computation": lambda x: x + x[:, torch.arange(2) > 0],
+    "mask of two dimensions": lambda x: x * x[:2][torch.eye(2, dtype=torch.bool)],
+    "mask on the left": _mask_on_the_left,
     "equal": lambda x: x if torch.equal(torch.ones(2), torch.tensor([1.0, 1.0])) else x * 0,
     "written": _written_constant,
     "a tensor of a tensor": lambda x: x * torch.tensor([torch.tensor(2.0), 3.0]),
@@ -62,6 +75,28 @@ def _in_a_used_block(x: torch.Tensor) -> torch.Tensor:
     del made
     made = x[0] + 1
     return x * made.max().item()
+
+
+def _mask_written_by_input(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.tensor([True, False])
+    mask[0] = x[0, 0] > 0
+    return x[:, mask]
+
+
+WRONG_MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "input": lambda x: x[x > 0],
+    "weight": lambda x: x[:, WEIGHT > 1],
+    "beside a constant": lambda x: x[:2][torch.tensor([True, False]), WEIGHT > 1],
+    "array": lambda x: x[:, torch.from_numpy(np.array([True, False]))],
+    "written by an input": _mask_written_by_input,
+}
+
+
+@pytest.mark.parametrize("forward", WRONG_MASKS.values(), ids=WRONG_MASKS)
+def test_a_mask_that_is_no_constant_is_refused(forward) -> None:
+    x = torch.ones(3, 2)
+    with pytest.raises(RefusedOpError, match="mask"):
+        KeyedGraphs().capture(1, lambda: forward(x))
 
 
 WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, get_platform
-from graphrt.core.runner.touched import unknown_memory_of
 from graphrt.core.trust import unknown_memory
 from graphrt.cuda.blocks import internal_sizes
 from graphrt.cuda.driver import destroy_graph, node_type, nodes_of
@@ -67,7 +66,7 @@ def captured_runner(forward, dtype=torch.float32, **options):
 
 
 def unknown_of(runner):
-    found = unknown_memory_of(runner.graphs, runner.pool, runner.inputs)
+    found = runner.graphs.unknown_memory()
     print(f"{len(found.blocks)} unknown blocks, {found.unread} unread nodes", *found.blocks)
     return found
 
@@ -95,9 +94,8 @@ def kinds_of(graph):
 # What watching does not see -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [False, True], ids=["own executables", "shared executables"])
-def test_a_tensor_that_only_a_raw_kernel_reads_is_found_and_named(table, share):
-    with captured_runner(with_table, share_executables=share) as runner:
+def test_a_tensor_that_only_a_raw_kernel_reads_is_found_and_named(table):
+    with captured_runner(with_table) as runner:
         found = unknown_of(runner)
         assert [block.address for block in found.blocks] == [table.untyped_storage().data_ptr()]
         assert found.blocks[0].bytes == table.untyped_storage().nbytes()

@@ -52,7 +52,7 @@ def test_a_runner_may_be_made_captured_and_checked_in_threads_of_their_own():
     spec = InputSpec(torch.float32, ("tokens", 8))
     make = partial(
         GraphRunner, lambda x: x * 2, mode="FULL_AND_PIECEWISE", sizes=[2, 4], inputs={"x": spec},
-        outputs=("tokens", 8), options=GraphOptions(share_executables=True), platform="cuda",
+        outputs=("tokens", 8), platform="cuda",
     )  # fmt: skip
     runner = in_new_thread(make)
     in_new_thread(runner.capture)
@@ -191,12 +191,6 @@ def test_a_step_is_one_launch_wherever_its_inputs_are(place, rows):
     assert sum("graphrt_fetch_inputs" in name for name in work) == 1, work
     assert not any("Memcpy" in name for name in work), work
     log.check(1)
-    log.runner.close()
-
-
-def test_shared_executables_fetch_too():
-    log = Log("cuda", "cuda", 300, mode="FULL", share_executables=True)
-    mixed_steps(log, 300, 12, device=0.2, aborts=0.05, behind=behind)
     log.runner.close()
 
 

@@ -114,20 +114,6 @@ def test_unchanged_keeps_the_arguments_of_the_step_before():
         assert torch.equal(updated(x=x, updates={"mix": {"row": 5}}), first)
 
 
-def test_graphs_with_tasks_are_updated_where_executables_are_shared():
-    options = GraphOptions(share_executables=True)
-    with runner(model(scale, row=HostArg(None)), options=options) as updated:
-        updated.capture()
-        assert updated.report().sharing is None
-        for row, tokens in ((3, 4), (7, 2), (3, 4)):
-            x, updates = torch.randn(tokens, WIDTH), {"mix": {"row": row}}
-            batch = Batch(tokens, tokens, 1)
-            out = updated(batch, x=x, updates=updates).clone()
-            found = updated.dispatcher.dispatch(batch)
-            eager = updated.run_padded_eagerly(batch, found, {"x": x}, updates)
-            assert torch.equal(out, eager)
-
-
 def by_type(x, table, out, *, row):
     torch.add(x, table[0 if type(row) is int else 1, : x.shape[0]], out=out)
 

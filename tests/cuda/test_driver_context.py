@@ -82,6 +82,7 @@ def fetch_of(driver: ContextDriver) -> Callable[[], None]:
     ring = fetch.FetchRing.__new__(fetch.FetchRing)
     ring.slots, ring.payload, ring.stride = 2, 256, 512
     ring.memory, ring._slab = torch.zeros(2048, dtype=torch.uint8), torch.zeros(512)
+    ring._counter = torch.zeros(256, dtype=torch.uint8)
     ring._device, ring._function, ring._launch = 0, 1, driver.launch  # type: ignore[assignment]
     return ring.prepare(16, 1)
 

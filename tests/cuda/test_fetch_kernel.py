@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ptx import Kernel
 
-from graphrt.core.device import RingFormat
 from graphrt.cuda.driver._fetch_ptx import PTX, THREADS
+from graphrt.cuda.ring import RingFormat
 from tests.core.soft_ring import SoftRing
 
 KERNEL = Kernel(PTX.decode())
 NBYTES, MOVES, SLOTS = 6000, 12, 3
-TAIL = RingFormat.TAIL_BYTES
-WIDE = NBYTES + -NBYTES % 256 + TAIL
+WIDE = NBYTES + -NBYTES % 256
 
 
 class Both:
@@ -29,8 +28,10 @@ class Both:
         self.rings = [SoftRing(slab, SLOTS, NBYTES, MOVES) for slab in self.slabs]
         for ring in self.rings:
             ring.memory = aligned(ring.memory.nbytes)
+        self.counter = aligned(RingFormat.COUNTER_BYTES)
+        self.rings[0].counter = ctypes.c_uint64.from_address(self.counter.data_ptr())
         for slab in self.slabs:
-            slab[:-TAIL].random_(256, generator=torch.Generator().manual_seed(1))
+            slab.random_(256, generator=torch.Generator().manual_seed(1))
 
     def write(self, slot: int, number: int, count: int, moves: list[int], payload: torch.Tensor):
         for ring in self.rings:
@@ -47,7 +48,7 @@ class Both:
         values = (
             control + RingFormat.CONTROL_BYTES,
             slab.data_ptr(),
-            slab.data_ptr() + slab.nbytes - TAIL,
+            self.counter.data_ptr(),
             control,
             SLOTS,
             kernel.stride,

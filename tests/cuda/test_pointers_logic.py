@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
 from graphrt.core.device import GraphPointers, MemoryBlock
-from graphrt.core.runner.touched import unknown_memory_of
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
     tensor_addresses,
@@ -24,7 +23,6 @@ from graphrt.cpu import CpuPlatform
 from graphrt.cuda.blocks import blocks_of
 from graphrt.cuda.driver import api, pointers_of
 from graphrt.cuda.platform import CudaPlatform
-from graphrt.cuda.sharing import ShareableGraph
 
 AT = 0x7F10_0000_0000
 MIB = 1 << 20
@@ -136,14 +134,6 @@ def test_the_platform_cannot_tell_without_a_driver_or_a_template(driver, monkeyp
     assert platform.pointers(Graph(None)) is None
     monkeypatch.setattr(api, "_library", lambda: None)
     assert platform.pointers(Graph(1)) is None
-
-
-def test_a_graph_on_another_ones_executable_is_read_by_its_own_copy():
-    graph = ShareableGraph.__new__(ShareableGraph)
-    graph.graph, graph.group, graph.template = Graph(7), None, 8
-    assert graph.raw_cuda_graph() == 7
-    graph.group = object()
-    assert graph.raw_cuda_graph() == 8
 
 
 # The blocks of a snapshot -------------------------------------------------------------------------
@@ -311,7 +301,7 @@ def pointing_runner(forward, **options):
 
 
 def unknown_of(runner):
-    return unknown_memory_of(runner.graphs, runner.pool, runner.inputs)
+    return runner.graphs.unknown_memory()
 
 
 def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
@@ -326,7 +316,7 @@ def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
         assert "TABLE" in found[TABLE.data_ptr()].name
         assert found[stranger.data_ptr()][1:] == (28, 2, "")
         largest = [runner.graphs.records[0].descriptor]
-        some = unknown_memory_of(runner.graphs, runner.pool, runner.inputs, largest)
+        some = runner.graphs.unknown_memory(largest)
         assert {each.nodes for each in some.blocks} == {1}
 
 

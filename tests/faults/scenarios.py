@@ -11,7 +11,6 @@ from graphrt import (
     GraphOptions,
     Host,
 )
-from graphrt.core.device import Capability
 from tests.faults.world import LARGEST, Model, Step, World, scale
 
 PIECES = ("operator", "replay", "copy", "stream", "driver")
@@ -88,15 +87,6 @@ class CaptureStatic(CaptureFull):
 
     def prepare(self) -> None:
         self.run = self.runner(options=GraphOptions(outputs="static"))
-
-
-class CaptureSharing(CaptureFull):
-    """`capture()` of graphs that share an executable."""
-
-    needs = Capability.EXEC_DEDUP
-
-    def prepare(self) -> None:
-        self.run = self.runner(options=GraphOptions(share_executables=True))
 
 
 class CaptureExample(CaptureFull):
@@ -286,7 +276,7 @@ SCENARIOS: dict[str, type[World]] = {
     each.__name__: each
     for each in (
         Create, CaptureFull, CaptureNext, CaptureNextUnwatched, StepMeanwhile,
-        CapturePieces, CaptureStatic, CaptureSharing,
+        CapturePieces, CaptureStatic,
         CaptureExample, Lazy, Hit, Padded, Clone, Eager,
         Pieces, Tried, Always, Verify, Recapture, WeightsChanged, Release, Close,
         TaskCapture, TaskStep, TaskPieces, TaskRepeats,

@@ -16,11 +16,11 @@ from tests.faults.harness import Harness
 from tests.faults.inject import Fault, Faults
 from tests.faults.places import Driver
 from tests.faults.platforms import maker_of, scenarios_of
-from tests.faults.scenarios import SCENARIOS, CaptureFull, CaptureSharing, TaskStep
+from tests.faults.scenarios import SCENARIOS, CaptureFull, TaskStep
 from tests.faults.sharing import SHARING
 from tests.faults.world import World
 
-ON_CPU = {name: of for name, of in {**SCENARIOS, **SHARING}.items() if of is not CaptureSharing}
+ON_CPU = {**SCENARIOS, **SHARING}
 
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")

@@ -21,7 +21,6 @@ from graphrt import (
 )
 from graphrt.core.base import dispatch_modes
 from graphrt.core.batch import current_context
-from graphrt.core.device import Capability
 from graphrt.core.replay import current_capture, under_way, warming_up
 from tests.faults.inject import Faults
 from tests.faults.places import seed_device
@@ -153,8 +152,6 @@ class Step:
 class World:
     """One scenario, built anew for each fault: `act` is what a fault is injected into."""
 
-    needs: Capability | None = None
-    """What the platform must be able to do."""
     halves: tuple[str, ...] = ()
     """The kinds of actions in the midst of `act` whose failure may leave half a step, as it does
     where a forward runs eagerly."""

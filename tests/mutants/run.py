@@ -63,6 +63,35 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/cpu/test_cpu_refusals.py",
         "tests/accelerator",
     ),
+    "graphrt/core/plan/": (
+        "tests/core/test_plan*.py",
+        "tests/core/test_sizes.py",
+        "tests/core/test_budget.py",
+        "tests/core/test_modes.py",
+        "tests/test_cli.py",
+    ),
+    "graphrt/core/runner/": (
+        "tests/core/test_runner.py",
+        "tests/core/test_lazy.py",
+        "tests/core/test_capture_next.py",
+        "tests/core/test_slots.py",
+        "tests/core/test_runner_faults.py",
+        "tests/core/test_stream_room.py",
+        "tests/core/test_surroundings.py",
+        "tests/core/test_weights.py",
+        "tests/trust/test_levels.py",
+        "tests/trust/test_report.py",
+        "tests/trust/test_trial.py",
+        CONFORMANCE,
+    ),
+    "graphrt/core/trust/": ("tests/trust/test_*.py", "tests/core/test_weights.py", CONFORMANCE),
+    "graphrt/compile/pieces/": (
+        "tests/compile/test_compiled_module.py",
+        "tests/compile/test_partition.py",
+        "tests/compile/test_one_size.py",
+        "tests/compile/test_compile_runner.py",
+        "tests/compile/test_cache_hits.py",
+    ),
 }
 SIMULATED = os.environ.get("GRAPHRT_PLATFORM") == "ascend-sim"
 _PROTOCOL = (

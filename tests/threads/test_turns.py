@@ -161,7 +161,7 @@ def test_a_wrapper_looks_its_graph_up_in_its_turn() -> None:
     x = torch.zeros(4)
     wrapper(x)
     wrapper(x)
-    wrapper._hot.by_slot = Slots(wrapper._hot.by_slot)
+    wrapper._graphs.by_slot = Slots(wrapper._graphs.by_slot)
     assert wrapper(x).tolist() == [1] * 4
     assert isinstance(found[0], PoolBusyError) and wrapper.entries
 

@@ -43,6 +43,19 @@ class Clock(Model):
         return x * torch.tensor(time.perf_counter(), device=x.device)  # the line
 
 
+class Mask(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = [place < self.scale for place in range(8)]
+        return x + x[:, chosen].sum(-1, keepdim=True)  # the line
+
+
+class MaskOnTheLeft(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, chosen = x * 1, [place < self.scale for place in range(8)]
+        made[:, chosen] = made[:, chosen] * 3  # the line
+        return made
+
+
 class Unused(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.now = torch.tensor(self.scale)
@@ -77,7 +90,7 @@ def runner_of(model: Model, mode: str = "FULL", **options: Any) -> GraphRunner:
     )
 
 
-@pytest.mark.parametrize("kind", [Model, Long, Index, Masked])
+@pytest.mark.parametrize("kind", [Model, Long, Index, Masked, Mask, MaskOnTheLeft])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_data_that_the_host_changes_before_the_trial_is_named(kind: Any, mode: str) -> None:
     model = kind()

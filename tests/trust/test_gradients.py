@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import nn
 
-from graphrt import GraphOptions, GraphRunner
+from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
 from graphrt.core.base import can_mark_unreadable
+from graphrt.errors import InvalidInputError
 from tests.trust.scenario import WIDTH, X
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -184,13 +186,122 @@ def test_outputs_with_a_gradient_expire():
         saved.sum().backward()
 
 
-def test_steps_of_lower_levels_are_plain_hits_whose_outputs_have_no_gradient():
+def test_weights_take_no_step_of_lower_levels_off_the_plain_hit():
     for check in ("off", "capture", "first"):
         runner = runner_of(Layer(), check=check)
         for _ in range(3):
             for rows in (4, 3):
                 assert runner(x=torch.randn(rows, WIDTH)).numpy().shape == (rows, WIDTH)
         assert next(runner.graphs.checks.looks)
+
+
+LOWER = ["capture", "first"]
+
+
+@contextmanager
+def counted_runs(forward):
+    """How often a forward runs in Python."""
+    counts, run = [], forward.forward
+    forward.forward = lambda **inputs: counts.append(1) or run(**inputs)
+    try:
+        yield counts
+    finally:
+        del forward.forward
+
+
+@pytest.mark.parametrize("check", LOWER)
+@pytest.mark.parametrize("tried", [False, True])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", None])
+def test_of_an_input_that_requires_a_gradient_every_level_says_that_it_ends(mode, tried, check):
+    forward = Frozen() if mode is None else Model()
+    forward.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runner = runner_of(forward, mode or "FULL", check=check)
+    if tried:
+        for rows in (4, 3, 2, 1, 4, 3):
+            runner(x=torch.randn(rows, WIDTH))
+    for rows in (4, 3, 4, 3, 1, 6, 4):
+        x = torch.randn(rows, WIDTH, requires_grad=True)
+        expected, outputs = forward(x), runner(x=x)
+        assert flags(outputs) == flags(expected), rows
+        torch.testing.assert_close(
+            {name: value for name, value in outputs.items() if name != "list"},
+            {name: value for name, value in expected.items() if name != "list"},
+        )
+        loss = (outputs["of_input"].sum() + x.sum()) if mode else x.sum()
+        with pytest.raises(RuntimeError, match="GradientError") if mode else nullcontext():
+            loss.backward()
+        outputs = runner(x=x.detach())
+        assert not any(flags(outputs).values())
+        for around in (torch.no_grad, torch.inference_mode):
+            with around():
+                assert not any(flags(runner(x=x)).values())
+    if tried and mode == "FULL":
+        assert next(runner.graphs.checks.looks) is not None
+        with counted_runs(forward) as runs:
+            for rows in (4, 3, 4):
+                x = torch.randn(rows, WIDTH, requires_grad=True)
+                assert runner(x=x)["of_input"].requires_grad
+                assert runner.last_dispatch.reason is Reason.HIT
+        assert not runs  # a replay, marked
+
+
+@pytest.mark.parametrize("check", LOWER)
+def test_weights_are_not_what_an_input_of_lower_levels_stands_for(check):
+    model = Model()
+    runner = runner_of(model, check=check)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    for _ in range(3):
+        outputs = runner(x=x)
+        assert outputs["of_input"].requires_grad and outputs["hidden"].requires_grad
+        assert not any(flags(runner(x=x.detach())).values())
+
+
+def test_nothing_is_said_where_nothing_is_checked():
+    runner = runner_of(lambda x: x * 2, check="off")
+    for _ in range(3):
+        assert not runner(x=torch.ones(4, WIDTH, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_state_advances_once_in_a_step_that_finds_out(mode):
+    state, part = torch.zeros(8, WIDTH), eager_break(lambda x: x * 1)
+
+    def forward(x):
+        state[: len(x)] += x.detach()
+        return part(x) + state[: len(x)]
+
+    runner = runner_of(forward, mode, sizes=[4], check="capture")
+    want = torch.zeros(8, WIDTH)
+    for turn in range(6):
+        x = torch.randn(4, WIDTH, requires_grad=turn > 2)
+        want[:4] += x.detach()
+        out = runner(x=x)
+        torch.testing.assert_close(out.detach(), x.detach() + want[:4])
+        torch.testing.assert_close(state, want)
+        assert out.requires_grad is (turn > 2)
+
+
+def test_nested_inputs_and_those_without_a_gradient():
+    runner = GraphRunner(
+        lambda ids, given: (given["a"]["b"] * 2, given["a"]["c"] + ids[:, None]),
+        sizes=[4],
+        inputs={
+            "ids": InputSpec(torch.int64, ("tokens",)),
+            "given": {"a": {"b": X, "c": X}},
+        },
+    )
+    runner.capture()
+    ids, b = torch.arange(4), torch.randn(4, WIDTH, requires_grad=True)
+    for needs in (False, True, True, False):
+        given = {"a": {"b": b if needs else b.detach(), "c": torch.randn(4, WIDTH)}}
+        first, second = runner(ids=ids, given=given)
+        assert (first.requires_grad, second.requires_grad) == (needs, False)
+    with pytest.raises(InvalidInputError):
+        runner(ids=ids, given={"a": {"b": b}})
+    with pytest.raises(InvalidInputError):
+        runner(ids=ids, given=b)
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])

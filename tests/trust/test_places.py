@@ -19,7 +19,8 @@ from torch import nn
 from graphrt.core.batch import GraphMode
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.replay import GraphPool
-from graphrt.core.trust.places import MISSING, places_of, same_value
+from graphrt.core.trust.places import MISSING, Link, places_of, same_value
+from graphrt.core.trust.python_state import PythonState
 
 SCALE = torch.ones(2)
 FACTOR = 3
@@ -94,11 +95,14 @@ def tensor() -> torch.Tensor:
     return torch.ones(2)
 
 
-def broken(forward_or_places: Any) -> list[str]:
-    """The paths of links that do not hold; each of them has words for it."""
-    bad = [link for link in forward_or_places.links if not link.holds()]
-    assert all(link.change() for link in bad)
-    return [link.path for link in bad]
+def broken(links: list[Link]) -> list[str]:
+    """The paths of links that do not hold."""
+    return [link.place.path for link in links if not link.holds()]
+
+
+def changed(values: PythonState) -> list[str]:
+    """The paths of numbers, objects and lengths that have changed."""
+    return [*values.moved()]
 
 
 # Where a value can live: each makes a forward that holds `value`, with how a user would write the
@@ -414,10 +418,11 @@ def test_a_tensor_is_found_named_and_seen_to_be_replaced(live):
     assert places.complete
     named = [place for place, found in places.tensors if found is value]
     assert any(place.path.startswith(path) for place in named), named
-    assert broken(places) == []
+    links = places.links()
+    assert broken(links) == []
     put(tensor())
-    assert any(link.startswith(path.rpartition("[1]")[0] or path) for link in broken(places)) or (
-        live is in_named_tuple and broken(places)
+    assert any(link.startswith(path.rpartition("[1]")[0] or path) for link in broken(links)) or (
+        live is in_named_tuple and broken(links)
     )
 
 
@@ -483,9 +488,10 @@ def test_an_emptied_slot_is_missing_and_can_be_emptied_and_filled(live):
 def test_an_item_of_a_list_that_became_shorter_is_missing():
     held = [1, 2]
     places = places_of(lambda x: held)
+    values = PythonState(places, baked=True)
     held.pop()
     assert places.values() == [1, MISSING]
-    assert [link.path for link in places.number_links if not link.holds()] == ["closure held"]
+    assert changed(values) == ["closure held[1]", "len(closure held)"]
 
 
 # Modules -----------------------------------------------------------------------------------------
@@ -574,12 +580,12 @@ def add_buffer(model):
 )
 def test_a_module_that_changed_is_seen(change, path):
     model = Model()
-    places = places_of(model)
-    assert broken(places) == []
+    links = places_of(model).links()
+    assert broken(links) == []
     model(torch.ones(1, 2))
-    assert broken(places) == []
+    assert broken(links) == []
     change(model)
-    assert path in broken(places)
+    assert path in broken(links)
 
 
 def test_every_tensor_of_a_module_is_found_under_every_name():
@@ -595,18 +601,18 @@ def test_every_tensor_of_a_module_is_found_under_every_name():
 
 
 def test_a_method_that_was_replaced_on_the_class_is_seen(monkeypatch):
-    places = places_of(Model())
+    links = places_of(Model()).links()
     monkeypatch.setattr(Block, "forward", lambda self, x: x)
-    assert broken(places) == ["Block.forward"]
+    assert broken(links) == ["Block.forward"]
 
 
 def test_code_that_was_replaced_is_seen():
     def forward(x):
         return x
 
-    places = places_of(forward)
+    links = places_of(forward).links()
     forward.__code__ = (lambda x: x + 1).__code__
-    assert broken(places) == ["forward.__code__"]
+    assert broken(links) == ["forward.__code__"]
 
 
 def test_the_number_that_makes_a_sliding_cache_wrong_is_named():
@@ -634,9 +640,10 @@ def test_a_replaced_container_of_numbers_is_seen_by_its_link():
     model = Model()
     model.state = {"position": 1}
     places = places_of(model)
+    links, values = places.links(), PythonState(places, baked=True)
     model.state = {"position": 2}
-    assert broken(places) == []
-    assert [link.path for link in places.number_links if not link.holds()] == ["model.state"]
+    assert broken(links) == []
+    assert changed(values) == ["model.state"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -644,17 +651,17 @@ def test_scripted_and_compiled_modules_are_seen_through():
     scripted = torch.jit.script(nn.Linear(2, 2))
     places = places_of(scripted)
     assert {place.path for place, _ in places.tensors} == {"model.weight", "model.bias"}
-    assert places.opaque and broken(places) == []
+    assert broken(places.links()) == []
     compiled = places_of(torch.compile(Model(), backend="eager"))
     assert "model._orig_mod.layers[0].table" in {place.path for place, _ in compiled.tensors}
 
 
 def test_a_parameter_that_is_not_made_yet_is_seen_when_it_is():
     model = nn.LazyLinear(2)
-    places = places_of(model)
-    assert broken(places) == []
+    links = places_of(model).links()
+    assert broken(links) == []
     model(torch.ones(1, 3))
-    assert "model.weight" in broken(places)
+    assert "model.weight" in broken(links)
 
 
 def test_a_wrapper_is_seen_through():

@@ -7,7 +7,7 @@ import torch
 
 from graphrt.core.base import storage_use_count
 from graphrt.core.replay import handout, is_spare
-from graphrt.core.trust.reads import Reads
+from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.watching import Watch
 
 
@@ -39,7 +39,7 @@ def watched(
 
 def test_an_output_that_nobody_kept_is_a_temporary_one(marked: list[int]) -> None:
     handed_out: handout.HandedOut = []
-    shell, reads = handout.Shell(torch.arange(4.0)), Reads(None)
+    shell, reads = handout.Shell(torch.arange(4.0)), ReadSet(None)
     reads.note(watched(shell, handed_out, kept=None))
     assert reads.addresses() == set()
     handout.expire(handed_out)
@@ -49,7 +49,7 @@ def test_an_output_that_nobody_kept_is_a_temporary_one(marked: list[int]) -> Non
 def test_an_output_that_the_forward_has_kept_is_read(marked: list[int]) -> None:
     handed_out: handout.HandedOut = []
     memory, kept = torch.arange(4.0), []
-    shell, reads = handout.Shell(memory), Reads(None)
+    shell, reads = handout.Shell(memory), ReadSet(None)
     reads.note(watched(shell, handed_out, kept))
     assert reads.addresses() == {memory.data_ptr()}
     handout.expire(handed_out)

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt import Example, GraphOptions, GraphRunner, Host, InputSpec
 from graphrt.core.base import GraphQuarantinedWarning, StateTooLargeError
 from graphrt.core.runner.report import TrustReport
-from graphrt.core.trust import Reads, TensorUse, Watch
+from graphrt.core.trust import ReadSet, TensorUse, Watch
 
 WIDTH = 4
 X = InputSpec(torch.float32, ("tokens", WIDTH))
@@ -113,8 +113,8 @@ def test_memory_that_no_walk_finds_has_no_name_and_a_line():
 
 
 def noted(forward: Callable[..., Any], *runs: Callable[[], Any]) -> tuple[TensorUse, ...]:
-    """What `Reads` says after these watched runs, each of one kind of graph."""
-    found = Reads(forward)
+    """What `ReadSet` says after these watched runs, each of one kind of graph."""
+    found = ReadSet(forward)
     for run in runs:
         watch = Watch()
         watch.around(run)

@@ -14,7 +14,7 @@ import torch
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, Reason
 from graphrt.core.base import PythonStateError, StateTooLargeError
-from graphrt.core.trust import Reads, WarmedUp, WatchedState
+from graphrt.core.trust import ReadSet, WarmedUp, WatchedState
 
 WIDTH = 4
 PADDED = InputSpec(torch.float32, ("tokens", WIDTH), pad=1.0)
@@ -28,7 +28,7 @@ def watched(
     return WatchedState(
         declared,
         forward=forward,
-        reads=Reads(forward) if watch else None,
+        reads=ReadSet(forward) if watch else None,
         warmed_up={} if warmed_up is None else warmed_up,
         device_type="cpu",
         is_in_graphs=lambda _: False,

@@ -131,7 +131,7 @@ wrapper_class(platform)(forward, "FULL", pool=runner.pool, options=options)
 wrapper_class(platform)(forward)  # refused: call-arg, reportCallIssue
 assert_type(wrapper_class("cpu"), type[GraphWrapper])
 wrapper_class(7)  # refused: arg-type, reportArgumentType
-platform.require(Capability.EXEC_DEDUP, "my engine")
+platform.require(Capability.TASK_UPDATE, "my engine")
 
 
 @hookimpl

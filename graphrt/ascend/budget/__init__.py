@@ -1,5 +1,6 @@
 """How many streams of an NPU graphs hold, and how many sizes fit."""
 
+from graphrt.ascend.budget.planned import PlannedStreams, planned_streams
 from graphrt.ascend.budget.profiles import (
     DOMAINS,
     PROFILES,
@@ -35,11 +36,13 @@ __all__ = [
     "TORCH_NPU_STREAMS",
     "Deployment",
     "Device",
+    "PlannedStreams",
     "Profile",
     "StreamFigures",
     "device_named",
     "device_of",
     "graph_streams",
+    "planned_streams",
     "probe_streams",
     "profile_named",
     "sizes_that_fit",

@@ -21,6 +21,21 @@ from graphrt.core.base import (
     set_attention_kernels,
     set_attention_order,
 )
+from graphrt.core.capture import Refusal
+
+_OTHER_SETTING = Refusal(
+    CompileError,
+    "the forward enters another setting of torch around a splitting operator, which a replay runs "
+    "by itself",
+    expected="settings that are as around the forward where an operator splits it",
+    advice="enter it in the body of the operator, or around the whole forward",
+)
+_WRITTEN_UNDER_AUTOCAST = Refusal(
+    CompileError,
+    "the forward writes a parameter under autocast with a splitting operator in it",
+    expected="parameters that stay as they are while autocast is on",
+    advice="write it outside of autocast, or make it a buffer",
+)
 
 
 def drop_inference_mode(graph: fx.Graph) -> None:
@@ -70,13 +85,8 @@ def check_settings(graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> 
             else:
                 on.pop(node.target, None)
         elif on and is_splitting(node):
-            raise CompileError(
-                "the forward enters another setting of torch around a splitting operator, which a "
-                "replay runs by itself",
-                got=f"{next(iter(on.values())).format_node()} before {node.format_node()}",
-                expected="settings that are as around the forward where an operator splits it",
-                advice="enter it in the body of the operator, or around the whole forward",
-            )
+            entered = next(iter(on.values())).format_node()
+            raise _OTHER_SETTING(f"{entered} before {node.format_node()}")
 
 
 def restoring_settings(run: Callable[..., Any], graph: fx.Graph) -> Callable[..., Any]:
@@ -209,12 +219,7 @@ class _Contexts:
             self._writers.update(dict.fromkeys(self._wanted, node))
         for each in self._wanted:
             if self._times[each] > 1 and each in self._writers:
-                raise CompileError(
-                    "the forward writes a parameter under autocast with a splitting operator in it",
-                    got=self._writers[each].format_node(),
-                    expected="parameters that stay as they are while autocast is on",
-                    advice="write it outside of autocast, or make it a buffer",
-                )
+                raise _WRITTEN_UNDER_AUTOCAST(self._writers[each].format_node())
 
     def close(self, kept: int) -> None:
         """Leave, behind the last node that needed them, all contexts but the first `kept`."""

@@ -35,7 +35,6 @@ from graphrt.core.base.errors import (
     CopyError,
     DeviceHangError,
     DriverTooOldError,
-    ExecutableSwitchError,
     FrozenMetadataError,
     GradientError,
     GraphRTError,
@@ -91,6 +90,7 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.base.garbage import freeze_garbage, frozen_gc, thaw_garbage
+from graphrt.core.base.homes import show_home
 from graphrt.core.base.log import logger, set_up_logging
 from graphrt.core.base.option_values import (
     MOST,
@@ -130,6 +130,7 @@ from graphrt.core.base.thread_mode import (
     ThreadMode,
     dispatch_modes,
     is_taken_apart,
+    outside_modes,
     remove_dispatch_mode,
     set_for_capture,
     unseen,
@@ -186,7 +187,6 @@ __all__ = [
     "CopyError",
     "DeviceHangError",
     "DriverTooOldError",
-    "ExecutableSwitchError",
     "FrozenMetadataError",
     "GradientError",
     "GraphQuarantinedWarning",
@@ -298,6 +298,7 @@ __all__ = [
     "only_known",
     "operators",
     "optional",
+    "outside_modes",
     "padding_ratio",
     "read_bounded",
     "read_json",
@@ -309,6 +310,7 @@ __all__ = [
     "set_attention_order",
     "set_for_capture",
     "set_up_logging",
+    "show_home",
     "shown",
     "state_guard",
     "storage_at",

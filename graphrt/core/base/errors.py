@@ -338,10 +338,6 @@ class DeviceHangError(GraphRTError):
     task: str | None = None
 
 
-class ExecutableSwitchError(GraphRTError):
-    """A device refused to switch a shared executable from one graph to another."""
-
-
 class VerificationError(GraphRTError):
     """A replay differed from the same callable run eagerly on the same inputs."""
 
@@ -395,9 +391,3 @@ class Uncopied:
             expected="one owner of each graph and its memory",
             advice=self._instead,
         )
-
-
-# What a traceback names, and what a pickled error is looked up in, is where hosts import it from.
-for _error in tuple(globals().values()):
-    if isinstance(_error, type) and issubclass(_error, GraphRTError):
-        _error.__module__ = "graphrt.errors"

@@ -286,6 +286,22 @@ def unseen(function: Callable[[], T]) -> T:
         raise
 
 
+def outside_modes(function: Callable[[], T]) -> T:
+    """Call `function` where no dispatch mode sees what it does. Unlike `unseen` it keeps inference
+    mode: tasks that a replay issues anew write tensors that were made under it."""
+    if count_dispatch_modes() == 0:
+        return function()
+    undo = Undo()
+    try:
+        undo.enter(without_dispatch_modes())
+        result = function()
+        undo.now()
+        return result
+    except BaseException:
+        undo.now()
+        raise
+
+
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The dispatch modes of this thread, innermost last."""
     return list(dispatch_mode_stack())

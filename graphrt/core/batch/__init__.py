@@ -10,16 +10,25 @@ from graphrt.core.batch.context import (
     forward_context,
 )
 from graphrt.core.batch.descriptor import (
+    NO_MODES,
+    NOT_FOUND,
     Batch,
     BatchDescriptor,
-    checked_bounds,
-    checked_count,
+    checked_batch,
     checked_variant,
-    plain_bounds,
+    descriptor_of,
+    is_plain,
+    live_query_len,
+    same,
+    same_in_python,
+    settled,
+    unpadded,
 )
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
 
 __all__ = [
+    "NOT_FOUND",
+    "NO_MODES",
     "AllowedCapture",
     "Announcer",
     "AttentionSupport",
@@ -30,11 +39,16 @@ __all__ = [
     "GraphMode",
     "PieceProvider",
     "carry_context",
-    "checked_bounds",
-    "checked_count",
+    "checked_batch",
     "checked_variant",
     "current_context",
+    "descriptor_of",
     "forward_context",
     "graphs_off",
-    "plain_bounds",
+    "is_plain",
+    "live_query_len",
+    "same",
+    "same_in_python",
+    "settled",
+    "unpadded",
 ]

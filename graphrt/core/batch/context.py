@@ -30,23 +30,13 @@ class AllowedCapture(Protocol):
     issued, or None.
     """
 
-    work: Any
+    slot: int
+    fixed: frozenset[int]
+    task_names: set[str]
+    metadata_is_declared: bool
+    tells_pool: bool
     lifts_constants: bool
-
-    @property
-    def slot(self) -> int: ...
-
-    @property
-    def fixed(self) -> frozenset[int]: ...
-
-    @property
-    def task_names(self) -> set[str]: ...
-
-    @property
-    def metadata_is_declared(self) -> bool: ...
-
-    @property
-    def tells_pool(self) -> bool: ...
+    work: Any
 
     def add(self, owner: Any, undo: Callable[[], None]) -> None:
         """Note that `owner` captured something, which `undo` takes back."""

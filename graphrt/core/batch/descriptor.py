@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
-from graphrt.core.base import InvalidBatchError, count_of, items_of, shown
+from graphrt.core.base import (
+    InvalidBatchError,
+    NativeSame,
+    check_hashable,
+    count_of,
+    items_of,
+    shown,
+)
 from graphrt.core.batch.modes import GraphMode
 
 
@@ -20,8 +27,10 @@ class _Named(NamedTuple):
     variant: Hashable
 
 
+NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
+"""What comparing, hashing or looking up a batch raises that is not what it should be."""
 _new_tuple = tuple.__new__
-_INTS = frozenset({int})
+_INTS, _COUNT = frozenset({int}), (int, type(None))
 
 
 class BatchDescriptor(_Named):
@@ -51,51 +60,15 @@ class BatchDescriptor(_Named):
         bounds: tuple[int, ...] = (),
         variant: Hashable = None,
     ) -> BatchDescriptor:
-        if (
-            type(num_tokens) is not int
-            or (num_reqs is not None and type(num_reqs) is not int)
-            or (query_len is not None and type(query_len) is not int)
-            or type(num_active_loras) is not int
-        ):
-            num_tokens = count_of("num_tokens", num_tokens, error=InvalidBatchError)
-            num_reqs = checked_count("num_reqs", num_reqs)
-            query_len = checked_count("query_len", query_len)
-            num_active_loras = count_of(
-                "num_active_loras", num_active_loras, error=InvalidBatchError
-            )
-        if not plain_bounds(bounds):
-            bounds = checked_bounds(bounds)
-        variant = checked_variant(variant)
+        num_tokens = count_of("num_tokens", num_tokens, least=1, error=InvalidBatchError)
+        num_reqs = checked_count("num_reqs", num_reqs, 1)
+        query_len = checked_count("query_len", query_len, 1)
+        num_active_loras = count_of(
+            "num_active_loras", num_active_loras, least=0, error=InvalidBatchError
+        )
+        bounds, variant = checked_bounds(bounds), checked_variant(variant)
         uniform = _checked_flag("uniform", uniform)
         has_lora = _checked_flag("has_lora", has_lora) or num_active_loras > 0
-        if num_tokens < 1:
-            raise InvalidBatchError(
-                "a descriptor needs at least one token",
-                got=num_tokens,
-                expected=">= 1",
-                advice="BatchDescriptor(num_tokens=1)",
-            )
-        if num_reqs is not None and num_reqs < 1:
-            raise InvalidBatchError(
-                "num_reqs must be positive, or None for any",
-                got=num_reqs,
-                expected=">= 1",
-                advice="num_reqs=None",
-            )
-        if num_active_loras < 0:
-            raise InvalidBatchError(
-                "num_active_loras cannot be negative",
-                got=num_active_loras,
-                expected=">= 0",
-                advice="num_active_loras=0",
-            )
-        if query_len is not None and query_len < 1:
-            raise InvalidBatchError(
-                "query_len must be positive, or None for none",
-                got=query_len,
-                expected=">= 1",
-                advice="query_len=1",
-            )
         if uniform and query_len is None:
             if num_reqs is None or num_tokens % num_reqs:
                 raise InvalidBatchError(
@@ -105,7 +78,7 @@ class BatchDescriptor(_Named):
                     advice="query_len=1, or uniform=False for requests of any length",
                 )
             query_len = num_tokens // num_reqs
-        if uniform and query_len is not None and num_tokens % query_len:
+        elif uniform and query_len is not None and num_tokens % query_len:
             raise InvalidBatchError(
                 "a uniform descriptor holds whole requests",
                 got=f"{num_tokens} tokens, query length {query_len}",
@@ -113,19 +86,8 @@ class BatchDescriptor(_Named):
                 advice=f"num_tokens={max(num_tokens // query_len, 1) * query_len}, or a descriptor "
                 "without query_len, uniform=False",
             )
-        return _new_tuple(
-            cls,
-            (
-                num_tokens,
-                num_reqs,
-                uniform,
-                has_lora,
-                num_active_loras,
-                query_len,
-                bounds,
-                variant,
-            ),
-        )
+        fields = num_tokens, num_reqs, uniform, has_lora, num_active_loras, query_len
+        return _new_tuple(cls, (*fields, bounds, variant))
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> BatchDescriptor:  # type: ignore[override]
@@ -174,7 +136,8 @@ class _Fields(NamedTuple):
     exclude: frozenset[GraphMode]
 
 
-_NO_MODES: frozenset[GraphMode] = frozenset()
+_NO_BOUNDS: tuple[int, ...] = ()
+NO_MODES: frozenset[GraphMode] = frozenset()
 
 
 class Batch(_Fields):
@@ -197,10 +160,10 @@ class Batch(_Fields):
         num_tokens: int,
         num_reqs: int | None = None,
         query_len: int | None = None,
-        bounds: tuple[int, ...] = (),
+        bounds: tuple[int, ...] = _NO_BOUNDS,
         num_active_loras: int = 0,
         variant: Hashable = None,
-        exclude: frozenset[GraphMode] = _NO_MODES,
+        exclude: frozenset[GraphMode] = NO_MODES,
     ) -> Batch:
         if (
             type(num_tokens) is not int
@@ -220,33 +183,143 @@ class Batch(_Fields):
         return cls(*iterable)
 
 
-def plain_bounds(bounds: object) -> bool:
-    """Whether bounds are a tuple of ints."""
-    return type(bounds) is tuple and _INTS.issuperset(map(type, bounds))
+# What has to know every field of a batch is from here on. A new one comes last, with a default; it
+# is named in `checked_batch`, `is_plain` and `same_in_python`, whose twin in C knows no fields.
 
 
-def checked_count(name: str, value: object) -> int | None:
+def checked_batch(batch: object) -> Batch:
+    """`batch` with ints for its numbers; raises `InvalidBatchError` for what is none, or empty."""
+    if not isinstance(batch, Batch):
+        raise InvalidBatchError(
+            "a step's batch is no Batch",
+            got=type(batch).__name__,
+            expected="a Batch, or nothing where the inputs' shapes say everything",
+            advice="runner(Batch(num_tokens, num_reqs), input_ids=...): inputs are passed by name",
+        )
+    tokens, reqs, query_len, bounds, loras, variant, exclude = batch
+    if variant is not None and type(variant) is not str:
+        checked_variant(variant)
+    if not (
+        type(tokens) is int
+        and (reqs is None or type(reqs) is int)
+        and (query_len is None or type(query_len) is int)
+        and (bounds is _NO_BOUNDS or _are_ints(bounds))
+        and type(loras) is int
+    ):
+        bounds = checked_bounds(bounds)
+        loras = count_of("num_active_loras", loras, error=InvalidBatchError)
+        batch = Batch(tokens, reqs, query_len, bounds, loras, variant, exclude)
+    if batch.num_tokens < 1:
+        raise InvalidBatchError(
+            "a batch needs at least one token",
+            got=batch.num_tokens,
+            expected="num_tokens >= 1",
+            advice="skip the step when nothing is scheduled"
+            if batch.num_tokens == 0
+            else "Batch(num_tokens) with the live tokens of the step",
+        )
+    return batch
+
+
+def is_plain(batch: Batch) -> bool:
+    """Whether a batch is nothing but its counts, as ints, which nobody can change in place."""
+    tokens, reqs, query_len, bounds, loras, variant, exclude = batch
+    return (
+        batch.__class__ is Batch
+        and tokens.__class__ is reqs.__class__ is loras.__class__ is int
+        and (query_len is None or query_len.__class__ is int)
+        and bounds is _NO_BOUNDS
+        and variant is None
+        and exclude is NO_MODES
+    )
+
+
+def same_in_python(batch: Batch, last: Batch | None) -> bool:
+    """Whether a batch is the last one again, a plain one, so that it is told the same. What cannot
+    be compared, or only compares like ints, is left to `dispatch`, which names it."""
+    try:
+        # Its class first: a class of the host's own may call everything equal.
+        return batch.__class__ is Batch and (
+            batch is last
+            or (
+                batch == last
+                # As `is_plain`, whose call takes as long as all of this.
+                and batch[0].__class__ is batch[1].__class__ is batch[4].__class__ is int
+                and batch[2].__class__ in _COUNT
+                and batch[3] is _NO_BOUNDS
+                and batch[5] is None
+                and batch[6] is NO_MODES
+            )
+        )
+    except NOT_FOUND:
+        return False
+
+
+same: Callable[[Batch, Batch | None], bool] = (
+    same_in_python if NativeSame is None else NativeSame(Batch)
+)
+
+
+def live_query_len(batch: Batch) -> int | None:
+    """How many tokens each request has where that is one number."""
+    query_len, reqs = batch.query_len, batch.num_reqs
+    if query_len is None or query_len < 1:
+        return None
+    if batch.num_tokens % query_len if reqs is None else reqs * query_len != batch.num_tokens:
+        return None
+    return query_len
+
+
+def settled(batch: Batch) -> Batch:
+    """A checked batch with its requests where they follow from the rest; without a query length
+    that its counts contradict."""
+    if batch.query_len is None:
+        return batch
+    query_len = live_query_len(batch)
+    if query_len is None:
+        return batch._replace(query_len=None)
+    if batch.num_reqs is None:
+        return batch._replace(num_reqs=batch.num_tokens // query_len)
+    return batch
+
+
+def descriptor_of(batch: Batch) -> BatchDescriptor:
+    """The descriptor of a batch, checked and settled, that no graph serves. By its own call all
+    would be checked again, which takes as long as the dispatch."""
+    tokens, reqs, query_len, bounds, loras, variant, _ = batch
+    if reqs is not None and reqs < 1:
+        reqs = None
+    if loras < 0:
+        loras = 0
+    fields = tokens, reqs, query_len is not None, loras > 0, loras, query_len, bounds, variant
+    return _new_tuple(BatchDescriptor, fields)
+
+
+def unpadded(batch: Batch) -> BatchDescriptor:
+    """The descriptor of any batch that no graph serves."""
+    return descriptor_of(settled(checked_batch(batch)))
+
+
+def checked_count(name: str, value: object, least: int | None = None) -> int | None:
     """A count as an int, or None; raises `InvalidBatchError` for anything else."""
-    return None if value is None else count_of(name, value, error=InvalidBatchError)
+    return None if value is None else count_of(name, value, least=least, error=InvalidBatchError)
 
 
 def checked_bounds(bounds: object) -> tuple[int, ...]:
     """Bounds as a tuple of ints; raises `InvalidBatchError` for anything else."""
+    if _are_ints(bounds):
+        return bounds  # type: ignore[return-value]
     listed = items_of("bounds", bounds, "(4096,)", InvalidBatchError)
     return tuple(count_of("a bound", bound, error=InvalidBatchError) for bound in listed)
 
 
+def _are_ints(bounds: object) -> bool:
+    return type(bounds) is tuple and _INTS.issuperset(map(type, bounds))
+
+
 def checked_variant(variant: Hashable) -> Hashable:
     """The variant itself; raises `InvalidBatchError` where it cannot be hashed."""
-    try:
-        hash(variant)
-    except TypeError as error:
-        raise InvalidBatchError(
-            "a variant must be hashable, to tell two graphs apart by it",
-            got=shown(variant),
-            expected="a string, an int, or a tuple of them",
-            advice="name the variant with a string",
-        ) from error
+    check_hashable("a variant", variant, InvalidBatchError)
     return variant
 
 
@@ -255,9 +328,6 @@ def _checked_flag(name: str, value: object) -> bool:
         return bool(value)
     if not isinstance(value, bool):
         raise InvalidBatchError(
-            f"{name} is a flag",
-            got=shown(value),
-            expected="True or False",
-            advice=f"{name}=False",
+            f"{name} is a flag", got=shown(value), expected="True or False", advice=f"{name}=False"
         )
     return value

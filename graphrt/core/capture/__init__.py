@@ -1,35 +1,30 @@
 """How a step is captured: segments, eager breaks, state, the wrapper."""
 
-from graphrt.core.capture._hot import Hot, hot_of
-from graphrt.core.capture._keyed import KeyedGraph, KeyedGraphs
-from graphrt.core.capture.breaks import check_traced, eager_break, is_listed, operator_break
+from graphrt.core.capture.breaks import check_traced, eager_break, operator_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
-from graphrt.core.capture.lookup import wrapper_class
+from graphrt.core.capture.graphs import hot_of
+from graphrt.core.capture.guard import PartRules, SideDoors, in_eager_part, is_listed, side_doors
+from graphrt.core.capture.keyed import KeyedGraph, KeyedGraphs
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.refusals import (
-    SideDoors,
-    Source,
-    in_eager_part,
-    inside_capture,
-    side_doors,
-    stands_for,
-    user_source,
-)
+from graphrt.core.capture.refusals import NESTED_CAPTURE, Refusal
 from graphrt.core.capture.sealing import Sealing
+from graphrt.core.capture.source import Source, stands_for, user_source
 from graphrt.core.capture.state import State, as_states
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
-from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 
 __all__ = [
+    "NESTED_CAPTURE",
     "Bridges",
     "CaptureTransaction",
     "Captured",
     "GraphOptions",
     "GraphOwner",
     "GraphWrapper",
-    "Hot",
     "KeyedGraph",
     "KeyedGraphs",
+    "PartRules",
+    "Refusal",
     "Sealing",
     "SideDoors",
     "Source",
@@ -39,7 +34,6 @@ __all__ = [
     "eager_break",
     "hot_of",
     "in_eager_part",
-    "inside_capture",
     "is_listed",
     "operator_break",
     "separate_strides",

@@ -5,33 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 
 from graphrt.core.base import (
-    CaptureError,
     InvalidOptionError,
-    MissedBreakError,
-    ThreadMode,
     check_callable,
-    dispatch_modes,
     has_kernel,
-    is_taken_apart,
-    remove_dispatch_mode,
     schemas_of_operator,
     shown,
 )
-from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.refusals import (
-    Copies,
-    Given,
-    SideDoors,
-    refuse_transform,
-    side_doors,
-    user_source,
-)
-from graphrt.core.replay import Recording, counted, current_capture, issued, name_of
+from graphrt.core.capture.guard import refuse_transform, side_doors
+from graphrt.core.capture.refusals import MISSED_BREAK, TRACED_BREAK
+from graphrt.core.replay import counted, current_capture, name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +45,8 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
             refuse_transform(function)
             return cast(R, capture.run_eagerly(function, args, kwargs))
         if capture is not None and capture.must_break:
-            raise _missed_part(function)
+            got = f"{name_of(function)} in a PIECEWISE wrapper that does not break"
+            raise MISSED_BREAK(got)
         work = counted.get()
         if work is not None:
             work.breaks += 1
@@ -93,123 +81,7 @@ def check_traced(codes: Iterable[CodeType]) -> None:
     """Raise `MissedBreakError` if code that a compiler has traced, `codes`, calls a function that
     is marked `@eager_break`: it is part of what was compiled."""
     if not _codes.isdisjoint(codes):
-        raise MissedBreakError(
-            "a function that is marked @eager_break was traced, so it would be captured",
-            expected="compiled code without eager parts, or opaque operators in their place",
-            advice='mark it @graphrt.opaque("namespace::name") in place of @eager_break, or call '
-            "it outside of what is compiled",
-        )
-
-
-def _missed_part(function: Callable[..., Any]) -> MissedBreakError:
-    return MissedBreakError(
-        "a function that is marked @eager_break would be captured",
-        got=f"{name_of(function)} in a PIECEWISE wrapper that does not break",
-        source=str(user_source() or "") or None,
-        expected="a wrapper that breaks there, or pieces without such a function",
-        advice="make the wrapper with breakable=True, or wrap what is before and behind the "
-        "function one by one",
-    )
-
-
-class BreakWatch(ThreadMode):
-    """Sees every operator of an open segment: breaks at those of the list, and refuses those that
-    read what left an eager part by a side door, write a copy of what others hold, or read
-    arguments that lie on the host. Of a whole graph it looks at the last alone. With `constants` it
-    has them lifted. Where the operators of a step are `issued` to a list, it notes those of the
-    segment."""
-
-    supports_higher_order_operators = True
-
-    def __init__(
-        self,
-        capture: Recording,
-        breaks: frozenset[str],
-        doors: SideDoors,
-        copies: Copies,
-        given: Given,
-        constants: Constants | None,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._capture = capture
-        self._breaks = breaks
-        self._doors = doors
-        self._copies = copies
-        self._given = given
-        self._constants = constants
-        self._in_pieces = capture.breakable or bool(breaks)
-        self.issued = issued.get()
-        for name in breaks:
-            _check_break(name)
-        self._entered = False
-        self._handling = False
-
-    def resume(self) -> None:
-        self._given.begin()
-        in_pieces = self._in_pieces and (self._breaks or self._doors or self._copies)
-        wanted = in_pieces or self._given or self._constants is not None
-        # While an operator is being handled torch has taken this mode off its stack already.
-        wanted = wanted or self.issued is not None
-        if not self._handling and not self._entered and wanted:
-            self.__enter__()
-            self._entered = True
-
-    def suspend(self) -> None:
-        self._given.end()
-        if self._handling or not self._entered:
-            return
-        top = dispatch_modes()[-1]
-        if top is not self:
-            raise CaptureError(
-                "a dispatch mode that the forward entered is still active where a segment ends",
-                got=type(top).__name__,
-                advice="leave the mode before the eager break, or enter it outside of the wrapper",
-            )
-        self._entered = False
-        self.__exit__()
-
-    def remove(self) -> None:
-        """Leave the mode for good, whatever a failed forward left on top of it."""
-        self._entered = False
-        remove_dispatch_mode(self)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
-        if not is_listed(func, self._breaks):
-            if self.issued is not None:
-                self.issued.append(func)
-            if self._in_pieces:
-                self._doors.check((args, kwargs), "the graph reads", func)
-                self._copies.check(func, args, kwargs)
-            self._given.check(func, args, kwargs)
-            if self._constants is not None:
-                return self._constants.run(func, args, kwargs)
-            return func(*args, **kwargs)
-        capture = self._capture
-        if not capture.breakable:
-            raise MissedBreakError(
-                "an operator that must run eagerly would be captured",
-                op=str(func),
-                advice="use it as a splitting op, or mark the function around it @eager_break",
-            )
-        self._handling = True
-        try:
-            return capture.run_eagerly(func, args, kwargs)
-        finally:
-            self._handling = False
-
-
-def is_listed(func: Any, breaks: frozenset[str]) -> bool:
-    """Whether an operator is one of `breaks`, by its name or that of its overload."""
-    schema = getattr(func, "_schema", None)  # a higher-order operator has none
-    if schema is None or not breaks:
-        return False
-    name: str = schema.name
-    return name in breaks or f"{name}.{func._overloadname}" in breaks
+        raise TRACED_BREAK()
 
 
 def _is_dispatched(operator: str) -> bool:
@@ -227,7 +99,7 @@ def _is_dispatched(operator: str) -> bool:
     return True
 
 
-def _check_break(name: str) -> None:
+def check_break(name: str) -> None:
     """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
     base, _, overload = name.partition(".")
     overloads = [

@@ -6,58 +6,163 @@ as an index or `torch.full((1,), 7.0).to(x.device)` is one. While a segment is o
 1. torch makes tensors of Python data on the host, and copies them by an operator that modes see;
 2. every tensor is known that the forward made on the host of nothing but Python data;
 3. a copy of one to the device reads page-locked memory, which has the value and lives with the
-   graph. Each replay copies it anew, so that the forward may write the copy in place.
+   graph. Each replay copies it anew, so that the forward may write the copy in place;
+4. a mask among the indices counts as the places that it chooses, as long as nothing writes it.
 
-A tensor of the host's that the forward did not make is no constant: the host may write it, and no
-replay would see that. Its copy is an error, unless it is page-locked: then replays read it.
+A NumPy array is Python data too, in memory that the host may write: each replay compares it first.
+So is a constant that another capture in the pool has returned, as pieces of one step do.
+Any other tensor of the host's that the forward did not make is no constant: the host may write it,
+and no replay would see that. Its copy is an error, unless it is page-locked: then replays read it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import (
+    BakedScalarError,
     PageableCopyError,
     is_made_on_host,
     make_on_host,
     tree,
     unseen,
 )
-from graphrt.core.capture.refusals import user_source
-from graphrt.core.device import DeviceGraph, Platform
+from graphrt.core.capture.source import Source, user_source
+from graphrt.core.device import DeviceGraph
+from graphrt.core.replay import GraphPool, SegmentHooks
 
 _aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
 
 _kept: WeakKeyDictionary[DeviceGraph, list[torch.Tensor]] = WeakKeyDictionary()
 """The page-locked memory that a graph copies from, as long as there is the graph: it may be running
 when its entry is dropped, and is reset only behind that."""
 
 
-class Constants:
-    """The constants of one capture on `platform`."""
+class _Array:
+    """Memory that the host may write, such as a NumPy array's, and what it held at a capture."""
 
-    def __init__(self, platform: Platform) -> None:
-        self._platform = platform
-        self._made: dict[int, StorageWeakRef] = {}
+    def __init__(self, tensor: torch.Tensor, source: Source | None = None) -> None:
+        self._tensor = tensor
+        self._held = _bytes_of(tensor)
+        self._source = source
+
+    def check(self) -> None:
+        """Raise `BakedScalarError` if it holds something else now."""
+        if _bytes_of(self._tensor) == self._held:
+            return
+        where = "" if self._source is None else f", at {self._source}"
+        raise BakedScalarError(
+            "a NumPy array, or a constant of an earlier piece, that a graph has a copy of was "
+            "written since: the graph has the values of its capture for ever",
+            got=f"{self._tensor.dtype} {tuple(self._tensor.shape)}{where}",
+            expected="the values of the capture",
+            advice="pass it as an input, or keep it in a tensor on the device and write that in "
+            "place (copy_); recapture() after the host has changed it for good",
+        )
+
+
+class _Constant(NamedTuple):
+    """A storage on the host that was made of nothing but Python data, and of which arrays."""
+
+    storage: StorageWeakRef
+    arrays: tuple[_Array, ...]
+
+    def is_gone(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+
+class _Mask(NamedTuple):
+    """A mask on the device as it was copied there, and what it was copied from."""
+
+    storage: StorageWeakRef
+    place: tuple[object, ...]
+    value: torch.Tensor
+    arrays: tuple[_Array, ...]
+
+
+class _Comparing:
+    """Compares arrays before each replay of a segment, which reads copies of them."""
+
+    def __init__(self, arrays: Sequence[_Array], others: SegmentHooks | None) -> None:
+        self._arrays = arrays
+        self._others = others
+
+    def before_capture(self) -> None: ...
+
+    def end_of_capture(self) -> None: ...
+
+    def before_replay(self) -> None:
+        for array in self._arrays:
+            array.check()
+        if self._others is not None:
+            self._others.before_replay()
+
+
+_returned: WeakKeyDictionary[GraphPool, dict[int, _Constant]] = WeakKeyDictionary()
+"""The constants that captures in a pool have returned."""
+
+
+class Constants:
+    """The constants of one capture in `pool`."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._platform = pool.platform
+        self._returned = _returned.setdefault(pool, {})
+        for name in [name for name, each in self._returned.items() if each.is_gone()]:
+            del self._returned[name]
+        self._made: dict[int, _Constant] = {}
+        self._masks: dict[int, _Mask] = {}
         self._pinned: list[torch.Tensor] = []
+        # Those of the open segment.
+        self._arrays: dict[_Array, None] = {}
 
     def begin(self, graph: DeviceGraph) -> None:
         """A segment begins, which `graph` will hold."""
         self._pinned = _kept[graph] = []
+        self._arrays = {}
+        # An eager part may have written them.
+        self._masks.clear()
         _host_first.enter(self)
+
+    def hooks(self, others: SegmentHooks | None) -> SegmentHooks | None:
+        """What is called before each replay of the segment that has ended: `others`, and what
+        compares its arrays."""
+        return _Comparing([*self._arrays], others) if self._arrays else others
 
     def end(self) -> None:
         """The segment ends, or has failed; once more changes nothing."""
         _host_first.leave(self)
 
+    def hand_on(self, result: Any) -> None:
+        """Note what the capture has returned, as other captures may be given it."""
+        for tensor in tree.tensors(result):
+            if _is_of_host(tensor) and self._is_constant(tensor):
+                name = tensor.untyped_storage()._cdata
+                self._returned[name] = self._made[name]
+
+    def take(self, tensor: torch.Tensor) -> bool:
+        """Whether an argument is a constant that another capture has returned. The host may have
+        written it since, or may yet."""
+        if not _is_of_host(tensor):
+            return False
+        name = tensor.untyped_storage()._cdata
+        known = self._made.get(name) or self._returned.get(name)
+        if known is not None:
+            self._made[name] = known._replace(arrays=(*known.arrays, _Array(tensor)))
+        return known is not None
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Issue an operator; what it copies from the host is copied from page-locked memory."""
+        if self._masks:
+            self._forget_written(func, args, kwargs)
         lifted = _LIFTED.get(id(func))
         if lifted is not None:
             return lifted(self, func, args, kwargs)
@@ -76,20 +181,37 @@ class Constants:
             return
         if func is _aten.lift_fresh.default:
             # Memory of an array belongs to the host, which may write it.
-            constant = all(each.untyped_storage().resizable() for each in results)
-        else:
-            given = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
-            constant = all(map(self._is_constant, given))
+            shared = [each for each in results if not each.untyped_storage().resizable()]
+            source = user_source() if shared else None
+            self._note_constants(results, tuple(_Array(each, source) for each in shared))
+            return
+        given = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
+        if all(map(self._is_constant, given)):
+            self._note_constants(results, self._arrays_of(given))
+            return
         for each in results:
+            self._made.pop(each.untyped_storage()._cdata, None)
+
+    def _note_constants(self, tensors: Iterable[torch.Tensor], arrays: tuple[_Array, ...]) -> None:
+        for each in tensors:
             storage = each.untyped_storage()
-            if constant:
-                self._made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            else:
-                self._made.pop(storage._cdata, None)
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._made[storage._cdata] = _Constant(ref, arrays)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         # The weak reference keeps the storage's name from being used again.
         return tensor.untyped_storage()._cdata in self._made
+
+    def _arrays_of(self, constants: Iterable[torch.Tensor]) -> tuple[_Array, ...]:
+        """The arrays that constants were made of, each once."""
+        found = [self._made[each.untyped_storage()._cdata].arrays for each in constants]
+        return tuple(dict.fromkeys(array for arrays in found for array in arrays))
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Before an operator: a mask that it writes is no copy of a constant any more."""
+        for tensor in tree.tensors(list(_written(func, args, kwargs))):
+            if tensor.layout is torch.strided:
+                self._masks.pop(tensor.untyped_storage()._cdata, None)
 
     def _on_device(
         self, func: Any, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype
@@ -106,9 +228,17 @@ class Constants:
                 advice="move it to the device before the capture (module.to(device)), or pass it "
                 "as an input",
             )
+        arrays = self._arrays_of([tensor])
+        for array in arrays:
+            array.check()
+        self._arrays |= dict.fromkeys(arrays)
         made = torch.empty_like(tensor, dtype=dtype, device=device)
         if made.numel():
             made.copy_(unseen(lambda: self._pin(tensor, made)), non_blocking=True)
+        if tensor.dtype in _MASKS and dtype == tensor.dtype:
+            storage, value = made.untyped_storage(), unseen(lambda: tensor.detach().clone())
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._masks[storage._cdata] = _Mask(ref, tree.identity(made), value, arrays)
         return made
 
     def _pin(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -167,21 +297,46 @@ class Constants:
             return args
         indices: list[Any] = []
         for index in args[1]:
-            is_mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-            if is_mask and index.is_cpu:
+            if not isinstance(index, torch.Tensor) or index.dtype not in _MASKS:
+                indices.append(index)
+            elif index.is_cpu:
                 places = index.nonzero().unbind(1)
-                for place in places if self._is_constant(index) else ():
-                    storage = place.untyped_storage()
-                    self._made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                if self._is_constant(index):
+                    self._note_constants(places, self._arrays_of([index]))
                 indices += places
             else:
-                indices.append(index)
+                indices += self._places(index)
         return (args[0], indices, *args[2:])
+
+    def _places(self, mask: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The places that a mask on the device chooses, or the mask where nobody knows them."""
+        known = self._masks.get(mask.untyped_storage()._cdata)
+        if known is None or known.place != tree.identity(mask):
+            return [mask]
+        places = known.value.nonzero().unbind(1)
+        self._note_constants(places, known.arrays)
+        return places
 
     def _as_it_is(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         return result
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    whole = tensor if tensor.is_contiguous() else unseen(tensor.detach().contiguous)
+    return ctypes.string_at(whole.data_ptr(), whole.nbytes)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What an operator may write: of one that does not say, all that it is given."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        yield from (*args, *kwargs.values())
+        return
+    for place, argument in enumerate(schema.arguments if schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:

@@ -55,8 +55,6 @@ class GraphOptions:
       tried, settings compared at every step; "first": the first step of every graph is tried;
       "sample": one step in 64 is, and all that graphs read is looked at in every step; "always":
       every step is. See `docs/trust.md`; `GRAPHRT_CHECK` sets it for a whole process.
-    - `share_executables` (False): trade a switch between graphs of equal structure for the memory
-      of an executable each.
     - `eager_after_failed_update` (False): run a step eagerly, once more, whose update of tasks
       raised: for forwards that may run twice on the same inputs.
     - `host_arguments` ("refuse"): of tensors among the arguments that lie on the host, where graphs
@@ -83,7 +81,6 @@ class GraphOptions:
     lazy: bool = False
     strict: bool = False
     check: Literal["off", "capture", "first", "sample", "always"] = "capture"
-    share_executables: bool = False
     eager_after_failed_update: bool = False
     host_arguments: Literal["refuse", "bake"] = "refuse"
     warmups: int = 1
@@ -160,7 +157,6 @@ _CHECKS: dict[str, Check] = {
     "lazy": flag,
     "strict": flag,
     "check": choice(*CHECK_LEVELS),
-    "share_executables": flag,
     "eager_after_failed_update": flag,
     "host_arguments": choice("refuse", "bake"),
     "warmups": whole(0, 1, _MOST_WARMUPS),

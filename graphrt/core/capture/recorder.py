@@ -1,47 +1,40 @@
-"""Breakable capture: one forward becomes segments of graph with eager parts between them."""
+"""Breakable capture: one forward becomes segments of graph with eager parts between them.
+
+1. `record` takes the capture stream, and begins the first segment;
+2. the forward runs: its operators are captured, and `CaptureGuard` sees them;
+3. at an eager break `run_eagerly` ends the segment, runs the part, and begins the next segment;
+4. the last segment ends. Whatever fails, nothing of the capture is left.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import (
-    BreakError,
     GraphRTError,
     Undo,
     dispatch_modes,
     freeze_garbage,
+    outside_modes,
     set_for_capture,
     thaw_garbage,
     tree,
     unseen,
 )
-from graphrt.core.batch import ForwardContext
-from graphrt.core.capture._leaves import (
-    are_same,
-    can_change,
-    memory_of,
-    place_of,
-    strided,
-    weak_storage,
-)
-from graphrt.core.capture.breaks import BreakWatch
+from graphrt.core.batch import ForwardContext, GraphMode
+from graphrt.core.capture.breaks import check_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.refusals import (
-    Copies,
-    Given,
-    SideDoors,
-    hand_back,
-    inside_capture,
-    side_doors,
-    source_of,
-    withhold,
-)
+from graphrt.core.capture.guard import CaptureGuard, Given
+from graphrt.core.capture.refusals import NESTED_CAPTURE, NOT_STRIDED, SHARED_RESULTS
+from graphrt.core.capture.source import source_of
 from graphrt.core.device import Capability, DeviceGraph, Unexplained
 from graphrt.core.replay import (
     CapturedTask,
@@ -64,11 +57,11 @@ from graphrt.core.replay import (
 R = TypeVar("R")
 
 
-class Capture:
+class Recorder:
     """One capture under way: it drives segments and eager parts, and takes all back if it fails.
 
-    `breakable` says whether `@eager_break` functions and the operators in `breaks` end the segment;
-    where it is false, they are errors if `must_break` is set and captured if not.
+    `breakable` says whether `@eager_break` functions and the operators in `breaks` end the segment.
+    Where it is false they are errors in a PIECEWISE capture, and captured in a FULL one.
     """
 
     def __init__(
@@ -79,55 +72,46 @@ class Capture:
         given: Given,
         *,
         breakable: bool,
-        breaks: frozenset[str] = frozenset(),
-        must_break: bool = False,
+        breaks: Iterable[str] = (),
         hooks: SegmentHooks | None = None,
-        share_executables: bool = False,
     ) -> None:
         self.pool = pool
-        self.bridges = bridges
-        self.breakable = breakable
-        self.must_break = must_break
-        self.parts: list[Part] = []
-        self.graph: DeviceGraph | None = None
-        self.tasks: list[CapturedTask] = []
         self.context = context
-        self._depth = 0
-        self._platform = pool.platform
+        self.breakable = breakable
+        self.segment_open = False
+        self.parts: list[Part] = []
+        self._graph: DeviceGraph | None = None
+        self._tasks: list[CapturedTask] = []
+        self._bridges = bridges
         self._hooks = hooks
-        self._share = share_executables
-        self._sites = 0
-        self._keeps_pool = False
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._doors = SideDoors() if (doors := side_doors.get()) is None else doors
-        self._doors.begin_capture()
-        self._copies = Copies()
-        breaks = breaks if breakable or must_break else frozenset()
-        lifts = self._platform.needs_pinned_copies and (
-            context.capture is None or context.capture.lifts_constants
-        )
-        self._constants = Constants(self._platform) if lifts else None
-        self._watch: BreakWatch | None = BreakWatch(
-            self, breaks, self._doors, self._copies, given, self._constants
-        )
+        listed = frozenset(breaks if self.must_break else ())
+        for name in listed:
+            check_break(name)
+        lifts = context.capture is None or context.capture.lifts_constants
+        pins = pool.platform.needs_pinned_copies
+        constants = Constants(pool) if pins and lifts else None
+        given.lift(None if constants is None else constants.take, later=pins and not lifts)
+        self._guard = CaptureGuard(self, context, listed, given, constants)
 
     @property
-    def segment_open(self) -> bool:
-        return self.graph is not None
+    def must_break(self) -> bool:
+        """See `Recording.must_break`."""
+        return self.context.mode is GraphMode.PIECEWISE
 
     def record(self, body: Callable[[], R]) -> R:
         """Capture `body`; returns its result. If it raises, or is interrupted, everything is rolled
         back and the error explained."""
         outer = active.get()
         if outer is not None and outer.segment_open:
-            raise inside_capture()
+            raise NESTED_CAPTURE()
         # A lock of C: no interrupt comes between taking it and the body, nor before it is released.
         with self.pool.capture_lock:
             return self._record(body, outer)
 
     def _record(self, body: Callable[[], R], outer: Recording | None) -> R:
-        self._depth = len(dispatch_modes())
+        depth = len(dispatch_modes())
         undo = Undo()
         try:
             undo.enter(self.pool.on_device())
@@ -136,9 +120,9 @@ class Capture:
             undo.later(partial(under_way.discard, id(self)))
             under_way.add(id(self))
             active.set(self)
-            self.pool.will_put_back("a capture", undo.later)
+            self.pool._will_put_back("a capture", undo.later)
             # A collection may destroy the graphs of others, which no device allows meanwhile.
-            undo.later(partial(setattr, self, "_watch", None))  # each knows the other
+            undo.later(partial(setattr, self._guard, "recorder", None))  # each knows the other
             undo.later(partial(thaw_garbage, self))
             freeze_garbage(self)
             self._enter_pool(undo)
@@ -146,17 +130,18 @@ class Capture:
             result = body()
             self._end()
             settle(self.parts)
+            self._guard.hand_on(result)
             undo.now()
             return result
         except BaseException as error:
             try:
-                self.discard()
+                self._discard(depth)
             finally:
                 undo.now()
             # What is named already needs no explanation.
             if isinstance(error, GraphRTError) or not isinstance(error, Exception):
                 raise
-            explained = self._platform.explain(error)
+            explained = self.pool.platform.explain(error)
             if isinstance(explained, Unexplained):
                 raise
             raise explained.at(source_of(error)) from error
@@ -167,34 +152,54 @@ class Capture:
         Undone, the caller's stream is current and behind the capture, and it counts as the last
         that used the pool: a step on any other one waits for it.
         """
-        pool = self.pool
+        pool, platform = self.pool, self.pool.platform
         pool.check_open()
-        pool.enter_capture(self.context)
+        pool._enter_capture(self.context)
         pool.follow_stream()
         work = None if self.context.capture is None else self.context.capture.work
-        undo.enter(self._platform.on_stream(self._platform.capture_stream(pool.stream, work)))
-        pool.expire_outputs()
+        undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
+        pool._expire_outputs()
 
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """End the segment, run `function`, begin the next segment; returns what readers capture."""
         self._end()
-        site = self._sites
-        self._sites += 1
+        part = f"eager break {name_of(function)}"
+        site = sum(isinstance(each, EagerPart) for each in self.parts)
         given = tree.tensors((args, kwargs))
-        self.check_read(given, f"eager break {name_of(function)} is given")
+        self.check_read(given, f"{part} is given")
         before = tree.leaves((args, kwargs)) if can_change(args, kwargs) else None
-        shapes = list(map(place_of, given))
+        shapes = list(map(_place_of, given))
         kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
         apart = tree.map_tensors(self._kept_apart, (args, kwargs))
-        known = memory_of(given)
+        known = {t.untyped_storage().data_ptr() for t in given if t.layout is torch.strided}
+        result = self._guard.run_part(function, args, kwargs, self.owns)
+        readable, aliased = self._readable(strided(result, part), known, name_of(function), site)
+        self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
+        recorded = tree.map_tensors(self._kept_apart, readable)
+        changed = before is not None and not _are_same(before, tree.leaves((args, kwargs)))
+        # Though this call changed nothing in them: a later one may.
+        called = function if before is None else on_own_containers(function)
+        if not changed and list(map(_place_of, tree.tensors((args, kwargs)))) != shapes:
+            called, (kept_args, kept_kwargs) = on_own_tensors(function), apart
+        self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased, apart))
+        leaves = zip(tree.tensors(result), tree.tensors(readable), strict=True)
+        moved = [(_weak_storage(was), copy) for was, copy in leaves if was is not copy]
+        # Its own reference to what was copied to its place would look like another way out.
+        del result, leaves
+        for was, copy in moved:
+            if not was.expired():  # type: ignore[no-untyped-call]
+                self._guard.note_copy(name_of(function), copy)
+        self._guard.end_part()
+        self._begin()
+        return readable
 
-        def hidden(tensor: torch.Tensor) -> bool:
-            return memory_of(tensor).isdisjoint(known) and self.owns(tensor)
-
-        result = self._doors.watched(function, args, kwargs, hidden, self._copies.check)
-        strided(result, f"eager break {name_of(function)}")
+    def _readable(
+        self, result: Any, known: set[int], part: str, site: int
+    ) -> tuple[Any, frozenset[str]]:
+        """The results of an eager part where graphs can read them at every replay, and the paths of
+        those that stay where they are: memory that it was given, `known`, or the pool's."""
         fresh: set[int] = set()
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
@@ -202,49 +207,26 @@ class Capture:
             if storage in known or self.owns(tensor):
                 return True
             if storage in fresh:
-                raise BreakError(
-                    f"eager break {name_of(function)} returned two tensors that share memory",
-                    got=f"the one at {path or 'the top'}",
-                    expected="separate tensors, which separate buffers can stand for",
-                    advice="return one of them, or clone it",
-                )
+                raise SHARED_RESULTS(f"the one at {path or 'the top'}", part=part)
             fresh.add(storage)
             return False
 
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
-        readable, aliased = unseen(
-            partial(self.bridges.fix, site, result, stays=stays, allocate=self.pooled_like)
+        return unseen(
+            partial(self._bridges.fix, site, result, stays=stays, allocate=self.pooled_like)
         )
-        self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
-        recorded = tree.map_tensors(self._kept_apart, readable)
-        changed = before is not None and not are_same(before, tree.leaves((args, kwargs)))
-        # Though this call changed nothing in them: a later one may.
-        called = function if before is None else on_own_containers(function)
-        if not changed and list(map(place_of, tree.tensors((args, kwargs)))) != shapes:
-            called, (kept_args, kept_kwargs) = on_own_tensors(function), apart
-        self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased, apart))
-        leaves = zip(tree.tensors(result), tree.tensors(readable), strict=True)
-        moved = [(weak_storage(was), copy) for was, copy in leaves if was is not copy]
-        # Its own reference to what was copied to its place would look like another way out.
-        del result, leaves
-        for was, copy in moved:
-            if not was.expired():  # type: ignore[no-untyped-call]
-                self._copies.note(name_of(function), copy)
-        self._doors.settle()
-        self._begin()
-        return readable
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
         """Issue the operators of one task inside of its bracket; returns its handle."""
-        graph = self.graph
+        graph, platform = self._graph, self.pool.platform
         assert graph is not None
-        self._platform.task_begin(graph)
+        platform.task_begin(graph)
         issue()
-        return self._platform.task_end(graph)
+        return platform.task_end(graph)
 
     def add_task(self, task: CapturedTask) -> None:
         """Note a task of the open segment."""
-        self.tasks.append(task)
+        self._tasks.append(task)
 
     def give(self, leaves: Iterable[Any]) -> None:
         """Note tensors that the forward gets as objects of its own."""
@@ -257,27 +239,27 @@ class Capture:
         found = self._made.get(id(tensor))
         return found is not None and found() is tensor
 
-    def forward_returned(self) -> None:
+    def forward_returned(self, result: Any) -> None:
         """What is captured from here on is none of the forward's operators."""
-        if self._watch is not None:
-            self._watch.issued = None
+        self.check_read(strided(result), "the forward returns")
+        self._guard.issued = None
 
     def check_read(self, values: Any, what: str) -> None:
         """See `Recording.check_read`."""
         if self.breakable:
-            self._doors.check(values, what)
+            self._guard.check_read(values, what)
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
         known = self._aliases.get(id(tensor))
         # An eager part may have given it another shape, or other memory.
-        if known and known[0]() is tensor and place_of(known[1]) == place_of(tensor):
+        if known and known[0]() is tensor and _place_of(known[1]) == _place_of(tensor):
             return known[1]
         # An alias of memory would lose a conjugation that torch has put off.
         if not self.owns(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
         # The alias itself must not be recorded, and replays outside of inference mode write it too.
-        alias = unseen(partial(self._platform.weak_ref, self.pool.memory, tensor))
+        alias = unseen(partial(self.pool.platform.weak_ref, self.pool.memory, tensor))
         # What one step computes for all layers is an argument of every break.
         self._aliases[id(tensor)] = weakref.ref(tensor), alias
         return alias
@@ -289,14 +271,16 @@ class Capture:
 
     def pooled_like(self, like: torch.Tensor) -> torch.Tensor | None:
         """Pool memory with the shape and dtype of `like`; None where there can be none."""
+        platform = self.pool.platform
         # Only a graph that is captured already keeps the pool alive as long as the entry.
-        if not self._keeps_pool or like.device.type != self._platform.device_type:
+        keeps_pool = Capability.ALLOCATE_IN_POOL in platform.capabilities and graphs_of(self.parts)
+        if not keeps_pool or like.device.type != platform.device_type:
             return None
 
         def allocated() -> torch.Tensor:
             undo = Undo()
             try:
-                undo.enter(self.pool.allocate())
+                undo.enter(self.pool._allocate())
                 made = torch.empty_strided(
                     like.shape, separate_strides(like), dtype=like.dtype, device=like.device
                 )
@@ -313,71 +297,98 @@ class Capture:
         """Whether `tensor` is memory of the pool; one that is not strided has no one memory."""
         if tensor.layout is not torch.strided:
             return False
-        return self._platform.owns(self.pool.memory, tensor)
+        return self.pool.platform.owns(self.pool.memory, tensor)
 
     def _begin(self) -> None:
         if self._hooks is not None:
             self._hooks.before_capture()
-        platform = self._platform
-        graph = platform.new_shareable_graph() if self._share else platform.new_graph()
+        platform = self.pool.platform
         # First, so that whatever interrupts the rest, there is something to take back.
-        self.graph = graph
+        self._graph = graph = platform.new_graph()
+        self.segment_open = True
         try:
             platform.begin_capture(graph, self.pool.memory)
         except BaseException:
             platform.abort_capture(graph)
-            self.graph = None
+            self.segment_open, self._graph = False, None
             raise
-        withhold(self.context)
-        if self._constants is not None:
-            self._constants.begin(graph)
-        if self._watch is not None:
-            self._watch.resume()
+        self._guard.begin(graph)
 
     def _end(self) -> None:
-        graph = self.graph
+        graph, platform = self._graph, self.pool.platform
         assert graph is not None
-        hand_back(self.context)
-        if self._watch is not None:
-            self._watch.suspend()
-        if self._constants is not None:
-            self._constants.end()
+        self._guard.end()
         if self._hooks is not None:
             self._hooks.end_of_capture()
-        recorded = self._platform.end_capture(graph)
-        tasks, self.tasks = self.tasks, []
-        if not recorded:
-            self.graph = None
-            return
-        self._keeps_pool = Capability.ALLOCATE_IN_POOL in self._platform.capabilities
-        segment = self._segment(graph, tasks)
-        self.parts.append(segment)
-        self.graph = None
-        if not self._platform.capture_executes:
+        recorded = platform.end_capture(graph)
+        tasks, self._tasks = self._tasks, []
+        if recorded:
+            segment = self._segment(graph, tasks)
+            self.parts.append(segment)
+        self.segment_open, self._graph = False, None
+        if recorded and not platform.capture_executes:
             # A capturing call has the effect of one eager call, and what follows reads its results.
-            segment.replay()
-        if self._share and not tasks:
-            self._platform.share_executable(graph, self.pool.memory)
+            # As at a step, no dispatch mode of the capturing call sees what a replay does.
+            outside_modes(segment.replay)
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
+        hooks = self._guard.hooks(self._hooks)
         if tasks:
-            return TaskedSegment(self._platform, graph, tasks, self._hooks)
-        return graph if self._hooks is None else HookedSegment(graph, self._hooks)
+            return TaskedSegment(self.pool.platform, graph, tasks, hooks)
+        return graph if hooks is None else HookedSegment(graph, hooks)
 
     def discard(self) -> None:
         """Take back what is captured, and what is open; once more changes nothing."""
-        hand_back(self.context)
-        if self._watch is not None:
-            self._watch.remove()
-        if self._constants is not None:
-            self._constants.end()
-        graph, captured = self.graph, graphs_of(self.parts)
+        self._discard(len(dispatch_modes()))
+
+    def _discard(self, depth: int) -> None:
+        """The same, with the dispatch modes that a failed forward has left on top of `depth`."""
+        self._guard.remove()
+        graph, captured = self._graph, graphs_of(self.parts)
         if graph is not None:
             if graph not in captured:
-                self._platform.abort_capture(graph)
-            self.graph = None
-        for left in reversed(dispatch_modes()[self._depth :]):
+                self.pool.platform.abort_capture(graph)
+            self.segment_open, self._graph = False, None
+        for left in reversed(dispatch_modes()[depth:]):
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self.pool.reset_graphs(captured)
+        self.pool._reset_graphs(captured)
         self.parts.clear()
-        self.tasks.clear()
+        self._tasks.clear()
+
+
+def strided(result: Any, what: str = "the forward") -> Any:
+    """What a forward, or an eager part, returns; raises `OutputError` for a tensor that has no one
+    memory."""
+    for tensor in tree.tensors(result):
+        if tensor.layout is not torch.strided:
+            raise NOT_STRIDED(f"{tensor.layout}, {tensor.dtype}", what=what)
+    return result
+
+
+def _place_of(tensor: torch.Tensor) -> object:
+    return tree.identity(tensor) if tensor.layout is torch.strided else None
+
+
+def _weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]) -> bool:
+    """Whether containers hold the very objects that they held before."""
+    return len(before) == len(after) and all(
+        path == other_path and leaf is other
+        for (path, leaf), (other_path, other) in zip(before, after, strict=True)
+    )
+
+
+def can_change(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what is called with these is given containers, and may put anything else into them.
+    Copied at every replay, so not asked of what no copy is made of, such as a module."""
+    return any(map(_holds_container, (*args, *kwargs.values())))
+
+
+def _holds_container(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_holds_container, value))
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return isinstance(value, list | dict) or (is_record and not isinstance(value, torch.Tensor))

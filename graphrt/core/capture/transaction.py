@@ -34,9 +34,6 @@ class CaptureTransaction:
     See `AllowedCapture` for the attributes.
     """
 
-    tells_pool = True
-    """Whether a wrapper tells its pool of what it captured for it, or who allowed it does."""
-
     def __init__(
         self,
         slot: int = -1,
@@ -44,11 +41,13 @@ class CaptureTransaction:
         *,
         metadata_is_declared: bool = False,
         lifts_constants: bool = True,
+        tells_pool: bool = True,
     ) -> None:
         self.slot = slot
         self.fixed = frozenset(fixed)
         self.metadata_is_declared = metadata_is_declared
         self.lifts_constants = lifts_constants
+        self.tells_pool = tells_pool
         self.task_names: set[str] = set()
         self.work: GraphWork | None = None
         self._captured: list[Captured] = []

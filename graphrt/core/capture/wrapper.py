@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from graphrt.core.base import (
+    CaptureError,
     InvalidModeError,
+    InvalidOptionError,
+    PlatformError,
     StaleInputError,
     Uncopied,
     check_callable,
@@ -16,6 +21,7 @@ from graphrt.core.base import (
     check_takes,
     cloned,
     flag,
+    shown,
     tree,
     without_gradients,
 )
@@ -26,36 +32,44 @@ from graphrt.core.batch import (
     current_context,
     graphs_off,
 )
-from graphrt.core.capture._captured import capture_entry, captured_already, no_slot
-from graphrt.core.capture._hot import Hot
-from graphrt.core.capture._kept import Kept
-from graphrt.core.capture._leaves import strided
+from graphrt.core.capture.graphs import WrapperGraphs
+from graphrt.core.capture.guard import Given
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.recorder import Capture
-from graphrt.core.capture.refusals import Given
+from graphrt.core.capture.recorder import Recorder
 from graphrt.core.capture.sealing import Sealing
-from graphrt.core.device import Capability
+from graphrt.core.device import Platform, given_platform
 from graphrt.core.dispatch import Reason
 from graphrt.core.replay import (
+    BoundArguments,
     Entry,
     GraphPool,
     SegmentHooks,
     Updates,
-    check_arguments,
     check_hooks,
     in_turn,
     is_inside_capture,
+    name_of,
     under_way,
     waiting_step,
 )
+
+_FULL = GraphMode.FULL
+_EAGER: Final = object()
+"""In place of a result: the call has no graph, and may not capture one."""
+_COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
 
 
 class GraphWrapper(Uncopied):
     """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
 
-    Without a context, under mode NONE or under another mode than its own it calls the runnable:
-    that is what lets a FULL wrapper stand around a model whose pieces are PIECEWISE wrappers.
-    Attributes that the wrapper lacks are the runnable's.
+    1. Without a context, under mode NONE or under another mode than its own it calls the runnable:
+       that is what lets a FULL wrapper stand around a model whose pieces are PIECEWISE wrappers.
+    2. It takes the pool's turn, and looks for the graph of the context's descriptor.
+    3. With a graph it replays. Without one it captures where that is allowed, and else runs
+       eagerly, which it counts.
+
+    It writes no input and pads nothing: tensors are where the capture found them. Attributes that
+    the wrapper lacks are the runnable's.
     """
 
     platform_name: str | None = None
@@ -96,20 +110,20 @@ class GraphWrapper(Uncopied):
             )
         self.pool = GraphPool(self.platform_name) if pool is None else pool
         self.options = options or GraphOptions()
-        self._breakable = breakable and self.runtime_mode is GraphMode.PIECEWISE
-        self._segment_hooks = hooks
-        if self.options.share_executables:
-            self.pool.platform.require(Capability.EXEC_DEDUP, "share_executables")
-        self.calls_without_context = self.calls_without_graph = 0
-        self.eager_calls_after_seal = self.failed_updates = 0
+        self._graphs = WrapperGraphs(self.runtime_mode, self.pool, self.options, read_context)
+        self._new_recorder = partial(
+            Recorder,
+            breakable=breakable and self.runtime_mode is GraphMode.PIECEWISE,
+            breaks=self.options.breaks,
+            hooks=hooks,
+        )
+        self._eager_calls = Counter[Reason]()
         self.last_failed_update: str | None = None
-        self._hot = Hot(self.runtime_mode, self.pool, self.options, read_context)
-        self._kept = Kept(self._hot)
         self._sealing = Sealing(self.options)
         self._off = graphs_off()
         self._owner_served = False
         # Last: a session that is under way has it capture from now on.
-        self.pool.add_holder(self)
+        self.pool._add_holder(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the runnable, as the context says; returns what it returns.
@@ -117,76 +131,156 @@ class GraphWrapper(Uncopied):
         Tensor arguments must be where the capture found them. Raises `PoolBusyError`, what is a
         `CaptureError` (two only if `strict`), `StaleInputError` and what updates of tasks raise.
         """
-        hot = self._hot
-        context = hot.read_context()
+        graphs = self._graphs
+        context = graphs.read_context()
         if context is None:
-            self.calls_without_context += 1
+            self._eager_calls[Reason.NO_CONTEXT] += 1
             return self.runnable(*args, **kwargs)
-        if context.mode is not hot.mode or (under_way and is_inside_capture()):
+        if context.mode is not graphs.mode or (under_way and is_inside_capture()):
             return self.runnable(*args, **kwargs)
         # A turn of the context, written out: see `Turn`.
-        pool = hot.pool
+        pool = graphs.pool
         outer = pool.owner
         if outer is not None and outer is not context:
             raise pool.busy_error(context)
-        captured = False
         try:
             pool.owner = context
             try:
-                entry = hot.by_slot[context.slot]
-            except IndexError:
+                entry = graphs.by_slot[context.slot]
+            except (IndexError, TypeError):
                 entry = None
-            except TypeError:
-                raise no_slot(context.slot) from None
             if entry is None or entry.descriptor is not context.descriptor:
-                entry = self._entry_or_none(context)
-            if entry is None:
-                captured = self._may_capture(context)
-                if captured:
-                    outputs = self._capture(context, args, kwargs)
-            elif entry.unchecked and self._is_behind_a_miss(entry, context, args, kwargs):
-                entry = None
+                entry = self._find(context, args, kwargs)
             if entry is not None:
-                if hot.one_call_a_step:
-                    if pool.step is not None:
-                        pool.leave_step(context)
-                    pool.generation += 1
-                    if pool.handed_out:
-                        pool.expire_outputs()
-                elif pool.step is not context.token or context.token is None:
-                    pool.enter_step(context)
-                if hot.read_stream_id is not None:
-                    stream_id = hot.read_stream_id()
-                    if stream_id != pool.stream_id:
-                        pool.change_stream(stream_id)
-                graph = entry.graph
-                if graph is None:
-                    try:
-                        entry.launch(context, all_tasks=hot.one_call_a_step)
-                        outer = entry.deferred or outer
-                    except Exception as error:
-                        outputs = self._repeat_eagerly(entry, context, error, args, kwargs)
-                        pool.owner = outer
-                        return outputs
-                else:
-                    graph.replay()
-                outputs = entry.outputs
-                if hot.clones:
-                    outputs = cloned(outputs)
-                elif entry.fresh is not None and hot.fresh_containers:
-                    outputs = entry.fresh()
-                # Inside of `try`, and no `finally`: an interrupt on the way out must not keep it.
-                pool.owner = outer
+                outputs = graphs.replay(entry, context, self, args, kwargs)
+                # Inside of `try`, and no `finally`: an interrupt on the way out must not keep it. A
+                # step that waits for its updates keeps the pool.
+                if pool.owner is context:
+                    pool.owner = outer
                 return outputs
+            outputs = self._capture(context, args, kwargs)
             pool.owner = outer
         except BaseException:
-            pool.owner = outer
+            graphs.leave(context, outer)
             raise
         # Out of the turn: what the host calls there may step and capture in the pool itself.
-        if captured:
-            self._tell_pool(context)
-            return outputs
-        return self.runnable(*args, **kwargs)
+        if outputs is _EAGER:
+            return self.runnable(*args, **kwargs)
+        self._tell_pool(context)
+        return outputs
+
+    def _find(self, context: ForwardContext, args: Any, kwargs: Any) -> Entry | None:
+        """The entry of a step that its slot does not lead to, with its arguments compared where
+        that is asked for; None where there is none to replay."""
+        if not hasattr(context.slot, "__index__"):
+            raise _no_slot(context.slot)
+        descriptor = context.descriptor
+        entry = self._graphs.entry_of(descriptor)
+        if entry is None:
+            return None
+        under_way = context.capture or context.token
+        again = under_way is not None and entry.captured_in is under_way
+        if again or context.capture is not None:
+            raise _captured_already(descriptor, in_this_step=again)
+        if entry.unchecked and not self._has_its_arguments(entry, context, args, kwargs):
+            return None
+        self._graphs.find_at(context.slot, entry)
+        return entry
+
+    def _has_its_arguments(
+        self, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
+    ) -> bool:
+        """Whether arguments are where the capture found them. Not so behind a piece of the step
+        that ran eagerly; raises `StaleInputError` where another reason has them elsewhere."""
+        try:
+            entry.check_arguments(args, kwargs, self.pool, name_of(self.runnable))
+        except StaleInputError:
+            if not self.pool._is_behind_a_miss(context):
+                raise
+            return False
+        entry.unchecked = self._graphs.always_checks
+        return True
+
+    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
+        """Capture a call, and return its result; `_EAGER` where it may not."""
+        if not self._may_capture(context):
+            return _EAGER
+        descriptor = context.descriptor
+        check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+        assert descriptor is not None
+        graphs, bake = self._graphs, self.options.host_arguments == "bake"
+        device_type = self.pool.platform.device_type
+        given = Given((args, kwargs), device_type, own=self._owner_served, bake=bake)
+        recorder = self._new_recorder(self.pool, graphs.bridges, context, given)
+        recorder.give(tree.tensors((args, kwargs)) if self._owner_served else ())
+        entry, result = self._captured(recorder, descriptor, args, kwargs)
+        entry.unchecked = graphs.checks
+        transaction = context.capture
+        # A lazy entry gets its slot when the next step looks for it: see `_find`.
+        graphs.find_at(-1 if transaction is None else transaction.slot, entry)
+        return cloned(result) if graphs.clones else result
+
+    def _captured(
+        self, recorder: Recorder, descriptor: BatchDescriptor, args: Any, kwargs: Any
+    ) -> tuple[Entry, Any]:
+        """The entry of a call, which is then among the graphs, and its result. If it raises, the
+        pieces that the same step has captured before are gone too, unless a transaction sees to
+        them."""
+        pool, context, graphs = self.pool, recorder.context, self._graphs
+        transaction = context.capture
+        bound = BoundArguments.of(args, kwargs, pool)
+        try:
+            pool._check_held((args, kwargs), context)
+            result = recorder.record(partial(self._run, args, kwargs, recorder))
+            outputs = tree.map_tensors(recorder.captured_ref, result)
+            step = transaction or context.token
+            entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
+            if self.options.outputs != "static":
+                pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
+                pool._hold_loosely(kept for kept, own in pairs if kept is not own)
+            if transaction is not None:
+                transaction.add(self, partial(self.destroy_graphs, descriptor))
+            # The one store from which on it is captured.
+            graphs.entries[descriptor] = entry
+        except BaseException:
+            if descriptor not in graphs.entries:
+                recorder.discard()
+            graphs.clear_buffers()
+            if transaction is None:
+                pool._take_step_back(context)
+            raise
+        if transaction is None:
+            pool._note_captured(self, context)
+        return entry, result
+
+    def _may_capture(self, context: ForwardContext) -> bool:
+        """Whether a call without a graph captures one; it runs eagerly, and counts so, if not."""
+        if self._graphs.entry_of(context.descriptor) is not None:
+            # Its arguments lie elsewhere because a piece before had no graph: it has none either.
+            self._eager_calls[Reason.MISSING_GRAPH] += 1
+            return False
+        if self._off:
+            return False
+        allowed = context.capture is not None or self._sealing.may_capture
+        if context.descriptor is not None and allowed:
+            return True
+        self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
+        self.pool._missed(context)
+        return False
+
+    def _tell_pool(self, context: ForwardContext) -> None:
+        transaction = context.capture
+        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
+            self.pool._captured(self, context.descriptor)
+
+    def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
+        """What the runnable returns, in static buffers where these are asked for."""
+        result = self.runnable(*args, **kwargs)
+        if recorder is not None:
+            recorder.forward_returned(result)
+        if self.options.outputs != "static":
+            return result
+        return self._graphs.statics.fix(0, result, stays=lambda path, tensor: False)[0]
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":
@@ -194,12 +288,12 @@ class GraphWrapper(Uncopied):
         return getattr(self.runnable, name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.runtime_mode.name}, {len(self._kept.entries)} graphs)"
+        return f"{type(self).__name__}({self.runtime_mode.name}, {len(self.entries)} graphs)"
 
     @property
     def entries(self) -> Mapping[BatchDescriptor, Entry]:
         """What is captured, by descriptor; a read-only view."""
-        return MappingProxyType(self._kept.entries)
+        return MappingProxyType(self._graphs.entries)
 
     @property
     def sealed(self) -> bool:
@@ -209,12 +303,7 @@ class GraphWrapper(Uncopied):
     @property
     def eager_calls(self) -> dict[Reason, int]:
         """How many calls ran eagerly though a context was missing, a graph was, or failed."""
-        return {
-            Reason.MISSING_GRAPH: self.calls_without_graph,
-            Reason.NO_CONTEXT: self.calls_without_context,
-            Reason.SEALED: self.eager_calls_after_seal,
-            Reason.UPDATE_FAILED: self.failed_updates,
-        }
+        return {reason: self._eager_calls[reason] for reason in _COUNTED}
 
     def unwrap(self) -> Callable[..., Any]:
         """The callable inside all wrappers."""
@@ -225,7 +314,8 @@ class GraphWrapper(Uncopied):
         """Work for a caller that owns the arguments, which stay where they are, and that keeps the
         outputs in: replays return the entry's themselves. A capture gets arguments made for it."""
         self._owner_served = True
-        self._hot.fresh_containers = self._hot.checks = self._hot.always_checks = False
+        graphs = self._graphs
+        graphs.fresh_containers = graphs.checks = graphs.always_checks = False
 
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
@@ -247,143 +337,115 @@ class GraphWrapper(Uncopied):
         in its pool, and `InvalidOptionError` for a pool of another platform or device.
         """
         if pool is not self.pool:
-            in_turn(self.pool, "move_to()", functools.partial(self._move_to, pool))
+            in_turn(self.pool, "move_to()", partial(self._move_to, pool))
 
     def _move_to(self, pool: GraphPool) -> None:
-        self._kept.check_move(self.pool, pool)
-        self.pool.remove_holder(self)
-        self._hot.use(pool)
+        self._graphs.check_move(pool)
+        self.pool._remove_holder(self)
+        self._graphs.use(pool)
         self.pool = pool
-        pool.add_holder(self)
+        pool._add_holder(self)
 
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again.
 
         Raises `PoolBusyError` while a step is under way in the pool.
         """
-        in_turn(self.pool, "clear_graphs()", functools.partial(self.destroy_graphs, None))
+        in_turn(self.pool, "clear_graphs()", partial(self.destroy_graphs, None))
 
     def update(self, updates: Updates) -> None:
         """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
         was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
-        waiting_step(self.pool, self._kept.entries.values()).end(self.pool, updates)
+        waiting_step(self.pool, self._graphs.entries.values()).end(self.pool, updates)
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graph of one descriptor, if there is one. Raises `PoolBusyError` while a step
         is under way in the pool."""
-        in_turn(self.pool, "drop()", functools.partial(self.destroy_graphs, descriptor))
+        in_turn(self.pool, "drop()", partial(self.destroy_graphs, descriptor))
 
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         """The same for who has the pool's turn; all of them, if none is named."""
-        kept = self._kept
-        self.pool.reset_graphs(kept.take_all() if descriptor is None else kept.take(descriptor))
-        kept.clear_buffers()
+        graphs = self._graphs
+        self.pool._reset_graphs(graphs.take(descriptor))
+        graphs.clear_buffers()
         if descriptor is None:
             self._sealing.open()
 
     def look_again(self, descriptor: BatchDescriptor) -> None:
-        """See `GraphPool.missed`."""
-        entry = self._kept.entries.get(descriptor)
-        if entry is not None and not (self._owner_served or self._hot.one_call_a_step):
-            entry.unchecked = True
-
-    def _is_behind_a_miss(
-        self, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
-    ) -> bool:
-        """Whether arguments lie elsewhere because a piece before had no graph: then this one has
-        none either, and counts so. Raises `StaleInputError` if they do for another reason."""
-        try:
-            check_arguments(entry, args, kwargs, self.pool, self.runnable)
-        except StaleInputError:
-            if not self.pool.is_behind_a_miss(context):
-                raise
-            self.calls_without_graph += 1
-            return True
-        entry.unchecked = self._hot.always_checks
-        return False
-
-    def _entry_or_none(self, context: ForwardContext) -> Entry | None:
-        descriptor = context.descriptor
-        try:
-            entry = None if descriptor is None else self._kept.entries.get(descriptor)
-        except TypeError:
-            check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
-            raise
-        if entry is None:
-            return None
-        under_way = context.capture or context.token
-        again = under_way is not None and entry.captured_in is under_way
-        if again or context.capture is not None:
-            raise captured_already(descriptor, in_this_step=again)
-        self._kept.find_at(context.slot, entry)
-        return entry
-
-    def _may_capture(self, context: ForwardContext) -> bool:
-        """Whether a call without a graph captures one; it runs eagerly, and counts so, if not."""
-        if self._off:
-            return False
-        allowed = context.capture is not None or self._sealing.may_capture
-        if context.descriptor is not None and allowed:
-            return True
-        reason = self._sealing.miss(context, self._kept.entries)
-        self.eager_calls_after_seal += reason is Reason.SEALED
-        self.calls_without_graph += reason is Reason.MISSING_GRAPH
-        self.pool.missed(context)
-        return False
-
-    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        descriptor = context.descriptor
-        check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
-        assert descriptor is not None
-        capture = Capture(
-            self.pool,
-            self._kept.bridges,
-            context,
-            Given(
-                (args, kwargs),
-                self.pool.platform.device_type,
-                own=self._owner_served,
-                bake=self.options.host_arguments == "bake",
-            ),
-            breakable=self._breakable,
-            breaks=frozenset(self.options.breaks),
-            must_break=self.runtime_mode is GraphMode.PIECEWISE,
-            hooks=self._segment_hooks,
-            share_executables=self.options.share_executables,
-        )
-        capture.give(tree.tensors((args, kwargs)) if self._owner_served else ())
-        body = functools.partial(self._run, args, kwargs, capture)
-        entry, result = capture_entry(self, self._kept, capture, body, descriptor, (args, kwargs))
-        entry.unchecked = self._hot.checks
-        transaction = context.capture
-        # A lazy entry gets its slot when the next step looks for it: see `_entry_or_none`.
-        self._kept.find_at(-1 if transaction is None else transaction.slot, entry)
-        return cloned(result) if self._hot.clones else result
-
-    def _tell_pool(self, context: ForwardContext) -> None:
-        transaction = context.capture
-        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
-            self.pool.captured(self, context.descriptor)
+        """See `HoldsGraphs`."""
+        if not self._owner_served and self.runtime_mode is not _FULL:
+            self._graphs.look_again(descriptor)
 
     def _repeat_eagerly(
         self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
     ) -> Any:
-        """A step whose update failed, run eagerly if the host wants that, and counted."""
+        """A step whose update failed, run eagerly if the host wants that, and counted; raises
+        `error` if not."""
         allowed = entry.update_failed and self.options.eager_after_failed_update
         if not (allowed and isinstance(context.updates, Mapping)):
             raise error
-        self.failed_updates += 1
+        self._eager_calls[Reason.UPDATE_FAILED] += 1
         self.last_failed_update = f"{type(error).__name__}: {error}"
-        return without_gradients(functools.partial(self._run, args, kwargs))
+        return without_gradients(partial(self._run, args, kwargs))
 
-    def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], capture: Capture | None = None
-    ) -> Any:
-        """What the runnable returns, in static buffers where these are asked for."""
-        result = self.runnable(*args, **kwargs)
-        if capture is not None:
-            capture.check_read(strided(result), "the forward returns")
-            capture.forward_returned()
-        if self.options.outputs != "static":
-            return result
-        return self._kept.statics.fix(0, result, stays=lambda path, tensor: False)[0]
+
+def _no_slot(slot: object) -> InvalidOptionError:
+    """The error for a context whose slot is no index."""
+    return InvalidOptionError(
+        "the slot of a context is the dispatcher's number of its graph",
+        got=shown(slot),
+        expected="an integer, -1 for none",
+        advice="forward_context(found.mode, found.descriptor, slot=found.slot)",
+    )
+
+
+def _captured_already(descriptor: BatchDescriptor | None, *, in_this_step: bool) -> CaptureError:
+    """That a wrapper would capture a descriptor that it has captured."""
+    return CaptureError(
+        "a wrapper was called twice in the step that captures it"
+        if in_this_step
+        else "a descriptor was captured a second time",
+        got=descriptor,
+        expected="one call for each descriptor",
+        advice="give every call site its own wrapper"
+        if in_this_step
+        else "call clear_graphs() or drop(descriptor) before capturing again",
+    )
+
+
+def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
+    """The class behind `get_static_graph_wrapper_cls()` of a platform, by itself or its name, or of
+    the current one.
+
+    Raises `PlatformError` where that path cannot be imported, or leads to no wrapper of this
+    platform, and `ContractVersionError` for a platform of another version of the device contract.
+    """
+    platform = given_platform(platform)
+    path = platform.get_static_graph_wrapper_cls()
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlatformError(
+            f"the wrapper class of platform {platform.name!r} cannot be imported",
+            got=path,
+            expected="the dotted path of a GraphWrapper subclass",
+            advice="fix get_static_graph_wrapper_cls() of the platform",
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, GraphWrapper)):
+        raise _not_its_own(platform, path, repr(found))
+    # Without a pool it would make one on the platform that it names.
+    if found.platform_name != platform.name:
+        raise _not_its_own(platform, path, f"platform_name = {found.platform_name!r}")
+    return found
+
+
+def _not_its_own(platform: Platform, path: str, got: str) -> PlatformError:
+    return PlatformError(
+        f"{path}, the wrapper class of platform {platform.name!r}, belongs to another one, or is "
+        "no wrapper",
+        got=got,
+        expected=f"a GraphWrapper subclass with platform_name = {platform.name!r}",
+        advice="give the platform a subclass of its own that says so, and return its path from "
+        "get_static_graph_wrapper_cls()",
+    )

@@ -9,7 +9,6 @@ from graphrt.core.device._devices import (
     device_of,
     no_other_capture,
 )
-from graphrt.core.device._input_ring import InputRing, RingFormat, slot_bytes
 from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory, OpenCapture, nested_capture
 from graphrt.core.device.error_chain import Unexplained, error_chain
@@ -17,7 +16,6 @@ from graphrt.core.device.figures import (
     GraphWork,
     Limits,
     MemoryFigures,
-    SharingFigures,
     StreamRoom,
     UpdateFigures,
 )
@@ -70,7 +68,6 @@ __all__ = [
     "GraphPointers",
     "GraphRead",
     "GraphWork",
-    "InputRing",
     "LentStreams",
     "Limits",
     "Loan",
@@ -84,8 +81,6 @@ __all__ = [
     "PluginWarning",
     "PoolHandle",
     "PoolMemory",
-    "RingFormat",
-    "SharingFigures",
     "StreamRoom",
     "TaskUpdate",
     "Unexplained",
@@ -108,6 +103,5 @@ __all__ = [
     "pool_handle",
     "register",
     "resolve_platform",
-    "slot_bytes",
     "weak_alias",
 ]

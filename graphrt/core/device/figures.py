@@ -1,4 +1,4 @@
-"""Figures of a device: its limits, streams and memory, and what sharing and updating brought."""
+"""Figures of a device: its limits, streams and memory, and what updating tasks took."""
 
 from __future__ import annotations
 
@@ -55,21 +55,6 @@ class MemoryFigures:
 
     free_bytes: int
     total_bytes: int
-
-
-@dataclass(frozen=True)
-class SharingFigures:
-    """What it brought, and costs, that graphs of equal structure share executables."""
-
-    graphs: int
-    executables: int
-    nodes: int
-    """Nodes of the executables there are."""
-    nodes_saved: int
-    """Nodes of the executables that were given up; memory is about in proportion."""
-    switches: int
-    switch_s: float
-    """Host seconds of all switches; replaying the same graph again needs none."""
 
 
 @dataclass(frozen=True, slots=True)

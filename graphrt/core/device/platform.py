@@ -12,13 +12,11 @@ import torch
 
 from graphrt.core.base import CaptureError, MissingCapabilityError
 from graphrt.core.device._contract import Capability
-from graphrt.core.device._input_ring import InputRing
 from graphrt.core.device.error_chain import Unexplained
 from graphrt.core.device.figures import (
     GraphWork,
     Limits,
     MemoryFigures,
-    SharingFigures,
     StreamRoom,
     UpdateFigures,
 )
@@ -64,12 +62,6 @@ class Platform(ABC):
     raw_storages: bool = False
     """Whether torch's own storages can be made over memory of this device at any address. What a
     runner hands out is then no copy, but unreadable as soon as the next step overwrites it."""
-    fetched_bytes: int = 64 << 10
-    """The largest inputs of a step, in bytes, that are fetched through an input ring; larger ones
-    are copied by the copy engine, which moves more bytes at once and costs more to start."""
-    fetch_limit_s: float | None = None
-    """Seconds by which a fetch may be longer than one of nothing: what is slower on the machine at
-    hand, where each ring is measured as it is made, is copied instead. None: not measured."""
     simulated: bool = False
     """Whether its device is a simulation, so that times on it mean nothing."""
     by_name_only: bool = False
@@ -166,19 +158,6 @@ class Platform(ABC):
             self.synchronize()
         for graph in graphs:
             graph.reset()
-
-    def new_shareable_graph(self) -> DeviceGraph:
-        """A graph that `share_executable` may be called with (capability EXEC_DEDUP)."""
-        raise MissingCapabilityError(f"platform {self.name!r} cannot share executables")
-
-    def share_executable(self, graph: Any, memory: Any) -> None:
-        """Let a graph that was replayed once run on the executable of an earlier one in `memory`
-        that has the same structure, where that is safe; it stays as it is where it is not."""
-        raise MissingCapabilityError(f"platform {self.name!r} cannot share executables")
-
-    def sharing_figures(self, memory: Any) -> SharingFigures | None:
-        """What sharing brought in `memory`; None if nothing was shared."""
-        return None
 
     def update_figures(self, memory: Any) -> UpdateFigures | None:
         """How tasks of graphs in `memory` were updated; None where that is not counted, or there
@@ -291,12 +270,10 @@ class Platform(ABC):
         page-locked where the platform has events, so that the host need not wait."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def new_input_ring(
-        self, slab: torch.Tensor, slots: int, nbytes: int, moves: int
-    ) -> InputRing | None:
-        """A ring of `slots` slots, for at most `nbytes` of payload and so many moves, that are
-        fetched into `slab` (capability INPUT_RING); the last `RingFormat.TAIL_BYTES` of the slab,
-        zero at first, are the ring's. None where the device at hand has none."""
+    def new_input_transport(self, slab: Any) -> Any:
+        """An input transport (graphrt/core/inputs/transport.py) that moves a runner's inputs into
+        `slab` in a way of the device's own, such as a graph that fetches them; None for the staged
+        copy, which moves them before each launch. The interface is graphrt's own: it may change."""
         return None
 
     # Figures, limits, errors -----------------------------------------------------------------

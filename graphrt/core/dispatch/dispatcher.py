@@ -7,29 +7,37 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from graphrt.core.base import Uncopied, fork_safe
-from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode, graphs_off
-from graphrt.core.dispatch.asked import (
+from graphrt.core.base import (
+    InvalidBatchError,
+    InvalidModeError,
+    Uncopied,
+    fork_safe,
+    items_of,
+    padding_ratio,
+    shown,
+)
+from graphrt.core.batch import (
     NO_MODES,
-    checked_agreed,
+    NOT_FOUND,
+    Batch,
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
     checked_batch,
-    checked_key,
-    checked_modes,
-    checked_ratio,
+    descriptor_of,
+    graphs_off,
     live_query_len,
-    named,
     settled,
     unpadded,
 )
-from graphrt.core.dispatch.ladders import Ladders
+from graphrt.core.dispatch.ladders import GRAPH_MODES, Ladders
 from graphrt.core.dispatch.reasons import NOT_REPLAYED, OF_BATCHES, Agreed, Dispatch, Reason
 
-NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
-"""What a look for a remembered batch raises where it is not what it should be."""
 REMEMBERED = 1024
 """So many answers are kept: a host whose batches never come again cannot make them grow."""
 _INF = float("inf")
 _new_tuple = tuple.__new__
+_RUNTIME_MODES = frozenset(mode for mode in GraphMode if mode.is_runtime_mode)
 _COLLECTIONS = frozenset({frozenset, set, list, tuple})
 _AGREED = frozenset({BatchDescriptor, Dispatch, type(None)})
 _RATIOS = frozenset({float, int, type(None)})
@@ -104,7 +112,7 @@ class GraphDispatcher(Uncopied):
         self._last_context = ForwardContext(GraphMode.NONE)
         # Another one whenever a batch may be told something else than before. It is made before
         # the change, under the lock: whatever interrupts that, no answer outlives what it is of.
-        self.version = _Version(checked_ratio(max_padding))
+        self.version = _Version(_checked_ratio(max_padding))
 
     @property
     def max_padding(self) -> float | None:
@@ -113,7 +121,7 @@ class GraphDispatcher(Uncopied):
 
     @max_padding.setter
     def max_padding(self, ratio: float | None) -> None:
-        checked = checked_ratio(ratio)
+        checked = _checked_ratio(ratio)
         with self._lock:
             self.version = _Version(checked)
 
@@ -123,7 +131,7 @@ class GraphDispatcher(Uncopied):
         Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidBatchError` for
         what is no descriptor.
         """
-        key = mode, descriptor = checked_key(mode, descriptor)
+        key = mode, descriptor = _checked_key(mode, descriptor)
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:
@@ -201,7 +209,7 @@ class GraphDispatcher(Uncopied):
         """The best graph for `batch` among those that are reserved but not published, and that
         dispatch would take: None if it would pad more than allowed. Raises what `dispatch` does."""
         asked, version = settled(checked_batch(batch)), self.version
-        excluded = checked_modes(batch.exclude)
+        excluded = _checked_modes(batch.exclude)
         if agreed is not None:
             return self._agreed_on(asked, excluded, agreed, published=False)
         planned, ratio = self._ladders(version)[1], version.max_padding
@@ -338,14 +346,14 @@ class GraphDispatcher(Uncopied):
         """The same for a batch that was not seen before, or cannot be remembered."""
         checked = checked_batch(batch)
         asked = settled(checked)
-        ratio = version.max_padding if max_padding is None else checked_ratio(max_padding)
-        excluded = NO_MODES if batch.exclude is NO_MODES else checked_modes(batch.exclude)
+        ratio = version.max_padding if max_padding is None else _checked_ratio(max_padding)
+        excluded = NO_MODES if batch.exclude is NO_MODES else _checked_modes(batch.exclude)
         if exclude is not NO_MODES:
-            excluded |= checked_modes(exclude)
+            excluded |= _checked_modes(exclude)
         found, reason = self._best(version, asked, excluded, agreed, ratio)
         if found is None:
             # As all of a `Dispatch`, which takes as long as its descriptor.
-            told = _new_tuple(Dispatch, (_NONE, named(asked), reason, -1))
+            told = _new_tuple(Dispatch, (_NONE, descriptor_of(asked), reason, -1))
             answer = self._misses[reason], told
         else:
             answer = self._graphs[found.slot], found
@@ -372,30 +380,34 @@ class GraphDispatcher(Uncopied):
         published, planned = version.ladders or self._ladders(version)
         most = _INF if ratio is None else asked.num_tokens * ratio
         best, pads, left_out, largest = published.find(asked, excluded, most)
-        reason = Reason.TOO_LARGE if 0 < largest < asked.num_tokens else Reason.NO_GRAPH
         if best is not None or off:
-            reason = Reason.MODE_NONE
-        elif pads:
-            reason = Reason.PADDING
-        elif left_out:
-            reason = Reason.EXCLUDED
-        elif planned is not None:
+            return best, Reason.MODE_NONE
+        if pads or left_out:
+            return None, Reason.PADDING if pads else Reason.EXCLUDED
+        if planned is not None:
             later, pads, _, _ = planned.find(asked, excluded, most)
-            if later is not None:
-                reason = Reason.NOT_CAPTURED
-            elif pads:
-                reason = Reason.PADDING
-        return best, reason
+            if pads or later is not None:
+                return None, Reason.PADDING if later is None else Reason.NOT_CAPTURED
+        return None, Reason.TOO_LARGE if 0 < largest < asked.num_tokens else Reason.NO_GRAPH
 
     def _agreed_on(
         self, asked: Batch, excluded: frozenset[GraphMode], agreed: Agreed, *, published: bool
     ) -> Dispatch | None:
         """The graph that ranks have agreed on, if it can serve the batch and is (not) published."""
-        modes, descriptor = checked_agreed(agreed)
+        modes: tuple[GraphMode, ...] = GRAPH_MODES
+        if isinstance(agreed, Dispatch):
+            modes, agreed = (agreed.mode,), agreed.descriptor
+        elif not isinstance(agreed, BatchDescriptor):
+            raise InvalidBatchError(
+                "ranks agree on a graph",
+                got=shown(agreed),
+                expected="its descriptor, or a Dispatch",
+                advice="agreed=dispatcher.peek(batch) of the rank that decides",
+            )
         # Or what is being published would be missed, and the answer remembered.
         with self._lock:
             for mode in modes:
-                slot = self._slots.get((mode, descriptor))
+                slot = self._slots.get((mode, agreed))
                 if slot is None or (slot in self._published) is not published:
                     continue
                 found = self._graphs[slot].alone.find(asked, excluded, _INF)[0]
@@ -417,3 +429,47 @@ class GraphDispatcher(Uncopied):
                     (here if graph.found.slot in self._published else planned).append(graph.found)
                 version.ladders = Ladders(here), Ladders(planned) if planned else None
             return version.ladders
+
+
+def _checked_modes(modes: Collection[GraphMode | str]) -> frozenset[GraphMode]:
+    """The runtime modes in a collection; raises `InvalidModeError` for what is no set of them."""
+    if modes.__class__ in (frozenset, set) and _RUNTIME_MODES.issuperset(modes):
+        return frozenset(modes)
+    what = "a step runs in no such mode to exclude"
+    # What can be read once only would not be the same for the next batch.
+    listed = modes if isinstance(modes, Collection) else None
+    each = items_of("exclude", listed, "{GraphMode.FULL}", InvalidModeError)
+    return frozenset([GraphMode.parse_runtime(mode, what) for mode in each])
+
+
+def _checked_ratio(max_padding: float | None) -> float | None:
+    """`max_padding` itself; raises `InvalidOptionError` unless it is None or at least 1."""
+    if max_padding is not None:
+        padding_ratio("max_padding", max_padding)
+    return max_padding
+
+
+def _checked_key(
+    mode: GraphMode | str, descriptor: BatchDescriptor
+) -> tuple[GraphMode, BatchDescriptor]:
+    """What names a graph.
+
+    Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidBatchError` for what
+    is no descriptor.
+    """
+    mode = GraphMode.parse(mode)
+    if mode not in GRAPH_MODES:
+        raise InvalidModeError(
+            "a graph is captured and served in one runtime mode",
+            got=mode.name,
+            expected="PIECEWISE or FULL",
+            advice="pass the mode that the graph was captured in",
+        )
+    if not isinstance(descriptor, BatchDescriptor):
+        raise InvalidBatchError(
+            "a graph is named by its descriptor",
+            got=shown(descriptor),
+            expected="BatchDescriptor(num_tokens, num_reqs, ...)",
+            advice="BatchDescriptor(num_tokens=4)",
+        )
+    return mode, descriptor

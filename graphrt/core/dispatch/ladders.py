@@ -5,32 +5,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 from operator import le
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.dispatch.asked import GRAPH_MODES
+from graphrt.core.batch import Batch, GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 
+GRAPH_MODES = (GraphMode.FULL, GraphMode.PIECEWISE)
+"""The modes of graphs, the better one first."""
 _INF = float("inf")
 
 
-class Graph(Protocol):
-    """A graph that may serve a batch."""
-
-    @property
-    def mode(self) -> GraphMode: ...
-
-    @property
-    def descriptor(self) -> BatchDescriptor: ...
-
-
-def preferred(first: Graph, second: Graph) -> bool:
+def preferred(first: Dispatch, second: Dispatch) -> bool:
     """Whether `first` is the better of two graphs that can both serve a batch."""
     axes = max(len(first.descriptor.bounds), len(second.descriptor.bounds))
     return _preference(first, axes) < _preference(second, axes)
 
 
-def _preference(graph: Graph, axes: int) -> tuple[object, ...]:
+def _preference(graph: Dispatch, axes: int) -> tuple[object, ...]:
     """The least of the compatible graphs is the best; `axes` is how many bounds are compared."""
     descriptor = graph.descriptor
     bounds = descriptor.bounds
@@ -86,19 +77,15 @@ class Ladders:
 
     def find(self, batch: Batch, excluded: Collection[GraphMode], most: float) -> Found:
         """The best graph of at most so many tokens; `batch` is checked and settled."""
-        tokens, reqs, query_len, bounds, loras, variant, _ = batch
+        tokens, reqs, loras, bounds = (
+            batch.num_tokens,
+            batch.num_reqs,
+            batch.num_active_loras,
+            batch.bounds,
+        )
         best, pads, left_out, largest = _INF, False, False, 0
-        alike = self._alike.get((variant, query_len))
-        if alike is None:
-            alike = self._alike.get((variant, None), [])
-        for mode, most_loras, most_bounds, last, sizes, most_reqs, ranks in alike:
-            if most_loras < loras:
-                continue
-            if most_bounds and (
-                not bounds
-                or bounds[0] > most_bounds[0]
-                or (len(most_bounds) > 1 and not _within(bounds, most_bounds))
-            ):
+        for mode, most_loras, most_bounds, last, sizes, most_reqs, ranks in self._kin(batch):
+            if most_loras < loras or (most_bounds and not _within(bounds, most_bounds)):
                 continue
             if last > largest:
                 largest = last
@@ -117,6 +104,11 @@ class Ladders:
                 best = ranks[place]
         found = None if best is _INF else self._ranked[int(best)]
         return found, pads, left_out, largest
+
+    def _kin(self, batch: Batch) -> Sequence[_Ladder]:
+        """The ladders of its variant and query length, or of any query length."""
+        alike = self._alike.get((batch.variant, batch.query_len))
+        return self._alike.get((batch.variant, None), []) if alike is None else alike
 
     def _ladder(self, ranks: list[int]) -> _Ladder:
         mode, first, _, _ = self._ranked[ranks[0]]
@@ -142,4 +134,7 @@ def _roomy(most_reqs: Sequence[float], start: int, reqs: int) -> int:
 
 def _within(bounds: tuple[int, ...], most: tuple[int, ...]) -> bool:
     """Whether a batch says as many bounds as a graph has, and none of them is larger."""
-    return len(bounds) >= len(most) and all(map(le, bounds, most))
+    if not bounds or bounds[0] > most[0]:
+        return False
+    # As a rule there is one.
+    return len(most) == 1 or (len(bounds) >= len(most) and all(map(le, bounds, most)))

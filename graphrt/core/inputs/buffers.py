@@ -1,4 +1,13 @@
-"""Static inputs: a runner's buffers, filled and padded for every step."""
+"""Static inputs: a runner's buffers, filled and padded for every step.
+
+1. `layout` says where the inputs of a size lie: a graph reads them there.
+2. `fill` brings a step's live rows there and writes the padding rows. An `InputTransport` does it
+   for the packed inputs; a fixed input is copied on its own.
+3. `slot` is host memory in which the host writes the inputs of its next step in place; `fill_from`
+   brings that.
+
+Values are looked at where they are used. What is wrong with them is found out when that raises.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +16,49 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidBatchError, InvalidInputError, nearest, shown
-from graphrt.core.device import Capability, Platform, RingFormat
-from graphrt.core.inputs.declared import check_fits, declared_inputs, flat_of
-from graphrt.core.inputs.layout import InputLayout, StepMoves
+from graphrt.core.base import InvalidBatchError, InvalidInputError, shown
+from graphrt.core.batch import Batch
+from graphrt.core.device import Platform
+from graphrt.core.inputs.declared import DeclaredInputs, flat_of
+from graphrt.core.inputs.layout import Field, InputLayout, PadPattern, StepMoves
 from graphrt.core.inputs.padding_rows import PaddingRows
-from graphrt.core.inputs.single_address import FixedInput
-from graphrt.core.inputs.spec import check_memory, check_value
-from graphrt.core.inputs.transfer import (
-    Arrays,
-    ByCopy,
-    ByFetch,
-    InputSlot,
-    PadSource,
-    Slab,
-    SlotViews,
-    ring_for,
-    views_in,
-)
+from graphrt.core.inputs.slot import Arrays, InputSlot
+from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.inputs.transport import InputRing, InputTransport, Slab, StagedCopy
 
-_CACHED_LAYOUTS = 1024
-_CACHED_MOVES = 128
-"""Per layout: pairs of live tokens and requests."""
+_CACHED_LAYOUTS, _CACHED_SLOTS = 1024, 2048
+
+
+class FixedInput:
+    """An input with one address at every size: a buffer of the largest."""
+
+    def __init__(self, name: str, spec: InputSpec, tokens: int, reqs: int, device: Any) -> None:
+        self.name = name
+        self.pattern = PadPattern(spec)
+        # Steps write it, in inference mode and outside of it.
+        with torch.inference_mode(False):
+            self.buffer = torch.full(
+                spec.sizes(tokens, reqs), spec.pad_value, dtype=spec.dtype, device=device
+            )
+        # Where the host writes rows of a slot; the buffer itself where that is on the host.
+        self._on_host: torch.Tensor | None = self.buffer if self.buffer.is_cpu else None
+
+    def field(self, tokens: int, reqs: int) -> Field:
+        """The rows that a batch of this size uses."""
+        field = Field(self.name, self.pattern, 0, tokens, reqs)
+        field.view = self._rows(self.buffer, tokens, reqs)
+        return field
+
+    def host_rows(self, tokens: int, reqs: int) -> torch.Tensor:
+        """Host memory for the rows of a batch of this size, the same one at every step: a copy of
+        it is over for the host when it is issued."""
+        if self._on_host is None:
+            self._on_host = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device="cpu")
+        return self._rows(self._on_host, tokens, reqs)
+
+    def _rows(self, buffer: torch.Tensor, tokens: int, reqs: int) -> torch.Tensor:
+        axis, dim = self.pattern.spec.batch_axis()
+        return buffer if axis is None else buffer.narrow(dim, 0, axis.size(tokens, reqs))
 
 
 class StaticInputs:
@@ -52,41 +82,40 @@ class StaticInputs:
         fetched: bool = False,
     ) -> None:
         """`fetched` says that graphs may fetch their inputs, where the platform can."""
-        self._specs = declared_inputs(specs)
-        check_fits(self._specs, platform, tokens, reqs)
-        self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
+        self.declared = DeclaredInputs(specs)
+        self.declared.check_fits(platform, tokens, reqs)
         self.tokens = tokens
         self.reqs = reqs
-        self._packed = {name: spec for name, spec in self._specs.items() if spec.packed}
+        every = self.declared.specs
         self._fixed = [
             FixedInput(name, spec, tokens, reqs, device)
-            for name, spec in self._specs.items()
+            for name, spec in every.items()
             if not spec.packed
         ]
-        self.padding = PaddingRows(self._specs, self._fixed)
-        self._axes = {name: spec.batch_axis() for name, spec in self._specs.items()}
-        # Those without a batch axis: of these a step has all there is.
-        self.whole = frozenset(name for name, (axis, _) in self._axes.items() if axis is None)
-        self.has_requests = any(axis and axis.name == "reqs" for axis, _ in self._axes.values())
-        pads = {name: PadSource(spec) for name, spec in self._packed.items()}
-        self._layouts: dict[tuple[int, int], InputLayout] = {}
-        nbytes = InputLayout(self._packed, tokens, reqs).nbytes
-        fetched = fetched and nbytes > 0 and Capability.INPUT_RING in platform.capabilities
-        tail = -nbytes % 256 + RingFormat.TAIL_BYTES if fetched else 0
-        with torch.inference_mode(False):
-            buffer = torch.zeros(nbytes + tail, dtype=torch.uint8, device=device)
-        slab = self._slab = Slab(buffer, nbytes)
-        self._fixed_starts = {own.buffer.untyped_storage().data_ptr() for own in self._fixed}
-        self.ring = ring_for(platform, buffer, nbytes, len(self._packed)) if fetched else None
-        self._by_fetch = None if self.ring is None else ByFetch(self.ring, slab, pads)
+        self._packed = {name: PadPattern(spec) for name, spec in every.items() if spec.packed}
+        kept = {own.name: own.buffer for own in self._fixed if own.pattern.spec.pad == "keep"}
+        self.padding = PaddingRows(every, kept)
         # Whether what is packed is all there is, under the names that a step gives it.
-        self.all_packed = not self._fixed and not self.nested
-        in_place = buffer.is_cpu and self.ring is None
-        self._by_copy = ByCopy(slab, pads, None if in_place else platform)
-        self._slot_views = SlotViews()
+        self.all_packed = not self._fixed and not self.declared.nested
+        self._layouts: dict[tuple[int, int], InputLayout] = {}
+        # By where slots are and what is live there.
+        self._slot_views: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
+        self.transport = self._transport(platform, device, fetched)
         # Counts what writes the buffers, or takes the memory that they are filled from.
         self.turn = 0
         self.reset()
+
+    def _transport(self, platform: Platform, device: Any, fetched: bool) -> InputTransport:
+        nbytes = InputLayout(self._packed, self.tokens, self.reqs).nbytes
+        with torch.inference_mode(False):
+            # Whole vectors: a device may move more of them than there are bytes.
+            buffer = torch.zeros(-(-nbytes // 256) * 256, dtype=torch.uint8, device=device)
+        slab = Slab(buffer, nbytes, len(self._packed))
+        if fetched and nbytes:
+            own: InputTransport | None = platform.new_input_transport(slab)
+            if own is not None:
+                return own
+        return StagedCopy(slab, None if buffer.is_cpu else platform)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -94,19 +123,46 @@ class StaticInputs:
         return self.layout(self.tokens, self.reqs).views
 
     @property
+    def nested(self) -> bool:
+        """Whether the forward gets mappings of inputs."""
+        return self.declared.nested
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether the shape of an input says how many requests there are."""
+        axes = (spec.batch_axis()[0] for spec in self.declared.specs.values())
+        return any(axis is not None and axis.name == "reqs" for axis in axes)
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """The inputs without a batch axis: of these a step has all there is."""
+        specs = self.declared.specs
+        return frozenset(name for name, spec in specs.items() if spec.batch_axis()[0] is None)
+
+    @property
+    def graded(self) -> list[str]:
+        """The inputs that may require a gradient."""
+        dtypes = {name: spec.dtype for name, spec in self.declared.specs.items()}
+        return [name for name, own in dtypes.items() if own.is_floating_point or own.is_complex]
+
+    @property
+    def ring(self) -> InputRing | None:
+        """What graphs fetch their inputs from, if they do."""
+        return self.transport.ring
+
+    @property
     def staging_waits(self) -> int:
         """How often the host had to wait until its staging memory was free."""
-        return self._by_copy.waits + (0 if self.ring is None else self.ring.waits)
+        return self.transport.waits
 
     def layout(self, tokens: int, reqs: int) -> InputLayout:
         """Where the inputs of a batch of this size lie."""
         found = self._layouts.get((tokens, reqs))
         if found is None:
             found = InputLayout(self._packed, tokens, reqs)
-            found.place(self._slab.buffer)
-            found.views.update({own.name: own.view(tokens, reqs) for own in self._fixed})
-            if self.ring is not None:
-                found.fetch = self.ring.fetch_of(found.nbytes)
+            fixed = [own.field(tokens, reqs) for own in self._fixed]
+            found.place(self.transport.slab.buffer, fixed)
+            found.fetch = self.transport.fetch_of(found.nbytes)
             if len(self._layouts) >= _CACHED_LAYOUTS:
                 self._layouts.clear()
             self._layouts[tokens, reqs] = found
@@ -138,78 +194,52 @@ class StaticInputs:
         self.turn += 1
         # Free where nothing goes wrong: what a tensor lacks shows when it is used.
         try:
-            if self.nested:
+            if self.declared.nested:
                 values = dict(flat_of(values))
-            if len(values) != len(self._specs):
-                self.check_names(values)
-            moves = layout.known.get((tokens, reqs))
-            if moves is None:
-                moves = layout.moves(tokens, reqs, _CACHED_MOVES)
-            for own in self._fixed:
-                if own.name not in values:
-                    self.check_names(values)
-                own.check(values[own.name], tokens, reqs)
-            if self._fixed:
-                values = self._apart(values, tokens, reqs)
-            by_fetch, fetch = self._by_fetch, layout.fetch
-            if by_fetch is None:
-                self._by_copy.fill(values, moves, stream)
-            elif fetch is None or not by_fetch.fill(values, moves, fetch, in_graph):
-                # Left of a step that failed, it would be fetched over what is copied.
-                by_fetch.ring.pending = None
-                self._by_copy.fill(values, moves, stream)
-                if fetch is not None and in_graph:
-                    by_fetch.ring.give_nothing(fetch)
-            for own in self._fixed:
-                own.fill(values[own.name], tokens, reqs, layout.tokens, layout.reqs)
+            if len(values) != len(self.declared.specs):
+                self.declared.check_names(values)
+            moves = layout.known.get((tokens, reqs)) or layout.moves(tokens, reqs)
+            if moves.fixed:
+                values = self._apart(values, moves)
+            self.transport.fill(values, moves, stream, in_graph)
+            for move in moves.fixed:
+                move.bring(values[move.field.name])
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
-            self.check(values, tokens, reqs, error)
+            self.declared.check(values, tokens, reqs, error)
             raise
-
-    def settle(self) -> None:
-        """After captures: no step need wait for them."""
-        if self.ring is not None:
-            self.ring.settle()
 
     def slot(self, layout: InputLayout | None, tokens: int, reqs: int) -> InputSlot:
         """Where the host writes the live rows of a step that `fill` then fills `layout` from.
         Without a layout it is memory that has nothing to do with the buffers."""
-        if layout is None:
-            self.turn += 1
-            try:
-                tensors = {
-                    name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype, device="cpu")
-                    for name, spec in self._specs.items()
-                }
-            except (RuntimeError, TypeError) as error:
-                raise InvalidInputError(
-                    "there is no memory for a slot of so many rows",
-                    got=f"{shown(tokens)} tokens, {shown(reqs)} requests",
-                    expected=f"rows that fit the host's memory; graphs have {self.tokens} tokens",
-                    advice="split the batch",
-                ) from error
-            return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
-        return self.slot_of(layout, layout.moves(tokens, reqs, _CACHED_MOVES))
+        if layout is not None:
+            return self.slot_of(layout, layout.moves(tokens, reqs))
+        self.turn += 1
+        try:
+            tensors = {
+                name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype, device="cpu")
+                for name, spec in self.declared.specs.items()
+            }
+        except (RuntimeError, TypeError) as error:
+            raise InvalidInputError(
+                "there is no memory for a slot of so many rows",
+                got=f"{shown(tokens)} tokens, {shown(reqs)} requests",
+                expected=f"rows that fit the host's memory; graphs have {self.tokens} tokens",
+                advice="split the batch",
+            ) from error
+        return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
 
     def slot_of(self, layout: InputLayout, moves: StepMoves) -> InputSlot:
         """The same, of which the moves into that layout are known."""
         self.turn += 1
-        place: Any
-        if self.ring is not None and layout.fetch is not None:
-            place, memory = self.ring.take(), self.ring.memory
-            at = place[1]
-        else:
-            place = self._by_copy.take()
-            memory = self._slab.buffer if place is None else place.buffer
-            at = memory.data_ptr()
-
-        views = self._slot_views.find(at, moves)
+        place, memory, at = self.transport.take(moves)
+        views = self._slot_views.get((at, moves))
         if views is None:
-            with torch.inference_mode(False):
-                made = views_in(memory, at - memory.data_ptr(), moves)
-                made.update({own.name: own.host_rows(*moves.live) for own in self._fixed})
-            tensors = {name: made[name] for name in self._specs}
-            views = self._slot_views.add(at, moves, tensors)
+            found = moves.views_in(memory, at)
+            found.update({own.name: own.host_rows(*moves.live) for own in self._fixed})
+            tensors = {name: found[name] for name in self.declared.specs}
+            if len(self._slot_views) >= _CACHED_SLOTS:
+                self._slot_views.clear()
+            views = self._slot_views[at, moves] = tensors, Arrays(tensors)
         return InputSlot(views, place, layout, moves, self.turn)
 
     def check_alone(self, values: Mapping[str, Any]) -> None:
@@ -229,18 +259,11 @@ class StaticInputs:
         if slot.turn != self.turn:
             slot.check(self.turn)
         self.turn += 1
-        fetch, by_fetch = layout.fetch, self._by_fetch
-        if fetch is not None and by_fetch is not None:
-            place = by_fetch.ring.take()
-            if place != slot.place:
-                # A step failed since, and the device said that it was given.
-                slot.check(-1)
-            by_fetch.give_padded(moves, fetch, *place, in_graph)
-        else:
-            self._by_copy.give(slot.place, moves, stream)
-        for own in self._fixed:
-            tokens, reqs = moves.live
-            own.fill(slot[own.name], tokens, reqs, layout.tokens, layout.reqs)
+        if not self.transport.give(slot.place, moves, stream, in_graph):
+            # A step failed since, and the device said that it was given.
+            slot.check(-1)
+        for move in moves.fixed:
+            move.bring(slot[move.field.name])
 
     def expect_capture(self, layout: InputLayout) -> None:
         """Before a capture, whose graph is to fetch what is in the buffers of `layout` already."""
@@ -250,137 +273,75 @@ class StaticInputs:
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that has
         more rows than they. Raises `InvalidInputError`."""
-        found = self.check(values, tokens, reqs)
-        device = self._slab.buffer.device
+        found = self.declared.check(values, tokens, reqs)
+        device = self.transport.slab.device
         try:
             return {
                 name: value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
                 for name, value in found.items()
             }
         except (NotImplementedError, RuntimeError) as error:
-            self.check(values, tokens, reqs, error)
+            self.declared.check(values, tokens, reqs, error)
             raise
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the buffers, which the next step writes again."""
-        start, slab = tensor.untyped_storage().data_ptr(), self._slab
+        start, slab = tensor.untyped_storage().data_ptr(), self.transport.slab
         # On the CPU every packed input is a storage of its own, somewhere in the slab.
-        return slab.low <= start < slab.high or start in self._fixed_starts
+        return slab.low <= start < slab.high or self._is_fixed(start)
 
     def reset(self, layout: InputLayout | None = None) -> None:
-        """Make every row of `layout`, by default of the largest one, a padding row."""
+        """Make every row of `layout`, by default of the largest one, a padding row. No step waits
+        for the captures before it."""
         self.turn += 1
         if self.ring is not None:
-            self.ring.pending = None
+            self.ring.settle()
         (layout or self.layout(self.tokens, self.reqs)).reset()
         for own in self._fixed:
-            own.reset()
+            own.buffer.fill_(own.pattern.spec.pad_value)
 
-    def check_names(self, values: Mapping[str, Any]) -> None:
-        """Raise `InvalidInputError` for missing or unknown input names."""
-        missing = sorted(self._specs.keys() - values.keys())
-        unknown = sorted(values.keys() - self._specs.keys())
-        if missing or unknown:
-            raise InvalidInputError(
-                "the step's inputs are not the declared ones",
-                got=f"missing {missing}, unknown {unknown}",
-                expected=sorted(self._specs),
-                advice=_named_right(missing, unknown),
-            )
+    def _is_fixed(self, start: int) -> bool:
+        return any(own.buffer.untyped_storage().data_ptr() == start for own in self._fixed)
 
-    def check(
-        self,
-        values: object,
-        tokens: int | None,
-        reqs: int | None,
-        error: Exception | None = None,
-    ) -> dict[str, Any]:
-        """A step's inputs by (dotted) name; raises `InvalidInputError` for names, dtypes and shapes
-        that are not the declared ones, and for tensors that have no rows in memory.
-
-        `tokens` and `reqs` are the live ones, None if they are not known; `error` is what using the
-        inputs raised, if they were used.
-        """
-        found = self._named(values)
-        for name, spec in self._specs.items():
-            live = None if tokens is None or reqs is None else spec.sizes(tokens, reqs)
-            wrong = check_value(name, spec, found[name], live)
-            if wrong is not None:
-                raise wrong from error
-            unreadable = check_memory(name, spec, found[name])
-            if unreadable is not None:
-                raise unreadable from error
-        return found
-
-    def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:
-        """Tokens and requests as the shapes of the inputs say; None where they say nothing."""
-        found: dict[str, int] = {}
-        try:
-            flat = dict(flat_of(values)) if self.nested else values
-            self.check_names(flat)
-            for name, (axis, dim) in self._axes.items():
-                if axis is None:
-                    continue
-                rows = flat[name].shape[dim] - axis.extra
-                if found.setdefault(axis.name, rows) != rows:
-                    raise InvalidInputError(
-                        f"the inputs disagree on the number of {axis.name}",
-                        got=f"{rows} by {name!r}",
-                        expected=found[axis.name],
-                        advice=f"pass {found[axis.name] + axis.extra} rows of {name!r} in "
-                        f"dimension {dim}, as the inputs before it have",
-                    )
-        except (AttributeError, IndexError, RuntimeError, TypeError) as error:
-            self.check(values, None, None, error)
-            raise
-        if not found:
-            raise InvalidBatchError(
-                "the shapes of the inputs do not say how large the batch is",
-                got=f"no batch axis in any of {sorted(self._specs)}",
-                expected="the batch itself",
-                advice="runner(Batch(num_tokens, num_reqs), ...)",
-            )
-        reqs = found.get("reqs")
-        return found.get("tokens", reqs or 0), reqs
-
-    def _apart(self, values: Mapping[str, Any], tokens: int, reqs: int) -> Mapping[str, Any]:
-        """The values of a step, with copies of those that lie in the buffer of another input, or
-        elsewhere in their own: filled one after the other, these would be written before they are
-        read. What is packed is looked at where it is filled."""
+    def _apart(self, values: Mapping[str, Any], moves: StepMoves) -> Mapping[str, Any]:
+        """The values of a step that has fixed inputs, which are checked, with copies of those that
+        lie in the buffer of another input, or elsewhere in their own: filled one after the other,
+        these would be written before they are read. What is packed is looked at where it is
+        filled."""
         copies: dict[str, Any] = {}
-        for own in self._fixed:
-            value = values[own.name]
-            in_place = value.data_ptr() == own.view(tokens, reqs).data_ptr()
-            if not in_place and self.hold(value):
-                copies[own.name] = value.detach().clone()
+        for move in moves.fixed:
+            value = values[move.field.name]
+            move.check(value)
+            if value.data_ptr() != move.field.view.data_ptr() and self.hold(value):
+                copies[move.field.name] = value.detach().clone()
         for name in self._packed:
-            if values[name].untyped_storage().data_ptr() in self._fixed_starts:
+            if self._is_fixed(values[name].untyped_storage().data_ptr()):
                 copies[name] = values[name].detach().clone()
         return {**values, **copies} if copies else values
 
-    def _named(self, values: object) -> dict[str, Any]:
-        if not isinstance(values, Mapping):
-            raise InvalidInputError(
-                "a step's inputs are no mapping",
-                got=type(values).__name__,
-                expected=f"a mapping of {sorted(self._specs)} to tensors",
-                advice="pass each input by its name",
-            )
-        found = dict(flat_of(values))
-        self.check_names(found)
-        return found
+
+def batch_of(inputs: StaticInputs, values: Mapping[str, Any]) -> Batch:
+    """The batch that the shapes of a step's inputs describe."""
+    tokens, reqs = inputs.declared.infer(values)
+    # Only this much is certain: with as many tokens as requests, each has exactly one.
+    return Batch(tokens, reqs, 1 if reqs is not None and tokens == reqs else None)
 
 
-def _named_right(missing: list[str], unknown: list[str]) -> str:
-    """What to do about inputs that a step lacks, or should not have."""
-    found = []
-    for name in unknown:
-        meant = nearest(name, missing)
-        found.append(
-            f"pass it as {meant}= in place of {name}="
-            if meant
-            else f"leave {name}= out: only what inputs= declares is passed"
-        )
-    if not found:
-        found = [f"pass {name}= too" for name in missing]
-    return "; ".join(found)
+def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any]) -> int:
+    """The requests of a batch that does not say how many it has."""
+    if batch.num_reqs is not None:
+        return batch.num_reqs
+    if batch.query_len:
+        return batch.num_tokens // batch.query_len
+    reqs = inputs.declared.infer(values)[1]
+    return min(batch.num_tokens, inputs.reqs) if reqs is None else reqs
+
+
+def wrong_requests(reqs: int, most: int) -> InvalidBatchError:
+    """The error for a batch of no requests, or of more than there are rows for."""
+    return InvalidBatchError(
+        "the batch has more requests than the runner has rows for, or none",
+        got=reqs,
+        expected=f"1 to {most}",
+        advice=f"max_num_reqs={max(reqs, 1)}",
+    )

@@ -1,4 +1,4 @@
-"""What a host declares of a forward's arguments, checked before anything is made."""
+"""What a host declares of a forward's arguments, and whether a step's values are that."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import MOST, InvalidInputError, nearest, shown
+from graphrt.core.base import MOST, InvalidBatchError, InvalidInputError, nearest, shown
 from graphrt.core.device import Platform
-from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.inputs.spec import InputSpec, check_value
 
 _LARGE_BYTES = 1 << 30
 """Buffers of less are made unasked."""
@@ -19,9 +19,103 @@ _RESERVED = {"agreed", "metadata", "self", "updates"}
 """What a call of a runner, or of a wrapper, takes itself."""
 
 
-def declared_inputs(specs: object) -> dict[str, InputSpec]:
-    """The specs of `inputs=` by (dotted) name; raises `InvalidInputError`."""
-    return dict(_specs(specs, "", "inputs="))
+class DeclaredInputs:
+    """The specs of `inputs=` by (dotted) name. Raises `InvalidInputError` for what are none."""
+
+    def __init__(self, specs: Mapping[str, Any]) -> None:
+        self.specs = dict(_specs(specs, "", "inputs="))
+        self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
+
+    def check_names(self, values: Mapping[str, Any]) -> None:
+        """Raise `InvalidInputError` for missing or unknown input names."""
+        missing = sorted(self.specs.keys() - values.keys())
+        unknown = sorted(values.keys() - self.specs.keys())
+        if missing or unknown:
+            raise InvalidInputError(
+                "the step's inputs are not the declared ones",
+                got=f"missing {missing}, unknown {unknown}",
+                expected=sorted(self.specs),
+                advice=_named_right(missing, unknown),
+            )
+
+    def check(
+        self,
+        values: object,
+        tokens: int | None,
+        reqs: int | None,
+        error: Exception | None = None,
+    ) -> dict[str, Any]:
+        """A step's inputs by (dotted) name; raises `InvalidInputError` for names, dtypes and shapes
+        that are not the declared ones, and for tensors that have no rows in memory.
+
+        `tokens` and `reqs` are the live ones, None if they are not known; `error` is what using the
+        inputs raised, if they were used.
+        """
+        if not isinstance(values, Mapping):
+            raise InvalidInputError(
+                "a step's inputs are no mapping",
+                got=type(values).__name__,
+                expected=f"a mapping of {sorted(self.specs)} to tensors",
+                advice="pass each input by its name",
+            )
+        flat = dict(flat_of(values))
+        self.check_names(flat)
+        for name, spec in self.specs.items():
+            live = None if tokens is None or reqs is None else spec.sizes(tokens, reqs)
+            check_value(name, spec, flat[name], live, error)
+        return flat
+
+    def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:
+        """Tokens and requests as the shapes of the inputs say; None where they say nothing."""
+        found: dict[str, int] = {}
+        try:
+            flat = dict(flat_of(values)) if self.nested else values
+            self.check_names(flat)
+            for name, spec in self.specs.items():
+                axis, dim = spec.batch_axis()
+                if axis is None:
+                    continue
+                rows = flat[name].shape[dim] - axis.extra
+                if found.setdefault(axis.name, rows) != rows:
+                    raise InvalidInputError(
+                        f"the inputs disagree on the number of {axis.name}",
+                        got=f"{rows} by {name!r}",
+                        expected=found[axis.name],
+                        advice=f"pass {found[axis.name] + axis.extra} rows of {name!r} in "
+                        f"dimension {dim}, as the inputs before it have",
+                    )
+        except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+            self.check(values, None, None, error)
+            raise
+        if not found:
+            raise InvalidBatchError(
+                "the shapes of the inputs do not say how large the batch is",
+                got=f"no batch axis in any of {sorted(self.specs)}",
+                expected="the batch itself",
+                advice="runner(Batch(num_tokens, num_reqs), ...)",
+            )
+        reqs = found.get("reqs")
+        return found.get("tokens", reqs or 0), reqs
+
+    def check_fits(self, platform: Platform, tokens: int, reqs: int) -> None:
+        """Raise `InvalidInputError` for buffers that no device has the memory for, or not this one:
+        a system that promises more than it has would end the process instead."""
+        sizes = {
+            name: math.prod(spec.sizes(tokens, reqs)) * spec.dtype.itemsize
+            for name, spec in self.specs.items()
+        }
+        needed, most = sum(sizes.values()), MOST
+        if _LARGE_BYTES < needed <= MOST:
+            figures = platform.memory_figures()
+            most = MOST if figures is None else figures.total_bytes
+        if needed > most:
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise InvalidInputError(
+                f"the buffers of the inputs need more memory than there is, {largest!r} most",
+                got=f"{shown(needed)} bytes for {shown(tokens)} tokens and {shown(reqs)} requests",
+                expected=f"at most {most}",
+                advice="a smaller largest size (sizes, max_num_tokens, max_num_reqs), or shape",
+            )
 
 
 def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputSpec]]:
@@ -40,27 +134,6 @@ def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputS
             yield prefix + name, spec
         else:
             raise _wrong_inputs(f"inputs= at {prefix}{name}", spec, "an InputSpec")
-
-
-def check_fits(specs: Mapping[str, InputSpec], platform: Platform, tokens: int, reqs: int) -> None:
-    """Raise `InvalidInputError` for buffers that no device has the memory for, or not this one: a
-    system that promises more than it has would end the process instead."""
-    sizes = {
-        name: math.prod(spec.sizes(tokens, reqs)) * spec.dtype.itemsize
-        for name, spec in specs.items()
-    }
-    needed, most = sum(sizes.values()), MOST
-    if _LARGE_BYTES < needed <= MOST:
-        figures = platform.memory_figures()
-        most = MOST if figures is None else figures.total_bytes
-    if needed > most:
-        largest = max(sizes, key=lambda name: sizes[name])
-        raise InvalidInputError(
-            f"the buffers of the inputs need more memory than there is, {largest!r} most",
-            got=f"{shown(needed)} bytes for {shown(tokens)} tokens and {shown(reqs)} requests",
-            expected=f"at most {most}",
-            advice="a smaller largest size (sizes, max_num_tokens, max_num_reqs), or shape",
-        )
 
 
 def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None:
@@ -114,6 +187,21 @@ def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> st
         f"name {name!r} in inputs= too, or bind it: functools.partial(forward, {name}=...)"
         for name in needed
     ]
+    return "; ".join(found)
+
+
+def _named_right(missing: list[str], unknown: list[str]) -> str:
+    """What to do about inputs that a step lacks, or should not have."""
+    found = []
+    for name in unknown:
+        meant = nearest(name, missing)
+        found.append(
+            f"pass it as {meant}= in place of {name}="
+            if meant
+            else f"leave {name}= out: only what inputs= declares is passed"
+        )
+    if not found:
+        found = [f"pass {name}= too" for name in missing]
     return "; ".join(found)
 
 

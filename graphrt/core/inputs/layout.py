@@ -1,24 +1,63 @@
-"""Where the packed inputs of one size lie, and which bytes a step must move there."""
+"""Where the packed inputs of one size lie, and which bytes a step must move there.
+
+`InputLayout` packs the inputs of one size one after the other. `StepMoves` says for some number of
+live rows which bytes of each input are live and which are padding: a `FieldMove` for every input.
+Who writes padding, on the host (`FieldMove.pad_at`), on the device (`FieldMove.pad_on_device`) or
+in a kernel of a transport's own, takes it from the `pads` and `repeats` there.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove, memset
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from graphrt.core.base import inference_guard
-from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec, check_value
 
 _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
-
-FEW_BYTES = 1 << 18
+_FEW_BYTES = 1 << 18
 """More are copied while others may run."""
+_CACHED_MOVES = 128
+"""Per layout: pairs of live tokens and requests."""
 
 Span = tuple[int, int]
+
+# `ctypes.memmove` gives the interpreter away and takes it back, which costs more than few bytes.
+_copy_few = PYFUNCTYPE(None, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
+
+
+class PadPattern:
+    """What the padding rows of one input hold, as bytes."""
+
+    def __init__(self, spec: InputSpec) -> None:
+        self.spec = spec
+        self._element = torch.full((1,), spec.pad_value, dtype=spec.dtype, device="cpu")
+        octets = bytes(self._element.view(torch.uint8).tolist())
+        self._octet = octets[0] if len(set(octets)) == 1 else None
+        self._rows = self._element
+        word = octets * (8 // len(octets)) if len(octets) <= 8 else octets[:8]
+        alike = len(octets) <= 8 or octets[8:] == octets[:8]
+        self.word = int.from_bytes(word, "little") if alike else None
+        """Eight bytes of padding as a number; None where no eight bytes are all of it."""
+
+    def write(self, base: int, pads: list[Span]) -> None:
+        """Pad the (start, bytes) after the address `base`, in host memory."""
+        if self._octet is not None:
+            for to, size in pads:
+                memset(base + to, self._octet, size)
+            return
+        longest = pads[0][1]
+        if self._rows.nbytes < longest:
+            self._rows = self._element.expand(longest // self._element.nbytes).contiguous()
+        rows = self._rows.data_ptr()
+        for to, size in pads:
+            memmove(base + to, rows, size)
 
 
 class Field:
@@ -28,20 +67,24 @@ class Field:
     of `row_bytes`.
     """
 
-    __slots__ = ("blocks", "extra", "name", "nbytes", "offset", "row_bytes", "rows", "spec", "view")
+    __slots__ = ("blocks", "name", "nbytes", "offset", "pattern", "row_bytes", "rows", "view")
 
-    def __init__(self, name: str, spec: InputSpec, offset: int, tokens: int, reqs: int) -> None:
+    def __init__(self, name: str, pattern: PadPattern, offset: int, tokens: int, reqs: int) -> None:
         self.name = name
-        self.spec = spec
+        self.pattern = pattern
         self.offset = offset
-        sizes = spec.sizes(tokens, reqs)
-        axis, dim = spec.batch_axis()
+        sizes = self.spec.sizes(tokens, reqs)
+        axis, dim = self.spec.batch_axis()
         self.blocks = math.prod(sizes[:dim])
         self.rows = sizes[dim] if axis is not None else 1
         inner = sizes[dim + 1 :] if axis is not None else sizes
-        self.row_bytes = math.prod(inner) * spec.dtype.itemsize
+        self.row_bytes = math.prod(inner) * self.spec.dtype.itemsize
         self.nbytes = self.blocks * self.rows * self.row_bytes
         self.view: torch.Tensor
+
+    @property
+    def spec(self) -> InputSpec:
+        return self.pattern.spec
 
     @property
     def end(self) -> int:
@@ -52,47 +95,25 @@ class FieldMove:
     """The bytes of one input for some number of live rows.
 
     `copies` are (to, from, bytes), `pads` (to, bytes) and, where the last live row is repeated,
-    `repeats` (from, to, bytes); "to" counts from the start of the slab.
+    `repeats` (from, to, bytes); "to" counts from the start of the slab. An input whose padding is
+    kept has neither.
     """
 
-    __slots__ = (
-        "_dim",
-        "_live_rows",
-        "_views",
-        "copies",
-        "dtype",
-        "few_bytes",
-        "field",
-        "may_negate",
-        "name",
-        "number",
-        "offset",
-        "pads",
-        "repeats",
-        "shape",
-    )
+    __slots__ = ("_live_rows", "_views", "copies", "field", "pads", "repeats", "shape")
 
-    def __init__(self, number: int, field: Field, tokens: int, reqs: int) -> None:
+    def __init__(self, field: Field, tokens: int, reqs: int) -> None:
         spec = field.spec
-        axis, dim = spec.batch_axis()
-        self.number = number
+        axis, _ = spec.batch_axis()
         self.field = field
-        self.name = field.name
-        self.dtype = spec.dtype
-        self.offset = field.offset
         self.shape = torch.Size(spec.sizes(tokens, reqs))
-        # Only complex arithmetic makes tensors whose bits are not their values.
-        self.may_negate = spec.dtype.is_floating_point or spec.dtype.is_complex
         live_rows = field.rows if axis is None else axis.size(tokens, reqs)
         size, block = live_rows * field.row_bytes, field.rows * field.row_bytes
         starts = [field.offset + index * block for index in range(field.blocks)]
         if size == block:
             starts, size = [field.offset], field.nbytes
         self.copies = [(start, index * size, size) for index, start in enumerate(starts) if size]
-        # What one short copy brings, else 0.
-        self.few_bytes = size if len(self.copies) == 1 and size <= FEW_BYTES else 0
         rest = block - live_rows * field.row_bytes
-        tails = [start + size for start in starts] if rest else []
+        tails = [start + size for start in starts] if rest and spec.pad != "keep" else []
         self.pads: list[Span] = []
         self.repeats: list[tuple[int, int, int]] = []
         if spec.pad == "repeat":
@@ -100,7 +121,6 @@ class FieldMove:
         else:
             self.pads = [(tail, rest) for tail in tails]
         self._live_rows = None if axis is None else live_rows
-        self._dim = dim
         self._views: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     @property
@@ -114,10 +134,11 @@ class FieldMove:
         a host that copies would keep thousands of tensors for nothing."""
         found = self._views
         if found is None:
-            view, live, dim = self.field.view, self._live_rows, self._dim
+            view, live = self.field.view, self._live_rows
             if live is None:
                 found = view, None
             else:
+                dim = self.field.spec.batch_axis()[1]
                 with inference_guard(False):
                     rest = view.narrow(dim, live, self.field.rows - live)
                     found = view.narrow(dim, 0, live), rest
@@ -127,20 +148,59 @@ class FieldMove:
     def live_part(self, padded: torch.Tensor) -> torch.Tensor:
         """The live rows of a tensor of the padded shape."""
         rows = self._live_rows
-        return padded if rows is None else padded.narrow(self._dim, 0, rows)
+        return padded if rows is None else padded.narrow(self.field.spec.batch_axis()[1], 0, rows)
 
     def lies_in(self, value: torch.Tensor) -> bool:
         """Whether `value`, which starts where this input starts, is laid out like it."""
         laid_out_alike = value.stride() == self.field.view.stride()
         return laid_out_alike or (self.one_block and value.is_contiguous())
 
+    def check(self, value: Any) -> None:
+        """Raise `InvalidInputError` unless `value` can fill the live rows."""
+        if (
+            type(value) is not torch.Tensor
+            or value.dtype is not self.field.spec.dtype
+            or value.shape != self.shape
+            # To read there would end the process.
+            or value.data_ptr() < LOWEST_ADDRESS
+        ):
+            check_value(self.field.name, self.field.spec, value, tuple(self.shape))
+
+    def copy_at(self, base: int, address: int) -> None:
+        """Copy the live rows that lie at `address` into the host's packed memory at `base`."""
+        for to, start, size in self.copies:
+            copy = _copy_few if size <= _FEW_BYTES else memmove
+            copy(base + to, address + start, size)
+
+    def pad_at(self, base: int) -> None:
+        """Write the padding rows in the host's packed memory at `base`."""
+        if self.pads:
+            self.field.pattern.write(base, self.pads)
+        for start, to, size in self.repeats:
+            _repeat(base + start, base + to, self.field.row_bytes, size)
+
+    def bring(self, value: torch.Tensor) -> None:
+        """Copy live rows in that lie anywhere, and pad: of an input that is brought on its own."""
+        live = self.views[0]
+        if value.requires_grad:
+            value = value.detach()
+        if value.data_ptr() != live.data_ptr():
+            # A pinned source may be written again by the host while a copy from it is under way.
+            asynchronous = not live.is_cpu and value.is_cpu and not value.is_pinned()
+            live.copy_(value, non_blocking=asynchronous)
+        elif value.stride() != live.stride():
+            live.copy_(value.clone())
+        self.pad_on_device()
+
     def pad_on_device(self) -> None:
-        """Write the padding rows by themselves."""
-        live, tail = self.views
-        if tail is None or tail.numel() == 0:
+        """Write the padding rows by themselves, where the input lies."""
+        if not (self.pads or self.repeats):
             return
-        if self.field.spec.pad == "repeat":
-            tail.copy_(live.narrow(self._dim, live.shape[self._dim] - 1, 1))
+        live, tail = self.views
+        assert tail is not None
+        if self.repeats:
+            dim = self.field.spec.batch_axis()[1]
+            tail.copy_(live.narrow(dim, live.shape[dim] - 1, 1))
         else:
             tail.fill_(self.field.spec.pad_value)
 
@@ -151,46 +211,74 @@ class StepMoves:
     __slots__ = (
         "_spans",
         "alike",
+        "fetch",
         "fields",
-        "fills",
-        "kinds",
+        "fixed",
+        "from_host",
         "live",
-        "made",
-        "places",
+        "padded",
+        "prepared",
         "rows",
-        "tables",
+        "short",
         "whole",
     )
 
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         self.live = tokens, reqs
-        self.fields = [
-            FieldMove(number, field, tokens, reqs) for number, field in enumerate(layout.fields)
-        ]
-        # What is looked at of each at every step, in one tuple.
+        self.fields = [FieldMove(field, tokens, reqs) for field in layout.fields]
+        self.fixed = [FieldMove(field, tokens, reqs) for field in layout.fixed]
+        # What is looked at of each packed input at every step, in one tuple. Only complex
+        # arithmetic makes tensors whose bits are not their values.
         self.rows = [
-            (move.name, move.dtype, move.shape, move.offset, move.few_bytes, move.may_negate, move)
+            (
+                move.field.name,
+                move.field.spec.dtype,
+                move.shape,
+                move.field.spec.dtype.is_floating_point or move.field.spec.dtype.is_complex,
+                move,
+            )
             for move in self.fields
         ]
-        # What writes inputs that are like others that were right, once there were some: of the
-        # last kinds that were seen, and of the last one, and how many of them were made.
-        self.kinds: list[Any] = []
+        self.from_host = "h" * len(self.fields)
+        # Where to, and the bytes, if each input is one short copy: they are done at once.
+        self.short: tuple[list[int], list[c_size_t]] | None = None
+        firsts = [move.copies[0] for move in self.fields if len(move.copies) == 1]
+        if len(firsts) == len(self.fields) and all(b <= _FEW_BYTES for _, _, b in firsts):
+            self.short = [to for to, _, _ in firsts], [c_size_t(b) for _, _, b in firsts]
+        self.padded = [move for move in self.fields if move.pads or move.repeats]
+        self.fetch = layout.fetch
+        # What a transport prepared for such steps, and what wrote the last one, if that was
+        # compiled.
+        self.prepared: Any = None
         self.alike: Any = None
-        self.made = 0
-        # By address, where the fields lie in the memory of a slot.
-        self.places = layout.places
-        # What is prepared for inputs of the same kinds of places, by whoever moves them.
-        self.tables: dict[Hashable, Any] = {}
-        self.fills: Any = None
         self.whole: tuple[Span, ...] = ((0, layout.nbytes),) if layout.nbytes else ()
         self._spans: dict[str, tuple[Span, ...]] = {}
 
-    def learn(self, alike: Any, most: int) -> None:
-        """Remember what writes inputs of one more kind, if there is such a thing, of so many."""
-        self.made += 1
-        self.alike = alike
-        if alike is not None:
-            self.kinds = [*self.kinds[-most + 1 :], alike]
+    def copy_at(self, base: int, addresses: Sequence[int]) -> None:
+        """Copy the live rows of all inputs, which lie at these addresses, into the host's packed
+        memory at `base`."""
+        if self.short is not None:
+            places, sizes = self.short
+            # Each returns None, so that `any` has all of them done, without a loop in Python.
+            any(map(_copy_few, [base + to for to in places], addresses, sizes))
+        else:
+            for move, address in zip(self.fields, addresses, strict=True):
+                move.copy_at(base, address)
+
+    def pad_at(self, base: int) -> None:
+        """Write all padding rows in the host's packed memory at `base`."""
+        for move in self.padded:
+            move.pad_at(base)
+
+    def views_in(self, memory: torch.Tensor, at: int) -> dict[str, torch.Tensor]:
+        """The live rows in the host's packed memory that begins at the address `at`."""
+        start, found = at - memory.data_ptr(), {}
+        with inference_guard(False):
+            for move in self.fields:
+                field = move.field
+                part = memory[start + field.offset : start + field.end].view(field.spec.dtype)
+                found[field.name] = move.live_part(part.view(field.view.shape))
+        return found
 
     def spans(self, kinds: str) -> tuple[Span, ...]:
         """The parts of the slab that one copy each brings from the host.
@@ -222,30 +310,31 @@ class StepMoves:
 
 
 class InputLayout:
-    """The packed inputs of one size in one slab, and the views that the forward reads."""
+    """The inputs of one size, and the views that the forward reads: the packed ones lie one after
+    the other in a slab, the `fixed` ones where they are at every size."""
 
-    __slots__ = ("fetch", "fields", "known", "nbytes", "places", "reqs", "tokens", "views")
+    __slots__ = ("fetch", "fields", "fixed", "known", "nbytes", "reqs", "tokens", "views")
 
-    def __init__(self, specs: Mapping[str, InputSpec], tokens: int, reqs: int) -> None:
+    def __init__(self, packed: Mapping[str, PadPattern], tokens: int, reqs: int) -> None:
         self.tokens = tokens
         self.reqs = reqs
         self.fields: list[Field] = []
+        self.fixed: list[Field] = []
         offset = 0
-        for name, spec in specs.items():
-            field = Field(name, spec, offset, tokens, reqs)
+        for name, pattern in packed.items():
+            field = Field(name, pattern, offset, tokens, reqs)
             self.fields.append(field)
             offset += -(-field.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = self.fields[-1].end if self.fields else 0
         self.views: dict[str, torch.Tensor] = {}
-        # What fetches a slot of a ring into this layout; None where that is not how it is filled.
+        # What a graph captures to fetch its inputs; None where they are copied before its launch.
         self.fetch: Callable[[], None] | None = None
         # What `moves` has answered, by live tokens and requests.
         self.known: dict[tuple[int, int], StepMoves] = {}
-        # By address, where the fields lie in the memory of a slot, for a call that copies them.
-        self.places: dict[int, tuple[Any, ...]] = {}
 
-    def place(self, slab: torch.Tensor) -> None:
-        """Make the views in `slab`, a uint8 tensor of at least `nbytes`."""
+    def place(self, slab: torch.Tensor, fixed: Iterable[Field]) -> None:
+        """Make the views in `slab`, a uint8 tensor of at least `nbytes`; those of `fixed` inputs
+        are given."""
         # Steps write them, in inference mode and outside of it.
         with inference_guard(False), torch.no_grad():
             for field in self.fields:
@@ -254,15 +343,16 @@ class InputLayout:
                     part = _own_storage(part)
                 flat = part.view(field.spec.dtype)
                 field.view = flat.view(field.spec.sizes(self.tokens, self.reqs))
-                self.views[field.name] = field.view
+        self.fixed = [*fixed]
+        self.views = {field.name: field.view for field in (*self.fields, *self.fixed)}
 
-    def moves(self, tokens: int, reqs: int, keep: int) -> StepMoves:
-        """What to move for so many live rows; up to `keep` answers are kept."""
+    def moves(self, tokens: int, reqs: int) -> StepMoves:
+        """What to move for so many live rows."""
         found = self.known.get((tokens, reqs))
         if found is None:
             with inference_guard(False):
                 found = StepMoves(self, tokens, reqs)
-            if len(self.known) >= keep:
+            if len(self.known) >= _CACHED_MOVES:
                 self.known.clear()
             self.known[tokens, reqs] = found
         return found
@@ -279,6 +369,12 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
     return from_dlpack(to_dlpack(part))
 
 
-def pad_bytes(spec: InputSpec) -> Any:
-    """One element of the padding as a one-element CPU tensor."""
-    return torch.full((1,), spec.pad_value, dtype=spec.dtype, device="cpu")
+def _repeat(row: int, to: int, row_bytes: int, size: int) -> None:
+    """Fill `size` bytes at address `to` with copies of the row at address `row`."""
+    if size:
+        memmove(to, row, row_bytes)
+    done = row_bytes
+    while done < size:
+        more = min(done, size - done)
+        memmove(to + done, to, more)
+        done += more

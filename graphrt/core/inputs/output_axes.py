@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,25 @@ OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
 Declared = tuple[int | Axis | None, ...]
 """The axes of one tensor: a constant size, a batch axis, or None for a size that is not looked at.
 Dimensions behind the last one are constants, or are found where no batch axis is declared."""
+
+
+class OneSize(NamedTuple):
+    """What may be a batch axis of the output at `path`: nothing but its size in one batch is known,
+    as the forward runs at no other size."""
+
+    tokens: int
+    reqs: int
+    known: int
+    path: str
+
+    def size(self, tokens: int, reqs: int) -> int:
+        """The size in a batch of so many tokens and requests; raises `OutputError` for another one
+        than was seen."""
+        if (tokens, reqs) != (self.tokens, self.reqs):
+            why = f"the forward runs at no other size than {self.tokens} tokens"
+            step = f"a step of {tokens} tokens of {reqs} requests"
+            raise unknown_axes(self.path, why, step)
+        return self.known
 
 
 class DeclaredAxes:
@@ -92,6 +111,17 @@ def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
         expected='"tokens", "reqs", "reqs+1", a size, or None for any size, in a tuple for every '
         "tensor",
         advice='outputs=("tokens", 4096), or outputs={"logits": ("tokens", vocab)}',
+    )
+
+
+def unknown_axes(path: str, why: str, got: str | None) -> OutputError:
+    """The error for outputs that were not seen at two sizes."""
+    return OutputError(
+        f"it cannot be told which dimensions of the outputs are batch axes{at_path(path)}: {why}, "
+        "to compare",
+        got=got,
+        expected="outputs= with the axes of every tensor that the forward returns",
+        advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
     )
 
 

@@ -10,17 +10,17 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.inputs.declared import flat_of
 from graphrt.core.inputs.layout import InputLayout
-from graphrt.core.inputs.single_address import FixedInput
 from graphrt.core.inputs.spec import InputSpec
 
 
 class PaddingRows:
     """The padding rows of one runner's inputs."""
 
-    def __init__(self, specs: Mapping[str, InputSpec], fixed: Sequence[FixedInput]) -> None:
+    def __init__(self, specs: Mapping[str, InputSpec], kept: Mapping[str, torch.Tensor]) -> None:
+        """`kept` are the buffers whose padding rows no step writes."""
         self._specs = specs
-        self._kept = [own for own in fixed if own.spec.pad == "keep"]
-        self.are_kept = bool(self._kept)
+        self._kept = kept
+        self.are_kept = bool(kept)
         """Whether there are inputs whose padding rows are whatever was there."""
 
     @property
@@ -62,18 +62,18 @@ class PaddingRows:
 
     def kept(self) -> list[torch.Tensor]:
         """Copies of the buffers whose padding rows no step writes."""
-        return [own.buffer.clone() for own in self._kept]
+        return [buffer.clone() for buffer in self._kept.values()]
 
     def put_back(self, kept: Sequence[torch.Tensor]) -> None:
         """Put back what `kept` returned."""
-        for own, values in zip(self._kept, kept, strict=True):
-            own.buffer.copy_(values)
+        for buffer, values in zip(self._kept.values(), kept, strict=True):
+            buffer.copy_(values)
 
     def disturb(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         """Let padding rows that are kept hold what the first live row holds: an earlier step may
         have left it there."""
-        for own in self._kept:
-            _spread(layout.views[own.name], own.spec, tokens, reqs)
+        for name in self._kept:
+            _spread(layout.views[name], self._specs[name], tokens, reqs)
 
     def disturb_all(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         """The same for all inputs, but for indices: what they address would be written."""

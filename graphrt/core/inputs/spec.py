@@ -106,10 +106,22 @@ def _axis_of(text: str) -> Axis:
 
 
 def check_value(
-    name: str, spec: InputSpec, value: object, live: tuple[int, ...] | None
+    name: str,
+    spec: InputSpec,
+    value: Any,
+    live: tuple[int, ...] | None,
+    cause: Exception | None = None,
+) -> None:
+    """Raise what is wrong with a step's value for the input `name`, whose live shape is `live`, if
+    that is known. `cause` is what using it raised, if it was used."""
+    wrong = _wrong_value(name, spec, value, live) or _unreadable(name, spec, value)
+    if wrong is not None:
+        raise wrong from cause
+
+
+def _wrong_value(
+    name: str, spec: InputSpec, value: Any, live: tuple[int, ...] | None
 ) -> InvalidInputError | None:
-    """What is wrong with a step's value for the input `name`, whose live shape is `live`, if that
-    is known."""
     if not isinstance(value, torch.Tensor):
         return InvalidInputError(
             f"input {name!r} is no tensor",
@@ -158,7 +170,7 @@ def _shaped_right(
     return f"Batch({counted}={max(shape[at] - axis.extra, 1)}), or {live[at]} rows of {name}"
 
 
-def check_memory(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTError | None:
+def _unreadable(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTError | None:
     """What is wrong with a tensor of the right shape that cannot be copied."""
     try:
         # Where there is none a copy would end the process.
@@ -174,13 +186,6 @@ def check_memory(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTErro
             )
         in_memory = False
     return None if in_memory else _without_rows(name, spec, type(value).__name__)
-
-
-def check_other(name: str, spec: InputSpec, value: Any, live: tuple[int, ...]) -> None:
-    """Raise `InvalidInputError` unless `value` is a right one of a subclass of tensors."""
-    wrong = check_value(name, spec, value, live) or check_memory(name, spec, value)
-    if wrong is not None:
-        raise wrong
 
 
 def _without_rows(name: str, spec: InputSpec, kind: str) -> InvalidInputError:
@@ -221,24 +226,14 @@ def _check_shape(shape: object) -> None:
 
 
 def _check_index(dtype: torch.dtype, pad: object) -> None:
-    advice = (
-        "pad=-1 if the kernel skips such rows, or what belongs to a dummy page that no request has"
-    )
-    if pad is None:
+    if pad is None or isinstance(pad, str):
         raise InvalidInputError(
-            "an index input must say its padding: padding rows are read and written too, and with "
-            "0 that is the first page",
-            got="index=True without pad",
-            expected="a pad value that reads and writes nothing live",
-            advice=advice,
-        )
-    if isinstance(pad, str):
-        raise InvalidInputError(
-            "padding rows of an index input cannot hold old or live values: they would read "
-            "and write live memory",
+            "an index input must say its padding as a value: padding rows are read and written "
+            "too, so 0 is the first page, and what was there, or is repeated, is live memory",
             got=f"pad={pad!r}, index=True",
             expected="a pad value that reads and writes nothing live",
-            advice=advice,
+            advice="pad=-1 if the kernel skips such rows, or what belongs to a dummy page that no "
+            "request has",
         )
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         raise _wrong_spec("dtype", dtype, "integers, for index=True", "torch.int64")
@@ -258,31 +253,27 @@ def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> N
         pad = None
     if pad is not None and not isinstance(pad, int | float | complex):
         raise _wrong_spec("pad", pad, known, "pad=0")
-    if dtype in _QUANTIZED:
+    if dtype in _QUANTIZED or not _holds(dtype, 0):
         raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8")
+    if pad is not None and not _holds(dtype, pad):
+        raise InvalidInputError(
+            "the dtype of an input cannot hold its padding",
+            got=f"pad={shown(pad)}",
+            expected=f"a value of {dtype}",
+            advice="pad with a value that kernels know as padding, in that dtype",
+        )
+
+
+def _holds(dtype: torch.dtype, value: complex) -> bool:
+    """Whether rows can be filled with a value, which for integers is then itself."""
     try:
-        held = torch.full((1,), 0 if pad is None else pad, dtype=dtype, device="cpu").item()
-    except (OverflowError, RuntimeError, TypeError) as error:
-        if pad is None:
-            raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8") from error
-        raise _pad_does_not_fit(dtype, pad) from error
-    if pad is None:
-        return
-    rounds = dtype.is_floating_point or dtype.is_complex
-    if not rounds and held != pad:
-        raise _pad_does_not_fit(dtype, pad)
+        held = torch.full((1,), value, dtype=dtype, device="cpu").item()
+    except (OverflowError, RuntimeError, TypeError):
+        return False
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return bool(held == value)
     # Some dtypes take their largest number for a larger one.
-    if rounds and cmath.isfinite(pad) and abs(pad) > torch.finfo(dtype).max:
-        raise _pad_does_not_fit(dtype, pad)
-
-
-def _pad_does_not_fit(dtype: torch.dtype, pad: object) -> InvalidInputError:
-    return InvalidInputError(
-        "the dtype of an input cannot hold its padding",
-        got=f"pad={shown(pad)}",
-        expected=f"a value of {dtype}",
-        advice="pad with a value that kernels know as padding, in that dtype",
-    )
+    return not value or not cmath.isfinite(value) or abs(value) <= torch.finfo(dtype).max
 
 
 def _wrong_spec(field: str, value: object, expected: str, example: str) -> InvalidInputError:

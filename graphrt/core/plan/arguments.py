@@ -17,8 +17,8 @@ from graphrt.core.base import (
 )
 from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, checked_variant
 from graphrt.core.plan.budget import Budget
-from graphrt.core.plan.compiled import all_compiled
-from graphrt.core.plan.sizes import check_sizes
+from graphrt.core.plan.resolution import AUTO, all_compiled
+from graphrt.core.plan.sizes import check_query_lens, check_sizes
 from graphrt.core.plan.traffic import Traffic, check_traffic
 
 
@@ -49,21 +49,20 @@ def checked_arguments(given: PlanArguments) -> PlanArguments:
     `InvalidBatchError` for variants that cannot be hashed.
     """
     check_kind("budget", given["budget"], Budget)
-    sizes, attention, traffic = given["sizes"], given["attention"], given["traffic"]
+    mode, sizes = given["mode"], given["sizes"]
+    attention, pieces, traffic = given["attention"], given["pieces"], given["traffic"]
+    auto = isinstance(pieces, str) and pieces.strip().lower() == AUTO
     return {
-        "mode": given["mode"],
+        "mode": None if mode is None else GraphMode.parse(mode),
         "sizes": None if sizes is None else check_sizes(sizes),
         "max_size": _limit("max_size", given["max_size"]),
         "max_num_tokens": _limit("max_num_tokens", given["max_num_tokens"]),
         "max_num_reqs": _limit("max_num_reqs", given["max_num_reqs"]),
-        "query_lens": tuple(
-            count_of("a query length", each, least=1, error=InvalidSizesError)
-            for each in items_of("query_lens", given["query_lens"], "(1,)", InvalidSizesError)
-        ),
+        "query_lens": check_query_lens(given["query_lens"]),
         "attention": {name: AttentionSupport.parse(each) for name, each in attention.items()}
         if isinstance(attention, Mapping) and _named(attention)
         else AttentionSupport.parse(attention),  # type: ignore[arg-type]
-        "pieces": given["pieces"],
+        "pieces": AUTO if auto else PieceProvider.parse(pieces),
         "compiled": all_compiled(given["compiled"]),
         "loras": tuple(
             None if each is None else count_of("a number of active LoRAs", each, least=0)

@@ -184,6 +184,9 @@ class Fitted:
 
 
 BUDGET_RULE = "budget"
+Costs = dict[CaptureKey, GraphCost]
+Kept = dict[CaptureKey, None]
+"""A set in the order in which the graphs were chosen."""
 
 
 def fit(
@@ -217,88 +220,79 @@ def fit(
         parsed = GraphMode.parse(mode)
         mode = ModeResolution(parsed, parsed)
     costs = {key: budget.cost_of(*key) for key in keys}
-    if any(getattr(budget, name) is not None for name in RESOURCES):
-        order = by_priority(keys, traffic, landmarks)
-    else:
-        order = list(keys)
-    pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
-    fewest = min(budget.min_piecewise, len(pieces))
-    least = pieces[:fewest]
-    if budget.lacks(_total(costs[key] for key in least), _total(costs[key] for key in least)):
-        # More than half of it.
-        least = []
-    kept = _fill(order, costs, budget, least)
-    held = sum(key in kept for key in pieces)
-    if mode.mode is GraphMode.FULL_AND_PIECEWISE and held < fewest:
-        why = f"the budget holds {held} of {len(pieces)} piecewise sizes, fewer than {fewest}"
-        mode = mode.stepped(BUDGET_RULE, GraphMode.FULL_DECODE_ONLY, why)
-        kept = _fill([key for key in order if key[0] is GraphMode.FULL], costs, budget)
-    no_full = len(pieces) < len(keys) and held == len(kept)
-    if mode.mode is GraphMode.FULL_AND_PIECEWISE and held and no_full:
-        mode = mode.stepped(BUDGET_RULE, GraphMode.PIECEWISE, "the budget holds no FULL graph")
-    if keys and not kept:
-        mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")
+    unlimited = all(getattr(budget, name) is None for name in RESOURCES)
+    order = list(keys) if unlimited else by_priority(keys, traffic, landmarks)
+    kept, mode = _within(order, costs, budget, mode)
     if traffic is not None and 0 < len(kept) < len(keys):
         kept = _refitted(keys, kept, costs, budget, traffic, own=own)
-    chosen = [*(key for key in keys if key in kept), *kept.difference(keys)]
-    captured = tuple(PlannedCapture(*key, costs[key]) for key in sorted(chosen, key=capture_order))
-    used = _total(each.cost for each in captured)
-    serving: dict[object, list[int]] = {}
-    for key in kept:
-        serving.setdefault(_family(key), []).append(key[1].num_tokens)
-    for served in serving.values():
-        served.sort()
-    left_out = tuple(
-        LeftOut(
-            *key, costs[key], _why(key, costs[key], used, budget, mode), _padded_to(key, serving)
-        )
-        for key in keys
-        if key not in kept
-    )
-    return Fitted(mode, captured, left_out, budget)
+    place = {key: at for at, key in enumerate(keys)}
+    chosen = sorted(kept, key=lambda key: (capture_order(key), place.get(key, len(keys))))
+    captured = tuple(PlannedCapture(*key, costs[key]) for key in chosen)
+    return Fitted(mode, captured, _left_out(keys, kept, costs, budget, mode), budget)
 
 
 def by_priority(
-    keys: Sequence[CaptureKey], traffic: Traffic | None, landmarks: Collection[int]
+    keys: Iterable[CaptureKey], traffic: Traffic | None, landmarks: Collection[int]
 ) -> list[CaptureKey]:
     """All keys, those first that are kept last when the budget shrinks."""
+    by_mode: dict[GraphMode, list[list[CaptureKey]]] = {GraphMode.FULL: [], GraphMode.PIECEWISE: []}
+    for (mode, _), alike in _by_kind(keys).items():
+        worth = by_worth((own.num_tokens for _, own in alike), traffic, landmarks)
+        rank = {size: at for at, size in enumerate(worth)}
+        by_mode[mode].append(sorted(alike, key=lambda key: rank[key[1].num_tokens]))
     order: list[CaptureKey] = []
-    for runtime_mode in (GraphMode.FULL, GraphMode.PIECEWISE):
-        families: dict[object, dict[int, list[CaptureKey]]] = {}
-        for key in keys:
-            if key[0] is runtime_mode:
-                sizes = families.setdefault(_family(key), {})
-                sizes.setdefault(key[1].num_tokens, []).append(key)
-        if not families:
-            continue
+    for ranked in filter(None, by_mode.values()):
         # One size of each kind in turn, or one query length would starve the others.
-        ranked = [
-            [key for size in by_worth(sizes, traffic, landmarks) for key in sizes[size]]
-            for sizes in families.values()
-        ]
         turns = [key for turn in zip_longest(*ranked) for key in turn if key is not None]
-        ends = [max(turns, key=lambda key: key[1].num_tokens)]
+        ends = [max(turns, key=_tokens)]
         if traffic is None:
-            ends.append(min(turns, key=lambda key: key[1].num_tokens))
+            ends.append(min(turns, key=_tokens))
         order += dict.fromkeys([*ends, *turns])
     return order
 
 
-def _family(key: CaptureKey) -> object:
-    """What two graphs must share to serve each other's batches."""
-    mode, own = key
-    lora = own.has_lora, own.num_active_loras
-    return mode, own.uniform, own.query_len, lora, own.bounds, own.variant
+def _tokens(key: CaptureKey) -> int:
+    return key[1].num_tokens
+
+
+def _by_kind(keys: Iterable[CaptureKey]) -> dict[tuple[GraphMode, object], list[CaptureKey]]:
+    """Graphs that can serve each other's batches."""
+    found: dict[tuple[GraphMode, object], list[CaptureKey]] = {}
+    for key in keys:
+        found.setdefault((key[0], key[1].kind), []).append(key)
+    return found
+
+
+def _within(
+    order: Sequence[CaptureKey], costs: Costs, budget: Budget, mode: ModeResolution
+) -> tuple[Kept, ModeResolution]:
+    """What the budget holds of keys in this order, and the mode that it leaves."""
+    pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
+    fewest = min(budget.min_piecewise, len(pieces))
+    least = pieces[:fewest]
+    taken = _total(costs[key] for key in least)
+    if budget.lacks(taken, taken):
+        # More than half of it.
+        least = []
+    kept = _fill(order, costs, budget, least)
+    held = sum(key in kept for key in pieces)
+    if mode.mode is GraphMode.FULL_AND_PIECEWISE:
+        if held < fewest:
+            why = f"the budget holds {held} of {len(pieces)} piecewise sizes, fewer than {fewest}"
+            mode = mode.stepped(BUDGET_RULE, GraphMode.FULL_DECODE_ONLY, why)
+            kept = _fill([key for key in order if key[0] is GraphMode.FULL], costs, budget)
+        elif 0 < held == len(kept) and len(pieces) < len(order):
+            mode = mode.stepped(BUDGET_RULE, GraphMode.PIECEWISE, "the budget holds no FULL graph")
+    if order and not kept:
+        mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")
+    return kept, mode
 
 
 def _fill(
-    order: Sequence[CaptureKey],
-    costs: dict[CaptureKey, GraphCost],
-    budget: Budget,
-    least: Sequence[CaptureKey] = (),
-) -> set[CaptureKey]:
+    order: Sequence[CaptureKey], costs: Costs, budget: Budget, least: Sequence[CaptureKey] = ()
+) -> Kept:
     """What fits, in order; `least` are pieces that come after one FULL graph."""
-    kept: set[CaptureKey] = set()
+    kept: Kept = {}
     used = nothing = _total(())
     waiting = False
     for key in dict.fromkeys([*order[:1], *least, *order]):
@@ -306,7 +300,7 @@ def _fill(
             # Or a larger budget, for another FULL graph, would have fewer pieces.
             continue
         if budget.lacks(used, costs[key]) is None:
-            kept.add(key)
+            kept[key] = None
             used += costs[key]
         elif key[0] is GraphMode.FULL and budget.lacks(nothing, costs[key]) is None:
             waiting = True
@@ -315,66 +309,74 @@ def _fill(
 
 def _refitted(
     keys: Sequence[CaptureKey],
-    kept: set[CaptureKey],
-    costs: dict[CaptureKey, GraphCost],
+    kept: Kept,
+    costs: Costs,
     budget: Budget,
     traffic: Traffic,
     *,
     own: bool,
-) -> set[CaptureKey]:
+) -> Kept:
     """`kept`, with as many sizes of each kind that pad the batches of `traffic` least, where these
     fit as well; notes what they cost in `costs`."""
-    kinds: dict[object, list[CaptureKey]] = {}
-    for key in keys:
-        kinds.setdefault(_family(key), []).append(key)
-    for kind in kinds.values():
-        held = [key for key in kind if key in kept]
-        if not held or len(held) == len(kind):
+    for alike in _by_kind(keys).values():
+        held = dict.fromkeys(key for key in alike if key in kept)
+        if not held or len(held) == len(alike):
             continue
-        most = max(kind, key=lambda key: key[1].num_tokens)
-        largest = max(key[1].num_tokens for key in held)
-        candidates: Iterable[int] = {key[1].num_tokens for key in kind}
-        if not own:
-            candidates = live_sizes(traffic, largest, most[1].query_len or 1)
-        best = best_sizes([size for size in candidates if size <= largest], traffic, len(held))
-        others = [_resized(most, size) for size in best]
-        others += [key for key in held if key not in others][: len(held) - len(others)]
-        for key in others:
-            costs.setdefault(key, budget.cost_of(*key))
-        rest = kept.difference(held)
-        if budget.lacks(_total(costs[key] for key in rest), _total(costs[key] for key in others)):
-            continue
-        kept = rest.union(others)
+        others = _by_traffic(alike, held, traffic, own=own)
+        costs.update((key, budget.cost_of(*key)) for key in others if key not in costs)
+        rest = {key: None for key in kept if key not in held}
+        if not budget.lacks(
+            _total(costs[key] for key in rest), _total(costs[key] for key in others)
+        ):
+            kept = rest | dict.fromkeys(others)
     return kept
 
 
-def _resized(key: CaptureKey, size: int) -> CaptureKey:
-    """The largest key of a kind, at another size."""
-    mode, named = key
-    reqs = named.num_reqs
-    if reqs is not None:
-        reqs = size // named.query_len if named.query_len else min(size, reqs)
-    return mode, named._replace(num_tokens=size, num_reqs=reqs)
+def _by_traffic(
+    alike: Sequence[CaptureKey], held: Collection[CaptureKey], traffic: Traffic, *, own: bool
+) -> list[CaptureKey]:
+    """As many keys of a kind as are `held`, up to the largest of these, that pad least."""
+    mode, most = max(alike, key=_tokens)
+    largest = max(map(_tokens, held))
+    listed = [size for size in map(_tokens, alike) if size <= largest]
+    candidates = listed if own else live_sizes(traffic, largest, most.query_len or 1)
+    best: list[CaptureKey] = []
+    for size in best_sizes(set(candidates), traffic, len(held)):
+        reqs = most.num_reqs
+        if reqs is not None:
+            reqs = size // most.query_len if most.query_len else min(size, reqs)
+        best.append((mode, most._replace(num_tokens=size, num_reqs=reqs)))
+    return best + [key for key in held if key not in best][: len(held) - len(best)]
+
+
+def _left_out(
+    keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, mode: ModeResolution
+) -> tuple[LeftOut, ...]:
+    """Why each of the other keys is left out, and what its batches are padded to."""
+    used = _total(costs[key] for key in kept)
+    serving = {kind: sorted(map(_tokens, alike)) for kind, alike in _by_kind(kept).items()}
+    found = []
+    for key in keys:
+        if key not in kept:
+            sizes = serving.get((key[0], key[1].kind), [])
+            at = bisect_left(sizes, key[1].num_tokens)
+            why = _why(key[0], costs[key], used, budget, mode.mode)
+            found.append(LeftOut(*key, costs[key], why, sizes[at] if at < len(sizes) else None))
+    return tuple(found)
 
 
 def _why(
-    key: CaptureKey, cost: GraphCost, used: GraphCost, budget: Budget, mode: ModeResolution
+    runtime_mode: GraphMode, cost: GraphCost, used: GraphCost, budget: Budget, mode: GraphMode
 ) -> str:
     name = budget.lacks(used, cost)
-    wanted = mode.mode is GraphMode.NONE or key[0] in mode.mode.runtime_modes
+    wanted = mode is GraphMode.NONE or runtime_mode in mode.runtime_modes
     if name is None and wanted:
         return "FULL graphs come first, and not all of them fit"
     if name is None or not wanted:
-        return f"mode {mode.mode.name} captures no {key[0].name} graphs"
+        return f"mode {mode.name} captures no {runtime_mode.name} graphs"
     limit = getattr(budget, name)
     free = of_limit(name, limit - getattr(used, name), limit)
     return f"needs {figure(name, getattr(cost, name))}; free: {free}"
-
-
-def _padded_to(key: CaptureKey, serving: Mapping[object, Sequence[int]]) -> int | None:
-    sizes = serving.get(_family(key), ())
-    index = bisect_left(sizes, key[1].num_tokens)
-    return sizes[index] if index < len(sizes) else None
 
 
 def _total(costs: Iterable[GraphCost]) -> GraphCost:

@@ -38,8 +38,14 @@ from graphrt.core.plan.budget import (
     by_priority,
     fit,
 )
-from graphrt.core.plan.compiled import AUTO, provider_of, without_graphs
-from graphrt.core.plan.resolution import SWITCHED_OFF, ModeResolution, resolve_mode
+from graphrt.core.plan.resolution import (
+    AUTO,
+    SWITCHED_OFF,
+    ModeResolution,
+    provider_of,
+    resolve_mode,
+    with_switches,
+)
 from graphrt.core.plan.sizes import (
     CaptureKey,
     CaptureSizes,
@@ -57,7 +63,8 @@ class Plan:
     It is resolved when it is made and does not change. `print(plan)` shows all of it, `save` keeps
     it, and `graphrt plan` prints the same. `mode` is the one that runs, `resolution` how it came
     to that, `sizes` the lists of sizes in tokens, `keys` what is captured, in capture order,
-    `left_out` what the budget does not hold and `total` what all graphs take together.
+    `captured` the same with what each takes, `left_out` what the budget does not hold, and why, and
+    `total` what all graphs take together.
     """
 
     def __init__(
@@ -121,15 +128,15 @@ class Plan:
         own = self.arguments
         self.platform = given_platform(platform)
         self.compiled = own["compiled"]
-        provider, whole_graph = provider_of(self.compiled, pieces)
+        provider, whole_graph = provider_of(self.compiled, own["pieces"])
         resolution = resolve_mode(
-            mode,
+            own["mode"],
             attention=own["attention"],
             query_lens=own["query_lens"],
             pieces=provider,
             whole_graph_pass=whole_graph,
         )
-        resolution = _unless_off(without_graphs(self.compiled, resolution))
+        resolution = with_switches(self.compiled, resolution)
         self.sizes: CaptureSizes = self._sizes_of(own)
         check_decode(resolution.mode, self.sizes)
         keys = self._keys_of(resolution.mode, self.sizes)
@@ -146,11 +153,9 @@ class Plan:
         self.mode: GraphMode = self.resolution.mode
         self.pieces: PieceProvider | None = provider
         self.keys: tuple[CaptureKey, ...] = self._fitted.keys
-
-    @property
-    def captured(self) -> tuple[PlannedCapture, ...]:
-        """The graphs that are captured, in capture order, with what each takes."""
-        return self._fitted.captured
+        self.captured: tuple[PlannedCapture, ...] = self._fitted.captured
+        self.left_out: tuple[LeftOut, ...] = self._fitted.left_out
+        self.total: GraphCost = self._fitted.total
 
     def capture_order(
         self, *, serving: bool = False
@@ -163,16 +168,6 @@ class Plan:
         if not by_worth and self.platform.stream_room() is None:
             return self.keys
         return tuple(by_priority(self.keys, self.arguments["traffic"], self._landmarks))
-
-    @property
-    def left_out(self) -> tuple[LeftOut, ...]:
-        """The graphs that the budget does not hold, and why."""
-        return self._fitted.left_out
-
-    @property
-    def total(self) -> GraphCost:
-        """What all captured graphs take together."""
-        return self._fitted.total
 
     @property
     def _landmarks(self) -> list[int]:
@@ -263,9 +258,9 @@ class Plan:
         return plan
 
     def differences(self, other: Plan) -> list[str]:
-        """What is not the same in another plan, in lines from this one to the other."""
+        """What another plan prints otherwise: "- " and a line of this one, "+ " and one of it."""
         check_kind("other", other, Plan, optional=False)
-        return saved.differences(self._results(), other._results())
+        return saved.differences(self.lines(), other.lines())
 
     # For people and files ------------------------------------------------------------------------
 
@@ -289,25 +284,37 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that are the same for equal plans only."""
-        return saved.fingerprint(self.as_dict())
+        return saved.fingerprint(self._content())
 
     def as_dict(self) -> dict[str, Any]:
         """The arguments and all that follows from them, in JSON's types.
 
         Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them.
         """
-        return {
-            "arguments": saved.plain_arguments(self.arguments, self._fitted),
+        results = {
             "platform": self.platform.name,
-            **self._results(),
+            "requested": self.resolution.requested,
+            "mode": self.mode,
+            "steps": [vars(step) for step in self.resolution.steps],
+            "sizes": vars(self.sizes),
+            "total": self.total,
+            "graphs": list(map(_as_dict, self.captured)),
+            "left_out": list(map(_as_dict, self.left_out)),
         }
+        return {"arguments": self._content()["arguments"], **saved.in_json(results)}
 
-    def _results(self) -> dict[str, Any]:
-        return saved.plain_results(self._fitted, self.sizes)
+    def _content(self) -> dict[str, Any]:
+        """What a file of the plan holds."""
+        arguments = saved.plain_arguments(self.arguments, (*self.captured, *self.left_out))
+        return {"arguments": arguments, "printed": self._printed()}
+
+    def _printed(self) -> list[str]:
+        return [f"Platform: {self.platform.name}", *self.lines()]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, with its fingerprint."""
-        saved.write(path, self.as_dict())
+        """Write the plan to a JSON file, with its fingerprint. Raises `PlanFileError`, and what
+        `as_dict` does."""
+        saved.write(path, self._content())
 
     @classmethod
     def load(
@@ -319,26 +326,23 @@ class Plan:
     ) -> Plan:
         """The plan in a file of `save`, resolved again for `platform` (by default the current one).
 
-        What comes out differently is printed as a `PlanChangedWarning`. `compiled` are the compiled
-        modules of the forward now; without them, what the file knows of them holds. Raises
-        `PlanFileError` for a file that is damaged or no plan.
+        Where that prints something else than the plan of the file did, the lines are a
+        `PlanChangedWarning`. `compiled` are the compiled modules of the forward now; without them,
+        what the file knows of them holds. Raises `PlanFileError` for a file that is damaged or no
+        plan.
         """
-        found = saved.read(path)
+        content, made_with = saved.read(path)
         where = given_platform(platform)
         with saved.of_a_plan(path):
-            plan = cls(**saved.given_arguments(found["arguments"]), platform=where)
-            changed, before = saved.differences(found, plan._results()), found["platform"]
+            plan = cls(**saved.given_arguments(content["arguments"]), platform=where)
         if compiled is not None:
             plan = plan.replace(compiled=compiled)
-            changed = saved.differences(found, plan._results())
-        if before != plan.platform.name:
-            changed.insert(0, f"platform: {before} -> {plan.platform.name}")
+        changed = saved.differences(content["printed"], plan._printed())
         if changed:
-            saved.warn_changed(path, changed)
+            saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
         return plan
 
 
-def _unless_off(resolution: ModeResolution) -> ModeResolution:
-    if not graphs_off():
-        return resolution
-    return resolution.stepped(SWITCHED_OFF, GraphMode.NONE, "GRAPHRT_MODE=NONE is set")
+def _as_dict(graph: PlannedCapture | LeftOut) -> dict[str, Any]:
+    more = dict(zip(graph._fields[3:], graph[3:], strict=True))
+    return {"mode": graph.mode, **graph.descriptor._asdict(), **vars(graph.cost), **more}

@@ -10,6 +10,7 @@ from graphrt.core.base import (
     InvalidOptionError,
     InvalidSizesError,
     count_of,
+    items_of,
     logger,
     shown,
 )
@@ -40,19 +41,11 @@ class CaptureSizes:
     general: tuple[int, ...]
     decode: Mapping[int, tuple[int, ...]]
 
-    def uncovered_decode(self, query_len: int) -> range:
-        """Request counts whose uniform decode batch is larger than every size of the ladder."""
-        covered = max(self.decode[query_len], default=0) // query_len
-        return range(covered + 1, min(self.max_num_reqs, self.max_num_tokens // query_len) + 1)
-
 
 def capture_limit(
     max_num_reqs: int, max_num_tokens: int, query_len: int = 1, cap: int = _CAP
 ) -> int:
     """M, the largest default size: two full decode batches, within cap and token budget."""
-    _check_positive(
-        max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=query_len, cap=cap
-    )
     return min(max_num_reqs * query_len * 2, cap, max_num_tokens)
 
 
@@ -60,9 +53,6 @@ def mixed_sizes(
     limit: int, *, max_num_reqs: int, max_num_tokens: int, query_len: int = 1
 ) -> tuple[int, ...]:
     """The default list for any batch: the steps up to `limit`, a full decode batch, all tokens."""
-    _check_positive(
-        limit=limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=query_len
-    )
     landmarks = (max_num_reqs * query_len, max_num_tokens)
     return tuple(sorted({*_steps(limit), *(size for size in landmarks if size <= limit)}))
 
@@ -75,59 +65,61 @@ def decode_sizes(
 
     Empty where not even one request fits under `limit`.
     """
-    _check_positive(query_len=query_len, max_num_reqs=max_num_reqs, limit=limit)
     full = max_num_reqs * query_len
     whole = {-(-size // query_len) * query_len for size in mixed}
     return tuple(sorted(size for size in {*whole, full} if size <= min(full, limit)))
 
 
-def _no_sizes(sizes: object) -> InvalidSizesError:
-    return InvalidSizesError(
-        "capture sizes must be a list of integers",
-        got=shown(sizes),
-        expected="a list of ascending positive integers",
-        advice="sizes=[1, 2, 4, 8]",
-    )
-
-
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     """`sizes` as a tuple if they ascend and are positive; raises `InvalidSizesError` otherwise."""
-    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
-        raise _no_sizes(sizes)
-    try:
-        given = tuple(itertools.islice(sizes, _MOST + 1))
-    except TypeError as error:  # a tensor of one number
-        raise _no_sizes(sizes) from error
-    if len(given) > _MOST:
-        raise _too_many("sizes has more")
-    checked = tuple(_checked_size(size, given) for size in given)
-    if not checked:
+    given = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidSizesError)
+    if not given:
         raise InvalidSizesError(
             "there are no capture sizes",
             got="[]",
             expected="at least one size",
             advice='mode="NONE" to capture nothing, or sizes=None for the default list',
         )
-    for before, size in itertools.pairwise(checked):
-        if size == before:
-            raise _bad_sizes("a capture size is repeated", size, checked, f"keep one {size}")
-        if size < before:
-            advice = f"sizes={sorted(set(checked))}"
-            raise _bad_sizes("capture sizes are not sorted", size, checked, advice)
-    return checked
+    checked: list[int] = []
+    for size in given:
+        checked.append(_checked_size(size, checked[-1] if checked else 0, given))
+    return tuple(checked)
 
 
-def _checked_size(size: object, given: Sequence[object]) -> int:
+def _checked_size(size: object, before: int, given: Sequence[object]) -> int:
     try:
         number = count_of("a capture size", size)
     except InvalidOptionError:
-        what = "a capture size is not an integer"
-        if isinstance(size, int) and not isinstance(size, bool):
-            what = "a capture size is larger than any number of a plan or a batch"
-        raise _bad_sizes(what, size, given, "drop or round it") from None
-    if number < 1:
-        raise _bad_sizes("a capture size is not positive", size, given, f"drop {size}")
-    return number
+        integer = isinstance(size, int) and not isinstance(size, bool)
+        what = "larger than any number of a plan" if integer else "not an integer"
+        advice = "drop or round it"
+    else:
+        if number > before:
+            return number
+        what, advice = "not sorted", "sizes=sorted(sizes)"
+        if number < 1:
+            what, advice = "not positive", f"drop {number}"
+        elif number == before:
+            what, advice = "repeated", f"keep one {number}"
+    raise InvalidSizesError(
+        f"a capture size is {what}",
+        got=f"{shown(size)} in {shown(list(given))}",
+        expected="ascending positive integers, each once",
+        advice=advice,
+    )
+
+
+def check_query_lens(query_lens: Iterable[int]) -> tuple[int, ...]:
+    """`query_lens`, each once and ascending; raises `InvalidSizesError` for what none can be."""
+    given = items_of("query_lens", query_lens, "(1,)", InvalidSizesError)
+    if not given:
+        raise InvalidSizesError(
+            "there are no decode query lengths",
+            got="()",
+            expected="at least one",
+            advice="query_lens=(1,)",
+        )
+    return tuple(sorted({_positive("a query length", each) for each in given}))
 
 
 def capture_sizes(
@@ -146,7 +138,9 @@ def capture_sizes(
     the token budget) and cuts the host's own list. With `traffic` the default lists have as many
     sizes as without, and those that pad its batches least.
     """
-    query_lens = _check_query_lens(query_lens)
+    query_lens = check_query_lens(query_lens)
+    max_num_reqs = _positive("max_num_reqs", max_num_reqs)
+    max_num_tokens = _positive("max_num_tokens", max_num_tokens)
     longest = max(query_lens)
     if longest > max_num_tokens:
         raise InvalidSizesError(
@@ -155,12 +149,12 @@ def capture_sizes(
             expected="query_lens of at most max_num_tokens",
             advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
         )
-    limit = capture_limit(max_num_reqs, max_num_tokens, longest, cap)
-    own = None if sizes is None else _cut(check_sizes(sizes), max_size)
+    limit = capture_limit(max_num_reqs, max_num_tokens, longest, _positive("cap", cap))
     if max_size is not None:
-        _check_positive(max_size=max_size)
-        limit = min(max_size, max_num_tokens)
-    _check_count(len(query_lens) * (limit // 16 if own is None else len(own)))
+        limit = min(_positive("max_size", max_size), max_num_tokens)
+    own = None if sizes is None else _cut(check_sizes(sizes), max_size)
+    ladder = limit // 16 if own is None else len(own)
+    _refuse_many(len(query_lens) * ladder, _MOST_GRAPHS, "graphs")
     if own is None:
         mixed = mixed_sizes(
             limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=longest
@@ -211,36 +205,19 @@ def descriptors_for(
             for q, ladder in sizes.decode.items()
             for size in ladder
         ]
-    _check_count(len(keys) * len(loras) * len(bounds) * len(variants))
-    cases = [
-        case
-        for key in keys
-        for case in _cases(key, loras, bounds if key[0] is GraphMode.FULL else ((),), variants)
-    ]
-    return tuple(sorted(dict.fromkeys(cases), key=capture_order))
-
-
-def _cases(
-    key: CaptureKey,
-    loras: Sequence[int | None],
-    bounds: Sequence[tuple[int, ...]],
-    variants: Sequence[Hashable],
-) -> Iterable[CaptureKey]:
-    mode, base = key
-    for variant, lora, bound in itertools.product(variants, loras, bounds):
-        yield (
-            mode,
-            BatchDescriptor(
-                base.num_tokens,
-                base.num_reqs,
-                uniform=base.uniform,
+    _refuse_many(len(keys) * len(loras) * len(bounds) * len(variants), _MOST_GRAPHS, "graphs")
+    cases: dict[CaptureKey, None] = {}
+    for runtime_mode, named in keys:
+        of_mode = bounds if runtime_mode is GraphMode.FULL else ((),)
+        for variant, lora, bound in itertools.product(variants, loras, of_mode):
+            key = named._replace(
                 has_lora=lora is None or lora > 0,
                 num_active_loras=lora or 0,
-                query_len=base.query_len,
                 bounds=tuple(bound),
                 variant=variant,
-            ),
-        )
+            )
+            cases[runtime_mode, key] = None
+    return tuple(sorted(cases, key=capture_order))
 
 
 def capture_order(key: CaptureKey) -> tuple[object, ...]:
@@ -258,8 +235,7 @@ def capture_order(key: CaptureKey) -> tuple[object, ...]:
 
 def _steps(limit: int) -> list[int]:
     """1, 2, 4, then every 8 below 256, then every 16, up to `limit`."""
-    if limit > 16 * _MOST:
-        raise _too_many(f"up to {limit} tokens there are {limit // 16}")
+    _refuse_many(limit // 16, _MOST, "capture sizes")
     few = [n for n in (1, 2, 4) if n <= limit]
     return [*few, *range(8, min(limit + 1, 256), 8), *range(256, limit + 1, 16)]
 
@@ -313,25 +289,16 @@ def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
         )
 
 
-def _check_count(graphs: int) -> None:
-    """Raise `InvalidSizesError` for more graphs than anybody captures, before any is planned."""
-    if graphs > _MOST_GRAPHS:
+def _refuse_many(count: int, most: int, what: str) -> None:
+    """Raise `InvalidSizesError` for more than anybody captures, before any of it is planned."""
+    if count > most:
         raise InvalidSizesError(
-            "a plan of so many graphs is a mistake",
-            got=f"{graphs} graphs, one for each size, query length, number of LoRAs, bound and "
-            "variant",
-            expected=f"at most {_MOST_GRAPHS}",
-            advice="fewer sizes, loras, bounds, variants or query_lens",
+            f"a plan of so many {what} is a mistake",
+            got=f"{count} {what}",
+            expected=f"at most {most}",
+            advice="sizes=[1, 2, 4, 8] or a smaller max_size, and fewer loras, bounds, variants or "
+            "query_lens",
         )
-
-
-def _too_many(what: str) -> InvalidSizesError:
-    return InvalidSizesError(
-        "a plan of so many capture sizes is a mistake",
-        got=what,
-        expected=f"at most {_MOST} sizes",
-        advice="sizes=[1, 2, 4, 8], or a smaller max_size",
-    )
 
 
 def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
@@ -348,34 +315,5 @@ def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
     return kept
 
 
-def _check_query_lens(query_lens: Sequence[int]) -> tuple[int, ...]:
-    if not query_lens:
-        raise InvalidSizesError(
-            "there are no decode query lengths",
-            got="()",
-            expected="at least one",
-            advice="query_lens=(1,)",
-        )
-    for query_len in query_lens:
-        _check_positive(query_len=query_len)
-    return tuple(sorted(set(query_lens)))
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InvalidSizesError(
-                f"{name} must be a positive integer",
-                got=shown(number),
-                expected=">= 1",
-                advice=f"{name}=1 or more",
-            )
-
-
-def _bad_sizes(what: str, size: object, sizes: Sequence[object], advice: str) -> InvalidSizesError:
-    return InvalidSizesError(
-        what,
-        got=f"{shown(size)} in {shown(list(sizes))}",
-        expected="ascending positive integers, each once",
-        advice=advice,
-    )
+def _positive(name: str, number: object) -> int:
+    return count_of(name, number, least=1, error=InvalidSizesError)

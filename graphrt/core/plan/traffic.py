@@ -8,6 +8,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate, pairwise
 
+import torch
+
 from graphrt.core.base import InvalidOptionError, count_of, number_of, shown
 
 Traffic = Mapping[int, float]
@@ -16,7 +18,7 @@ Traffic = Mapping[int, float]
 Share = Callable[[int], float]
 """The share of all steps whose batch is not larger than so many tokens."""
 
-_EXACT = 8192
+_EXACT = 1024
 """Of so many sizes the best are found; of more, of every so-manieth."""
 _EULER_GAMMA = 0.5772156649015329
 
@@ -54,22 +56,19 @@ def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple
     sizes, served = _that_serve(sorted(candidates), traffic)
     if len(sizes) <= count:
         return tuple(sizes)
-    weights = list(accumulate(weight for weight, _ in served))
-    tokens = list(accumulate(live for _, live in served))
-    # What is padded to each size, were it the only one up to there.
-    alone = [size * weights[at] - tokens[at] for at, size in enumerate(sizes)]
-    least, before = alone, []
+    padded_to = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+    weights, tokens = torch.tensor(served, dtype=torch.float64, device="cpu").cumsum(0).unbind(1)
+    # A row for each size, a column for the next smaller one: the padding of batches between them.
+    padding = (weights[:, None] - weights) * padded_to[:, None] - (tokens[:, None] - tokens)
+    padding.masked_fill_(torch.ones_like(padding, dtype=torch.bool).triu_(), math.inf)
+    least, before = weights * padded_to - tokens, []
     for _ in range(count - 1):
-        least, chosen = _one_more(sizes, weights, tokens, alone, least)
-        before.append(chosen)
-    at = len(sizes) - 1
-    found = [at]
+        least, chosen = (least + padding).min(dim=1)
+        before.append(chosen.tolist())
+    found = [len(sizes) - 1]
     for chosen in reversed(before):
-        at = chosen[at]
-        if at < 0:
-            break
-        found.append(at)
-    return tuple(sizes[each] for each in reversed(found))
+        found.append(chosen[found[-1]])
+    return tuple(sizes[at] for at in reversed(found))
 
 
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
@@ -107,49 +106,6 @@ def _that_serve(
         step = -(-len(sizes) // _EXACT)
         return _that_serve(sizes[::-1][::step][::-1], traffic)
     return sizes, [served[size] for size in sizes]
-
-
-def _one_more(
-    sizes: list[int],
-    weights: list[float],
-    tokens: list[float],
-    alone: list[float],
-    least: list[float],
-) -> tuple[list[float], list[int]]:
-    """The least padding up to each size with one size more than in `least`, and the place of the
-    size before it (-1 for none).
-
-    As a function of the last size, what is padded after a choice of the one before is a line: it
-    falls by the weight that is served up to there. The lines that are lowest somewhere are kept; as
-    sizes ascend, those that were lowest are passed over for good.
-    """
-    padded, before = [alone[0]], [-1]
-    slopes: list[float] = []
-    heights: list[float] = []
-    places: list[int] = []
-    first = 0
-    for at in range(1, len(sizes)):
-        slope, height = -weights[at - 1], least[at - 1] + tokens[at - 1]
-        # The last line is nowhere the lowest where the new one meets the one before it earlier.
-        while len(slopes) > first + 1 and (height - heights[-2]) * (slopes[-2] - slopes[-1]) <= (
-            heights[-1] - heights[-2]
-        ) * (slopes[-2] - slope):
-            slopes.pop()
-            heights.pop()
-            places.pop()
-        slopes.append(slope)
-        heights.append(height)
-        places.append(at - 1)
-        size = sizes[at]
-        lowest = heights[first] + slopes[first] * size
-        while first + 1 < len(slopes):
-            other = heights[first + 1] + slopes[first + 1] * size
-            if other > lowest:
-                break
-            lowest, first = other, first + 1
-        padded.append(alone[at] + lowest)
-        before.append(places[first])
-    return padded, before
 
 
 def check_traffic(traffic: Traffic) -> dict[int, float]:

@@ -4,7 +4,7 @@ from graphrt.core.replay._between import check_between_steps
 from graphrt.core.replay._deferred import DEFERRED, Deferred, waiting_step
 from graphrt.core.replay._session import CaptureSession
 from graphrt.core.replay._turn import Doing, in_turn
-from graphrt.core.replay.arguments import arguments_of, check_arguments, pooled_paths
+from graphrt.core.replay.arguments import BoundArguments
 from graphrt.core.replay.eager_part import (
     EagerPart,
     deliver,
@@ -52,6 +52,7 @@ __all__ = [
     "DEFERRED",
     "UNCHANGED",
     "WORST_CASE",
+    "BoundArguments",
     "CaptureSession",
     "CapturedTask",
     "Deferred",
@@ -73,8 +74,6 @@ __all__ = [
     "UpdatableTask",
     "Updates",
     "active",
-    "arguments_of",
-    "check_arguments",
     "check_between_steps",
     "check_hooks",
     "check_names",
@@ -94,7 +93,6 @@ __all__ = [
     "name_of",
     "on_own_containers",
     "on_own_tensors",
-    "pooled_paths",
     "settle",
     "shell_of",
     "under_way",

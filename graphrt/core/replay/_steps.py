@@ -86,7 +86,7 @@ class PoolSteps:
         """
         return Turn(self, owner, idle=idle)
 
-    def pass_to(self, owner: object) -> None:
+    def _pass_to(self, owner: object) -> None:
         """In a turn: from here on the pool is this owner's, until it is passed back."""
         self.owner = owner
 
@@ -95,7 +95,7 @@ class PoolSteps:
         if self.owner is waiting:
             self.owner = None
 
-    def enter_step(self, context: ForwardContext) -> None:
+    def _enter_step(self, context: ForwardContext) -> None:
         """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
         another one, and for one that another one has followed."""
         token = context.token
@@ -103,15 +103,15 @@ class PoolSteps:
             self._begin(context)
         self.step = self._replayed = token
         self.generation += 1
-        self.expire_outputs()
+        self._expire_outputs()
 
-    def enter_capture(self, context: ForwardContext) -> None:
-        """Note that a step captures something; raises as `enter_step` does, and `CaptureError`
+    def _enter_capture(self, context: ForwardContext) -> None:
+        """Note that a step captures something; raises as `_enter_step` does, and `CaptureError`
         behind a replay of the same step: what that left in the pool nobody holds, and a capture
         may have its memory."""
         token = context.token
         if context.mode is GraphMode.FULL:
-            self.leave_step(context)
+            self._leave_step(context)
             return
         if token is None or token is not self._begun:
             self._begin(context)
@@ -123,12 +123,12 @@ class PoolSteps:
         token = context.token
         if token is not None and token is self._step_over:
             raise self.busy_error(context)
-        self.leave_step(context)
+        self._leave_step(context)
         self._begun, self.step_context = token, context
         self._replayed = None
         self._captured_in_step.clear()
 
-    def leave_step(self, context: ForwardContext | None) -> None:
+    def _leave_step(self, context: ForwardContext | None) -> None:
         """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
         last = self.step_context
         if last is not None and last is not context and last.token is self._begun is not None:
@@ -138,12 +138,12 @@ class PoolSteps:
             self._step_over = self._begun
         self.step = self._begun = self.step_context = None
 
-    def captured_in_step(self, wrapper: Any, context: ForwardContext) -> None:
+    def _note_captured(self, wrapper: Any, context: ForwardContext) -> None:
         """Note what a step of pieces has captured, which goes if another piece of it fails."""
         if context.token is not None and context.token is self._begun:
             self._captured_in_step.append((weakref.ref(wrapper), context.descriptor))  # type: ignore[arg-type]
 
-    def take_step_back(self, context: ForwardContext) -> None:
+    def _take_step_back(self, context: ForwardContext) -> None:
         """Destroy what the step has captured so far: behind it nothing could be captured alone."""
         if context.token is None or context.token is not self._begun:
             return
@@ -154,20 +154,20 @@ class PoolSteps:
                 wrapper.destroy_graphs(descriptor)
             self._captured_in_step.pop()
 
-    def hold_loosely(self, aliases: Iterable[torch.Tensor]) -> None:
+    def _hold_loosely(self, aliases: Iterable[torch.Tensor]) -> None:
         """Note outputs that replays hand out, and that do not keep their memory."""
         for tensor in aliases:
             self._loose[tensor.untyped_storage()._cdata] = tensor
 
-    def check_held(self, arguments: Any, context: ForwardContext) -> None:
-        """Raise `CaptureError` for what a replay has handed out: see `enter_capture`."""
+    def _check_held(self, arguments: Any, context: ForwardContext) -> None:
+        """Raise `CaptureError` for what a replay has handed out: see `_enter_capture`."""
         if not self._loose:
             return
         for tensor in tree.tensors(arguments):
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._loose:
                 raise _behind_a_replay(context)
 
-    def misses(self, context: ForwardContext) -> bool:
+    def _misses(self, context: ForwardContext) -> bool:
         """Note that a piece of a step runs eagerly; whether it is the first of the step, as far as
         can be told, so that what comes after it must look where its arguments are."""
         token = context.token
@@ -177,23 +177,23 @@ class PoolSteps:
         self.without_graph = seen
         return True
 
-    def is_behind_a_miss(self, context: ForwardContext) -> bool:
+    def _is_behind_a_miss(self, context: ForwardContext) -> bool:
         """Whether a piece of the same step has run eagerly."""
         return context.token is not None and context.token is self.without_graph
 
-    def will_put_back(self, what: str, later: Callable[[Callable[[], object]], object]) -> None:
+    def _will_put_back(self, what: str, later: Callable[[Callable[[], object]], object]) -> None:
         """Note that `what` changes state until all is undone that it was given as `later`: a child
         of the process, in which nobody undoes it, cannot go on."""
         later(partial(setattr, self, "puts_back", self.puts_back))
         self.puts_back = what
 
-    def forget_steps(self) -> None:
+    def _forget_steps(self) -> None:
         """Forget the steps of threads that a child of the process does not have."""
         self.owner = self.puts_back = None
         self.step = self._begun = self._replayed = self.step_context = None
         self._captured_in_step.clear()
 
-    def expire_outputs(self) -> None:
+    def _expire_outputs(self) -> None:
         """Make what runners have handed out unreadable: its memory is about to be written."""
         if self.handed_out:
             expire(self.handed_out)

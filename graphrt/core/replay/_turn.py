@@ -31,7 +31,7 @@ class Turn:
     sees half of a change, and what finds the pool taken raises `PoolBusyError` and has done
     nothing. A turn never waits, so locks may be taken in one.
 
-    Inside of a turn the pool is passed to the context of a forward (`pool.pass_to`), and back
+    Inside of a turn the pool is passed to the context of a forward (`pool._pass_to`), and back
     after it. Wrappers that are called in this context know by it that the step is theirs.
 
     `__exit__` may be called twice, and without `__enter__`, so `Undo` can enter a turn. Between

@@ -11,37 +11,36 @@ from graphrt.core.base import (
     DeviceHangError,
     InvalidUpdateError,
     LaunchQueueError,
+    StaleInputError,
     tree,
     without_gradients,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext
 from graphrt.core.device import GraphRead
 from graphrt.core.replay._deferred import DEFERRED, Deferred, failed_before
+from graphrt.core.replay.arguments import BoundArguments, is_unread
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import UNCHANGED, HostValues
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import Part, TaskedSegment, graphs_of
 from graphrt.core.replay.task_table import TaskTable, resolve_updates
+from graphrt.core.replay.tasks import CapturedTask
 
 
 class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
 
     __slots__ = (
-        "_mixed",
-        "_only_graphs",
         "_table",
+        "bound",
         "breaks",
         "captured_in",
         "deferred",
         "descriptor",
         "fresh",
         "graph",
-        "inputs",
         "outputs",
         "parts",
-        "pooled",
-        "tasks",
         "unchecked",
         "update_failed",
     )
@@ -51,21 +50,17 @@ class Entry:
         descriptor: BatchDescriptor,
         parts: tuple[Part, ...],
         outputs: Any,
-        inputs: tuple[tuple[str, tuple[object, ...]], ...],
+        bound: tuple[tuple[tuple[str, tuple[object, ...]], ...], frozenset[str]],
         captured_in: object,
-        pooled: frozenset[str] = frozenset(),
     ) -> None:
         self.descriptor = descriptor
         self.parts = parts
         self.outputs = outputs
-        self.inputs = inputs
-        # Paths of arguments in the pool, which the platform says nothing of.
-        self.pooled = pooled
+        self.bound = BoundArguments(*bound)
         # What was under way: called again in the same, the wrapper would replay itself.
         self.captured_in = captured_in
         # The caller may change what it gets, so a container is made anew for every step.
         self.fresh = tree.copier(outputs)
-        self._mixed = False
         # Whether the next replay compares its arguments with those of the capture.
         self.unchecked = False
         # Whether the last launch was ended by an update of its tasks, so that it may be repeated.
@@ -77,16 +72,47 @@ class Entry:
             which = f" segment {place + 1} of {len(tasked)}" if len(tasked) > 1 else ""
             part.name = f"[{descriptor}]{which}"
         self._table = TaskTable([task for part in tasked for task in part.tasks])
-        self.tasks = self._table.tasks
-        # Only eager parts, and issuing a task, could grow a graph of gradients.
-        self._only_graphs = not any(isinstance(part, EagerPart) for part in parts)
-
         # Whether an eager part runs at every replay.
-        self.breaks = not self._only_graphs
-
+        self.breaks = any(isinstance(part, EagerPart) for part in parts)
         # What most entries are: one graph and nothing else.
         alone = len(parts) == 1 and not self.tasks
         self.graph: Part | None = parts[0] if alone else None
+
+    @property
+    def tasks(self) -> tuple[CapturedTask, ...]:
+        """Those of all its segments, in order."""
+        return self._table.tasks
+
+    def check_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool, name: str
+    ) -> None:
+        """Raise `StaleInputError` unless the arguments of a call of `name` are what the graphs were
+        captured with; tensors that they do not read, as far as the platform can tell, may be
+        others."""
+        now, then = BoundArguments.of(args, kwargs, None).values, self.bound.values
+        if now == then:
+            return
+        before = dict(then)
+        reads, _ = self.reads(pool)
+        for path, bound in now:
+            if before.get(path) == bound:
+                continue
+            if path in self.bound.pooled or not is_unread(before.get(path), reads):
+                raise StaleInputError(
+                    f"argument {path} of {name} is not where the graph of [{self.descriptor}] "
+                    "reads it",
+                    got=bound,
+                    expected=before.get(path, "no such tensor at capture"),
+                    advice="copy_() into the tensor that it was captured with, and pass that one "
+                    "at every step; or let GraphRunner own the buffers",
+                )
+        if [path for path, _ in now] != [path for path, _ in then]:
+            raise StaleInputError(
+                f"the graph of {name} for [{self.descriptor}] was captured with other arguments",
+                got=[path for path, _ in now],
+                expected=[path for path, _ in then],
+                advice="call the wrapper with the same arguments at every step",
+            )
 
     def reads(self, pool: GraphPool) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
         """The tensors outside of the pool that a replay reads, None if the platform cannot tell,
@@ -114,7 +140,7 @@ class Entry:
 
         All updates are validated before anything is launched.
         """
-        if self.tasks:
+        if self._table.tasks:
             self._launch_tasks(context, all_tasks)
             return
         # With gradients on, a bridge that an eager result is copied into would grow a graph.
@@ -130,16 +156,17 @@ class Entry:
             self._launch_deferred(context, all_tasks)
             return
         values = resolve_updates(self._table, context, all_known=all_tasks)
-        if values is None and self._mixed:
+        if values is None and self._table.mixed:
             if context.updates is UNCHANGED:
                 raise failed_before()
             values = [task.values for task in self.tasks]
-        self._mixed = True
-        if values is None and self._only_graphs:
+        self._table.mixed = True
+        # Only eager parts, and issuing a task, could grow a graph of gradients.
+        if values is None and not self.breaks:
             self._replay_parts(None)
         else:
             without_gradients(lambda: self._replay_parts(values))
-        self._mixed = False
+        self._table.mixed = False
 
     def _launch_deferred(self, context: ForwardContext, all_tasks: bool) -> None:
         (segment, *others) = self.parts
@@ -151,7 +178,7 @@ class Entry:
                 expected="this step's updates",
                 advice="pass updates=, or capture the step as one FULL graph",
             )
-        mixed, self._mixed = self._mixed, True
+        mixed, self._table.mixed = self._table.mixed, True
         if segment.launch():
             self.deferred = Deferred(
                 segment, self._table, context, self._updated, mixed=mixed, all_tasks=all_tasks
@@ -160,7 +187,7 @@ class Entry:
             self._updated()
 
     def _updated(self) -> None:
-        self._mixed = False
+        self._table.mixed = False
 
     def _replay_parts(self, values: Sequence[HostValues] | None) -> None:
         taken = 0

@@ -16,7 +16,6 @@ from graphrt.core.device import (
     Capability,
     DeviceGraph,
     Platform,
-    SharingFigures,
     UpdateFigures,
     capture_lock,
     device_of,
@@ -152,7 +151,7 @@ class GraphPool(PoolSteps, Uncopied):
             self._sessions.remove(session)
             self._tell_holders()
 
-    def captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
+    def _captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
         """Count a capture, and tell who wants to know."""
         self.captures += 1
         tell(self.on_capture, wrapper, descriptor)
@@ -174,13 +173,13 @@ class GraphPool(PoolSteps, Uncopied):
         for holder in list(self._holders):
             holder.destroy_graphs(descriptor)
 
-    def missed(self, context: ForwardContext) -> None:
+    def _missed(self, context: ForwardContext) -> None:
         """Note that a piece of a step runs eagerly: what it leaves lies elsewhere than what its
         graph left, so the other pieces look where their arguments are before they replay."""
         descriptor = context.descriptor
         if descriptor is None or context.mode is not GraphMode.PIECEWISE:
             return
-        if self.misses(context):
+        if self._misses(context):
             for holder in list(self._holders):
                 holder.look_again(descriptor)
 
@@ -188,7 +187,7 @@ class GraphPool(PoolSteps, Uncopied):
         """In a child of the process, which has none of the threads that were in the pool: it is
         free there, or refuses every turn with `PoolLeftBehindError`."""
         owner, puts_back = self.owner, self.puts_back
-        self.forget_steps()
+        self._forget_steps()
         if Capability.FORK not in self.platform.capabilities:
             self.owner = without_device(self.platform.name)
             _lost_platforms.add(self.platform.name)
@@ -208,13 +207,13 @@ class GraphPool(PoolSteps, Uncopied):
             return nullcontext()
         return self.platform.on_device(self.device.index)
 
-    def add_holder(self, holder: HoldsGraphs) -> None:
+    def _add_holder(self, holder: HoldsGraphs) -> None:
         """Note what has graphs that `close` must destroy; it is not kept alive."""
         self._holders.add(holder)
         if self._sessions:
             holder.in_session(True)
 
-    def remove_holder(self, holder: HoldsGraphs) -> None:
+    def _remove_holder(self, holder: HoldsGraphs) -> None:
         """Forget what has no graphs here any more, and that a session here has not ended for."""
         self._holders.discard(holder)
         if self._sessions:
@@ -229,10 +228,10 @@ class GraphPool(PoolSteps, Uncopied):
         if self.read_stream_id is not None:
             stream_id = self.read_stream_id()
             if stream_id != self.stream_id:
-                self.change_stream(stream_id)
+                self._change_stream(stream_id)
         return self.last_stream
 
-    def change_stream(self, stream_id: int) -> None:
+    def _change_stream(self, stream_id: int) -> None:
         """Make the current stream, which has this id, wait for the one that replayed last."""
         with self.on_device():
             current = self.platform.current_stream()
@@ -247,25 +246,21 @@ class GraphPool(PoolSteps, Uncopied):
         """Held by the thread that captures on the device."""
         return capture_lock(self.device)
 
-    def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
+    def _reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs of this pool; waits for captures of other threads on the device."""
         if graphs:
-            self.expire_outputs()
+            self._expire_outputs()
             # It may synchronise the device, which would break a capture that is open.
             with self.capture_lock, self.on_device():
                 self.platform.reset_graphs(graphs)
 
-    def allocate(self) -> Any:
+    def _allocate(self) -> Any:
         """A context in which this thread's allocations come from the pool."""
         return self.platform.allocate_in(self.memory)
 
     def bytes(self) -> int | None:
         """Bytes the pool holds from the device, where that can be told."""
         return None if self.closed else self.platform.memory_bytes(self.memory)
-
-    def sharing_figures(self) -> SharingFigures | None:
-        """What it brought that graphs share executables; None where they do not."""
-        return None if self.closed else self.platform.sharing_figures(self.memory)
 
     def update_figures(self) -> UpdateFigures | None:
         """How tasks were updated; None where that is not counted, or there are none."""
@@ -284,7 +279,7 @@ class GraphPool(PoolSteps, Uncopied):
     def _close(self) -> None:
         self._destroy_graphs(None)
         self.closed = True
-        self.leave_step(None)
+        self._leave_step(None)
         with self.capture_lock, self.on_device():
             self.platform.release_memory(self.memory)
         # It may be lent to another pool.
@@ -312,12 +307,12 @@ class GraphPool(PoolSteps, Uncopied):
                 advice="leave platform= out where pool= is given",
             )
 
-    def check_like(self, other: GraphPool) -> None:
+    def _check_like(self, other: GraphPool) -> None:
         """Raise `InvalidOptionError` if the other pool is of another platform or device."""
         self.check_platform(other.platform)
-        self.check_device(other.device)
+        self._check_device(other.device)
 
-    def check_device(self, device: torch.device) -> None:
+    def _check_device(self, device: torch.device) -> None:
         """Raise `InvalidOptionError` if the pool is on another device."""
         if device_of(self.platform, device) != self.device:
             raise InvalidOptionError(

@@ -13,10 +13,12 @@ from graphrt.core.replay.tasks import CapturedTask
 class TaskTable:
     """The tasks of an entry, sorted once: layers that are told the same are resolved together."""
 
-    __slots__ = ("_groups", "known", "tasks")
+    __slots__ = ("_groups", "known", "mixed", "tasks")
 
     def __init__(self, tasks: Sequence[CapturedTask]) -> None:
         self.tasks = tuple(tasks)
+        # Whether an update failed half-way: nobody knows which arguments the device has.
+        self.mixed = False
         self.known = frozenset(name for task in tasks for name in (task.name, task.spec.group))
         groups: dict[tuple[int, frozenset[str]], list[int]] = {}
         for index, task in enumerate(tasks):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from graphrt.core.base import NativePath, NativeSame, PoolClosedError
-from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.batch import Batch, ForwardContext, GraphMode, is_plain, same
 from graphrt.core.dispatch import Agreed, Dispatch, Reserved
 from graphrt.core.inputs import InputSlot, StaticInputs, agreed_too_late, batch_of
 from graphrt.core.replay import GraphPool, is_inside_capture, under_way
 from graphrt.core.runner._steps import Steps
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, PaddedStep, is_plain, same
+from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, PaddedStep
 
 
 class StepPath:
@@ -25,6 +25,8 @@ class StepPath:
         "_dispatcher",
         "_eager_launch",
         "_elsewhere",
+        "_graded",
+        "_gradients",
         "_graphs",
         "_inputs",
         "_last",
@@ -55,6 +57,8 @@ class StepPath:
         self._sealing = graphs.sealing
         self._checks = graphs.checks
         self._eager_launch = graphs.eager_launch
+        self._gradients = graphs.gradients
+        self._graded = graphs.gradients.of_inputs
         self._by_slot = graphs.steps
         self._inputs = inputs
         self._pool = pool
@@ -194,7 +198,7 @@ class StepPath:
                 if outputs is not NOT_ALONE:
                     self.live_tokens += batch[0]
                     return outputs
-        return self._run_by_context(batch, found, values, updates, metadata)
+        return self._run_by_context(batch, found, values, updates, metadata, agreed)
 
     def failed(self, found: Dispatch, told: int | None = None) -> None:
         """Count a step that raised as one that no graph has served; `told` is how many steps were
@@ -214,6 +218,7 @@ class StepPath:
     ) -> Any:
         """A step that is tried, or whose graph may not be replayed any more."""
         self.check_open()
+        self._gradients.look(values)
         told = self._dispatcher.counted_otherwise
         try:
             run = self._steps.checked.run
@@ -223,7 +228,7 @@ class StepPath:
             raise
         self.last_dispatch = found
         self.live_tokens += batch[0] if found.slot >= 0 else 0
-        return self._graphs.gradients.marked(outputs, values)
+        return self._gradients.marked(outputs, values)
 
     def _run_by_context(
         self,
@@ -232,8 +237,13 @@ class StepPath:
         values: Mapping[str, Any],
         updates: Any,
         metadata: Any,
+        agreed: Agreed | None = None,
     ) -> Any:
-        """A step without a graph, or of one that is more than one graph, or has tasks."""
+        """A step without a graph, or of one that is more than one graph, or has tasks; or with an
+        input that requires a gradient."""
+        graded = self._graded is not None and self._graded(values)
+        if graded and self._gradients.look(values) and found.slot >= 0 and self._checks.on:
+            return self._run_checked(batch, found, values, updates, metadata, agreed)
         slot = -1 if self._eager_launch else found.slot
         given = None
         told = self._dispatcher.counted_otherwise
@@ -244,7 +254,7 @@ class StepPath:
             if found.slot < 0:
                 self.check_open()
                 outputs = self._steps.unpadded.run(batch, found, values, given, metadata)
-                return self._graphs.gradients.marked(outputs, values)
+                return self._gradients.marked(outputs, values)
             mode = GraphMode.NONE if self._eager_launch else found.mode
             named, slot = found.descriptor, found.slot
             context = ForwardContext(mode, named, slot, given, metadata, live=batch)
@@ -254,4 +264,4 @@ class StepPath:
             self.failed(found, told)
             raise
         self.live_tokens += batch[0]
-        return outputs
+        return self._gradients.marked(outputs, values) if graded else outputs

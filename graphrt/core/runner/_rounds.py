@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from graphrt.core.base import InvalidOptionError, count_of, items_of, logger, number_of, shown
-from graphrt.core.capture import inside_capture
+from graphrt.core.capture import NESTED_CAPTURE
 from graphrt.core.plan import CaptureKey, Plan
 from graphrt.core.replay import GraphPool, check_between_steps, current_capture, in_turn
 from graphrt.core.runner._dropped import tell_dropped
@@ -60,7 +60,7 @@ class Rounds:
     def all(self, progress: Progress | None) -> None:
         """Capture everything that is missing, what was dropped or has failed included."""
         if current_capture() is not None:
-            raise inside_capture()
+            raise NESTED_CAPTURE()
         in_turn(self._pool, self._graphs.owner, partial(self.all_in_turn, progress))
 
     def all_in_turn(self, progress: Progress | None) -> None:

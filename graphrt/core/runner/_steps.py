@@ -19,7 +19,6 @@ from graphrt.core.runner.steps import (
     Slots,
     UnpaddedSteps,
 )
-from graphrt.core.runner.touched import keep_touched
 
 
 class Steps(NamedTuple):
@@ -77,7 +76,7 @@ def steps_of(
         limit_bytes=partial(options.state_limit, pool.platform),
         mixes_rows=host.mixes_rows,
         at_bound=host.metadata,
-        keep_touched=partial(keep_touched, graphs, pool, inputs),
+        keep_touched=graphs.keep_touched,
     )
     slots = Slots(graphs.dispatcher, graphs.steps, graphs.sealing, inputs, pool, graphs.owner)
     return Steps(unpadded, padded, checked, slots)

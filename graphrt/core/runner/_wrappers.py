@@ -11,7 +11,7 @@ import torch
 from graphrt.core.base import where_asked, without_gradients
 from graphrt.core.batch import GraphMode, PieceProvider
 from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
-from graphrt.core.inputs import SlotRing
+from graphrt.core.inputs import InputRing
 from graphrt.core.plan import Plan
 from graphrt.core.replay import GraphPool, SegmentHooks, is_inside_capture
 from graphrt.core.runner.compiled import CompiledModules
@@ -25,7 +25,7 @@ def wrappers_of(
     pool: GraphPool,
     hooks: SegmentHooks | None,
     compiled: CompiledModules,
-    ring: SlotRing | None = None,
+    ring: InputRing | None = None,
 ) -> dict[GraphMode, GraphWrapper]:
     """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them; graphs
     fetch their inputs from `ring`, if there is one."""
@@ -60,7 +60,7 @@ class Fetching:
     that a wrapper runs eagerly after all does, and fetches by itself.
     """
 
-    def __init__(self, forward: Callable[..., Any], ring: SlotRing) -> None:
+    def __init__(self, forward: Callable[..., Any], ring: InputRing) -> None:
         self.forward = forward
         self._ring = ring
 

@@ -152,7 +152,7 @@ def pool_for(
         check_memory(found.platform, asked)
         return found, asked, is_own
     if asked.index is not None:
-        found.check_device(asked)
+        found._check_device(asked)
     return found, found.device, is_own
 
 

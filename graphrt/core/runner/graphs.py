@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
+
 from graphrt.core.base import (
     CaptureError,
     GraphRTError,
@@ -20,16 +22,16 @@ from graphrt.core.capture import (
     CaptureTransaction,
     GraphOptions,
     GraphOwner,
+    GraphWrapper,
     Sealing,
     as_states,
 )
 from graphrt.core.dispatch import GraphDispatcher
 from graphrt.core.inputs import OutputAxes, OutputLayout, StaticInputs
 from graphrt.core.plan import CaptureKey, Plan
-from graphrt.core.replay import WORST_CASE, Doing, GraphPool
+from graphrt.core.replay import WORST_CASE, Doing, Entry, GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner._lazy import LazyCaptures
-from graphrt.core.runner._reads import check_reads
 from graphrt.core.runner._wrappers import EagerForward, wrappers_of
 from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host, Phase
@@ -42,7 +44,7 @@ from graphrt.core.runner.session import (
     capture_graphs,
 )
 from graphrt.core.runner.steps import Checks, PaddedStep
-from graphrt.core.trust import AddressBook, Gradients, Reads, WarmedUp, WatchedState
+from graphrt.core.trust import Gradients, ReadSet, UnknownMemory, WarmedUp, WatchedState
 
 
 class GraphSet:
@@ -84,18 +86,30 @@ class GraphSet:
         lengths = {descriptor.query_len for _, descriptor in plan.keys}
         self._query_len = lengths.pop() if len(lengths) == 1 else None
         self._compiled.tell_sizes(self._sizes)
-        self.weights = AddressBook(
-            host.parameters, forward, [module.weights for module in self._compiled.modules]
+        self.gradients = Gradients(
+            inputs.graded,
+            # Compiled code has none in any case.
+            on=options.checks("capture") and not self._compiled.modules,
+            # A plain hit looks at no weights.
+            of_weights=options.checks("sample"),
         )
-        # A plain hit looks at no gradients, and compiled code has none in any case.
-        self.gradients = Gradients(on=options.checks("sample") and not self._compiled.modules)
         self.run_forward = EagerForward(forward, self.gradients)
         watches = options.checks("capture") and not self.eager_launch
-        self.reads = Reads(forward, has_full=plan.mode.has_full) if watches else None
+        self.reads = ReadSet(
+            forward,
+            host.parameters,
+            [module.weights for module in self._compiled.modules],
+            watched=watches,
+            has_full=plan.mode.has_full,
+        )
         self.warmed_up: dict[Hashable, WarmedUp] = {}
         shown_by = frozenset() if host.mixes_rows else inputs.padding.with_rows
         self.checks = Checks(
-            options, self.reads, pool.platform.device_type, shown_by, self.gradients
+            options,
+            self.reads if watches else None,
+            pool.platform.device_type,
+            shown_by,
+            self.gradients,
         )
         self.checks.on &= not self.eager_launch
         self.forward = forward
@@ -122,7 +136,7 @@ class GraphSet:
         """
         undo = Undo()
         try:
-            self._pool.will_put_back("a capture", undo.later)
+            self._pool._will_put_back("a capture", undo.later)
             self._capture(keys, progress, enough)
             undo.now()
         except BaseException:
@@ -141,7 +155,7 @@ class GraphSet:
         self.records[:] = [own for own in self.records if (own.mode, own.descriptor) in standing]
         if self.records:
             # Graphs that are captured already read the old addresses.
-            self.weights.check()
+            self.reads.check_named()
             self.checks.check_settings()
         saved, more = self._saved_state(), enough is not None
         planned = [
@@ -149,10 +163,10 @@ class GraphSet:
         ]
         self._compile(planned[0].step if planned else None, saved)
         if not self.records:
-            self.weights.record()
+            self.reads.record()
         # State that is found has to be found, and streams to be counted, in every session.
         counts = self._pool.platform.stream_room() is not None
-        self._warm_ups.begin(keep=self.reads is None and not counts)
+        self._warm_ups.begin(keep=not self.reads.watched and not counts)
         try:
             if self.eager_launch:
                 self._see_all(planned, saved, enough)
@@ -173,7 +187,6 @@ class GraphSet:
                 progress=progress,
                 enough=enough,
             )
-            self._inputs.settle()
         except BaseException as error:
             self._settle_or_release(saved if isinstance(error, Exception) else None, more)
             raise
@@ -187,13 +200,8 @@ class GraphSet:
         `UntrackedWeightsError` if nobody can say."""
         if not self.records or self.eager_launch:
             return
-        own = [*self._inputs.buffers.values()]
-        # On the CPU every view is a storage of its own, and starts elsewhere at another size.
-        own += [view for step in self.steps if step for view in step.layout.views.values()]
-        own += [s.tensor for s in as_states(self.state) if s.tensor is not None]
         try:
-            self.weights.check()
-            check_reads(self.weights, self.reads, self.owners(), self._pool, own)
+            self.reads.check(self.entries(), self._pool, self.own_tensors())
         except StaleInputError as error:
             self.checks.set_aside(error)
             raise
@@ -203,19 +211,11 @@ class GraphSet:
         read what was replaced."""
         try:
             self._compiled.check()
-            self._check_replaced()
+            if self.records and not self.eager_launch:
+                self.reads.check_replaced()
         except GraphRTError as error:
             self.checks.set_aside(error)
             raise
-
-    def _check_replaced(self) -> None:
-        if not self.records or self.eager_launch:
-            return
-        if self.reads is not None and (moved := self.reads.moved()):
-            raise self.reads.stale(moved)
-        # Operators inside of compiled code do not show what they read.
-        if self.reads is None or self.reads.saw_compiled_code:
-            self.weights.check()
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
@@ -239,8 +239,7 @@ class GraphSet:
         self.warmed_up.clear()
         self.checks.reset()
         self._let_go(self._kept.keys())
-        if self.reads is not None:
-            self.reads.forget()
+        self.reads.forget()
 
     def owners(self) -> list[GraphOwner]:
         """The own wrappers, and whatever inside the forward captured a piece."""
@@ -249,6 +248,29 @@ class GraphSet:
         for kept in list(self._kept.values()):
             found.update((id(each.owner), each.owner) for each in kept)
         return list(found.values())
+
+    def entries(self, only: Collection[BatchDescriptor] | None = None) -> list[Entry]:
+        """The graphs of all wrappers, with `only` those of these descriptors."""
+        wrappers = [each for each in self.owners() if isinstance(each, GraphWrapper)]
+        entries = [entry for wrapper in wrappers for entry in wrapper.entries.values()]
+        return [entry for entry in entries if only is None or entry.descriptor in only]
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        """The inputs, and declared state."""
+        own = [*self._inputs.buffers.values()]
+        # On the CPU every view is a storage of its own, and starts elsewhere at another size.
+        own += [view for step in self.steps if step for view in step.layout.views.values()]
+        return own + [s.tensor for s in as_states(self.state) if s.tensor is not None]
+
+    def unknown_memory(
+        self, only: Collection[BatchDescriptor] | None = None
+    ) -> UnknownMemory | None:
+        """What nodes of the graphs may touch that nobody knows of: see `ReadSet`."""
+        return self.reads.unknown_memory(self.entries(only), self._pool, self.own_tensors())
+
+    def keep_touched(self, only: Collection[BatchDescriptor]) -> None:
+        """Count as read what nodes of these graphs point to and the forward holds."""
+        self.reads.keep_touched(self.entries(only), self._pool, self.own_tensors())
 
     def unbroken(self) -> int:
         """How many PIECEWISE graphs of the own wrapper have no eager part."""
@@ -261,7 +283,7 @@ class GraphSet:
             self.state,
             limit_bytes=limit,
             forward=self.forward,
-            reads=self.reads,
+            reads=self.reads if self.reads.watched else None,
             warmed_up=self.warmed_up,
             pads=self._inputs.padding.addresses,
             device_type=self._pool.platform.device_type,
@@ -303,8 +325,8 @@ class GraphSet:
         try:
             undo.later(self._inputs.reset)
             undo.later(saved.restore)
-            undo.later(partial(self._pool.pass_to, self.owner))
-            self._pool.pass_to(context)
+            undo.later(partial(self._pool._pass_to, self.owner))
+            self._pool._pass_to(context)
             undo.later(context.leave)
             with context:
                 self._prepare(step, "warmup")
@@ -331,7 +353,7 @@ class GraphSet:
             saved.settle(partial(self._outputs.resolve, probe, query_len=query_len))
         else:
             self._outputs.resolve(None, query_len=query_len)
-            if self.reads is not None:
+            if self.reads.watched:
                 self.reads.settle()
         self.checks.captured(self.dispatcher.published, more=more)
         if self.eager_launch or self._options.outputs == "clone":
@@ -340,7 +362,9 @@ class GraphSet:
             wrapper = self._wrappers.get(record.mode)
             step = self.steps[self.dispatcher.reserve(record.mode, record.descriptor)]
             if wrapper is not None and step is not None:
-                step.hold(wrapper, self._inputs, self._pool, self._host.bind)
+                step.hold(
+                    wrapper, self._inputs, self._pool, self._host.bind, self.gradients.of_inputs
+                )
 
     def _settle_or_release(self, saved: WatchedState | None, more: bool) -> None:
         """After a capture that failed, serve the graphs before it if it is known how."""
@@ -359,7 +383,7 @@ class GraphSet:
 
     def _prepare(self, step: PaddedStep, phase: Phase) -> None:
         # Outputs of the step before may lie in the buffers.
-        self._pool.expire_outputs()
+        self._pool._expire_outputs()
         self._inputs.reset(step.layout)
         if step.ring is not None and phase == "capture":
             self._inputs.expect_capture(step.layout)

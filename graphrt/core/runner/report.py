@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.device import SharingFigures, UpdateFigures
+from graphrt.core.device import UpdateFigures
 from graphrt.core.dispatch import Reason
 from graphrt.core.inputs import StaticInputs
 from graphrt.core.plan import ModeResolution
@@ -17,7 +17,6 @@ from graphrt.core.runner._meanwhile import StepsMeanwhile
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import GraphRecord
 from graphrt.core.runner.steps import TrialRecord
-from graphrt.core.runner.touched import unknown_memory_of
 from graphrt.core.trust import TensorUse, UnknownMemory
 
 
@@ -63,8 +62,6 @@ class RunnerReport:
     driver_bytes: int | None
     """What the driver took for the executables of all graphs: see `GraphRecord.driver_bytes`."""
     capture_s: float
-    sharing: SharingFigures | None = None
-    """Of the whole pool, where executables are shared."""
     dropped: tuple[DroppedGraph, ...] = ()
     """Planned graphs that did not fit on the device."""
     updates: UpdateFigures | None = None
@@ -78,15 +75,6 @@ class RunnerReport:
     trust: TrustReport = TrustReport()
     meanwhile: StepsMeanwhile | None = None
     """The steps while graphs were missing; None where `capture_next()` has captured none."""
-
-    @property
-    def saved_bytes(self) -> int | None:
-        """Estimate of what shared executables save, by the driver's bytes for a node; None where
-        nothing is shared or the driver's bytes are not known."""
-        sharing = self.sharing
-        if sharing is None or not sharing.nodes or self.driver_bytes is None:
-            return None
-        return int(self.driver_bytes * sharing.nodes_saved / sharing.nodes)
 
     @property
     def padding(self) -> float:
@@ -142,28 +130,27 @@ def report_of(
         pool_bytes=pool.bytes(),
         driver_bytes=_total(record.driver_bytes for record in records),
         capture_s=sum(record.capture_s for record in records),
-        sharing=pool.sharing_figures(),
         updates=pool.update_figures(),
         dropped=tuple(graphs.dropped),
         staging_waits=inputs.staging_waits,
         inputs_in_graph=inputs.ring is not None,
         unbroken=graphs.unbroken(),
-        trust=_trust(graphs, pool, inputs),
+        trust=_trust(graphs),
         meanwhile=meanwhile,
     )
 
 
-def _trust(graphs: GraphSet, pool: GraphPool, inputs: StaticInputs) -> TrustReport:
+def _trust(graphs: GraphSet) -> TrustReport:
     trials = tuple(replace(record) for record in graphs.checks.records.values())
     reads = graphs.reads
-    if reads is None:
+    if not reads.watched:
         return TrustReport(trials=trials, mixes_rows=graphs.mixes_rows)
     tried = [record.descriptor for record in trials if record.steps]
     return TrustReport(
         reads.table(),
         trials,
         tuple(reads.protected),
-        unknown_memory_of(graphs, pool, inputs, tried) if tried else None,
+        graphs.unknown_memory(tried) if tried else None,
         graphs.mixes_rows,
     )
 

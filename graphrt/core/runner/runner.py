@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphrt.core.base import Uncopied, check_kind
-from graphrt.core.batch import Batch, ForwardContext, GraphMode
+from graphrt.core.batch import Batch, ForwardContext, GraphMode, checked_batch
 from graphrt.core.capture import GraphOptions
 from graphrt.core.device import Platform
-from graphrt.core.dispatch import Agreed, Dispatch, Reason, checked_batch
+from graphrt.core.dispatch import Agreed, Dispatch, Reason
 from graphrt.core.inputs import (
     InputSlot,
     InputSpec,

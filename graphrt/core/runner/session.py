@@ -281,8 +281,8 @@ class _Session:
         undo = Undo()
         try:
             undo.later(self._state.restore)
-            undo.later(partial(self._pool.pass_to, self._owner))
-            self._pool.pass_to(context)
+            undo.later(partial(self._pool._pass_to, self._owner))
+            self._pool._pass_to(context)
             undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
             torch.set_grad_enabled(False)
             undo.later(partial(warming_up.set, warming_up.get()))

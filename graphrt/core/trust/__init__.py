@@ -4,7 +4,7 @@ from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.gradients import Gradients
 from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places import places_of
-from graphrt.core.trust.reads import Reads, TensorUse
+from graphrt.core.trust.reads import Parameters, ReadSet, Tensors, TensorUse, check_parameters
 from graphrt.core.trust.trial import Trial, TriedGraph
 from graphrt.core.trust.verdict import Verdict
 from graphrt.core.trust.warm_up import WarmedUp, WatchedState
@@ -17,15 +17,13 @@ from graphrt.core.trust.watching import (
     address_of,
     unknown_memory,
 )
-from graphrt.core.trust.weights import AddressBook, Parameters, Tensors, check_parameters
 
 __all__ = [
-    "AddressBook",
     "Ambient",
     "Gradients",
     "Parameters",
     "PartResults",
-    "Reads",
+    "ReadSet",
     "TensorUse",
     "Tensors",
     "Trial",

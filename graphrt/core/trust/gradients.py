@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,21 +23,59 @@ _ENDS = (
 
 class Gradients:
     """Which outputs of a forward depend on what requires gradients: found in one run of it with
-    gradients on, and looked at in every step with gradients on."""
+    gradients on, and looked at in every step with gradients on.
 
-    def __init__(self, *, on: bool) -> None:
+    Of weights that is done only where it was asked for: most who infer with gradients on have no
+    other reason for them, and an output that requires one is refused by `numpy()`. Of an input that
+    requires a gradient it always is.
+    """
+
+    def __init__(self, inputs: Iterable[str], *, on: bool, of_weights: bool) -> None:
+        """`inputs` are those that may require a gradient, by (dotted) name."""
         self._on = on and bool(delayed_error)
+        self._of_weights = of_weights
+        names = tuple(inputs) if self._on else ()
+        self._flat = tuple(name for name in names if "." not in name)
+        self._nested = tuple(name.split(".") for name in names if "." in name)
         self.reset()
 
     def reset(self) -> None:
         """Forget what was found."""
         self._sources: dict[str, frozenset[str]] | None = None
         self._weights: list[weakref.ref[torch.Tensor]] = []
+        self._asked = self._of_weights
+
+    @property
+    def of_inputs(self) -> Callable[[Mapping[str, Any]], bool] | None:
+        """Says of a step's inputs whether one requires a gradient and gets it in eager; None where
+        that is so of none."""
+        return self._required if self._flat or self._nested else None
+
+    def _required(self, values: Mapping[str, Any]) -> bool:
+        try:
+            for name in self._flat:
+                if values[name].requires_grad:
+                    return expected()
+            for path in self._nested:
+                value: Any = values
+                for name in path:
+                    value = value[name]
+                if value.requires_grad:
+                    return expected()
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError):
+            return False  # filling the buffers says what is wrong
+        return False
+
+    def look(self, values: Mapping[str, Any]) -> bool:
+        """Before a step that is given `values`: whether it is to find out what nobody knows yet."""
+        if not self._asked and self._required(values):
+            self._asked = True
+        return self.wanted
 
     @property
     def wanted(self) -> bool:
         """Whether the next run is to find out."""
-        return self._on and self._sources is None and expected()
+        return self._on and self._asked and self._sources is None and expected()
 
     def find(self, call: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """Call the forward, and note which of its outputs are such ones."""
@@ -62,7 +100,7 @@ class Gradients:
         if not self._sources or not expected():
             return outputs
         found = {name: each for name, each in _by_name(values).items() if each.requires_grad}
-        weights = (weight() for weight in self._weights)
+        weights = (weight() for weight in self._weights if self._of_weights)
         # One stands for all: `backward` raises before it gets to any.
         weight = next((each for each in weights if each is not None and each.requires_grad), None)
         if weight is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import inference_guard, tree, unseen
-from graphrt.core.capture import SideDoors
+from graphrt.core.capture import PartRules, SideDoors
 from graphrt.core.trust.places import same_value
 
 
@@ -38,8 +38,7 @@ class PartResults(SideDoors):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        hidden: Callable[[torch.Tensor], bool] | None = None,
-        before: Callable[[Any, Any, Any], None] | None = None,
+        rules: PartRules | None = None,
     ) -> Any:
         if self._inside:
             # A part within a part is part of it.
@@ -47,7 +46,7 @@ class PartResults(SideDoors):
         given = unseen(lambda: _copied((args, kwargs)))
         self._inside = True
         try:
-            result = super().watched(function, args, kwargs, hidden, before)
+            result = super().watched(function, args, kwargs, rules)
         finally:
             self._inside = False
         if self._at is None:

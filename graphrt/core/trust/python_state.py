@@ -19,12 +19,9 @@ from graphrt.core.trust.compare import difference
 from graphrt.core.trust.places import (
     MISSING,
     Kind,
-    LengthLink,
     Place,
     Places,
     Shape,
-    SlotLink,
-    TensorLink,
     is_array,
     same_value,
     shape_of,
@@ -46,13 +43,19 @@ _ROUNDED = 1e-2
 class Slot(NamedTuple):
     """One value: an attribute or item, the contents of a container, or those of an array."""
 
-    path: str
+    place: Place
     get: Callable[[], Any]
     put: Callable[[Any], object] | None
     """None where it is read-only."""
     same: Callable[[Any, Any], bool] = same_value
     """Whether two values are one, by identity or as plain values."""
     container: Any = None
+    text: str = "{}"
+
+    @property
+    def path(self) -> str:
+        """Put together when somebody asks, which few do, as that of a place."""
+        return self.text.format(self.place.path)
 
 
 class PythonState:
@@ -63,26 +66,20 @@ class PythonState:
     def __init__(self, places: Places, *, baked: bool = False) -> None:
         """`baked` looks at what a capture may have baked in alone, which is cheap to compare: of
         containers the length, and no tensors."""
-        links = (*places.links, *places.number_links)
-        objects = [
-            link.place
-            for link in links
-            if isinstance(link, SlotLink) and not isinstance(link, TensorLink)
-        ]
-        containers = [link for link in links if isinstance(link, LengthLink)]
+        containers = places.containers
         most = _MOST_BAKED_BYTES if baked else _MOST_ARRAY_BYTES
-        arrays = [(place.path, array) for place, array in places.arrays if array.nbytes <= most]
+        arrays = [each for each in places.arrays if each[1].nbytes <= most]
         numbers = [*map(_place_slot, places.numbers)]
         # Holders first: what is in an old one is found where it was.
-        slots = [*map(_place_slot, objects)]
+        slots = [_place_slot(place) for place, _ in places.objects]
         if baked:
-            contents = [*map(_length_slot, containers)]
+            contents = [_length_slot(*each) for each in containers]
         else:
             # What is in an array of objects is looked at by nobody.
             arrays = [(p, a) for p, a in arrays if a.flags.writeable and a.dtype != object]
             slots += [_place_slot(place) for place, _ in (*places.arrays, *places.tensors)]
-            contents = [_contents_slot(c) for c in containers if len(c.container) <= _MOST_ITEMS]
-        contents += [_array_slot(path, array) for path, array in arrays]
+            contents = [_contents_slot(*each) for each in containers if len(each[1]) <= _MOST_ITEMS]
+        contents += [_array_slot(*each) for each in arrays]
         self.slots = (*slots, *numbers, *contents)
         self._numbers = range(len(slots), len(slots) + len(numbers))
         self.was = self.take()
@@ -113,7 +110,7 @@ class PythonState:
 
     def put(self, values: Mapping[str, Any]) -> None:
         """Put numbers at paths."""
-        for slot in self.numbers:
+        for slot in self.numbers if values else ():
             if slot.path in values and slot.put is not None:
                 slot.put(values[slot.path])
 
@@ -176,21 +173,21 @@ def _place_slot(place: Place) -> Slot:
         with contextlib.suppress(TypeError, IndexError, AttributeError):
             place.set(value)
 
-    return Slot(place.path, place.getter(), put if place.writable else None)
+    return Slot(place, place.getter(), put if place.writable else None)
 
 
-def _length_slot(link: LengthLink) -> Slot:
-    return Slot(f"len({link.path})", partial(len, link.container), None)
+def _length_slot(place: Place, container: Any) -> Slot:
+    return Slot(place, partial(len, container), None, text="len({})")
 
 
-def _contents_slot(link: LengthLink) -> Slot:
-    held, base = link.container, _base_of(link.container)
+def _contents_slot(place: Place, held: Any) -> Slot:
+    base = _base_of(held)
     # A set by its members: theirs is the hash, which is not asked here.
-    return Slot(link.path, partial(_items_of, held, base), partial(_refill, held), _are_same, held)
+    return Slot(place, partial(_items_of, held, base), partial(_refill, held), _are_same, held)
 
 
-def _array_slot(path: str, array: Any) -> Slot:
-    return Slot(path, array.copy, partial(array.__setitem__, ...), _equal_arrays)
+def _array_slot(place: Place, array: Any) -> Slot:
+    return Slot(place, array.copy, partial(array.__setitem__, ...), _equal_arrays)
 
 
 def _are_same(ours: list[Any], theirs: list[Any]) -> bool:

@@ -1,22 +1,49 @@
-"""What the graphs of one forward read and write beside their inputs: by name, and kept alive."""
+"""What the graphs of one forward read and write beside their inputs: by name, and kept alive.
+
+A graph goes on reading the memory of its capture, whatever tensor its host has put in the place of
+another since. What is read is known from two sources:
+
+- Named tensors: those of modules, and those that the host says. `record` notes where they are.
+- Tensors that watched warm-ups have used: `note` keeps their memory. `settle` walks through the
+  Python objects of the forward (places/) and finds where it has them.
+
+`check` compares both with now. `glances` are for steps: each looks at one slot on the way to one
+tensor. Nothing is known of reads of code that torch shows no operators of, unless a node of a graph
+points to memory that the forward holds (`keep_touched`).
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, repeat
 from operator import and_, eq, is_
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from graphrt.core.base import StaleInputError, storage_use_count, tree
-from graphrt.core.device import GraphRead
-from graphrt.core.replay import is_spare
-from graphrt.core.trust.places import Link, Places, SlotLink, TensorLink, places_of
+from graphrt.core.base import (
+    InvalidOptionError,
+    StaleInputError,
+    UntrackedWeightsError,
+    shown,
+    storage_use_count,
+    tree,
+)
+from graphrt.core.device import DeviceGraph, GraphRead
+from graphrt.core.replay import Entry, GraphPool, graphs_of, is_spare
+from graphrt.core.trust.places import FIXED, Link, Places, places_of, where_is
 from graphrt.core.trust.python_state import PythonState
-from graphrt.core.trust.watching import Use, Watch
+from graphrt.core.trust.watching import (
+    UnknownMemory,
+    Use,
+    Watch,
+    address_of,
+    unknown_memory,
+)
 
 
 def call(function: Callable[[], object]) -> object:
@@ -30,6 +57,17 @@ call = getattr(operator, "call", call)
 T = TypeVar("T")
 
 _CODE = (type, FunctionType, MethodType, CodeType, property, staticmethod, classmethod)
+_MOST_TOLD = 8
+
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
+"""Tensors by name, or one after the other."""
+
+Parameters: TypeAlias = torch.nn.Module | Tensors | Callable[[], Tensors] | None
+"""A module; a mapping or sequence that the forward itself reads; or what returns the tensors that
+are in use when it is called."""
+
+Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
 
 
 class TensorUse(NamedTuple):
@@ -48,31 +86,50 @@ class TensorUse(NamedTuple):
     source: str
 
 
-class Reads:
-    """What watched runs used from outside, with strong references until `forget`.
+class ReadSet:
+    """What graphs use from outside, with strong references until `forget`.
 
     A graph goes on reading memory that its host has let go of; here it lives on. Memory that is
     gone by the end of a run was a temporary one, which compiled code does not show as such.
     """
 
-    def __init__(self, forward: Any, *, has_full: bool = True) -> None:
-        """With `has_full` there are graphs without eager parts."""
-        self._has_full = has_full
+    def __init__(
+        self,
+        forward: Any,
+        parameters: Parameters = None,
+        compiled: Sequence[Named] = (),
+        *,
+        watched: bool = True,
+        has_full: bool = True,
+    ) -> None:
+        """`parameters` are the tensors that the host names, `compiled` return those of compiled
+        modules. With `has_full` there are graphs without eager parts. Unless runs are `watched`
+        named tensors are all that is known."""
+        self.watched = watched
+        self.saw_compiled_code = False
+        self.links: list[Link] = []
+        """All of them hold as long as nothing has moved."""
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
-        self.saw_compiled_code = False
-        self._forward = forward
-        self._held: dict[int, tuple[torch.UntypedStorage, Use]] = {}
-        self._kept: dict[int, torch.UntypedStorage] = {}
-        self._where: dict[str, tuple[object, ...]] = {}
-        # Which of them operators are given does not show: all count as read.
-        self._packed: dict[str, object] = {}
-        self.links: tuple[Link, ...] = ()
-        """All of them hold as long as nothing has moved."""
         self.remade: set[str] = set()
         """Where every eager run of the forward puts another tensor, computed of its weights."""
         self.values: PythonState | None = None
         """Python values as of the last capture; None without graphs."""
+        self._forward = forward
+        self._has_full = has_full
+        self._weights = Weights(forward, parameters, compiled)
+        # Where tensors were: the named ones by source and name, the others by path. Of packed
+        # weights themselves: operators do not show which they are given, so all count as read.
+        self._named: dict[tuple[int, str], object] = {}
+        self._where: dict[str, object] = {}
+        # By storage. Without a use the memory is kept, but nothing was seen to read it.
+        self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
+
+    # What is read --------------------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Note where the named tensors are: before the first capture."""
+        self._named = self._named_now()
 
     def note(self, watch: Watch) -> None:
         """Keep what a run used; what an earlier run has made may be made anew at any time."""
@@ -80,35 +137,68 @@ class Reads:
         for key, use in watch.uses.items():
             # What another runner has handed out to this forward, and has again by now, is a
             # temporary one, though it is still there.
-            if key in self._kept or is_spare(key):
+            if is_spare(key):
                 continue
             if key in self._held:
-                self._held[key][1].is_written |= use.is_written
+                known = self._held[key][1]
+                if known is not None:
+                    known.is_written |= use.is_written
                 continue
             storage = use.storage()
             if storage is not None and storage_use_count(storage._cdata) > 1:
                 self._held[key] = storage, use
 
-    def add(self, tensor: torch.Tensor, use: Use) -> None:
-        """Keep a tensor that graphs read though no operator did."""
-        self._held.setdefault(use.ref.cdata, (tensor.untyped_storage(), use))
-
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor that graphs may read, wherever the forward has it later."""
         storage = tensor.untyped_storage()
-        self._kept[storage._cdata] = storage
+        self._held.setdefault(storage._cdata, (storage, None))
+
+    def keep_touched(
+        self, entries: Iterable[Entry], pool: GraphPool, own: Iterable[torch.Tensor]
+    ) -> None:
+        """Count as read what nodes of these graphs point to and the forward holds."""
+        unknown = self.unknown_memory(entries, pool, own)
+        if unknown is None or not unknown.blocks:
+            return
+        touched = {block.address for block in unknown.blocks}
+        for _, tensor in places_of(self._forward).tensors:
+            if where_is(tensor) is not None and address_of(tensor) in touched:
+                use = Use(tensor, "a kernel that is no operator of torch's")
+                known = self._held.get(use.ref.cdata)
+                if known is None or known[1] is None:
+                    self._held[use.ref.cdata] = tensor.untyped_storage(), use
+        self.settle()
 
     def settle(self) -> Places:
         """Find names for what is held, and note where it is; returns the walk."""
         places = places_of(self._forward)
         self.values = PythonState(places, baked=True)
-        self._where = self._places_of_reads(places)
-        self._packed = {place.path: value for place, value in places.packed}
-        read = set(self._where)
-        self.links = tuple(
-            link for link in places.links if not isinstance(link, TensorLink) or link.path in read
-        )
+        reads = []
+        self._where = {}
+        for place, tensor in places.tensors:
+            where = where_is(tensor)
+            if self._is_read(where) and not (self.remade and place.path in self.remade):
+                reads.append((place, tensor))
+                self._where[place.path] = where
+        self._where.update((place.path, value) for place, value in places.packed)
+        self.links = places.links(reads)
         return places
+
+    def forget(self) -> None:
+        """Let go of everything: the graphs are destroyed."""
+        self._held.clear()
+        self._where.clear()
+        self.links = []
+        self.values = None
+        self.remade.clear()
+        self.protected.clear()
+
+    def _is_read(self, where: tuple[Any, ...] | None) -> bool:
+        _, use = (None, None) if where is None else self._held.get(where[-1], (None, None))
+        # Eager parts look again at every replay.
+        return use is not None and (self._has_full or not use.in_parts)
+
+    # Whether it has moved ------------------------------------------------------------------------
 
     def glances(self) -> Iterator[bool]:
         """Without end: whether one slot on the way to what is held has what it had, and whether one
@@ -116,129 +206,266 @@ class Reads:
 
         Put together of what runs in C: a step takes one of them.
         """
-        slots = [
-            link
-            for link in self.links
-            # Code is replaced by hand alone, and takes longer to look at.
-            if isinstance(link, SlotLink) and not isinstance(link.held, _CODE)
-        ]
-        tensors = [
-            link for link in slots if isinstance(link, TensorLink) and link.where is not None
-        ]
+        slots = [link for link in self.links if link.place.way is not FIXED]
+        # Code is replaced by hand alone, and takes longer to look at.
+        slots = [link for link in slots if not issubclass(type(link.held), _CODE)]
+        tensors = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
         found = map(call, cycle([link.place.getter() for link in slots]))
-        same = map(is_, found, cycle([link.held for link in slots]))
+        same = map(is_, found, cycle([link.held for link in slots])) if slots else repeat(True)
         if not tensors:
-            return same if slots else repeat(True)
-        addresses = map(torch.Tensor.data_ptr, cycle([link.held for link in tensors]))
-        there = map(eq, addresses, cycle([link.held.data_ptr() for link in tensors]))
+            return same
+        addresses = map(torch.Tensor.data_ptr, cycle(tensors))
+        there = map(eq, addresses, cycle([tensor.data_ptr() for tensor in tensors]))
         return map(and_, same, there)
-
-    def forget(self) -> None:
-        """Let go of everything: the graphs are destroyed."""
-        self._held.clear()
-        self._kept.clear()
-        self._where.clear()
-        self._packed.clear()
-        self.links = ()
-        self.values = None
-        self.remade.clear()
-        self.protected.clear()
 
     def moved(self) -> list[str]:
         """The paths at which another tensor is now than the one that graphs read, or the same one
         elsewhere, or other packed weights. Walks from the forward again, and looks through links
         that no longer hold."""
-        places = places_of(self._forward)
-        now = {place.path: tensor for place, tensor in places.tensors}
-        packed = {place.path: value for place, value in places.packed}
-        found = [path for path, held in self._packed.items() if packed.get(path) is not held]
-        for path, where in self._where.items():
-            tensor = now.get(path)
-            if tensor is None or _where(tensor) != where:
-                found.append(path)
-        return found
+        return self._moved_in(places_of(self._forward))
 
     def stale(self, moved: Sequence[str]) -> StaleInputError:
-        """The error for what `moved` returned."""
+        """The error for tensors of these names."""
+        more = f" and {len(moved) - _MOST_TOLD} more" if len(moved) > _MOST_TOLD else ""
         return StaleInputError(
-            "tensors are not where the graphs read them",
-            got=", ".join(moved[:8]) + (f" and {len(moved) - 8} more" * (len(moved) > 8)),
+            "weights are not where the graphs read them",
+            got=", ".join(moved[:_MOST_TOLD]) + more,
             expected="every one where it was at capture",
             advice="write new values into the old tensors, as by copy_(), or call recapture()",
         )
 
-    def reachable(self) -> list[torch.Tensor]:
-        """The tensors that the forward reaches now: who looks there sees them move."""
-        found = [tensor for _, tensor in places_of(self._forward).tensors]
-        return [tensor for tensor in found if _where(tensor) is not None]
+    def check_named(self) -> None:
+        """Raise `StaleInputError` if a named tensor has moved."""
+        now = self._named_now()
+        self._refuse([key[1] for key, where in self._named.items() if now.get(key) != where])
 
-    def as_graph_reads(self) -> list[GraphRead]:
-        """What is held, each as a tensor over its storage."""
-        found = []
-        for storage, use in self._held.values():
-            offset, *stride = use.stride
-            tensor = torch.empty(0, dtype=use.dtype, device=storage.device)
-            tensor.set_(storage, offset, use.shape, stride)
-            found.append(GraphRead(tensor, None if use.source is None else str(use.source)))
-        return found
+    def check_replaced(self) -> None:
+        """Raise `StaleInputError` if a tensor that graphs read was replaced. Code may read what no
+        operator shows: then any named tensor counts."""
+        if self.watched:
+            self._refuse(self.moved())
+        if not self.watched or self.saw_compiled_code:
+            self.check_named()
 
-    def storages(self) -> dict[int, Use]:
-        """What is held, by the addresses of the storages."""
-        return {storage.data_ptr(): use for storage, use in self._held.values()}
+    def _refuse(self, moved: Sequence[str]) -> None:
+        if moved:
+            raise self.stale([*dict.fromkeys(moved)])
+
+    def check(self, entries: Iterable[Entry], pool: GraphPool, own: Iterable[torch.Tensor]) -> None:
+        """Raise `StaleInputError` if any tensor has moved, and `UntrackedWeightsError` if graphs
+        read what nobody compares. `own` are tensors of the runner itself, which are no weights."""
+        self.check_named()
+        known = [*own]
+        if self.watched:
+            places = places_of(self._forward)
+            self._refuse(self._moved_in(places))
+            known += [tensor for _, tensor in places.tensors if where_is(tensor) is not None]
+        reads: list[GraphRead] | None = []
+        for entry in entries:
+            read, results = entry.reads(pool)
+            reads = None if reads is None or read is None else reads + read
+            known += results
+        if reads is None and self.watched and not self.saw_compiled_code:
+            reads = [_graph_read(storage, use) for storage, use in self._uses()]
+        if not self._weights.by_host and not (reads is None and self._weights.complete):
+            self._check_known(reads, known)
+
+    def _check_known(self, reads: Sequence[GraphRead] | None, known: list[torch.Tensor]) -> None:
+        advice = (
+            "Host(parameters=the module), or parameters=a function that returns the tensors in use "
+            "by name; Host(parameters={}) says that there are no weights"
+        )
+        if reads is None:
+            raise UntrackedWeightsError(
+                "whether weights moved cannot be told: the forward is no module, and this device "
+                "does not say what its graphs read",
+                expected="to know the weights of the forward",
+                advice=advice,
+            )
+        addresses = {address_of(tensor) for tensor in (*known, *self._weights.now().values())}
+        unknown = {address_of(read.tensor): read for read in reads}
+        lines = [_text(read) for at, read in unknown.items() if at not in addresses]
+        if lines:
+            raise UntrackedWeightsError(
+                f"whether weights moved cannot be told of {len(lines)} tensors that graphs read",
+                got="\n    ".join(["", *lines[:_MOST_TOLD]]),
+                expected="tensors of the module that the forward is, or that the host has named",
+                advice=advice,
+            )
+
+    def _moved_in(self, places: Places) -> list[str]:
+        now: dict[str, object] = {place.path: where_is(tensor) for place, tensor in places.tensors}
+        now.update((place.path, value) for place, value in places.packed)
+        return [path for path, was in self._where.items() if not _is_same(was, now.get(path))]
+
+    def _named_now(self) -> dict[tuple[int, str], object]:
+        return {key: tree.identity(tensor) for key, tensor in self._weights.now().items()}
+
+    # What is told --------------------------------------------------------------------------------
+
+    def unknown_memory(
+        self, entries: Iterable[Entry], pool: GraphPool, own: Iterable[torch.Tensor]
+    ) -> UnknownMemory | None:
+        """The memory outside of graph pools that nodes of the graphs point to and that is neither
+        the runner's `own`, a result, nor what a watched warm-up used: what is read by kernels
+        outside of torch's operators, and by compiled code.
+
+        Each graph takes milliseconds. Blocks are named by where the forward has them. None if
+        nothing was watched, or the platform cannot tell.
+        """
+        known = self.addresses() | set(map(address_of, own))
+        graphs: list[DeviceGraph] = []
+        for entry in entries:
+            graphs += graphs_of(entry.parts)
+            known.update(map(address_of, entry.reads(pool)[1]))
+        unknown = unknown_memory(pool.platform, graphs, known) if self.watched else None
+        if unknown is None or not unknown.blocks:
+            return unknown
+        names: dict[int, str] = {}
+        for place, tensor in places_of(self._forward).tensors:
+            at = address_of(tensor)
+            names[at] = min(names.get(at, place.path), place.path, key=len)
+        blocks = [each._replace(name=names.get(each.address, "")) for each in unknown.blocks]
+        return unknown._replace(blocks=tuple(blocks))
 
     def addresses(self) -> set[int]:
-        """Where the storages begin that are held."""
-        held = {storage.data_ptr() for storage, _ in self._held.values()}
-        return held | {storage.data_ptr() for storage in self._kept.values()}
+        """Where the storages begin that are kept."""
+        return {storage.data_ptr() for storage, _ in self._held.values()}
 
     def table(self) -> tuple[TensorUse, ...]:
-        """Everything that is held."""
-        names, moved = self._names(), set(self.moved())
+        """Everything that graphs read."""
+        moved = {*self.moved()}
+        names: dict[int, list[str]] = {}
+        for path, where in self._where.items():
+            if isinstance(where, tuple):
+                names.setdefault(where[-1], []).append(path)
         found = []
-        for key, (storage, use) in self._held.items():
-            paths = names.get(key) or [p for p, w in self._where.items() if w[-1] == key]
-            gone = bool(paths) and all(path in moved for path in paths)
+        for storage, use in self._uses():
+            paths = names.get(storage._cdata, [])
+            gone = all(path in moved for path in paths)
             if not paths:
-                gone = storage_use_count(key) <= 1
+                gone = storage_use_count(storage._cdata) <= 1
+            name, source = min(paths, key=len, default=""), _source(use)
             found.append(
                 TensorUse(
-                    min(paths, key=len, default=""),
-                    use.dtype,
-                    use.shape,
-                    storage.nbytes(),
-                    use.is_written,
-                    gone,
-                    "" if use.source is None else str(use.source),
+                    name, use.dtype, use.shape, storage.nbytes(), use.is_written, gone, source
                 )
             )
         return tuple(found)
 
-    def _names(self) -> dict[int, list[str]]:
-        names: dict[int, list[str]] = {}
-        for path, where in self._where.items():
-            names.setdefault(where[-1], []).append(path)  # type: ignore[arg-type]
-        return names
-
-    def _places_of_reads(self, places: Places) -> dict[str, tuple[object, ...]]:
-        found = {}
-        for place, tensor in places.tensors:
-            where = _where(tensor)
-            if where is None or where[-1] not in self._held or place.path in self.remade:
-                continue
-            # Eager parts look again at every replay.
-            if self._has_full or not self._held[where[-1]][1].in_parts:
-                found[place.path] = where
-        return found
+    def _uses(self) -> list[tuple[torch.UntypedStorage, Use]]:
+        return [(storage, use) for storage, use in self._held.values() if use is not None]
 
 
-def _where(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Where and what a tensor is, its storage last; None for what has no memory of its own."""
-    try:
-        return *tree.identity(tensor), tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
+def _is_same(was: object, now: object) -> bool:
+    return was is now or (isinstance(was, tuple) and was == now)
+
+
+def _graph_read(storage: torch.UntypedStorage, use: Use) -> GraphRead:
+    offset, *stride = use.stride
+    tensor = torch.empty(0, dtype=use.dtype, device=storage.device)
+    tensor.set_(storage, offset, use.shape, stride)
+    return GraphRead(tensor, _source(use) or None)
+
+
+def _source(use: Use) -> str:
+    return "" if use.source is None else str(use.source)
+
+
+def _text(read: GraphRead) -> str:
+    tensor = read.tensor
+    return f"{tensor.dtype} {tuple(tensor.shape)}, read at {read.source or 'an unknown line'}"
 
 
 def each_call(function: Callable[[], T]) -> Iterator[T]:
     """What `function` returns, called anew for each."""
     return map(call, repeat(function))  # type: ignore[arg-type]
+
+
+# Named weights -----------------------------------------------------------------------------------
+
+
+class Weights:
+    """The named weights of one forward.
+
+    `parameters` are what the host named. Without them, the module that `forward` is, or is a method
+    of, is asked. `compiled` return the weights of compiled modules. `complete` says that the
+    forward is made of modules alone.
+    """
+
+    def __init__(self, forward: Any, parameters: Parameters, compiled: Sequence[Named]) -> None:
+        modules, self.complete = _modules_of(forward)
+        self.by_host = parameters is not None
+        self._sources: list[Named] = [functools.partial(_tensors, module) for module in modules]
+        self._sources += compiled
+        if parameters is not None:
+            self._sources.append(functools.partial(_tensors, parameters))
+
+    def now(self) -> dict[tuple[int, str], torch.Tensor]:
+        """The tensors in use, each by its source and name."""
+        return {
+            (index, name): tensor
+            for index, source in enumerate(self._sources)
+            for name, tensor in source().items()
+        }
+
+
+def check_parameters(parameters: object) -> None:
+    """Raise `InvalidOptionError` for what cannot be asked where weights are."""
+    if parameters is None or isinstance(parameters, torch.nn.Module):
+        return
+    if isinstance(parameters, Iterator):
+        raise InvalidOptionError(
+            "Host(parameters=) is an iterator: it gives the tensors of now, so one that takes the "
+            "place of another would not be seen",
+            got=shown(parameters),
+            expected="a module, or a function that returns the tensors in use",
+            advice="parameters=model, or parameters=model.parameters without ()",
+        )
+    values: object = parameters
+    if isinstance(parameters, Mapping):
+        values = list(parameters.values())
+    elif callable(parameters):
+        return
+    if (
+        isinstance(values, torch.Tensor | str)
+        or not isinstance(values, Iterable)
+        or not all(isinstance(each, torch.Tensor) for each in values)
+    ):
+        raise InvalidOptionError(
+            "Host(parameters=) holds no tensors",
+            got=shown(parameters),
+            expected="a module, tensors by name, a sequence of tensors, or what returns them",
+            advice="parameters=model",
+        )
+
+
+def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
+    """The modules that a forward is made of, and whether it is made of nothing else."""
+    if isinstance(forward, torch.nn.Module):
+        return [forward], True
+    if isinstance(forward, functools.partial):
+        found, complete = _modules_of(forward.func)
+        given = tree.leaves((forward.args, forward.keywords))
+        more = [value for _, value in given if isinstance(value, torch.nn.Module)]
+        # A tensor in it is not looked up again: what it stands for may have been replaced.
+        return found + more, complete and not tree.tensors((forward.args, forward.keywords))
+    if inspect.ismethod(forward) and isinstance(forward.__self__, torch.nn.Module):
+        return [forward.__self__], True
+    # Wrappers and compiled modules.
+    if callable(getattr(type(forward), "unwrap", None)):
+        return _modules_of(forward.unwrap())
+    return [], False
+
+
+def _tensors(source: Any) -> dict[str, torch.Tensor]:
+    if isinstance(source, torch.nn.Module):
+        parameters = source.named_parameters(remove_duplicate=False)
+        return {**dict(parameters), **dict(source.named_buffers(remove_duplicate=False))}
+    if callable(source):
+        source = source()
+        source = list(source) if isinstance(source, Iterator) else source
+        check_parameters(source)
+    if isinstance(source, Mapping):
+        return dict(source)
+    return {str(index): tensor for index, tensor in enumerate(source)}

@@ -158,6 +158,7 @@ class Trial:
         self._step = step
         self._graph = graph
         self._own = own
+        self._reads_arrays = device_type == "cpu"
         # The rows that index writes save are saved anew in each run.
         self._state = StateSnapshot(device_type, limit_bytes * _RUNS, sums=False)
         self._state.reach(places)
@@ -240,8 +241,15 @@ class Trial:
     # Runs ----------------------------------------------------------------------------------------
 
     def _watch(self, follows: Trace | None = None, **more: Any) -> Watch:
-        state = self._state
-        return Watch(self._own, state.memory, follows, state.generators, keeps_sources=True, **more)
+        return Watch(
+            self._own,
+            self._state.memory,
+            follows,
+            self._state.generators,
+            keeps_sources=True,
+            reads_arrays=self._reads_arrays,
+            **more,
+        )
 
     def _once(self, call: Callable[[Watch], Any], **more: Any) -> Run:
         """Make one run, and put the state back."""

@@ -15,7 +15,7 @@ from graphrt.core.capture import State
 from graphrt.core.trust.left_in_python import LeftInPython
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.python_state import PythonState, Slot, is_plain
-from graphrt.core.trust.reads import Reads
+from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import StateSnapshot
 from graphrt.core.trust.watching import (
     IssuedWatch,
@@ -54,7 +54,7 @@ class WatchedState:
         *,
         limit_bytes: int,
         forward: Any,
-        reads: Reads | None,
+        reads: ReadSet | None,
         warmed_up: dict[Hashable, WarmedUp],
         pads: Sequence[int],
         device_type: str,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 from weakref import ReferenceType
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import RefusedOpError
-from graphrt.core.capture import user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import storage_ids
 from graphrt.cpu.tape.lowering import Call
 from graphrt.cpu.tape.operators import Operator
+from graphrt.cpu.tape.refusals import WRITTEN_WRAP
 from graphrt.cpu.tape.tensors import tensors_in
 
 
@@ -99,7 +98,7 @@ class Births:
                     self._constant.pop(tensor.untyped_storage()._cdata, None)
         for tensor, place in zip(tensors, storage_ids(tensors), strict=True):
             if place in self._arena.wrapped and op is not None and op.mutates:
-                _refuse(op)
+                raise WRITTEN_WRAP(op=op.label)
             if tensor.layout is torch.strided:
                 birth = self._born.get(tensor.untyped_storage().data_ptr())
                 if birth is not None:
@@ -112,14 +111,3 @@ class Births:
         self._constant.clear()
         restores = [b.restore for b in births if b.written or b.seen() is not None]
         return restores, [b.held for b in births]
-
-
-def _refuse(op: Operator) -> NoReturn:
-    source = user_source()
-    raise RefusedOpError(
-        "memory that was wrapped inside of the capture is written: whether a replay should begin "
-        "with its first values or with those of the step before cannot be told",
-        op=op.label,
-        source=None if source is None else str(source),
-        advice="make the tensor before the capture (state), or of a copy: torch.tensor(array)",
-    )

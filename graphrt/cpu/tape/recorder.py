@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphrt.core.base import IN_PIECES, RefusedOpError, TaskContractError, ThreadMode
+from graphrt.core.base import TaskContractError, ThreadMode
 from graphrt.core.capture import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch
@@ -24,7 +24,17 @@ from graphrt.cpu.tape.lowering import (
 )
 from graphrt.cpu.tape.metadata import OwnTensors, changes_metadata
 from graphrt.cpu.tape.operators import Operator, operator_of
-from graphrt.cpu.tape.refusals import VALUE_READS, reads_allowed, refusal_of
+from graphrt.cpu.tape.refusals import (
+    CHANGED_METADATA,
+    GROWN_TENSOR,
+    INDEXED,
+    MASK_DTYPES,
+    OUTPUT_OF_NO_TAPE,
+    UNREAD_VECTORS,
+    VALUE_READS,
+    reads_allowed,
+    rule_of,
+)
 from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
 
 # Under any dispatch mode torch computes vectors that were not asked for (svdvals, eigvalsh, cond,
@@ -88,11 +98,14 @@ class Tape(ThreadMode):
         if self.failure is not None:
             raise self.failure
         op = operator_of(func)
-        refuse = refusal_of(op)
-        if refuse is not None:
+        rule = rule_of(op)
+        if rule is not None:
             if op.name in VALUE_READS and self.births.are_constant((args, kwargs)):
                 return func(*args, **kwargs)
-            refuse(op, args, kwargs)
+            if op.name in INDEXED:
+                args = self._by_places(args)
+            if rule.is_broken(args, kwargs):
+                raise rule.refusal(op=op.label)
         if op.composite:
             return self.take_apart(func, args, kwargs)
         if op.name == "aten::lift_fresh":
@@ -104,6 +117,21 @@ class Tape(ThreadMode):
         result = self._compute(op, args, kwargs)
         self.births.derive(op, (args, kwargs), result)
         return self.own.note(result)
+
+    def _by_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of an index operator, in which masks that are constants are the places that
+        they choose."""
+        if len(args) < 2:
+            return args
+        indices: list[Any] = []
+        for index in args[1]:
+            is_mask = isinstance(index, torch.Tensor) and index.dtype in MASK_DTYPES
+            if is_mask and self.births.are_constant(index):
+                places = index.nonzero().unbind(1)
+                indices += [self.own.note(self.births.take(each.clone())) for each in places]
+            else:
+                indices.append(index)
+        return (args[0], indices, *args[2:])
 
     def finish(self) -> list[Step]:
         """The steps, without copies of outputs that nothing ever read."""
@@ -129,23 +157,12 @@ class Tape(ThreadMode):
     def _change_metadata(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Later steps see the tensor as it is then; replaying the change would repeat it.
         if not self.own.has(args[0]) and changes_metadata(op, args, kwargs):
-            raise RefusedOpError(
-                "the shape or memory of a tensor from outside of the capture is changed, which no "
-                "replay repeats",
-                op=op.label,
-                source=_text(user_source()),
-                advice="change a view of it: x.unsqueeze(0), x.view(...)",
-            )
+            raise CHANGED_METADATA(op=op.label)
         try:
             return op.func(*args, **kwargs)
         except RuntimeError as error:
             if self.arena.owns(args[0]):
-                raise RefusedOpError(
-                    "graph memory never moves, so a tensor in it cannot grow",
-                    op=op.label,
-                    source=_text(user_source()),
-                    advice="allocate the tensor at its largest size",
-                ) from error
+                raise GROWN_TENSOR(op=op.label) from error
             raise
 
     def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,13 +254,7 @@ class Tape(ThreadMode):
         for op, source, tokens in self._factors:
             if any(self.aliases.was_read(t) or self.arena.is_live(t) for t in tokens):
                 continue
-            raise RefusedOpError(
-                "singular or eigenvalues without their vectors come from another routine in eager "
-                "code, with other bits",
-                op=op.label,
-                source=_text(source),
-                advice=f"use the vectors too (linalg.svd, eigh), or {IN_PIECES}",
-            )
+            raise UNREAD_VECTORS(op=op.label, source=source)
 
     # Memory -----------------------------------------------------------------------------------
 
@@ -274,13 +285,7 @@ class Tape(ThreadMode):
     def place(self, like: torch.Tensor, op: Operator) -> torch.Tensor:
         """Arena memory for an output with the sizes and strides of `like`."""
         if like.layout is not torch.strided or like.device.type != "cpu" or like.is_quantized:
-            raise RefusedOpError(
-                "only dense tensors on the CPU can be outputs of a captured operator",
-                op=op.label,
-                source=_text(user_source()),
-                got=f"layout {like.layout}, device {like.device}",
-                advice=IN_PIECES,
-            )
+            raise OUTPUT_OF_NO_TAPE(f"layout {like.layout}, device {like.device}", op=op.label)
         return self.arena.empty_strided(like.size(), like.stride(), like.dtype)
 
     def keep_fresh(
@@ -324,11 +329,7 @@ def _under_autocast(dtype: torch.dtype, call: Callable[[], Any]) -> Any:
 def _refuse_allocation(op: Operator) -> NoReturn:
     raise TaskContractError(
         "a task may not allocate",
-        got=f"{op.label} with a new output, at {_text(user_source())}",
+        got=f"{op.label} with a new output, at {user_source()}",
         expected="operators that write into given outputs and workspace",
         advice="allocate outputs and workspace before the task begins",
     )
-
-
-def _text(source: Source | None) -> str | None:
-    return None if source is None else str(source)

@@ -1,4 +1,5 @@
-"""What cannot be part of a graph because it depends on the data: refused while capturing."""
+"""What cannot be part of a tape because it depends on the data: rules for operators, and for reads
+that no operator shows."""
 
 from __future__ import annotations
 
@@ -6,128 +7,159 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.core.base import IN_PIECES, CaptureSyncError, RefusedOpError, fork_safe
-from graphrt.core.capture import user_source
+from graphrt.core.capture import Refusal
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
 
-_READ_ADVICE = (
-    "keep the value on the device (torch.where, masked arithmetic), pass it in as an argument of "
-    f"the step, or {IN_PIECES}"
-)
-_CHECK_ADVICE = (
-    "use the variant that raises nothing (torch.linalg.inv_ex, solve_ex, cholesky_ex, "
-    f"lu_factor_ex, ldl_factor_ex), or {IN_PIECES}"
-)
 VALUE_READS = frozenset(
     "aten::" + name for name in ("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item")
 )
 """They read values and do nothing else: those of constants are the same at every replay."""
-_SYNC_OPS = VALUE_READS | {"aten::_linalg_check_errors", "aten::_pack_padded_sequence"}
+INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
+"""They take masks as indices: those that are constants choose the same places at every replay."""
+_SYNC_OPS = VALUE_READS | {"aten::_pack_padded_sequence"}
 _HOST_TYPES = frozenset({"int", "float", "bool", "number", "complex", "SymInt"})
-_MASK_DTYPES = frozenset({torch.bool, torch.uint8})
-_SHAPE_ADVICE = {
-    "aten::nonzero": "use torch.nonzero_static(size=...), or torch.where(mask, x, y)",
-    "aten::masked_select": "use torch.where(mask, x, fill), which keeps the shape",
-    "aten::index": "use torch.where(mask, x, fill), or index with integers of a fixed count",
-    "aten::index_put": "write with torch.where(mask, new, old), or with masked_fill_",
-    "aten::index_put_": "write with torch.where(mask, new, old), or with masked_fill_",
-    "aten::repeat_interleave": "pass output_size=, which fixes the shape",
-    "aten::bincount": "use scatter_add_ into a tensor of fixed size",
-}
+MASK_DTYPES = frozenset({torch.bool, torch.uint8})
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
-_STATIC_SHAPE_ADVICE = f"pad it to a fixed size, or {IN_PIECES}"
 
-_Refusal = Callable[[Operator, tuple[Any, ...], dict[str, Any]], None]
-
-
-@functools.cache
-def refusal_of(op: Operator) -> _Refusal | None:
-    """What raises if a call reads data on the host, its output shape depends on data, or it goes on
-    behind the call; None for an operator of which no call does. Read once per overload."""
-    if op.name.startswith(_COLLECTIVES):
-        return _refuse_collective
-    if op.name in _SYNC_OPS or torch.Tag.data_dependent_output in op.tags:
-        return _refuse_operator
-    if op.name in ("aten::index", "aten::index_put", "aten::index_put_"):
-        return _refuse_masks
-    if op.name == "aten::repeat_interleave":
-        return None if op.label.endswith("self_int") else _refuse_repeats
-    if torch.Tag.dynamic_output_shape in op.tags:
-        return _refuse_dynamic_shape
-    if not op.built_in and _returns_host_values(op):
-        return _refuse_operator
-    return None
-
-
-def _refuse_collective(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    raise RefusedOpError(
-        "a collective goes on behind the call, and a replay would not wait for it",
-        op=op.label,
-        source=_where(),
-        advice=f"of it and its wait: {IN_PIECES}",
-    )
-
-
-def _refuse_operator(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    check = op.name == "aten::_linalg_check_errors"
-    _refuse_read(op.label, _CHECK_ADVICE if check else _READ_ADVICE)
+HOST_READ = Refusal(
+    CaptureSyncError,
+    "the forward read tensor data on the host while it was being captured",
+    advice="keep the value on the device (torch.where, masked arithmetic), pass it in as an "
+    f"argument of the step, or {IN_PIECES}",
+)
+_RESULT_CHECK = HOST_READ._replace(
+    advice="use the variant that raises nothing (torch.linalg.inv_ex, solve_ex, cholesky_ex, "
+    f"lu_factor_ex, ldl_factor_ex), or {IN_PIECES}"
+)
+_COLLECTIVE = Refusal(
+    RefusedOpError,
+    "a collective goes on behind the call, and a replay would not wait for it",
+    advice=f"of it and its wait: {IN_PIECES}",
+)
+_DYNAMIC_SHAPE = Refusal(
+    RefusedOpError,
+    "the shape of the output depends on data",
+    advice=f"pad it to a fixed size, or {IN_PIECES}",
+)
+_MASK_INDEX = _DYNAMIC_SHAPE._replace(
+    what="a boolean mask as an index gives a shape that depends on data",
+    advice="use torch.where(mask, x, fill), or index with integers of a fixed count",
+)
+_MASK_WRITE = _MASK_INDEX._replace(
+    advice="write with torch.where(mask, new, old), or with masked_fill_"
+)
+_REPEATS = _DYNAMIC_SHAPE._replace(
+    what="repeats in a tensor give a shape that depends on data",
+    advice="pass output_size=, which fixes the shape",
+)
 
 
-def _refuse_masks(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if _masks(op, args, kwargs):
-        _refuse_shape(op, "a boolean mask as an index gives a shape that depends on data")
+CHANGED_METADATA = Refusal(
+    RefusedOpError,
+    "the shape or memory of a tensor from outside of the capture is changed, which no replay "
+    "repeats",
+    advice="change a view of it: x.unsqueeze(0), x.view(...)",
+)
+GROWN_TENSOR = Refusal(
+    RefusedOpError,
+    "graph memory never moves, so a tensor in it cannot grow",
+    advice="allocate the tensor at its largest size",
+)
+OUTPUT_OF_NO_TAPE = Refusal(
+    RefusedOpError,
+    "only dense tensors on the CPU can be outputs of a captured operator",
+    advice=IN_PIECES,
+)
+UNREAD_VECTORS = Refusal(
+    RefusedOpError,
+    "singular or eigenvalues without their vectors come from another routine in eager code, with "
+    "other bits",
+    advice=f"use the vectors too (linalg.svd, eigh), or {IN_PIECES}",
+)
+WRITTEN_WRAP = Refusal(
+    RefusedOpError,
+    "memory that was wrapped inside of the capture is written: whether a replay should begin with "
+    "its first values or with those of the step before cannot be told",
+    advice="make the tensor before the capture (state), or of a copy: torch.tensor(array)",
+)
 
 
-def _refuse_repeats(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("output_size") is None:
-        _refuse_shape(op, "repeats in a tensor give a shape that depends on data")
+class _Rule(NamedTuple):
+    """What of an operator's calls is refused."""
+
+    applies: Callable[[Operator], bool]
+    """Whether it is for this operator: the first rule that is decides."""
+    refusal: Refusal
+    is_broken: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: True
+    """Whether a call breaks it."""
 
 
-def _refuse_dynamic_shape(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    _refuse_shape(op, "the shape of the output depends on data")
+def _named(*names: str) -> Callable[[Operator], bool]:
+    return lambda op: op.name.removeprefix("aten::") in names
 
 
-def _masks(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _indexes_by_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     indices = args[1] if len(args) > 1 else kwargs["indices"]
-    if not any(i is not None and i.dtype in _MASK_DTYPES for i in indices):
-        return False
-    if op.name == "aten::index":
-        return True
+    return any(i is not None and i.dtype in MASK_DTYPES for i in indices)
+
+
+def _writes_by_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     values = args[2] if len(args) > 2 else kwargs["values"]
     # One value for the whole mask is a masked fill: nothing has a shape that depends on data.
-    return bool(values.numel() != 1)
+    return _indexes_by_mask(args, kwargs) and bool(values.numel() != 1)
+
+
+def _repeats_by_tensor(op: Operator) -> bool:
+    return op.name == "aten::repeat_interleave" and not op.label.endswith("self_int")
+
+
+def _has_no_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("output_size") is None
+
+
+def _has_dynamic_shape(op: Operator) -> bool:
+    return torch.Tag.dynamic_output_shape in op.tags
+
+
+def _reads_data(op: Operator) -> bool:
+    return op.name in _SYNC_OPS or torch.Tag.data_dependent_output in op.tags
 
 
 def _returns_host_values(op: Operator) -> bool:
-    return any(str(r.type) in _HOST_TYPES for r in op.schema.returns)
+    return not op.built_in and any(str(r.type) in _HOST_TYPES for r in op.schema.returns)
 
 
-def _refuse_read(operator: str, advice: str = _READ_ADVICE) -> NoReturn:
-    raise CaptureSyncError(
-        "the forward read tensor data on the host while it was being captured",
-        op=operator,
-        source=_where(),
-        advice=advice,
-    )
+_RULES = (
+    _Rule(lambda op: op.name.startswith(_COLLECTIVES), _COLLECTIVE),
+    _Rule(_named("_linalg_check_errors"), _RESULT_CHECK),
+    _Rule(_reads_data, HOST_READ),
+    _Rule(_named("index"), _MASK_INDEX, _indexes_by_mask),
+    _Rule(_named("index_put", "index_put_"), _MASK_WRITE, _writes_by_mask),
+    _Rule(_repeats_by_tensor, _REPEATS, _has_no_size),
+    *(
+        _Rule(_named(name), _DYNAMIC_SHAPE._replace(advice=advice))
+        for name, advice in {
+            "nonzero": "use torch.nonzero_static(size=...), or torch.where(mask, x, y)",
+            "masked_select": "use torch.where(mask, x, fill), which keeps the shape",
+            "bincount": "use scatter_add_ into a tensor of fixed size",
+        }.items()
+    ),
+    _Rule(_has_dynamic_shape, _DYNAMIC_SHAPE),
+    _Rule(_returns_host_values, HOST_READ),
+)
+"""Operators that read data on the host, whose shapes depend on data, or that go on afterwards."""
 
 
-def _refuse_shape(op: Operator, why: str) -> NoReturn:
-    raise RefusedOpError(
-        why,
-        op=op.label,
-        source=_where(),
-        advice=_SHAPE_ADVICE.get(op.name, _STATIC_SHAPE_ADVICE),
-    )
-
-
-def _where() -> str | None:
-    source = user_source()
-    return None if source is None else str(source)
+@functools.cache
+def rule_of(op: Operator) -> _Rule | None:
+    """The rule for an operator, None where every call of it is fine. Read once per overload."""
+    return next((rule for rule in _RULES if rule.applies(op)), None)
 
 
 # Reads that do not go through the dispatcher. A function mode would see them too, but torch takes
@@ -220,7 +252,7 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if getattr(_thread, "refusing", False) and _reads(name, args, kwargs):
-            _refuse_read(f"Tensor.{name}")
+            raise HOST_READ(op=f"Tensor.{name}")
         result = original(*args, **kwargs)
         if name in _WRAPPERS and getattr(_thread, "refusing", False):
             _thread.wrapped(result)

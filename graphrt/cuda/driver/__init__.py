@@ -11,7 +11,6 @@ from graphrt.cuda.driver.api import (
     finish_capture,
     need,
     new_stream,
-    node_count,
     restart_capture,
 )
 from graphrt.cuda.driver.fetch import FetchRing
@@ -21,11 +20,7 @@ from graphrt.cuda.driver.nodes import (
     NodeCalls,
     argument_sizes,
     arguments_of,
-    clone_graph,
     destroy_graph,
-    edges,
-    function_attribute,
-    function_name,
     function_of,
     is_chain,
     kernel_attribute,
@@ -33,7 +28,6 @@ from graphrt.cuda.driver.nodes import (
     memory_parameters,
     node_type,
     nodes_of,
-    update_executable,
 )
 from graphrt.cuda.driver.pointers import pointers_of
 
@@ -49,14 +43,10 @@ __all__ = [
     "capture_dependencies",
     "capture_is_invalidated",
     "captured_nodes",
-    "clone_graph",
     "destroy_graph",
     "driver_available",
-    "edges",
     "end_capture",
     "finish_capture",
-    "function_attribute",
-    "function_name",
     "function_of",
     "is_chain",
     "kernel_attribute",
@@ -64,10 +54,8 @@ __all__ = [
     "memory_parameters",
     "need",
     "new_stream",
-    "node_count",
     "node_type",
     "nodes_of",
     "pointers_of",
     "restart_capture",
-    "update_executable",
 ]

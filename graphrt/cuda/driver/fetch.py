@@ -8,10 +8,10 @@ from functools import cache
 
 import torch
 
-from graphrt.core.device import RingFormat, slot_bytes
 from graphrt.cuda.driver._fetch_ptx import NAME, PTX, THREADS
 from graphrt.cuda.driver.api import INVALID_CONTEXT, check, enter_context, need, pointer
 from graphrt.cuda.private_torch import raw_stream_of
+from graphrt.cuda.ring import RingFormat, slot_bytes
 
 _CHUNK = 16
 _MOST_BLOCKS = 264
@@ -19,8 +19,8 @@ _MOST_BLOCKS = 264
 
 
 class FetchRing:
-    """Pinned slots, and a kernel that fetches the next one into `slab`; its counter, and how many
-    of its blocks are done, are in the last bytes of `slab`."""
+    """Pinned slots, and a kernel that fetches the next one into `slab`; it keeps its counter, and
+    how many of its blocks are done, in memory of its own."""
 
     def __init__(self, slab: torch.Tensor, slots: int, nbytes: int, moves: int) -> None:
         """Raises `DriverError` where the driver does not take the kernel."""
@@ -30,6 +30,7 @@ class FetchRing:
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._device = slab.get_device()
         self._slab = slab
+        self._counter = torch.zeros(RingFormat.COUNTER_BYTES, dtype=torch.uint8, device=slab.device)
         with torch.cuda.device(self._device):
             self._function = _function(_context())
         # A call of its own, as whoever else calls it may say otherwise what its arguments are.
@@ -41,15 +42,14 @@ class FetchRing:
         )
 
     def prepare(self, nbytes: int, moves: int) -> Callable[[], None]:
-        """See `graphrt.core.device.InputRing`. Raises `DriverError` when it is called."""
+        """See `graphrt.cuda.ring.RingDevice`. Raises `DriverError` when it is called."""
         control = self.memory.data_ptr()
         chunks = -(-nbytes // _CHUNK)
         blocks = min(max(-(-chunks // THREADS), 1), _MOST_BLOCKS)
-        slab = self._slab.data_ptr()
         values = (
             ctypes.c_uint64(control + RingFormat.CONTROL_BYTES),
-            ctypes.c_uint64(slab),
-            ctypes.c_uint64(slab + self._slab.nbytes - RingFormat.TAIL_BYTES),
+            ctypes.c_uint64(self._slab.data_ptr()),
+            ctypes.c_uint64(self._counter.data_ptr()),
             ctypes.c_uint64(control),
             ctypes.c_uint64(self.slots),
             ctypes.c_uint64(self.stride),
@@ -75,7 +75,7 @@ class FetchRing:
         return fetch
 
     def wait(self) -> None:
-        """See `graphrt.core.device.InputRing`."""
+        """See `graphrt.cuda.ring.RingDevice`."""
         torch.cuda.current_stream(self._device).synchronize()
 
 

@@ -15,16 +15,8 @@ _AUTO_FREE = 1
 _MEMORY_NAMES = {1: "Memcpy", 2: "Memset"}  # CUgraphNodeType
 
 
-def clone_graph(graph: int) -> int:
-    """A copy of a template, which lives until `destroy_graph`."""
-    copy = ctypes.c_void_p()
-    check("cuGraphClone", need().cuGraphClone(ctypes.byref(copy), pointer(graph)))
-    assert copy.value is not None
-    return copy.value
-
-
 def destroy_graph(graph: int) -> None:
-    """Destroy a copy that `clone_graph` made."""
+    """Destroy a template that is no graph of torch's."""
     check("cuGraphDestroy", need().cuGraphDestroy(pointer(graph)))
 
 
@@ -221,22 +213,3 @@ def function_of(parameters: KernelParameters) -> int | None:
     function = ctypes.c_void_p()
     status = need().cuKernelGetFunction(ctypes.byref(function), pointer(parameters.kernel))
     return None if status else function.value
-
-
-def function_name(function: int) -> str | None:
-    """The (mangled) name of a function; None if the driver does not tell."""
-    name = ctypes.c_char_p()
-    status = need().cuFuncGetName(ctypes.byref(name), pointer(function))
-    return None if status or name.value is None else name.value.decode(errors="replace")
-
-
-def function_attribute(function: int, attribute: int) -> int | None:
-    """An attribute of a function (CUfunction_attribute); None if the driver does not tell.
-
-    Raises `DriverError` where it has no memory.
-    """
-    value = ctypes.c_int(0)
-    status = need().cuFuncGetAttribute(ctypes.byref(value), attribute, pointer(function))
-    if status == _OUT_OF_MEMORY:
-        check("cuFuncGetAttribute", status)
-    return None if status else value.value

@@ -110,7 +110,7 @@ class BreakConformance(ConformanceBase):
         x = self.tensor(1, 2, 3, 4)
         assert self.first(self.capture(wrapper, PIECEWISE, x)) == [4, 6]
         assert self.first(self.step(wrapper, PIECEWISE, x)) == [4, 6]
-        assert not wrapper._kept.bridges._buffers
+        assert not wrapper._graphs.bridges._buffers
 
     def test_new_memory_where_an_argument_was_returned_is_an_error(self, pool: GraphPool) -> None:
         fresh = [False]
@@ -156,7 +156,7 @@ class BreakConformance(ConformanceBase):
             assert self.first(out) == [61, 71]
             assert self.first(self.step(wrapper, PIECEWISE, big)) == [21, 31, 41, 51]
         wrapper.clear_graphs()
-        assert not wrapper._kept.bridges._buffers
+        assert not wrapper._graphs.bridges._buffers
 
     def test_eager_parts_with_parameters_leave_no_autograd_graph_behind(
         self, pool: GraphPool
@@ -180,7 +180,7 @@ class BreakConformance(ConformanceBase):
         self.capture(wrapper, PIECEWISE, big)
         self.capture(wrapper, PIECEWISE, small, descriptor=D2)
         pooled = Capability.ALLOCATE_IN_POOL in self.platform.capabilities
-        assert len(wrapper._kept.bridges._buffers) == (0 if pooled else 1)
+        assert len(wrapper._graphs.bridges._buffers) == (0 if pooled else 1)
         out = self.step(wrapper, PIECEWISE, small, descriptor=D2)
         assert self.first(out) == [61, 71]
         assert self.first(self.step(wrapper, PIECEWISE, big)) == [21, 31, 41, 51]

@@ -17,6 +17,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import current_context, forward_context
 from graphrt.core.capture import eager_break, wrapper_class
 from graphrt.core.device import Capability
+from graphrt.core.dispatch import Reason
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner import Host
 from graphrt.testing.conformance.base import (
@@ -94,7 +95,7 @@ class CaptureConformance(ConformanceBase):
         self.step(wrapper, NONE, x)
         self.step(wrapper, PIECEWISE, x)
         assert forward.calls == 4
-        assert wrapper.calls_without_context == 1
+        assert wrapper.eager_calls[Reason.NO_CONTEXT] == 1
 
     def test_nested_containers_are_returned_with_their_structure(self, pool: GraphPool) -> None:
         def forward(x: torch.Tensor) -> Outputs:
@@ -184,7 +185,7 @@ class CaptureConformance(ConformanceBase):
         wrapper = self.wrap(lambda x: x + 1, FULL, pool, lazy=True)
         wrapper.seal()
         assert self.first(self.step(wrapper, FULL, self.tensor(1))) == [2]
-        assert wrapper.eager_calls_after_seal == 1
+        assert wrapper.eager_calls[Reason.SEALED] == 1
         assert not wrapper.entries
 
     def test_a_strict_sealed_wrapper_refuses_unseen_descriptors(self, pool: GraphPool) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from graphrt.core.base import PageableCopyError
+from graphrt.core.base import (
+    BakedScalarError,
+    CaptureSyncError,
+    PageableCopyError,
+)
 from graphrt.core.capture import eager_break
 from graphrt.core.dispatch import Reason
 from graphrt.core.replay import GraphPool
@@ -61,6 +66,21 @@ def _list_on_the_left(x: torch.Tensor) -> torch.Tensor:
     return made
 
 
+_MASK = [True, False, False, True, True, False, True, False]
+
+
+def _mask_as_index(x: torch.Tensor) -> torch.Tensor:
+    chosen = x[:, _MASK] + x[:, torch.tensor(_MASK)] * 2
+    return x + torch.cat([chosen, x[:, torch.tensor(_MASK, device=x.device)]], 1)
+
+
+def _mask_on_the_left(x: torch.Tensor) -> torch.Tensor:
+    made, mask = x.clone(), torch.tensor(_MASK, device=x.device)
+    made[:, _MASK] = 5.0
+    made[:, mask] = made[:, mask] + x[:, [0, 1, 2, 3]]
+    return made
+
+
 def _element_on_the_left(x: torch.Tensor) -> torch.Tensor:
     made = x[:, 0].clone()
     made[0] = 5.0
@@ -81,6 +101,29 @@ def _host_writes_between(x: torch.Tensor) -> torch.Tensor:
     return x * first + table.to(x.device)
 
 
+def _numpy() -> Any:
+    return pytest.importorskip("numpy")
+
+
+def _arrays(x: torch.Tensor) -> torch.Tensor:
+    np = _numpy()
+    weights = np.arange(8, dtype=np.float32)
+    total = torch.from_numpy(weights).to(x.device) + torch.tensor(weights * 2, device=x.device)
+    total += torch.as_tensor(weights * 3, device=x.device) + torch.asarray(weights).to(x) * 4
+    return x * total + x[:, np.array([2, 0])].sum(1, keepdim=True)
+
+
+def _computed_of_an_array(x: torch.Tensor) -> torch.Tensor:
+    np = _numpy()
+    turned = torch.from_numpy(np.arange(16, dtype=np.float32)).view(8, 2).t()[1] * 0.5
+    return x * turned.to(x.device)
+
+
+def _mask_of_an_array(x: torch.Tensor) -> torch.Tensor:
+    chosen = x[:, _numpy().array(_MASK)]
+    return x + torch.cat([chosen, chosen], 1)
+
+
 def _nothing(x: torch.Tensor) -> torch.Tensor:
     return x + torch.tensor([], device=x.device).sum()
 
@@ -95,11 +138,14 @@ _FORWARDS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     _copied_into_memory,
     _list_as_index,
     _list_on_the_left,
+    _mask_as_index,
+    _mask_on_the_left,
     _element_on_the_left,
     _written_in_place,
     _host_writes_between,
     _nothing,
 ]
+_OF_ARRAYS: list[Callable[[torch.Tensor], torch.Tensor]] = [_arrays, _computed_of_an_array]
 
 
 def _all(x: torch.Tensor) -> torch.Tensor:
@@ -109,7 +155,9 @@ def _all(x: torch.Tensor) -> torch.Tensor:
 
 
 class ConstantConformance(ConformanceBase):
-    @pytest.mark.parametrize("forward", [*_FORWARDS, _all], ids=lambda each: each.__name__[1:])
+    @pytest.mark.parametrize(
+        "forward", [*_FORWARDS, *_OF_ARRAYS, _all], ids=lambda each: each.__name__[1:]
+    )
     def test_replays_have_the_constants_of_a_forward(
         self, pool: GraphPool, forward: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
@@ -188,6 +236,86 @@ class ConstantConformance(ConformanceBase):
             assert self.first(self.step(wrapper, FULL, x)) == [2, 4, 6, 8]
             return
         with pytest.raises(PageableCopyError, match=r"constants\.py"):
+            self.capture(wrapper, FULL, x)
+
+    @pytest.mark.parametrize("computed", [False, True])
+    def test_an_array_that_is_written_is_read_anew_or_named(
+        self, pool: GraphPool, computed: bool
+    ) -> None:
+        table = _numpy().ones(8, dtype="float32")
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            host = torch.from_numpy(table)
+            return x * (host * 2 if computed else host).to(x.device)
+
+        x = self.tensor(1, 2, 3, 4)
+        wrapper = self.wrap(forward, FULL, pool)
+        self.capture(wrapper, FULL, x)
+        self.step(wrapper, FULL, x)
+        table += 1
+        if self.platform.device_type == "cpu":
+            assert torch.equal(self.host(self.step(wrapper, FULL, x)), self.host(forward(x)))
+        if not self.platform.needs_pinned_copies:
+            return
+        with pytest.raises(BakedScalarError, match=r"constants\.py"):
+            self.step(wrapper, FULL, x)
+        table -= 1
+        assert torch.equal(self.host(self.step(wrapper, FULL, x)), self.host(forward(x)))
+
+    def test_a_constant_that_another_capture_returned_is_one(self, pool: GraphPool) -> None:
+        def makes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            table = torch.tensor(_WEIGHTS)
+            return x + table.to(x.device), table.view(8, 1)
+
+        def reads(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return x * (table.view(8) * 2).to(x.device)
+
+        first, second = (self.wrap(each, FULL, pool) for each in (makes, reads))
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(second, FULL, *self.capture(first, FULL, x))
+        for values in ((4, 3, 2, 1), (0, 9, 0, 9)):
+            x.copy_(self.tensor(*values))
+            expected = self.host(reads(*makes(x)))
+            given = self.step(first, FULL, x)
+            assert torch.equal(self.host(self.step(second, FULL, *given)), expected)
+        given[1].add_(1)
+        if self.platform.needs_pinned_copies:
+            with pytest.raises(BakedScalarError, match="earlier piece"):
+                self.step(second, FULL, *given)
+
+    def test_a_mask_of_an_array_is_a_constant_where_arrays_are(self, pool: GraphPool) -> None:
+        x = self.tensor(1, 2, 3, 4)
+        wrapper = self.wrap(_mask_of_an_array, FULL, pool)
+        if not self.platform.needs_pinned_copies:
+            pytest.skip("graphs may read the memory of arrays")
+        self.capture(wrapper, FULL, x)
+        expected = self.host(_mask_of_an_array(x))
+        assert torch.equal(self.host(self.step(wrapper, FULL, x)), expected)
+
+    def test_an_array_that_never_reaches_the_device_may_be_written(self, pool: GraphPool) -> None:
+        table = _numpy().ones(8, dtype="float32")
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            host = torch.from_numpy(table)
+            return x * host.dim()
+
+        x = self.tensor(1, 2, 3, 4)
+        wrapper = self.wrap(forward, FULL, pool)
+        self.capture(wrapper, FULL, x)
+        table += 1
+        assert self.first(self.step(wrapper, FULL, x)) == [1, 2, 3, 4]
+
+    def test_a_mask_that_the_forward_writes_is_no_constant(self, pool: GraphPool) -> None:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            mask = torch.tensor(_MASK, device=x.device)
+            mask[0] = x[0, 0] > 2
+            return x[:, mask]
+
+        x = self.tensor(1, 2, 3, 4)
+        wrapper = self.wrap(forward, FULL, pool)
+        if not self.platform.needs_pinned_copies:
+            pytest.skip("captures may run the forward")
+        with pytest.raises(CaptureSyncError):
             self.capture(wrapper, FULL, x)
 
     def _pinned_memory_is_used_by_others(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from graphrt.core.base import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch import BatchDescriptor
 from graphrt.core.device import Capability
+from graphrt.core.dispatch import Reason
 from graphrt.core.replay import UNCHANGED, GraphPool, HostArg, UpdatableTask
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase, Counting
 
@@ -208,12 +209,12 @@ class TaskConformance(ConformanceBase):
         self.capture(wrapper, FULL, x, descriptor=DESCRIPTOR)
         task.issue = fail_in(task.issue, 1)
         assert self.run(wrapper, x, {"attention": {"lengths": [1]}}) == [7, 11, 15, 19]
-        assert wrapper.failed_updates == 1
+        assert wrapper.eager_calls[Reason.UPDATE_FAILED] == 1
         assert wrapper.last_failed_update == "Boom: layer 1"
         # What is refused before anything runs is not repeated.
         with pytest.raises(InvalidUpdateError):
             self.run(wrapper, x, {"attention": {"lengths": [1] * 5}})
-        assert wrapper.failed_updates == 1
+        assert wrapper.eager_calls[Reason.UPDATE_FAILED] == 1
         assert self.run(wrapper, x, {"attention": {"lengths": [2]}}) == [13, 22, 31, 40]
 
     def test_graphs_of_one_pool_keep_their_own_arguments(self, pool: GraphPool) -> None:

@@ -1,6 +1,5 @@
 """How a runner runs one step: padded or not, checked or not."""
 
-from graphrt.core.runner.steps.again import is_plain, same
 from graphrt.core.runner.steps.checked import CheckedSteps
 from graphrt.core.runner.steps.checks import Checks, TrialRecord
 from graphrt.core.runner.steps.padded import PaddedSteps
@@ -25,9 +24,7 @@ __all__ = [
     "Slots",
     "TrialRecord",
     "UnpaddedSteps",
-    "is_plain",
     "no_graph_to_pad_to",
     "no_graph_to_verify",
     "refuse_inside_capture",
-    "same",
 ]

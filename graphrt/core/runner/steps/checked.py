@@ -9,8 +9,8 @@ import torch
 
 from graphrt.core.base import InvalidOptionError, Undo, cloned, set_for_capture
 from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.batch import unpadded as unpadded_of
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.dispatch import unpadded as unpadded_of
 from graphrt.core.inputs import reqs_of
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.steps.checks import Checks
@@ -174,7 +174,7 @@ class CheckedSteps:
         agreed: bool = False,
     ) -> PaddedTrial:
         padded, unpadded = self._padded, self._unpadded
-        padded.inputs.check(values, None, None)
+        padded.inputs.declared.check(values, None, None)
         # They may be outputs of the last step, or lie in the buffers.
         padded.pool.follow_stream()
         values = copied_values(values)
@@ -235,7 +235,7 @@ class CheckedSteps:
         )
         pool, undo = self._padded.pool, Undo()
         try:
-            pool.will_put_back("a trial", undo.later)
+            pool._will_put_back("a trial", undo.later)
             # As captures run.
             set_for_capture(undo)
             verdict = trial.run(undone=undone)

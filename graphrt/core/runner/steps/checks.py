@@ -17,7 +17,7 @@ from graphrt.core.base import (
 from graphrt.core.batch import BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphOptions
 from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.trust import Ambient, Gradients, Reads, Verdict
+from graphrt.core.trust import Ambient, Gradients, ReadSet, Verdict
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
@@ -83,7 +83,7 @@ class Checks:
     def __init__(
         self,
         options: GraphOptions,
-        reads: Reads | None,
+        reads: ReadSet | None,
         device_type: str,
         inputs: frozenset[str],
         gradients: Gradients,
@@ -355,7 +355,7 @@ class Checks:
         # A step takes one of them.
         self.looks = glances if self._ambient is None else self._ambient.looks(glances)
 
-    def _look_for_moved(self, reads: Reads) -> None:
+    def _look_for_moved(self, reads: ReadSet) -> None:
         moved = reads.moved()
         if not moved:
             # Something on the way was replaced, and leads to the same tensors.

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from graphrt.core.base import cloned
-from graphrt.core.batch import Batch, ForwardContext, GraphMode
-from graphrt.core.dispatch import Dispatch, GraphDispatcher, live_query_len
+from graphrt.core.batch import Batch, ForwardContext, GraphMode, live_query_len
+from graphrt.core.dispatch import Dispatch, GraphDispatcher
 from graphrt.core.inputs import StaticInputs, reqs_of, wrong_requests
 from graphrt.core.replay import GraphPool
 from graphrt.core.runner.host import Bind, Phase
@@ -73,13 +73,13 @@ class PaddedSteps:
             self.pool.check_open()
         pool = self.pool
         try:
-            pool.pass_to(context)
+            pool._pass_to(context)
             stream = pool.follow_stream()
             ring = None if eager else step.ring
             self.inputs.fill(values, step.layout, tokens, reqs, stream, ring is not None)
             if pool.handed_out:
                 # Not before: they may have been among the inputs.
-                pool.expire_outputs()
+                pool._expire_outputs()
             if self._bind is not None:
                 phase: Phase = "eager" if eager or self._eager_launch else "replay"
                 self._bind(step.readable, step.descriptor, phase)
@@ -94,9 +94,9 @@ class PaddedSteps:
             if self._clones and runs:
                 outputs = cloned(outputs)
             outputs = step.live(outputs, tokens, reqs, pool)
-            pool.pass_to(self._owner)
+            pool._pass_to(self._owner)
             return outputs
         except BaseException:
-            pool.pass_to(self._owner)
+            pool._pass_to(self._owner)
             context.leave()
             raise

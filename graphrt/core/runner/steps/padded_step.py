@@ -13,8 +13,8 @@ from graphrt.core.batch import BatchDescriptor
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.inputs import (
     BatchDims,
+    InputRing,
     OutputLayout,
-    SlotRing,
     StaticInputs,
     at_path,
     check_tensor,
@@ -73,7 +73,7 @@ class PaddedStep:
         inputs: StaticInputs,
         call: Callable[..., Any],
         axes: OutputLayout,
-        ring: SlotRing | None = None,
+        ring: InputRing | None = None,
         *,
         owned: bool,
     ) -> None:
@@ -156,9 +156,15 @@ class PaddedStep:
         return self._prepared.filled(outputs, fresh)
 
     def hold(
-        self, wrapper: GraphWrapper, inputs: StaticInputs, pool: GraphPool, bind: Bind | None
+        self,
+        wrapper: GraphWrapper,
+        inputs: StaticInputs,
+        pool: GraphPool,
+        bind: Bind | None,
+        graded: Callable[[Mapping[str, Any]], bool] | None,
     ) -> None:
-        """Prepare for steps by what `wrapper` has captured, which return exactly its outputs."""
+        """Prepare for steps by what `wrapper` has captured, which return exactly its outputs; those
+        whose inputs are `graded` are run by the wrapper."""
         entry = wrapper.entries.get(self.descriptor)
         # The pool may have been cleared: until `recapture()` its steps are without a graph.
         if entry is None or entry.outputs is self._held:
@@ -166,7 +172,7 @@ class PaddedStep:
         outputs = entry.outputs
         self._prepared = self._prepare(outputs, pool)
         self._shapes = {}
-        read = Read(inputs, self.layout, self.ring, self.readable, bind)
+        read = Read(inputs, self.layout, self.ring, self.readable, bind, graded)
         single = type(outputs) is torch.Tensor
         alone = (self._prepared.outputs[0][0], self._shapes) if single else None
         self.replay = replay_of(self.descriptor, wrapper, pool, self.reqs, read, alone)

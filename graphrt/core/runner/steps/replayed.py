@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from graphrt.core.base import NativeReplay
-from graphrt.core.batch import Batch, BatchDescriptor
+from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
 from graphrt.core.capture import GraphWrapper, hot_of
 from graphrt.core.inputs import (
     InputLayout,
+    InputRing,
     InputSlot,
-    SlotRing,
     StaticInputs,
     StepMoves,
     reqs_of,
@@ -32,13 +32,14 @@ Replay = Callable[[Live, Batch, Mapping[str, Any]], Any]
 
 class Read(NamedTuple):
     """What the graph of a step reads: where that lies, from which ring it fetches it, if it does,
-    and as what `bind` gets it."""
+    and as what `bind` gets it. `graded` says whether a step's inputs require a gradient."""
 
     inputs: StaticInputs
     layout: InputLayout
-    ring: SlotRing | None
+    ring: InputRing | None
     views: Mapping[str, torch.Tensor]
     bind: Bind | None
+    graded: Callable[[Mapping[str, Any]], bool] | None
 
 
 def replay_of(
@@ -54,15 +55,16 @@ def replay_of(
 
     It is given what makes of the outputs what the caller gets, and does not keep it alive; of
     outputs that are one tensor `alone` hands that out, in shapes that are known. It returns
-    `NOT_ALONE` once the wrapper has another entry. Its caller has the pool's turn. Raises
+    `NOT_ALONE` once the wrapper has another entry, and for inputs whose gradients the outputs have
+    to say that they end. Its caller has the pool's turn. Raises
     `InvalidInputError` and `InvalidBatchError`.
     """
     hot, entry = hot_of(wrapper), wrapper.entries[descriptor]
     graph, outputs = entry.graph, entry.outputs
     # With several pieces it is the wrapper that counts them as one step.
-    if graph is None or hot.clones or not hot.one_call_a_step:
+    if graph is None or hot.clones or hot.mode is not GraphMode.FULL:
         return None
-    inputs, layout, ring, views, bind = read
+    inputs, layout, ring, views, bind, graded = read
     fill_from = inputs.fill_from
     fill, in_graph, follow_stream = inputs.fill, ring is not None, pool.follow_stream
     read_stream_id = pool.read_stream_id
@@ -93,7 +95,7 @@ def replay_of(
         if pool.closed:
             pool.check_open()
         if pool.step is not None:
-            pool.leave_step(None)
+            pool._leave_step(None)
         if read_stream_id is None or read_stream_id() == pool.stream_id:
             stream = pool.last_stream
         else:
@@ -102,11 +104,16 @@ def replay_of(
         if type(values) is InputSlot and values.moves is moves is not None:
             fill_from(values, layout, moves, stream, in_graph)
         elif alike is None or type(values) is InputSlot or len(values) != count:
+            if graded is not None and graded(values):
+                return NOT_ALONE
             fill(values, layout, tokens, live_reqs, stream, in_graph)
         else:
             # First: slots that were handed out are given up, whatever comes of the step.
             inputs.turn += 1
             if not alike(values, fetch, in_graph):
+                # Of those that are alike none requires one.
+                if graded is not None and graded(values):
+                    return NOT_ALONE
                 fill(values, layout, tokens, live_reqs, stream, in_graph)
         if handed_out:
             # Not before: they may have been among the inputs.

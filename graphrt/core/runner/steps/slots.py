@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphrt.core.base import InputSlotError, InvalidBatchError, shown
-from graphrt.core.batch import Batch
+from graphrt.core.batch import Batch, is_plain, same
 from graphrt.core.capture import Sealing
 from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher
 from graphrt.core.inputs import (
@@ -16,7 +16,6 @@ from graphrt.core.inputs import (
     wrong_requests,
 )
 from graphrt.core.replay import GraphPool, under_way
-from graphrt.core.runner.steps.again import is_plain, same
 from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.unpadded import refuse_inside_capture
 

@@ -87,7 +87,7 @@ class UnpaddedSteps:
             live=batch,
         )
         try:
-            pool.pass_to(context)
+            pool._pass_to(context)
             stream = pool.follow_stream()
             if tokens <= inputs.tokens and reqs <= inputs.reqs:
                 layout = inputs.layout(tokens, reqs)
@@ -96,7 +96,7 @@ class UnpaddedSteps:
                 views = {name: view.detach() for name, view in layout.views.items()}
             else:
                 views = inputs.copies(values, tokens, reqs)
-            pool.expire_outputs()
+            pool._expire_outputs()
             if self._bind is not None:
                 self._bind(MappingProxyType(views), found.descriptor, "eager")
             forward = partial(self._run_forward, **(nest(views) if inputs.nested else views))
@@ -105,10 +105,10 @@ class UnpaddedSteps:
             if around is None:
                 self._after()
             outputs = self._handed_out(outputs)
-            pool.pass_to(self._owner)
+            pool._pass_to(self._owner)
             return outputs
         except BaseException:
-            pool.pass_to(self._owner)
+            pool._pass_to(self._owner)
             context.leave()
             if around is None:
                 self._after()

@@ -17,8 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.trust.places.slots import bases_of, namespace_of
-from graphrt.core.trust.places.values import is_numpy_number
+from graphrt.core.trust.places.slots import (
+    bases_of,
+    module_globals,
+    module_of,
+    name_of,
+    namespace_of,
+    of_numpy,
+)
 
 
 class Kind(enum.Enum):
@@ -40,28 +46,36 @@ class Kind(enum.Enum):
     PARTIAL = enum.auto()
     CLASS = enum.auto()
     DESCRIPTOR = enum.auto()
-    NAMESPACE = enum.auto()
     PROXY = enum.auto()
     REF = enum.auto()
     CONTEXT_VARIABLE = enum.auto()
     CACHED = enum.auto()
     WRAPPER = enum.auto()
     PACKED = enum.auto()
+    ARRAY = enum.auto()
     SKIPPED = enum.auto()
-    OPAQUE = enum.auto()
 
 
 class Shape(NamedTuple):
     """A type: its kind, how to get an object's `__dict__` (None if it has none), its slots by
-    name, whether it is a frozen dataclass, and which of its bases (itself too) are users'."""
+    name, whether it is a frozen dataclass, which of its bases (itself too) are users', and whether
+    random numbers are drawn from its objects."""
 
     kind: Kind
     dict_of: Callable[[Any], dict[str, Any]] | None = None
     slots: tuple[tuple[str, Any], ...] = ()
     frozen: bool = False
     users: tuple[type, ...] = ()
+    draws: bool = False
 
 
+def _function_dict(function: Any) -> dict[str, Any]:
+    found: dict[str, Any] = types.FunctionType.__dict__["__dict__"].__get__(function)
+    return found
+
+
+_BY_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_CACHED = type(functools.lru_cache(len))
 _EXACT: dict[type, Kind] = {
     **dict.fromkeys((int, float, complex, bool, str, bytes, type(None), type(...)), Kind.PLAIN),
     **dict.fromkeys((torch.dtype, torch.device, torch.Size, torch.layout), Kind.PLAIN),
@@ -75,21 +89,8 @@ _EXACT: dict[type, Kind] = {
     functools.cached_property: Kind.DESCRIPTOR,
     # Of C++: quantized weights, packed for their operators, are such.
     torch.ScriptObject: Kind.PACKED,
-    torch.Generator: Kind.SKIPPED,
-    torch.UntypedStorage: Kind.SKIPPED,
-    types.CodeType: Kind.SKIPPED,
-    types.WrapperDescriptorType: Kind.SKIPPED,
-    types.MethodDescriptorType: Kind.SKIPPED,
-    types.ClassMethodDescriptorType: Kind.SKIPPED,
-    types.GetSetDescriptorType: Kind.SKIPPED,
-    types.MemberDescriptorType: Kind.SKIPPED,
-    types.GenericAlias: Kind.SKIPPED,
-    type(NotImplemented): Kind.SKIPPED,
-    object: Kind.SKIPPED,
-    type(threading.Lock()): Kind.SKIPPED,
-    type(threading.RLock()): Kind.SKIPPED,
 }
-# The first that is a base decides.
+# The first that is a base decides. What is of none of these, and no user's, is passed over.
 _BASES: tuple[tuple[type, Kind], ...] = (
     (torch.Tensor, Kind.TENSOR),
     (enum.EnumMeta, Kind.SKIPPED),
@@ -98,7 +99,8 @@ _BASES: tuple[tuple[type, Kind], ...] = (
     (torch.jit.ScriptModule, Kind.SCRIPT),
     (torch.nn.Module, Kind.MODULE),
     (functools.partial, Kind.PARTIAL),
-    (types.ModuleType, Kind.NAMESPACE),
+    # Only read where code names what is in it.
+    (types.ModuleType, Kind.SKIPPED),
     (weakref.ref, Kind.REF),
     (staticmethod, Kind.DESCRIPTOR),
     (classmethod, Kind.DESCRIPTOR),
@@ -118,11 +120,6 @@ _ENTERED: frozenset[type] = frozenset({
 })  # fmt: skip
 """Types of the standard library whose objects hold what a user put in."""
 
-_SILENT = ("logging", "threading", "types", "typing", "abc", "_abc", "re", "inspect", "triton")
-"""Libraries whose objects a forward takes no numbers from."""
-
-_CACHED = type(functools.lru_cache(len))
-
 _LIBRARIES = sys.stdlib_module_names | {
     "builtins", "torch", "torch_npu", "torchvision", "torchaudio", "numpy", "triton", "cuda",
     "pluggy", "typing_extensions",
@@ -140,109 +137,94 @@ def is_library(module: str) -> bool:
     return root in _LIBRARIES
 
 
-def module_of(of: type) -> str:
-    """The dotted name of the module of a class, "" if it does not say."""
-    name = namespace_of(of).get("__module__")
-    return name if type(name) is str else "builtins"
+# Of what lives as long as its library: a class that a user's program makes may hold tensors.
+_known: dict[type, Shape] = {
+    **{of: Shape(kind) for of, kind in _EXACT.items()},
+    types.FunctionType: Shape(Kind.FUNCTION, _function_dict),
+    _CACHED: Shape(Kind.CACHED, _CACHED.__dict__["__dict__"].__get__),
+    # A subclass may run its `__init__` where a thread looks at it first.
+    threading.local: Shape(
+        Kind.OBJECT, lambda held: threading.local.__getattribute__(held, "__dict__")
+    ),
+}
 
 
 def shape_of(of: type) -> Shape:
     """What a walk does with objects of the type `of`."""
-    if of is _CACHED:
-        return Shape(Kind.CACHED, of.__dict__["__dict__"].__get__)
-    exact = _EXACT.get(of)
-    if exact is not None:
-        return Shape(exact, _function_dict if of is types.FunctionType else None)
-    bases = bases_of(of)
-    if threading.local in bases:
-        # A subclass may run its `__init__` where a thread looks at it first.
-        return Shape(Kind.OBJECT, _thread_dict) if of is threading.local else Shape(Kind.OPAQUE)
-    kind = next((kind for base, kind in _BASES if base in bases), None)
-    if kind is None and is_numpy_number(of):
+    found = _known.get(of)
+    if found is None:
+        found, module = _shape_of(of), module_of(of)
+        home = sys.modules.get(module) if is_library(module) else None
+        if isinstance(home, types.ModuleType) and module_globals(home).get(name_of(of)) is of:
+            _known[of] = found
+    return found
+
+
+def _shape_of(of: type) -> Shape:
+    if issubclass(of, threading.local):
+        return Shape(Kind.SKIPPED)
+    kind = None
+    for base, kind_of_base in _BASES:
+        if issubclass(of, base):
+            kind = kind_of_base
+            break
+    if kind is None and issubclass(of, of_numpy("generic")):
         kind = Kind.PLAIN
-    if kind in (Kind.PLAIN, Kind.SKIPPED):
+    if kind is Kind.PLAIN or kind is Kind.SKIPPED:
         return Shape(kind)
-    dict_of, slots = _attributes(bases)
-    if kind is None:
-        kind = _kind_of_object(of, bases, bool(dict_of or slots))
-    said = (namespace_of(base).get("__dataclass_params__") for base in bases)
-    frozen = getattr(next((each for each in said if each is not None), None), "frozen", False)
-    users = tuple(base for base in bases if not is_library(module_of(base)))
-    return Shape(kind, dict_of, slots, frozen is True, users)
+    shape = _attributes(of)
+    return shape if kind is None else shape._replace(kind=kind)
 
 
-def _thread_dict(held: Any) -> dict[str, Any]:
-    found: dict[str, Any] = threading.local.__getattribute__(held, "__dict__")
-    return found
-
-
-def _function_dict(function: Any) -> dict[str, Any]:
-    found: dict[str, Any] = types.FunctionType.__dict__["__dict__"].__get__(function)
-    return found
-
-
-_BY_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
-
-
-def _attributes(bases: tuple[type, ...]) -> tuple[Callable[[Any], Any] | None, Any]:
-    """How to get the `__dict__` of an object, and the descriptors of its slots."""
-    dict_of, slots = None, []
-    for base in bases:
+def _attributes(of: type) -> Shape:
+    """The shape of objects that are of no kind by a base."""
+    dict_of, slots, users, frozen = None, [], [], None
+    for base in bases_of(of):
         names = namespace_of(base)
         found = names.get("__dict__")
         # A property of that name is the user's, and is not run.
         if dict_of is None and type(found) in _BY_C and base is not type:
             dict_of = found.__get__
         if "__slots__" in names:
-            slots += [
-                (name, value)
-                for name, value in names.items()
-                if type(value) is types.MemberDescriptorType
-            ]
-    return dict_of, tuple(slots)
+            slots += [each for each in names.items() if type(each[1]) is _BY_C[0]]
+        frozen = frozen or names.get("__dataclass_params__")
+        if not is_library(module_of(base)):
+            users.append(base)
+    return Shape(
+        _kind_of_object(of, bool(dict_of or slots)),
+        dict_of,
+        tuple(slots),
+        getattr(frozen, "frozen", False) is True,
+        tuple(users),
+        # The system's own randomness has no state.
+        issubclass(of, _generators()) and not issubclass(of, random.SystemRandom),
+    )
 
 
-def _kind_of_object(of: type, bases: tuple[type, ...], has_attributes: bool) -> Kind:
-    home = next((base for base in bases if "unwrap" in namespace_of(base)), None)
-    if home is not None and is_library(module_of(home)) and _root(home) == "graphrt":
-        return Kind.WRAPPER
-    if not is_library(module_of(of)):
-        return Kind.OBJECT if has_attributes else Kind.SKIPPED
-    if of in _ENTERED:
-        return Kind.OBJECT
-    root = _root(of)
-    if root == "torch":
-        return _kind_of_torchs(module_of(of), has_attributes)
-    return Kind.SKIPPED if root in _SILENT or root == "graphrt" else Kind.OPAQUE
-
-
-def _kind_of_torchs(module: str, has_attributes: bool) -> Kind:
-    # Masks of attention and what is like them; objects of C++, which may hold tensors; the rest,
-    # such as streams, graphs and what the compiler keeps, is no state of a model.
-    if module.startswith("torch.nn."):
-        return Kind.OBJECT if has_attributes else Kind.SKIPPED
-    # Torch's own in C, and scripted modules.
-    of_torch = module == "torch" or module.endswith(("._C", ".jit._script"))
-    return Kind.OPAQUE if of_torch else Kind.SKIPPED
-
-
-def _root(of: type) -> str:
-    return module_of(of).partition(".")[0]
+def _kind_of_object(of: type, has_attributes: bool) -> Kind:
+    for base in bases_of(of):
+        if "unwrap" in namespace_of(base):
+            module = module_of(base)
+            if is_library(module) and module.partition(".")[0] == "graphrt":
+                return Kind.WRAPPER
+            break
+    if is_array(of):
+        return Kind.ARRAY
+    # Of torch only masks of attention and what is like them: streams, graphs and what the compiler
+    # keeps are no state of a model.
+    entered = not is_library(module_of(of)) or module_of(of).startswith("torch.nn.")
+    return Kind.OBJECT if of in _ENTERED or (entered and has_attributes) else Kind.SKIPPED
 
 
 def is_array(kind: type) -> bool:
     """Whether `kind` is NumPy's type of arrays, which need not be installed."""
-    return (kind.__module__, kind.__name__) == ("numpy", "ndarray")
+    return kind is of_numpy("ndarray")
 
 
-def draws(kind: type) -> bool:
-    """Whether random numbers are drawn from objects of `kind`, whose state can be read and set."""
-    bases = bases_of(kind)
-    if torch.Generator in bases or random.Random in bases:
-        # The system's own randomness has no state.
-        return random.SystemRandom not in bases
-    of_numpy = [each.__name__ for each in bases if each.__module__.startswith("numpy.")]
-    return "RandomState" in of_numpy or ("Generator" in of_numpy and hasattr(kind, "bit_generator"))
+def _generators() -> tuple[Any, ...]:
+    """What random numbers are drawn from, with a state that can be read and set."""
+    numpys = [of_numpy(name, "numpy.random") for name in ("Generator", "RandomState")]
+    return (torch.Generator, random.Random, *numpys)
 
 
 def hashes_plainly(key: object) -> bool:

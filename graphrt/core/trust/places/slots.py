@@ -1,4 +1,4 @@
-"""Single slots of Python containers: where they are, what is in them, what to put there.
+"""One slot of a Python object: where it is, what is in it, what to put there.
 
 Nothing that a user defined is run: no `__getattr__`, property, `__eq__`, `__hash__` or `__len__`.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from operator import eq
 from types import CellType, ModuleType
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ class _Missing:
 
 
 MISSING = _Missing()
-"""Stands for what is in a slot that is gone or empty."""
+"""Stands for the value of a slot that is gone or empty."""
 
 namespace_of = type.__dict__["__dict__"].__get__
 """The attributes of a class itself, whatever its metaclass says."""
@@ -38,294 +39,280 @@ bases_of = type.__dict__["__mro__"].__get__
 """The method resolution order of a class."""
 
 
-class Place:
+def module_of(of: type) -> str:
+    """The dotted name of the module of a class, of Python's own if it does not say."""
+    name = namespace_of(of).get("__module__")
+    return name if type(name) is str else "builtins"
+
+
+def of_numpy(name: str, module: str = "numpy") -> Any:
+    """A type of NumPy's; no types if it is not imported."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+class Way(NamedTuple):
+    """How slots of one kind are read and written, each by its holder and key."""
+
+    get: Callable[[Any, Any], object]
+    set: Callable[[Any, Any, Any], None] | None = None
+    """Puts a value there, `MISSING` to empty the slot; None for slots that are read-only."""
+
+
+class Place(NamedTuple):
     """One slot of one container, such as an attribute or an item of a list.
 
-    `path` is how a user would write it; only what is `writable` can be `set`.
+    `owner` is the place of the object that has the slot. The path is put together of the labels on
+    the way when somebody asks, which few do: a walk finds thousands of places.
     """
 
-    __slots__ = ("path",)
-    writable: ClassVar[bool] = True
+    owner: Place | None
+    label: str
+    way: Way
+    holder: Any
+    key: Any = None
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __eq__(self, other: object) -> bool:
+        # Equality of tuples would run that of what a user holds.
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __repr__(self) -> str:
         return f"<{self.path}>"
 
+    @property
+    def path(self) -> str:
+        """How a user would write it: `model.layers[0].scale`, `closure scale`."""
+        labels: list[str] = []
+        place: Place | None = self
+        while place is not None:
+            labels.append(place.label)
+            # Any other label is a path by itself.
+            place = place.owner if place.label[:1] in ".[{(," else None
+        return "".join(reversed(labels))
+
+    @property
+    def writable(self) -> bool:
+        return self.way.set is not None
+
     def get(self) -> object:
-        """What is there now; `MISSING` if the slot is gone or empty."""
-        raise NotImplementedError
+        """The value of now; `MISSING` if the slot is gone or empty."""
+        return self.way.get(self.holder, self.key)
 
     def getter(self) -> Callable[[], object]:
-        """What does the same as `get`, as fast as may be."""
-        return self.get
+        """Does the same as `get`; of an item of a dict without any Python."""
+        if self.way.get is _item:
+            return functools.partial(dict.get, self.holder, self.key, MISSING)
+        return functools.partial(self.way.get, self.holder, self.key)
 
     def set(self, value: object) -> None:
         """Put `value` there; `MISSING` empties the slot where that is possible.
 
-        Raises `TypeError` if the place is not writable.
+        Raises `TypeError` if the place is read-only.
         """
-        raise TypeError(f"{self.path} cannot be set: a {type(self).__name__} is read-only")
+        if self.way.set is None:
+            raise TypeError(f"{self.path} cannot be set: it is read-only")
+        self.way.set(self.holder, self.key, value)
 
 
-class Fixed(Place):
-    """What cannot be replaced, such as the object of a bound method."""
-
-    __slots__ = ("_value",)
-    writable = False
-
-    def __init__(self, path: str, value: object) -> None:
-        self.path, self._value = path, value
-
-    def get(self) -> object:
-        return self._value
+def _itself(holder: object, key: None) -> object:
+    return holder
 
 
-class Item(Place):
-    """The value of a key of a dict: an attribute, a global, a module's parameter."""
-
-    __slots__ = ("_dict", "_key")
-
-    def __init__(self, path: str, holder: dict[Any, Any], key: object) -> None:
-        self.path, self._dict, self._key = path, holder, key
-
-    def get(self) -> object:
-        return dict.get(self._dict, self._key, MISSING)
-
-    def getter(self) -> Callable[[], object]:
-        return functools.partial(dict.get, self._dict, self._key, MISSING)
-
-    def set(self, value: object) -> None:
-        # OrderedDict's own: it also keeps a list of its keys.
-        base = OrderedDict if OrderedDict in bases_of(type(self._dict)) else dict
-        if value is not MISSING:
-            base.__setitem__(self._dict, self._key, value)
-        elif dict.__contains__(self._dict, self._key):
-            base.__delitem__(self._dict, self._key)
+def _item(holder: dict[Any, Any], key: object) -> object:
+    return dict.get(holder, key, MISSING)
 
 
-class FrozenItem(Item):
-    """An attribute of an object that does not want to be changed."""
+def _set_item(holder: dict[Any, Any], key: object, value: object) -> None:
+    # OrderedDict's own: it also keeps a list of its keys.
+    base = OrderedDict if issubclass(type(holder), OrderedDict) else dict
+    if value is not MISSING:
+        base.__setitem__(holder, key, value)
+    elif dict.__contains__(holder, key):
+        base.__delitem__(holder, key)
 
-    __slots__ = ()
-    writable = False
 
-    set = Place.set
+def _odd_item(holder: dict[Any, Any], key: object) -> object:
+    found = (value for each, value in read(dict.items, holder) if each is key)
+    return next(found, MISSING)
 
 
-class ItemOfOddKey(FrozenItem):
-    """A value of a dict with keys whose hash is the user's: found by identity, not written."""
-
-    __slots__ = ()
-
-    def getter(self) -> Callable[[], object]:
-        return self.get
-
-    def get(self) -> object:
-        for key, value in items_of(self._dict) or ():
-            if key is self._key:
-                return value
+def _element(holder: Any, index: int) -> object:
+    try:
+        return _sequence(holder).__getitem__(holder, index)
+    except IndexError:
         return MISSING
 
 
-class Element(Place):
-    """An item of a list or deque."""
+def _set_element(holder: Any, index: int, value: object) -> None:
+    if value is MISSING:
+        raise TypeError("an item of a list always has a value")
+    _sequence(holder).__setitem__(holder, index, value)
 
-    __slots__ = ("_base", "_holder", "_index")
 
-    def __init__(self, path: str, holder: Any, index: int, base: Any = list) -> None:
-        self.path, self._holder, self._index, self._base = path, holder, index, base
+def _sequence(holder: Any) -> Any:
+    return list if issubclass(type(holder), list) else deque
 
-    def get(self) -> object:
-        try:
-            return self._base.__getitem__(self._holder, self._index)
-        except IndexError:
-            return MISSING
 
-    def set(self, value: object) -> None:
-        if value is MISSING:
-            raise TypeError(f"{self.path} cannot be emptied: an item of a list always has a value")
-        self._base.__setitem__(self._holder, self._index, value)
+def _tuple_item(holder: Place, index: int) -> object:
+    found: Any = holder.get()
+    if not issubclass(type(found), tuple) or index >= tuple.__len__(found):
+        return MISSING
+    return tuple.__getitem__(found, index)
 
 
-class TupleItem(Place):
-    """An item of the tuple that is at `holder` now."""
+def _member(holder: Any, member: object) -> object:
+    base: Any = set if issubclass(type(holder), set) else frozenset
+    return member if any(each is member for each in read(base.__iter__, holder)) else MISSING
 
-    __slots__ = ("_holder", "_index")
-    writable = False
 
-    def __init__(self, path: str, holder: Place, index: int) -> None:
-        self.path, self._holder, self._index = path, holder, index
+def _members(holder: set[Any], key: None) -> object:
+    return frozenset(holder)
 
-    def get(self) -> object:
-        holder = self._holder.get()
-        if not issubclass(type(holder), tuple) or self._index >= tuple.__len__(holder):  # type: ignore[arg-type]
-            return MISSING
-        return tuple.__getitem__(holder, self._index)  # type: ignore[call-overload]
 
+def _set_members(holder: set[Any], key: None, value: Any) -> None:
+    set.clear(holder)
+    set.update(holder, () if value is MISSING else value)
 
-class Members(Place):
-    """All members of a set of plain values, as a frozenset."""
 
-    __slots__ = ("_set",)
+def _cell(cell: CellType, key: None) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
 
-    def __init__(self, path: str, holder: set[Any]) -> None:
-        self.path, self._set = path, holder
 
-    def get(self) -> object:
-        return frozenset(self._set)
+def _set_cell(cell: CellType, key: None, value: object) -> None:
+    if value is MISSING:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
 
-    def set(self, value: Any) -> None:
-        set.clear(self._set)
-        set.update(self._set, () if value is MISSING else value)
 
+def _field(holder: object, descriptor: Any) -> object:
+    try:
+        return descriptor.__get__(holder)
+    except AttributeError:
+        return MISSING
 
-class Member(Place):
-    """One object of a set, found by identity."""
 
-    __slots__ = ("_base", "_object", "_set")
-    writable = False
+def _set_field(holder: object, descriptor: Any, value: object) -> None:
+    if value is not MISSING:
+        descriptor.__set__(holder, value)
+    elif _field(holder, descriptor) is not MISSING:
+        descriptor.__delete__(holder)
 
-    def __init__(self, path: str, holder: Any, member: object, base: Any) -> None:
-        self.path, self._set, self._object, self._base = path, holder, member, base
 
-    def get(self) -> object:
-        found = any(member is self._object for member in members_of(self._set, self._base) or ())
-        return self._object if found else MISSING
+def _class_attribute(holder: type, name: str) -> object:
+    return namespace_of(holder).get(name, MISSING)
 
 
-class Cell(Place):
-    """A variable of a closure."""
+def _set_class_attribute(holder: type, name: str, value: object) -> None:
+    if value is not MISSING:
+        type.__setattr__(holder, name, value)
+    elif name in namespace_of(holder):
+        type.__delattr__(holder, name)
 
-    __slots__ = ("_cell",)
 
-    def __init__(self, path: str, cell: CellType) -> None:
-        self.path, self._cell = path, cell
+def _target(ref: Any, key: None) -> object:
+    target = weakref.ref.__call__(ref)
+    return MISSING if target is None else target
 
-    def get(self) -> object:
-        try:
-            return self._cell.cell_contents
-        except ValueError:
-            return MISSING
 
-    def set(self, value: object) -> None:
-        if value is MISSING:
-            del self._cell.cell_contents
-        else:
-            self._cell.cell_contents = value
+def _context_value(variable: Any, key: None) -> object:
+    return variable.get(MISSING)
 
 
-class Field(Place):
-    """An attribute that a descriptor of C keeps: one of `__slots__`, or a function's defaults."""
+def _set_context_value(variable: Any, key: None, value: object) -> None:
+    variable.set(value)
 
-    __slots__ = ("_descriptor", "_object")
 
-    def __init__(self, path: str, holder: object, descriptor: Any) -> None:
-        self.path, self._object, self._descriptor = path, holder, descriptor
+def _script_tensor(module: Any, name: str) -> object:
+    for part in name.split("."):
+        module = getattr(module, part, MISSING)
+    return module
 
-    def get(self) -> object:
-        try:
-            return self._descriptor.__get__(self._object)
-        except AttributeError:
-            return MISSING
 
-    def set(self, value: object) -> None:
-        if value is not MISSING:
-            self._descriptor.__set__(self._object, value)
-        elif self.get() is not MISSING:
-            self._descriptor.__delete__(self._object)
-
-
-class FrozenField(Field):
-    """A slot of an object that does not want to be changed."""
-
-    __slots__ = ()
-    writable = False
-
-    set = Place.set
-
-
-class ClassAttribute(Place):
-    """An attribute of a class itself."""
-
-    __slots__ = ("_class", "_name")
-
-    def __init__(self, path: str, holder: type, name: str) -> None:
-        self.path, self._class, self._name = path, holder, name
-
-    def get(self) -> object:
-        return namespace_of(self._class).get(self._name, MISSING)
-
-    def set(self, value: object) -> None:
-        if value is not MISSING:
-            type.__setattr__(self._class, self._name, value)
-        elif self.get() is not MISSING:
-            type.__delattr__(self._class, self._name)
-
-
-class Target(Place):
-    """What a weak reference refers to."""
-
-    __slots__ = ("_ref",)
-    writable = False
-
-    def __init__(self, path: str, ref: weakref.ref[Any]) -> None:
-        self.path, self._ref = path, ref
-
-    def get(self) -> object:
-        target = weakref.ref.__call__(self._ref)
-        return MISSING if target is None else target
-
-
-class ContextValue(Place):
-    """What a context variable is in the current context."""
-
-    __slots__ = ("_variable",)
-
-    def __init__(self, path: str, variable: ContextVar[Any]) -> None:
-        self.path, self._variable = path, variable
-
-    def get(self) -> object:
-        return self._variable.get(MISSING)
-
-    def set(self, value: object) -> None:
-        self._variable.set(value)
-
-
-class ScriptTensor(Place):
-    """A parameter or buffer of a scripted module, which torch keeps in C++."""
-
-    __slots__ = ("_module", "_name")
-    writable = False
-
-    def __init__(self, path: str, module: torch.jit.ScriptModule, name: str) -> None:
-        self.path, self._module, self._name = path, module, name
-
-    def get(self) -> object:
-        found: Any = self._module
-        for name in self._name.split("."):
-            found = getattr(found, name, MISSING)
-        return found
-
-
-# Reading containers ------------------------------------------------------------------------------
-
-
-def items_of(holder: dict[Any, Any], most: int | None = None) -> list[tuple[Any, Any]] | None:
-    """The first `most` items of a dict; None if other threads do not stop changing it."""
-    return _read(lambda: itertools.islice(dict.items(holder), most))
-
-
-def members_of(holder: Any, base: Any = list, most: int | None = None) -> list[Any] | None:
-    """The first `most` members of a list, tuple, deque or set, read as a `base`."""
-    return _read(lambda: itertools.islice(base.__iter__(holder), most))
-
-
-def _read(iterate: Callable[[], Iterable[Any]]) -> list[Any] | None:
+FIXED = Way(_itself)
+"""The holder itself: nothing but another forward would put something else there."""
+ITEM = Way(_item, _set_item)
+"""A value of a dict: an attribute, a global, a module's parameter."""
+FROZEN_ITEM = Way(_item)
+ODD_ITEM = Way(_odd_item)
+"""A value of a dict with keys whose hash is the user's: found by identity."""
+ELEMENT = Way(_element, _set_element)
+"""An item of a list or deque."""
+TUPLE_ITEM = Way(_tuple_item)
+"""An item of the tuple that is at a place now."""
+MEMBER = Way(_member)
+"""One object of a set, found by identity."""
+MEMBERS = Way(_members, _set_members)
+"""All members of a set of plain values, as a frozenset."""
+CELL = Way(_cell, _set_cell)
+"""A variable of a closure."""
+FIELD = Way(_field, _set_field)
+"""An attribute that a descriptor of C keeps: one of `__slots__`, or a function's defaults."""
+FROZEN_FIELD = Way(_field)
+CLASS_ATTRIBUTE = Way(_class_attribute, _set_class_attribute)
+TARGET = Way(_target)
+"""The referent of a weak reference."""
+CONTEXT_VALUE = Way(_context_value, _set_context_value)
+"""The value of a context variable in the current context."""
+SCRIPT_TENSOR = Way(_script_tensor)
+"""A parameter or buffer of a scripted module, which torch keeps in C++."""
+
+
+def read(iterate: Callable[[Any], Any], holder: Any, most: int | None = None) -> list[Any]:
+    """The first `most` items of a container; none if other threads do not stop changing it."""
     for _ in range(4):
         try:
-            return list(iterate())
+            return list(itertools.islice(iterate(holder), most))
         except RuntimeError:  # it changed meanwhile
             continue
-    return None
+    return []
+
+
+# Plain values ------------------------------------------------------------------------------------
+
+
+def same_value(before: object, after: object) -> bool:
+    """Whether two plain values are equal, NaN to itself and 1 not to True or 1.0; objects of
+    types that are not torch's or Python's own are compared by identity."""
+    if before is after:
+        return True
+    kind = type(before)
+    if kind is not type(after):
+        return False
+    compare = _COMPARED.get(kind)
+    if compare is None:
+        compare = next((how for base, how in _OF_BASES.items() if issubclass(kind, base)), None)
+    if compare is None:
+        return issubclass(kind, of_numpy("generic")) and repr(before) == repr(after)
+    return compare(before, after) is True
+
+
+def _same_items(before: Any, after: Any) -> bool:
+    mine, others = tuple.__iter__(before), tuple.__iter__(after)
+    same_length = tuple.__len__(before) == tuple.__len__(after)
+    return same_length and all(map(same_value, mine, others))
+
+
+def _same_slice(before: slice, after: slice) -> bool:
+    ends = ("start", "stop", "step")
+    return all(same_value(getattr(before, end), getattr(after, end)) for end in ends)
+
+
+_COMPARED: dict[type, Callable[[Any, Any], object]] = {
+    **dict.fromkeys((bool, torch.dtype, torch.device, torch.Size, torch.layout), eq),
+    # Only those of plain values are kept as values.
+    **dict.fromkeys((torch.memory_format, range, frozenset), eq),
+    slice: _same_slice,
+}
+_OF_BASES: dict[type, Callable[[Any, Any], object]] = {
+    **{base: base.__eq__ for base in (int, str, bytes)},
+    # As text: NaN is NaN, and 0.0 is not -0.0.
+    float: lambda before, after: float.__repr__(before) == float.__repr__(after),
+    complex: lambda before, after: complex.__repr__(before) == complex.__repr__(after),
+    tuple: _same_items,
+}

@@ -1,164 +1,578 @@
-"""The walk itself: what was seen, what is still to be read, and who holds whom."""
+"""The walk from a forward to everything that its Python side holds.
+
+1. `Walk.run` takes the nearest object that was not read yet from a queue, so that an object gets
+   the shortest path, and calls the method for its kind, once an object.
+2. That returns the slots of the object, and `take` sorts them: plain values, tensors, arrays, and
+   objects, which join the queue.
+3. `Places.links` finds afterwards, if somebody asks, which slots lead to a tensor.
+
+Code is read as its names say: globals, modules there, and methods of classes.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
+import sys
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.trust.places.kinds import (
-    Kind,
-    Shape,
-    draws,
-    is_array,
-    is_library,
+from graphrt.core.base import tree
+from graphrt.core.trust.places import slots
+from graphrt.core.trust.places.kinds import Kind, Shape, hashes_plainly, is_library, shape_of
+from graphrt.core.trust.places.slots import (
+    FIXED,
+    Place,
+    bases_of,
+    module_globals,
     module_of,
-    shape_of,
+    name_of,
+    namespace_of,
 )
-from graphrt.core.trust.places.links import Link
-from graphrt.core.trust.places.slots import MISSING, Fixed, Place, module_globals
 
-MOST_PLAIN = 4096
+_MOST_PLAIN = 4096
 """A container of more plain values than this is known by its identity and length only."""
+_SAMPLE = 64
+_MOST_ODD = 64
 
-MOST_HOPS = 3
+_MOST_HOPS = 3
 """Code is read that is so many calls away from the forward, or from a method of what it holds; a
 walk without this end would read all of an installed package."""
 
-_MAY_DRAW = (Kind.OPAQUE, Kind.SKIPPED, Kind.OBJECT)
+_INNER = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+"""Attributes of a module that matter to a forward, of those that torch gives to all of them."""
+_EVERY_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+
+_BASES: dict[Kind, Any] = {
+    Kind.DICT: dict, Kind.LIST: list, Kind.DEQUE: deque, Kind.SET: set,
+    Kind.TUPLE: tuple, Kind.FROZENSET: frozenset,
+}  # fmt: skip
+"""By whose methods a container is read: a subclass may have its own."""
+
+_BARE = (torch.Tensor, torch.nn.Parameter)
+_PLAINLY: Any = torch.Tensor.__torch_function__
+_DICTS = (dict, OrderedDict)
+_PLAIN_KEYS = {str, int}
+_CHANGES = (Kind.DICT, Kind.LIST, Kind.DEQUE, Kind.SET)
+_LEAVES = (Kind.ARRAY, Kind.PACKED)
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
+_PASSED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
+_FUNCTION = vars(types.FunctionType)
+_RUN_UNSEEN = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
+"""Methods that are only read where code says their name, though Python runs them unasked."""
+
+Slots = list[tuple[Place, Any]]
+
+
+def where_is(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """What a graph bakes in about a tensor, see `tree.identity`, and its storage, last; None if it
+    has no memory of its own, or none that may be read. Runs no `__torch_function__`."""
+    try:
+        if type(tensor) in _BARE:
+            return *tree.identity(tensor), tensor.untyped_storage()._cdata
+        storage = _PLAINLY(torch.Tensor.untyped_storage, (), (tensor,))
+        return *_identity(tensor), storage._cdata
+    except RuntimeError:
+        return None
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    found: tuple[object, ...] = _PLAINLY(tree.identity, (), (tensor,))
+    return found
+
+
+class Link(NamedTuple):
+    """One slot on the way from a forward to a tensor, and the object there as it was.
+
+    `look` gives the address of a tensor, the length of a container, or which attributes an object
+    has, by ids of objects that are `kept`, so that the ids stay their own.
+    """
+
+    place: Place
+    held: Any
+    look: Callable[[Any], object] | None = None
+    was: object = None
+    kept: tuple[object, ...] = ()
+
+    def holds(self) -> bool:
+        """Whether the same object is there, and like it was."""
+        if self.place.way.get(self.place.holder, self.place.key) is not self.held:
+            return False
+        return self.look is None or _seen(self.look, self.held) == self.was
+
+
+def _link_to(place: Place, held: Any) -> Link:
+    look: Callable[[Any], object] | None = None
+    kept: tuple[object, ...] = ()
+    shape = shape_of(type(held))
+    if shape.kind is Kind.TENSOR:
+        look = tree.identity if type(held) in _BARE else _identity
+    elif shape.dict_of is not None:
+        own = shape.dict_of(held)
+        look = functools.partial(_outline, shape, type(held))
+        kept = (own, *map(own.get, _INNER))
+    elif shape.kind in _CHANGES:
+        look = _BASES[shape.kind].__len__
+    return Link(place, held, look, None if look is None else _seen(look, held), kept)
+
+
+def _seen(look: Callable[[Any], object], held: Any) -> object:
+    try:
+        return look(held)
+    except RuntimeError:  # a tensor without memory
+        return None
+
+
+def _outline(shape: Shape, of: type, value: Any) -> tuple[int, ...]:
+    """Which attributes an object of the class `of` has, whatever their values; of a module also
+    which parameters, buffers, submodules and hooks; of a container its length."""
+    if type(value) is not of or shape.dict_of is None:
+        return ()
+    held = shape.dict_of(value)
+    found = [id(held), len(held)]
+    for name in _INNER if shape.kind is Kind.MODULE else ():
+        inner: Any = held.get(name)
+        if type(inner) in _DICTS:
+            found += (id(inner), len(inner))
+    if shape.kind in _CHANGES:
+        found.append(_BASES[shape.kind].__len__(value))
+    return tuple(found)
+
+
+class Places:
+    """What the Python side of a forward holds, mostly as pairs of a place and what is there.
+
+    It keeps the containers and tensors that it lists alive for as long as it lives itself.
+
+    A slot is looked up where the walk found it. Where a container was replaced since, a place still
+    looks into the old one: its link does not hold any more, and a new walk is needed.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Place, torch.Tensor]] = []
+        """Every slot with a tensor; a tensor with several places is in it several times."""
+        self.packed: Slots = []
+        """Objects of C++ that operators may be given in place of tensors."""
+        self.code: Slots = []
+        """The code that was read, of functions and in classes."""
+        self.slots: Slots = []
+        """Objects that were entered, holders before what they hold."""
+        self.containers: Slots = []
+        """Those of them that may get longer or shorter."""
+        self.numbers: list[Place] = []
+        """Every slot with a plain value: a number, text, None, dtype, device, size, member of an
+        enum, or a tuple of such. A set of them is one place, and its value a frozenset."""
+        self.arrays: Slots = []
+        """Arrays of NumPy's."""
+        self.generators: list[Any] = []
+        """Generators of random numbers, torch's, Python's and NumPy's."""
+        self.complete = True
+        """Whether everything was seen; False if the limit was reached."""
+        self.first: dict[int, Place] = {}
+        """By the id of an object, the place at which it was read."""
+
+    def values(self) -> list[object]:
+        """The numbers as they are now, in the order of `numbers`; compare with `same_value`."""
+        return [place.get() for place in self.numbers]
+
+    @property
+    def objects(self) -> Slots:
+        """Everything but tensors that the forward gets at through a slot: another object may be
+        there at another time."""
+        changing = [each for each in self.slots if each[0].way is not FIXED]
+        return [*self.code, *changing, *self.packed]
+
+    def links(self, tensors: Iterable[tuple[Place, torch.Tensor]] | None = None) -> list[Link]:
+        """Every slot between the forward and a tensor, or what is packed; the code that was read;
+        and these `tensors` of the walk, if not all of them."""
+        leading = self._leading()
+        ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
+        ends = self.tensors if tensors is None else tensors
+        return [_link_to(*each) for each in (*self.code, *ways, *ends, *self.packed)]
+
+    def _leading(self) -> set[int]:
+        """The ids of the first places of all objects by way of which a tensor is reached."""
+        holders: dict[int, list[Place | None]] = {}
+        for place, value in self.slots:
+            holders.setdefault(id(self.first[id(value)]), []).append(place.owner)
+        leading: set[int] = set()
+        left = [place.owner for place, _ in (*self.tensors, *self.packed)]
+        while left:
+            found = left.pop()
+            if found is not None and id(found) not in leading:
+                leading.add(id(found))
+                left += holders.get(id(found), ())
+        return leading
+
+
+def places_of(forward: Any, *, limit: int = 20_000) -> Places:
+    """Walk from `forward` to the tensors and plain values that it can reach.
+
+    `forward` is a function, method, module, partial or other callable. Nothing of it is called,
+    and no code of a user runs. At most about `limit` slots are looked at, nearest first.
+
+    Seen are attributes, closures, defaults, what code names of globals and of modules, class
+    attributes, hooks, and what all these hold. Not entered are torch, NumPy and the standard
+    library, methods whose name no code says that was read, and code more than a few calls away.
+    Paths read like `model.layers[0].scale`, `closure scale`, `global SCALE`, `default scale`.
+    """
+    while shape_of(type(forward)).kind is Kind.WRAPPER:
+        forward = forward.unwrap()
+    walk = Walk(limit)
+    walk.take([(Place(None, _name_of_root(forward), FIXED, forward), forward)])
+    walk.run()
+    return walk.places
+
+
+def _name_of_root(forward: Any) -> str:
+    kind = shape_of(type(forward)).kind
+    if kind is Kind.FUNCTION:
+        return str(forward.__name__)
+    if kind is Kind.BOUND:
+        return _name_of_root(forward.__self__)
+    names = {Kind.MODULE: "model", Kind.SCRIPT: "model", Kind.PARTIAL: "partial"}
+    return names.get(kind, "self")
 
 
 class Walk:
-    """A walk in breadth, so that an object gets the shortest path; `readers` hand the slots of an
-    object of their kind to `slot`."""
+    """One walk. A method for a kind returns the slots of an object that has a place."""
 
-    def __init__(
-        self, readers: Mapping[Kind, Callable[[Walk, Any, Place, Shape], None]], limit: int
-    ) -> None:
-        self.readers = readers
-        self.left = limit
-        self.hops = 0
-        self.queue: deque[tuple[Any, Place, Shape, int]] = deque()
-        self.tensors: list[tuple[int, Place, torch.Tensor]] = []
-        self.packed: list[tuple[int, Place, object]] = []
-        self.slots: list[tuple[int, Place, object]] = []
-        self.held_by: list[tuple[int, int]] = []
-        self.guards: list[tuple[int, Link]] = []
-        self.code_links: list[Link] = []
-        self.numbers: list[Place] = []
-        self.arrays: list[tuple[Place, Any]] = []
-        self.generators: list[Any] = []
-        self.opaque: list[tuple[str, str]] = []
-        # Methods are only read once some code that was read says their name.
-        self.said: set[str] = set()
-        self.unsaid: dict[str, list[tuple[int, Place, object]]] = {}
-        self.globals_read: dict[int, set[str]] = {}
-        self.modules_read: set[tuple[int, frozenset[str]]] = set()
-        self.main_globals: dict[str, Any] | None = None
+    def __init__(self, limit: int) -> None:
+        self.places = Places()
+        self._left = limit
+        self._hops = 0
+        self._queue: deque[tuple[Any, Place, Shape, int]] = deque()
         self._shapes: dict[type, Shape] = {}
-        # By id; the object is kept, so that its id stays its own.
-        self._seen: dict[int, object] = {}
+        # Methods are only read once some code that was read says their name.
+        self._said: set[str] = set()
+        self._unsaid: dict[str, Slots] = {}
+        # Names that were looked up in globals, and of modules all names of one function.
+        self._looked_up: set[tuple[int, object]] = set()
+        self._main_globals: dict[str, Any] | None = None
 
     def run(self) -> None:
         """Read everything that is found, until nothing or nothing of the limit is left."""
-        while self.queue and self.left > 0:
-            value, place, shape, self.hops = self.queue.popleft()
-            self.readers[shape.kind](self, value, place, shape)
+        queue = self._queue
+        while queue and self._left > 0:
+            value, place, shape, self._hops = queue.popleft()
+            if shape.kind in _CHANGES:
+                self.places.containers.append((place, value))
+            for _ in range(4):
+                try:
+                    self.take(_READERS[shape.kind](self, value, place, shape))
+                    break
+                except RuntimeError:  # another thread has changed the container meanwhile
+                    continue
+        self.places.complete = not queue and self._left > 0
 
-    def shape(self, of: type) -> Shape:
-        found = self._shapes.get(of)
-        if found is None:
-            found = self._shapes[of] = shape_of(of)
-        return found
+    def take(self, found: Iterable[tuple[Place, Any]]) -> None:
+        """Take note of slots."""
+        places, shapes, first = self.places, self._shapes, self.places.first
+        for place, value in found:
+            self._left -= 1
+            shape = shapes.get(type(value))
+            if shape is None:
+                shape = shapes[type(value)] = shape_of(type(value))
+            kind = shape.kind
+            if shape.draws:
+                places.generators.append(value)
+            if kind is Kind.PLAIN or (kind in (Kind.TUPLE, Kind.FROZENSET) and _is_plain(value)):
+                places.numbers.append(place)
+            elif kind in _PASSED and _is_passed(kind, value):
+                continue
+            elif kind in _LEAVES:
+                (places.packed if kind is Kind.PACKED else places.arrays).append((place, value))
+            else:
+                (places.tensors if kind is Kind.TENSOR else places.slots).append((place, value))
+                # Hardly any tensor has attributes.
+                if id(value) not in first and (type(value) not in _BARE or value.__dict__):
+                    first[id(value)] = place
+                    self._queue.append((value, place, shape, self._hops))
 
-    def slot(self, owner: int, place: Place, value: Any) -> None:
-        """Take note of one slot of the object whose id is `owner`."""
-        self.left -= 1
-        shape = self.shape(type(value))
-        kind = shape.kind
-        if kind in _MAY_DRAW and draws(type(value)):
-            self.generators.append(value)
-        if kind is Kind.PLAIN:
-            self.numbers.append(place)
-        elif kind is Kind.SKIPPED or value is MISSING:
-            pass
-        elif kind is Kind.NAMESPACE:
-            # Only read where code names what is in it.
-            if not is_library(str(module_globals(value).get("__name__"))):
-                self.opaque.append((place.path, "module"))
-        elif kind is Kind.OPAQUE or kind is Kind.PACKED:
-            self.opaque.append((place.path, type(value).__qualname__))
-            if kind is Kind.PACKED:
-                self.packed.append((owner, place, value))
-            elif is_array(type(value)):
-                self.arrays.append((place, value))
-        elif (kind is Kind.TUPLE or kind is Kind.FROZENSET) and self.is_plain(value):
-            self.numbers.append(place)
-        elif self._is_users(kind, value):
-            if kind is Kind.TENSOR:
-                self.tensors.append((owner, place, value))
-            elif type(place) is not Fixed:
-                self.slots.append((id(value), place, value))
-            self.enter(owner, value, place)
-
-    def enter(self, owner: int, value: object, place: Place) -> None:
-        """Read `value`, which the object of the id `owner` holds, unless that was done."""
-        self.held_by.append((owner, id(value)))
-        if id(value) not in self._seen:
-            self._seen[id(value)] = value
-            self.queue.append((value, place, self.shape(type(value)), self.hops))
-
-    def by_name(self, owner: int, place: Place, value: Any) -> bool:
+    def _by_name(self, place: Place, value: Any) -> bool:
         """Take note of a slot that code names; code there is one hop further away. False if that
         is too far."""
-        if self.shape(type(value)).kind not in _CODE:
-            self.slot(owner, place, value)
-            return True
-        if self.hops >= MOST_HOPS:
+        further = shape_of(type(value)).kind in _CODE
+        if further and self._hops >= _MOST_HOPS:
             return False
-        self.hops += 1
-        self.slot(owner, place, value)
-        self.hops -= 1
+        self._hops += further
+        self.take([(place, value)])
+        self._hops -= further
         return True
 
-    def keep(self, value: object) -> int:
-        """The id of an object, which stays its own while the walk lives."""
-        self._seen.setdefault(id(value), value)
-        return id(value)
+    # Objects and containers ----------------------------------------------------------------------
 
-    def is_plain(self, value: Any, depth: int = 4) -> bool:
-        """Whether a tuple or frozenset holds nothing but plain values, and not too many."""
-        base = tuple if issubclass(type(value), tuple) else frozenset
-        if base.__len__(value) > MOST_PLAIN or depth == 0:
-            return False
-        for member in base.__iter__(value):
-            kind = self.shape(type(member)).kind
-            nested = kind is Kind.TUPLE and self.is_plain(member, depth - 1)
-            if kind is not Kind.PLAIN and not nested:
-                return False
-        return True
+    def _attributes(
+        self, value: Any, place: Place, shape: Shape, skipped: frozenset[str] = frozenset()
+    ) -> Slots:
+        """An object's `__dict__`, slots and class."""
+        found: Slots = []
+        if shape.dict_of is not None:
+            way, held = slots.FROZEN_ITEM if shape.frozen else slots.ITEM, shape.dict_of(value)
+            for name, each in dict.items(held):
+                if name not in skipped and type(name) is str:
+                    found.append((Place(place, f".{name}", way, held, name), each))
+        for name, descriptor in shape.slots:
+            way = slots.FROZEN_FIELD if shape.frozen else slots.FIELD
+            slot = Place(place, f".{name}", way, value, descriptor)
+            found.append((slot, slot.get()))
+        for base in shape.users:
+            found.append((Place(place, name_of(base), FIXED, base), base))
+        return found
 
-    def is_too_long(self, path: str, count: int, sample: Iterable[Any] | None) -> bool:
-        """Whether a container is not worth reading: long and of plain values, by a sample; or None,
-        if it never stops changing."""
-        if sample is None:
-            self.opaque.append((path, "changed all the time"))
-            return True
-        if count <= MOST_PLAIN:
-            return False
-        if all(self.shape(type(each)).kind is Kind.PLAIN for each in sample):
-            self.opaque.append((path, f"{count} plain items"))
-            return True
+    def _module(self, value: Any, place: Place, shape: Shape) -> Slots:
+        found: Slots = []
+        held = {} if shape.dict_of is None else shape.dict_of(value)
+        for name in _INNER:
+            inner: Any = held.get(name)
+            before = f".{name}" if name.endswith("hooks") else ""
+            for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
+                where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
+                found.append((Place(place, before + where, slots.ITEM, inner, key), each))
+        return found + self._attributes(value, place, shape, _EVERY_MODULES)
+
+    def _script(self, value: torch.jit.ScriptModule, place: Place, shape: Shape) -> Slots:
+        tensors = [*value.named_parameters(), *value.named_buffers()]
+        return [(Place(place, f".{n}", slots.SCRIPT_TENSOR, value, n), each) for n, each in tensors]
+
+    def _items(self, value: Any, place: Place, shape: Shape) -> Slots:
+        found: Slots = []
+        if not _is_long(dict, value, dict.values(value)):
+            items, way = list(islice(dict.items(value), max(self._left, 0))), slots.ITEM
+            keys = [key for key, _ in items]
+            # One odd key is enough: a look-up of any other may compare with it.
+            if not {*map(type, keys)} <= _PLAIN_KEYS and not all(map(hashes_plainly, keys)):
+                # Every look at one is a search.
+                way, items = slots.ODD_ITEM, items[:_MOST_ODD]
+            for key, each in items:
+                text = repr(key) if type(key) in _PLAIN_KEYS else f"<{name_of(type(key))}>"
+                found.append((Place(place, f"[{text}]", way, value, key), each))
+        return found + (self._attributes(value, place, shape) if shape.users else [])
+
+    def _elements(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """A list, deque, tuple or set."""
+        base = _BASES[shape.kind]
+        held = []
+        if not _is_long(base, value, base.__iter__(value)):
+            held = list(islice(base.__iter__(value), max(self._left, 0)))
+            if base is set and all(shape_of(type(each)).kind is Kind.PLAIN for each in held):
+                self.places.numbers.append(Place(place, "", slots.MEMBERS, value))
+                held = []
+        fields = namespace_of(type(value)).get("_fields") if base is tuple else ()
+        found: Slots = []
+        for index, each in enumerate(held):
+            label = f"[{index}]"
+            if base is list or base is deque:
+                slot = Place(place, label, slots.ELEMENT, value, index)
+            elif base is tuple:
+                if type(fields) is tuple and index < len(fields):
+                    label = f".{fields[index]}"
+                slot = Place(place, label, slots.TUPLE_ITEM, place, index)
+            else:
+                slot = Place(place, f"{{{index}}}", slots.MEMBER, value, each)
+            found.append((slot, each))
+        return found + (self._attributes(value, place, shape) if shape.users else [])
+
+    def _referred(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """What a weak reference or a context variable refers to now."""
+        if shape.kind is Kind.REF:
+            slot = Place(place, "()", slots.TARGET, value)
+        else:
+            slot = Place(place, ".get()", slots.CONTEXT_VALUE, value)
+        return [(slot, slot.get())]
+
+    def _seen_through(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """A wrapper of graphrt; a view of a dict, whose methods would run the mapping's own."""
+        inner = [value.unwrap()] if shape.kind is Kind.WRAPPER else gc.get_referents(value)
+        return _fixed(place, inner)
+
+    # Code ----------------------------------------------------------------------------------------
+
+    def _function(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """A function's closure; and if it is a user's, its defaults, attributes and globals too."""
+        before, code = "" if place.owner is None else ", ", value.__code__
+        library = is_library(str(value.__globals__.get("__name__")))
+        found: Slots = []
+        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
+            slot = Place(place, f"{before}closure {name}", slots.CELL, cell)
+            each = slot.get()
+            # A decorator of torch wraps what is the user's, and has numbers of its own.
+            if not library or shape_of(type(each)).kind is not Kind.PLAIN:
+                found.append((slot, each))
+        found += self._attributes(value, place, shape)
+        if library:
+            return found
+        slot = Place(place, ".__code__", slots.FIELD, value, _FUNCTION["__code__"])
+        self.places.code.append((slot, code))
+        given = value.__defaults__ or ()
+        defaults = Place(place, "", slots.FIELD, value, _FUNCTION["__defaults__"])
+        with_default = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+        for index, (name, each) in enumerate(zip(with_default, given, strict=False)):
+            slot = Place(place, f"{before}default {name}", slots.TUPLE_ITEM, defaults, index)
+            found.append((slot, each))
+        named = value.__kwdefaults__ or {}
+        for name, each in dict.items(named):
+            found.append((Place(place, f"{before}default {name}", slots.ITEM, named, name), each))
+        self.take(found)
+        names = _names_in(code)
+        self._say(names)
+        self._globals(place, value.__globals__, names)
+        return []
+
+    def _say(self, names: set[str]) -> None:
+        """Read the methods of these names, which waited for that."""
+        if self._hops >= _MOST_HOPS:
+            return
+        self._said |= names
+        for name in sorted(names & self._unsaid.keys()):
+            for place, value in self._unsaid.pop(name):
+                self._method(place, value)
+
+    def _globals(self, owner: Place, held: dict[str, Any], names: set[str]) -> None:
+        """What `names` are among the globals `held` of a user's module, and in modules there."""
+        if self._main_globals is None:
+            self._main_globals = held
+        module = "" if held is self._main_globals else f"{held.get('__name__')}."
+        # Of all functions of a module the globals are one object, for which this place stands: they
+        # grow with every import.
+        own = self.places.first.setdefault(id(held), Place(owner, "", FIXED, held))
+        self.places.first[id(own)] = own
+        self.places.slots += _fixed(owner, [own])
+        for name in sorted(names & held.keys()):
+            value, key = held.get(name), (id(held), name)
+            if key in self._looked_up or issubclass(type(value), types.ModuleType):
+                continue
+            if self._by_name(Place(own, f"global {module}{name}", slots.ITEM, held, name), value):
+                self._looked_up.add(key)
+        for name in sorted(names):
+            # A module may also be imported in the function itself.
+            found = held.get(name, sys.modules.get(name))
+            if issubclass(type(found), types.ModuleType):
+                inner = module_globals(found)
+                entry = (id(inner), frozenset(names))
+                if not is_library(str(inner.get("__name__"))) and entry not in self._looked_up:
+                    self._looked_up.add(entry)
+                    self._globals(own, inner, names)
+
+    def _bound(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """A bound method, whose object and function stay what they are."""
+        root = place.owner is None
+        found = _fixed(place, [value.__self__], "" if root else ".__self__")
+        if type(value) is types.MethodType:
+            method = value.__func__
+            named = root and type(method) is types.FunctionType
+            found += _fixed(place, [method], f".{method.__name__}" if named else "")
+        return found
+
+    def _partial(self, value: Any, place: Place, shape: Shape) -> Slots:
+        fields = vars(functools.partial)
+        func, args, keywords = (fields[n].__get__(value) for n in ("func", "args", "keywords"))
+        found = _fixed(place, [func], ".func") + _fixed(place, [keywords], ".keywords")
+        for index, each in enumerate(args):
+            found += _fixed(place, [each], f".args[{index}]")
+        return found + self._attributes(value, place, shape)
+
+    def _class(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """The values of a user's class, and those of its methods whose name some code says."""
+        found: Slots = []
+        for name, each in namespace_of(value).copy().items():
+            kind = shape_of(type(each)).kind
+            dunder = name.startswith("__") and name.endswith("__")
+            slot = Place(place, f"{name_of(value)}.{name}", slots.CLASS_ATTRIBUTE, value, name)
+            if kind is not Kind.FUNCTION and kind is not Kind.DESCRIPTOR and kind is not Kind.CLASS:
+                if not dunder:
+                    found.append((slot, each))
+            elif name in self._said or (dunder and name not in _RUN_UNSEEN) or name == "forward":
+                self._method(slot, each)
+            else:
+                self._unsaid.setdefault(name, []).append((slot, each))
+        return found
+
+    def _method(self, place: Place, value: Any) -> None:
+        self.places.code.append((place, value))
+        self._by_name(Place(place.owner, place.label, FIXED, value), value)
+
+    def _descriptor(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """The function in a property, a static or a class method."""
+        inner = [
+            namespace_of(base)[name].__get__(value)
+            for base in bases_of(type(value))
+            for name in ("fget", "func", "__func__")
+            if is_library(module_of(base)) and name in namespace_of(base)
+        ]
+        if type(value) is functools.cached_property:
+            inner.append(vars(value)["func"])
+        return _fixed(place, inner)
+
+    def _cached(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """A function with an `lru_cache`: what is in the cache now, and the function."""
+        held = gc.get_referents(value)
+        # Without a size the results are in a dict, else they are held one by one.
+        held += [each for table in held if type(table) is dict for each in dict.values(table)]
+        kinds = (Kind.TENSOR, Kind.TUPLE)
+        results = [each for each in held if shape_of(type(each)).kind in kinds]
+        return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
+
+
+def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
+    return [(Place(place, label, FIXED, each), each) for each in values]
+
+
+def _is_passed(kind: Kind, value: Any) -> bool:
+    """Whether no user's: a class of a library, a function of C."""
+    if kind is Kind.CLASS:
+        return is_library(module_of(value))
+    if kind is Kind.BOUND:
+        return value.__self__ is None or type(value.__self__) is types.ModuleType
+    return True
+
+
+def _is_plain(value: Any, depth: int = 4) -> bool:
+    """Whether a tuple or frozenset holds nothing but plain values, and not too many."""
+    base = tuple if issubclass(type(value), tuple) else frozenset
+    if base.__len__(value) > _MOST_PLAIN or depth == 0:
         return False
+    for member in base.__iter__(value):
+        kind = shape_of(type(member)).kind
+        nested = kind is Kind.TUPLE and _is_plain(member, depth - 1)
+        if kind is not Kind.PLAIN and not nested:
+            return False
+    return True
 
-    @staticmethod
-    def _is_users(kind: Kind, value: Any) -> bool:
-        if kind is Kind.CLASS:
-            return not is_library(module_of(value))
-        if kind is Kind.BOUND:
-            return value.__self__ is not None and type(value.__self__) is not types.ModuleType
-        return True
+
+def _is_long(base: Any, value: Any, values: Iterable[Any]) -> bool:
+    """Whether a container is not worth reading: long and of plain values, by a sample."""
+    if base.__len__(value) <= _MOST_PLAIN:
+        return False
+    return all(shape_of(type(each)).kind is Kind.PLAIN for each in islice(values, _SAMPLE))
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Names in code, and in the functions that are in it."""
+    names = {*code.co_names}
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            names |= _names_in(constant)
+    return names
+
+
+_READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], Slots]] = {
+    Kind.MODULE: Walk._module,
+    Kind.SCRIPT: Walk._script,
+    **dict.fromkeys((Kind.OBJECT, Kind.TENSOR), Walk._attributes),
+    Kind.DICT: Walk._items,
+    **dict.fromkeys(_BASES.keys() - {Kind.DICT}, Walk._elements),
+    **dict.fromkeys((Kind.REF, Kind.CONTEXT_VARIABLE), Walk._referred),
+    **dict.fromkeys((Kind.WRAPPER, Kind.PROXY), Walk._seen_through),
+    Kind.FUNCTION: Walk._function,
+    Kind.BOUND: Walk._bound,
+    Kind.PARTIAL: Walk._partial,
+    Kind.CLASS: Walk._class,
+    Kind.DESCRIPTOR: Walk._descriptor,
+    Kind.CACHED: Walk._cached,
+}

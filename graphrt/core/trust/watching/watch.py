@@ -99,8 +99,10 @@ class Watch(ThreadMode):
         keeps_sources: bool = False,
         rows: tuple[int, int] | None = None,
         draw: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None,
+        reads_arrays: bool = True,
     ) -> None:
-        """With `rows`, (all, live), the trace has a sum of the live rows of each operator's result
+        """`reads_arrays` says that graphs read the memory of NumPy arrays, as they do on the CPU.
+        With `rows`, (all, live), the trace has a sum of the live rows of each operator's result
         that has so many rows in all. `draw` calls the operators that may draw random numbers.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,6 +119,7 @@ class Watch(ThreadMode):
         self._follows = follows
         self._generators = generators
         self._draw = draw
+        self._reads_arrays = reads_arrays
         self._born: dict[int, Kept] = {}
 
     def __torch_dispatch__(
@@ -166,7 +169,8 @@ class Watch(ThreadMode):
         trace.sums.append(None)
         self._bear((args[0], result), False)
         # Memory of an array is read where it is, and a task makes its own anew at every replay.
-        if key in self._born and result.untyped_storage().resizable() and not in_task.get():
+        is_baked = result.untyped_storage().resizable() or not self._reads_arrays
+        if key in self._born and is_baked and not in_task.get():
             self._born[key].of_data = len(trace) - 1
             if in_eager_part.get() is not None:
                 trace.constants_of_parts.add(len(trace) - 1)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-_GRAPHRT = Path(os.path.abspath(__file__)).parents[3]
+_GRAPHRT = Path(os.path.abspath(__file__)).parents[2]
 _NOT_THE_USERS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     # Not all of graphrt: the demo and the conformance suite are users of it.

@@ -36,8 +36,8 @@ class RingFormat:
     PROGRESS, FAULT, FOUND = range(3)
     GIVEN = 16
     CONTROL_BYTES = 256
-    TAIL_BYTES = 256
-    """What a ring has of the slab for itself, at its end."""
+    COUNTER_BYTES = 256
+    """What the device needs to count steps, in its own memory, zero at first."""
     NUMBER, COUNT, FIRST_MOVE = range(3)
     MOVE_WORDS = 4
     MAX_MOVES = 63
@@ -47,7 +47,7 @@ class RingFormat:
     """The number in a slot that no step has written."""
 
 
-class InputRing(Protocol):
+class RingDevice(Protocol):
     """The device's side of a ring. `memory` is the page-locked uint8 [`CONTROL_BYTES` + `slots` *
     `stride`], zero at first; `payload` are the bytes from the start of a slot to its payload."""
 

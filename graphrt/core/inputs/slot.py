@@ -10,7 +10,6 @@ import torch
 from graphrt.core.base import InputSlotError, InvalidInputError, Uncopied, shown
 from graphrt.core.batch import Batch
 from graphrt.core.dispatch import Agreed
-from graphrt.core.inputs.layout import StepMoves
 
 
 class Arrays(Mapping[str, Any]):
@@ -147,35 +146,3 @@ def agreed_too_late(slot: InputSlot) -> InputSlotError:
         expected="agreed= where the slot is made",
         advice="runner(runner.slot(batch, agreed=...))",
     )
-
-
-class SlotViews:
-    """The views of slots, remembered by where they are and how many rows are live."""
-
-    _CACHED = 2048
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
-
-    def find(self, at: int, moves: StepMoves) -> tuple[dict[str, torch.Tensor], Arrays] | None:
-        """The views of the live rows of `moves` in the memory that begins `at`, if there were."""
-        return self._found.get((at, moves))
-
-    def add(
-        self, at: int, moves: StepMoves, tensors: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], Arrays]:
-        """Remember views."""
-        if len(self._found) >= self._CACHED:
-            self._found.clear()
-        found = self._found[at, moves] = tensors, Arrays(tensors)
-        return found
-
-
-def views_in(memory: torch.Tensor, start: int, moves: StepMoves) -> dict[str, torch.Tensor]:
-    """The live rows of a layout that lies in `memory` from byte `start` on."""
-    found: dict[str, torch.Tensor] = {}
-    for move in moves.fields:
-        field = move.field
-        part = memory[start + field.offset : start + field.end].view(field.spec.dtype)
-        found[move.name] = move.live_part(part.view(field.view.shape))
-    return found

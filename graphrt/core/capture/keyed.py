@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from graphrt.core.base import (
     CaptureError,
@@ -16,11 +16,11 @@ from graphrt.core.base import (
     check_kind,
     shown,
 )
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode, current_context
-from graphrt.core.capture.lookup import wrapper_class
+from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.refusals import inside_capture
+from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 from graphrt.core.replay import (
     WORST_CASE,
     GraphPool,
@@ -49,10 +49,10 @@ class KeyedGraphs(Uncopied):
         """In `pool`, by default one of its own; `options` and `hooks` are `GraphWrapper`'s."""
         check_kind("pool", pool, GraphPool)
         self.pool = GraphPool() if pool is None else pool
-        self._eager = _EagerGraphs(self.pool)
-        self._wrapper = wrapper_class(self.pool.platform)(
-            self._run, GraphMode.FULL, pool=self.pool, options=options, hooks=hooks
-        )
+        make, mode = wrapper_class(self.pool.platform), GraphMode.FULL
+        self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=options, hooks=hooks)
+        # What is wrong with the options is said now.
+        self._wrap(_destroyed)
         self._graphs: dict[Hashable, KeyedGraph] = {}
 
     def capture(self, key: Hashable, forward: Callable[[], Any]) -> KeyedGraph:
@@ -67,50 +67,42 @@ class KeyedGraphs(Uncopied):
         check_callable("forward", forward)
         descriptor = BatchDescriptor(1, variant=key)
         if is_inside_capture():
-            raise inside_capture()
+            raise NESTED_CAPTURE()
         # The device's, and no lock besides it: who holds that one may come to drop a graph.
         with self.pool.capture_lock:
-            graph, captured = self._capture(key, descriptor, forward)
+            wrapper = self._wrap(forward)
+            graph = self._captured(key, descriptor, wrapper)
         # Outside of it: what is told may wait for another thread that captures.
-        if captured:
-            self.pool.captured(self._wrapper, descriptor)
+        if not graph.is_eager:
+            self.pool._captured(wrapper, descriptor)
         return graph
 
-    def _capture(
-        self, key: Hashable, descriptor: BatchDescriptor, forward: Callable[[], Any]
-    ) -> tuple[KeyedGraph, bool]:
-        """The new graph, and whether it is one: with graphs off its replays are calls."""
+    def _captured(
+        self, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper
+    ) -> KeyedGraph:
         self.pool.check_open()
-        self._forget_destroyed()
-        if key in self._graphs:
+        if key in self:
             raise CaptureError(
                 "a key was captured a second time",
                 got=shown(key),
                 expected="one graph for each key",
                 advice="drop(key) before",
             )
-        taken = {graph.slot for graph in list(self._graphs.values())}
-        slot = next(free for free in range(len(taken) + 1) if free not in taken)
-        transaction = _KeyedCapture(slot, forward)
+        transaction = CaptureTransaction(0, metadata_is_declared=True, tells_pool=False)
         context = ForwardContext(
             GraphMode.FULL, descriptor, updates=WORST_CASE, capture=transaction
         )
-        kept: Mapping[BatchDescriptor, Any] = self._wrapper.entries
         try:
             with context:
-                outputs = self._wrapper()
-            captured = bool(transaction.captured)
-            if not captured:
-                kept = self._eager.graphs
-                transaction.add(self._wrapper, partial(self._eager.destroy_graphs, descriptor))
-                self._eager.graphs[descriptor] = _EagerGraph(forward, outputs)
-            graph = self._graphs[key] = KeyedGraph(key, self._wrapper, descriptor, slot, kept)
+                outputs = wrapper()
+            graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
             transaction.commit()
+            return graph
         except BaseException:
             context.leave()
             transaction.rollback()
+            self._graphs.pop(key, None)
             raise
-        return graph, captured
 
     def replay(self, key: Hashable, updates: Updates | None = None) -> Any:
         """`self[key].replay(updates)`; raises `KeyError` for a key without a graph."""
@@ -121,19 +113,18 @@ class KeyedGraphs(Uncopied):
         raises `PoolBusyError` while a step is under way in the pool."""
         check_hashable("the key of a graph", key)
         with self.pool.capture_lock:
-            graph = self._graphs.get(key)
-            if graph is not None:
-                in_turn(self.pool, "KeyedGraphs.drop()", partial(self._destroy, graph))
+            if key in self._graphs:
+                in_turn(self.pool, "KeyedGraphs.drop()", partial(self._destroy, [key]))
 
     def clear_graphs(self) -> None:
         """Destroy every graph; raises `PoolBusyError` while a step is under way in the pool."""
         with self.pool.capture_lock:
-            in_turn(self.pool, "KeyedGraphs.clear_graphs()", self._destroy_all)
+            in_turn(self.pool, "KeyedGraphs.clear_graphs()", partial(self._destroy, self._graphs))
 
-    def _destroy_all(self) -> None:
-        self._wrapper.destroy_graphs(None)
-        self._eager.destroy_graphs(None)
-        self._forget_destroyed()
+    def _destroy(self, keys: Iterable[Hashable]) -> None:
+        for key in list(keys):
+            self._graphs[key].destroy_graphs(None)
+            del self._graphs[key]
 
     def __getitem__(self, key: Hashable) -> KeyedGraph:
         graph = self._graphs[key]
@@ -151,113 +142,39 @@ class KeyedGraphs(Uncopied):
     def __len__(self) -> int:
         return sum(graph.alive for graph in list(self._graphs.values()))
 
-    def _forget_destroyed(self) -> None:
-        """Graphs that the pool has destroyed."""
-        for graph in list(self._graphs.values()):
-            if not graph.alive:
-                self._destroy(graph)
-
-    def _destroy(self, graph: KeyedGraph) -> None:
-        """Destroy a graph, or what is left of it; its key is free afterwards."""
-        self._wrapper.destroy_graphs(graph.descriptor)
-        self._eager.destroy_graphs(graph.descriptor)
-        # Another graph may come to have its key, its descriptor and its slot.
-        graph._context.descriptor = None
-        self._graphs.pop(graph.key, None)
-
-    def _run(self) -> Any:
-        context = current_context()
-        assert context is not None
-        if isinstance(context.capture, _KeyedCapture):
-            return context.capture.take_forward()()
-        eager = None if context.descriptor is None else self._eager.graphs.get(context.descriptor)
-        if eager is not None:
-            return eager.call(context)
-        raise _destroyed(", ".join(map(repr, self)) or "a key: there are no graphs at all")
-
-
-def _destroyed(expected: str) -> MissingGraphError:
-    return MissingGraphError(
-        "a graph was replayed that has been destroyed",
-        expected=expected,
-        advice="capture it again",
-    )
-
-
-class _KeyedCapture(CaptureTransaction):
-    """The capture of one key, with the forward that its thread captures."""
-
-    # Told once the graph is there under its key.
-    tells_pool = False
-
-    def __init__(self, slot: int, forward: Callable[[], Any]) -> None:
-        super().__init__(slot, metadata_is_declared=True)
-        self._forward = [forward]
-
-    def take_forward(self) -> Callable[[], Any]:
-        """The forward, once: the graph's entry knows the transaction, and shall not keep it."""
-        return self._forward.pop()
-
-
-class _EagerGraph:
-    """What a graph is that must not be captured: its forward, and what that returned last."""
-
-    __slots__ = ("forward", "outputs", "updates")
-
-    def __init__(self, forward: Callable[[], Any], outputs: Any) -> None:
-        self.forward = forward
-        self.outputs = outputs
-        self.updates: Any = WORST_CASE
-
-    def call(self, context: ForwardContext) -> Any:
-        """One step of it; without updates the host arguments are those of the step before."""
-        if context.updates is None:
-            context.updates = self.updates
-        self.outputs = outputs = self.forward()
-        self.updates = context.updates
-        return outputs
-
-
-class _EagerGraphs:
-    """Of `KeyedGraphs`, where graphs are off: cleared with the pool, like graphs in it."""
-
-    def __init__(self, pool: GraphPool) -> None:
-        self.graphs: dict[BatchDescriptor, _EagerGraph] = {}
-        pool.add_holder(self)
-
-    def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
-        if descriptor is None:
-            self.graphs.clear()
-        else:
-            self.graphs.pop(descriptor, None)
-
-    def look_again(self, descriptor: BatchDescriptor) -> None:
-        pass
-
-    def in_session(self, begun: bool) -> None:
-        pass
-
 
 class KeyedGraph:
-    """A graph of `KeyedGraphs`, under its `key`."""
+    """A graph of `KeyedGraphs`, under its `key`.
 
-    __slots__ = ("_context", "_kept", "_pool", "_wrapper", "descriptor", "key", "slot")
+    With graphs off it is the forward, called at every replay, and ends with the pool as graphs do.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_context",
+        "_outputs",
+        "_updates",
+        "_wrapper",
+        "descriptor",
+        "is_eager",
+        "key",
+    )
 
     def __init__(
-        self,
-        key: Hashable,
-        wrapper: Any,
-        descriptor: BatchDescriptor,
-        slot: int,
-        kept: Mapping[BatchDescriptor, Any],
+        self, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper, outputs: Any
     ) -> None:
+        """Of the one capture of `wrapper`, if graphs are on; `outputs` are what it returned."""
         self.key = key
         self.descriptor = descriptor
-        self.slot = slot
+        self.is_eager = not wrapper.entries
         self._wrapper = wrapper
-        self._pool: GraphPool = wrapper.pool
-        self._context = ForwardContext(GraphMode.FULL, descriptor, slot)
-        self._kept = kept
+        self._context = ForwardContext(GraphMode.FULL, descriptor, 0)
+        self._outputs: Any = outputs if self.is_eager else None
+        self._updates: Any = WORST_CASE if self.is_eager else None
+        if not self.is_eager:
+            # It needs no forward any more, and keeps none alive.
+            wrapper.runnable = _destroyed
+        wrapper.pool._add_holder(self)
 
     def __repr__(self) -> str:
         return f"KeyedGraph({self.key!r})"
@@ -266,7 +183,7 @@ class KeyedGraph:
     def alive(self) -> bool:
         """Whether it may be replayed still."""
         descriptor = self._context.descriptor
-        return descriptor is not None and descriptor in self._kept
+        return descriptor is not None and (self.is_eager or descriptor in self._wrapper.entries)
 
     @property
     def outputs(self) -> Any:
@@ -276,7 +193,7 @@ class KeyedGraph:
         """
         if not self.alive:
             raise KeyError(self.key)
-        return self._kept[self.descriptor].outputs
+        return self._outputs if self.is_eager else self._wrapper.entries[self.descriptor].outputs
 
     def replay(self, updates: Updates | None = None) -> Any:
         """Replay it, as one step of the pool; returns what its forward returned.
@@ -293,16 +210,19 @@ class KeyedGraph:
             )
         context = self._context
         # A turn, written out: see `Turn`. Before the context is touched: it is one for all threads.
-        pool = self._pool
+        pool = self._wrapper.pool
         if pool.owner is not None:
             if not self.alive:
-                raise _destroyed("one that is alive")
+                _destroyed()
             raise pool.busy_error(context)
         try:
             pool.owner = context
-            context.updates = updates
+            # With graphs off, without updates, the host arguments are those of the step before.
+            context.updates = self._updates if updates is None else updates
             with context:
                 outputs = self._wrapper()
+            if self.is_eager:
+                self._outputs, self._updates = outputs, context.updates
             if pool.owner is context:
                 # Else it waits for its updates, and keeps the pool.
                 pool.owner = None
@@ -311,3 +231,26 @@ class KeyedGraph:
             if pool.owner is context:
                 pool.owner = None
             raise
+
+    def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
+        """See `HoldsGraphs`."""
+        if descriptor is None or descriptor == self.descriptor:
+            # Another graph may come to have its key and its descriptor.
+            self._context.descriptor = None
+            self._wrapper.destroy_graphs(None)
+            self._wrapper.runnable = _destroyed
+            self._outputs = None
+
+    def look_again(self, descriptor: BatchDescriptor) -> None:
+        """See `HoldsGraphs`; it has no arguments to look at."""
+
+    def in_session(self, begun: bool) -> None:
+        """See `HoldsGraphs`."""
+
+
+def _destroyed() -> NoReturn:
+    raise MissingGraphError(
+        "a graph was replayed that has been destroyed",
+        expected="one that is alive",
+        advice="capture it again",
+    )

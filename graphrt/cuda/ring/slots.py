@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 
 import torch
 
-from graphrt.core.base import GraphRTError, InputRingError, InputRingWarning
-from graphrt.core.device import InputRing, Platform, RingFormat, slot_bytes
-from graphrt.core.inputs.transfer.staging import MAX_BYTES, MAX_SLOTS
+from graphrt.core.base import InputRingError
+from graphrt.cuda.ring.format import RingDevice, RingFormat
 
 _PROGRESS, _FAULT, _FOUND, _GIVEN = (
     RingFormat.PROGRESS,
@@ -20,9 +18,7 @@ _PROGRESS, _FAULT, _FOUND, _GIVEN = (
     RingFormat.FOUND,
     RingFormat.GIVEN,
 )
-_WORD_BYTES = RingFormat.WORD_BYTES
 _PATIENCE_S, _NAP_S = 5.0, 20e-6
-_MOVES_OF_A_FIELD = 3
 _LEAST_BYTES = 4 << 10
 _TRIES = 7
 
@@ -41,53 +37,46 @@ class SlotRing:
     __slots__ = (
         "__weakref__",
         "_nbytes",
-        "_ring",
-        "address",
         "count",
-        "end",
+        "device",
         "free_until",
-        "memory",
         "moves",
         "pending",
         "places",
         "rows",
-        "slots",
         "unsure",
         "waits",
         "words",
     )
 
-    def __init__(self, ring: InputRing, nbytes: int, moves: int) -> None:
+    def __init__(self, device: RingDevice, nbytes: int, moves: int) -> None:
         """`nbytes` of payload and so many moves are what a slot can hold. Raises `InputRingError`
         if the device does not fetch a first one."""
-        self._ring = ring
+        self.device = device
         self._nbytes = nbytes
         self.moves = moves
-        self.memory = ring.memory
-        self.slots = ring.slots
-        address = self.address = self.memory.data_ptr()
-        self.end = address + self.memory.nbytes
-        octets = _octets_at(address, self.memory.nbytes)
+        address, size = device.memory.data_ptr(), device.memory.nbytes
+        octets = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
         # All of the memory as numbers, by their bytes.
         self.rows = {1: octets, 2: octets.cast("H"), 4: octets.cast("I"), 8: octets.cast("Q")}
-        words = self.words = self.rows[_WORD_BYTES]
-        starts = [RingFormat.CONTROL_BYTES + slot * ring.stride for slot in range(ring.slots)]
-        # Of each slot: its first word, and the address of its payload.
-        self.places = [(start // _WORD_BYTES, address + start + ring.payload) for start in starts]
+        words = self.words = self.rows[RingFormat.WORD_BYTES]
+        starts = [RingFormat.CONTROL_BYTES + slot * device.stride for slot in range(device.slots)]
+        # Of each slot: its first word, and where its payload begins in the memory.
+        self.places = [(start // RingFormat.WORD_BYTES, start + device.payload) for start in starts]
         for word, _ in self.places:
             words[word] = RingFormat.NO_STEP
         self.count = 0
         # Steps before this one have a slot that is known to be fetched.
-        self.free_until = self.slots
+        self.free_until = device.slots
         self.waits = 0
         # What fetches the slot of a step whose graph has not done so yet.
         self.pending: Callable[[], None] | None = None
         self.unsure = False
-        weakref.finalize(self, _retire, self.memory, words).atexit = False
-        # The device's driver may put loading a kernel off until its first launch, which a capture
+        weakref.finalize(self, _retire, device.memory, words).atexit = False
+        # The driver may put loading a kernel off until its first launch, which a capture
         # does not allow.
-        self.give(ring.prepare(0, 0), self.take()[0], 0, False)
-        ring.wait()
+        self.give(device.prepare(0, 0), self.take()[0], 0, False)
+        device.wait()
         if words[_PROGRESS] != 1:
             raise InputRingError(
                 "the device did not fetch the first slot of its input ring",
@@ -106,34 +95,29 @@ class SlotRing:
 
     def _time_of(self, nbytes: int) -> float:
         """Seconds until a slot with so much payload, which goes nowhere, is fetched."""
-        fetch, times = self._ring.prepare(nbytes, 0), []
+        fetch, times = self.device.prepare(nbytes, 0), []
         for _ in range(_TRIES):
             word, _ = self.take()
             began = time.perf_counter()
             self.give(fetch, word, 0, False)
-            self._ring.wait()
+            self.device.wait()
             times.append(time.perf_counter() - began)
         return min(times)
 
     def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
         """What fetches a slot with so many bytes of payload; None where that is not worth it."""
-        return self._ring.prepare(nbytes, self.moves) if 0 < nbytes <= self._nbytes else None
-
-    def shape(self) -> tuple[int, ...]:
-        """For `NativeWriter`: where slots are, how many, the bytes before the first, from one to
-        the next and before a payload, and the words of the control page that it uses."""
-        ring = self._ring
-        first, fault, given = RingFormat.CONTROL_BYTES, _FAULT, _GIVEN
-        return self.address, self.slots, first, ring.stride, ring.payload, fault, given
+        return self.device.prepare(nbytes, self.moves) if 0 < nbytes <= self._nbytes else None
 
     def settle(self) -> None:
-        """Ask the device how many steps it was given, if that is not known: a step would wait."""
+        """Forget what was to be fetched, and ask the device how many steps it was given, if that is
+        not known: a step would wait."""
+        self.pending = None
         if self.unsure:
             self.resync()
 
     def take(self) -> tuple[int, int]:
-        """The first word and the payload's address of the next step's slot, which may be written
-        until it is given.
+        """The first word of the next step's slot, which may be written until it is given, and
+        where its payload begins in the memory.
 
         Raises `InputRingError` if the device found a slot that was not its step's.
         """
@@ -145,7 +129,7 @@ class SlotRing:
         count = self.count
         if count >= self.free_until:
             self._wait_for(count)
-        return self.places[count % self.slots]
+        return self.places[count % len(self.places)]
 
     def give(self, fetch: Callable[[], None], word: int, count: int, in_graph: bool) -> None:
         """Fetch the slot that was taken, which begins at `word` and has so many moves: now, or by
@@ -177,7 +161,7 @@ class SlotRing:
     def expect_capture(self, fetch: Callable[[], None]) -> None:
         """The same for a graph that is captured next; a fault of steps before is raised later."""
         self.resync()
-        self.give(fetch, self.places[self.count % self.slots][0], 0, True)
+        self.give(fetch, self.places[self.count % len(self.places)][0], 0, True)
 
     def fetch_pending(self) -> None:
         """Put the fetch that no graph has done on the current stream, which may be captured."""
@@ -188,7 +172,7 @@ class SlotRing:
     def resync(self) -> None:
         """Ask the device how many steps it was given, once it is done with them."""
         self.pending = None
-        self._ring.wait()
+        self.device.wait()
         self.count = self.words[_PROGRESS]
         self.words[_GIVEN] = self.count
         self.unsure = False
@@ -197,7 +181,7 @@ class SlotRing:
         """Look, or wait, until the oldest slot is free."""
         words, until, waited = self.words, time.monotonic() + _PATIENCE_S, False
         while True:
-            self.free_until = words[_PROGRESS] + self.slots
+            self.free_until = words[_PROGRESS] + len(self.places)
             if count < self.free_until:
                 self.waits += waited
                 return
@@ -206,7 +190,7 @@ class SlotRing:
                 raise self._fault()
             if time.monotonic() > until:
                 # Raises what the device has died of, if it has.
-                self._ring.wait()
+                self.device.wait()
                 until = time.monotonic() + _PATIENCE_S
             time.sleep(_NAP_S)
 
@@ -222,34 +206,6 @@ class SlotRing:
             expected=f"step {step}",
             advice="run steps by the runner; what it returned since its last step may be wrong",
         )
-
-
-def ring_for(platform: Platform, slab: torch.Tensor, nbytes: int, fields: int) -> SlotRing | None:
-    """A ring for so many inputs of together `nbytes`; None, with an `InputRingWarning`, where the
-    device at hand cannot have one."""
-    largest = min(nbytes, platform.fetched_bytes)
-    moves = min(RingFormat.MAX_MOVES, _MOVES_OF_A_FIELD * fields + 1)
-    stride = slot_bytes(largest, moves)[1]
-    slots = max(2, min(MAX_SLOTS, MAX_BYTES // stride))
-    try:
-        ring = platform.new_input_ring(slab, slots, largest, moves)
-        if ring is None:
-            return None
-        slots_of = SlotRing(ring, largest, moves)
-        if platform.fetch_limit_s is not None:
-            slots_of.limit(platform.fetch_limit_s)
-        return slots_of
-    except GraphRTError as error:
-        warnings.warn(
-            f"graphs do not fetch their inputs, which are copied instead: {error}",
-            InputRingWarning,
-            stacklevel=4,
-        )
-        return None
-
-
-def _octets_at(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def _retire(memory: torch.Tensor, words: memoryview) -> None:

@@ -1,0 +1,97 @@
+"""What a plan is told about the streams of an NPU: by a deployment, a profile and a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from graphrt.ascend.budget.profiles import Deployment, update_aclgraph_sizes
+from graphrt.ascend.budget.streams import (
+    DEVICES,
+    STRUCTURAL,
+    device_named,
+    device_of,
+    stream_figures,
+)
+from graphrt.core.base import InvalidOptionError, nearest
+from graphrt.core.batch import GraphMode
+
+
+@dataclass(frozen=True)
+class PlannedStreams:
+    """The streams of a device, as a profile counts them."""
+
+    profile: str
+    device: str
+    usable: int
+    full: int
+    piecewise: int
+    pieces: int
+    terms: tuple[tuple[str, int], ...]
+    formula_sizes: tuple[int, ...] | None
+    """What `update_aclgraph_sizes` keeps of the piecewise sizes; None in the structural model."""
+
+    def lines(self) -> list[str]:
+        """The sum, line by line."""
+        lines = [f"Streams of {self.device}, profile {self.profile}:"]
+        lines += [f"  {streams:+6} {what}" for what, streams in self.terms]
+        lines.append(f"  {self.usable:6} usable")
+        each = f"{self.piecewise} ({self.pieces} pieces)"
+        lines.append(f"  a full graph holds {self.full}, a piecewise size {each}")
+        if self.formula_sizes is not None:
+            sizes = " ".join(map(str, self.formula_sizes))
+            lines.append(f"  update_aclgraph_sizes would keep for pieces: {sizes}")
+        return lines
+
+
+def planned_streams(
+    settings: Mapping[str, Any],
+    layers: int,
+    *,
+    mode: GraphMode,
+    sizes: Sequence[int],
+    at_hand: tuple[str, int | None] | None = None,
+) -> PlannedStreams:
+    """The streams of an NPU for graphs of `layers` layers.
+
+    `settings` are `device` (a generation; by default that of the NPU `at_hand`, a name of torch_npu
+    and the streams that are free, else A2), `profile` (structural, or the version of the formula)
+    and the figures of `Deployment`, of which `domains` may be a text such as "tp,ep". Raises
+    `InvalidOptionError` for others.
+    """
+    own = dict(settings)
+    device_name, profile = own.pop("device", None), str(own.pop("profile", STRUCTURAL))
+    known = [field.name for field in fields(Deployment) if field.name != "layers"]
+    for name in own.keys() - set(known):
+        raise InvalidOptionError(
+            "a plan for an NPU has no such setting",
+            got=name,
+            expected=", ".join(["device", "profile", *known]),
+            advice=nearest(name, ["device", "profile", *known]),
+        )
+    domains = own.pop("domains", ())
+    if isinstance(domains, str):
+        domains = [each.strip().lower() for each in domains.split(",")]
+    model = Deployment(layers, frozenset(domains), **own)
+    available = None
+    if device_name is not None:
+        device = device_named(str(device_name))
+    elif at_hand is not None:
+        device, available = device_of(at_hand[0]), at_hand[1]
+    else:
+        device = DEVICES["A2"]
+    figures = stream_figures(profile, model, device, available=available)
+    kept = None
+    if profile != STRUCTURAL and mode.has_piecewise:
+        kept = update_aclgraph_sizes(sizes, model, profile=profile, mode=mode)
+    return PlannedStreams(
+        profile,
+        device.name,
+        figures.usable,
+        figures.full,
+        figures.piecewise,
+        figures.pieces,
+        figures.terms,
+        kept,
+    )

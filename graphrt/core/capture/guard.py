@@ -1,0 +1,631 @@
+"""`CaptureGuard`: what a capture lets pass, and what it refuses because a graph would freeze it.
+
+A segment of graph repeats its operators on the memory of the capture. So the guard looks
+
+1. at every operator of an open segment, and at every operator of an eager part between two;
+2. at the tensors of the caller and the host's random numbers, where a segment ends;
+3. at what the forward reads from its context, while a segment is open.
+
+The rules are a table, `refusals.py`. Which operators a device itself cannot capture is for that
+device to say: `Platform.explain`, and on the CPU the tape's own table.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphrt.core.base import (
+    GraphRTError,
+    PageableCopyError,
+    ThreadMode,
+    dispatch_modes,
+    is_taken_apart,
+    remove_dispatch_mode,
+    transform_under_way,
+    tree,
+)
+from graphrt.core.batch import ForwardContext
+from graphrt.core.capture.constants import Constants
+from graphrt.core.capture.refusals import (
+    HIDDEN_TENSOR,
+    HOST_ARGUMENT,
+    HOST_DRAW,
+    METADATA,
+    MISSED_OPERATOR,
+    MODE_STILL_ACTIVE,
+    RESHAPED_ARGUMENT,
+    SIDE_DOOR,
+    TRANSFORMED_BREAK,
+    WRITTEN_COPY,
+)
+from graphrt.core.capture.source import Source, user_source
+from graphrt.core.device import DeviceGraph
+from graphrt.core.replay import Recording, SegmentHooks, issued, name_of
+
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+"""What every tensor made from Python data, or from a NumPy array, goes through."""
+
+_COPIES = ("aten.copy_.default", "aten._to_copy.default")
+
+
+class CaptureGuard(ThreadMode):
+    """Sees every operator of an open segment: breaks at those of `breaks`, and refuses what no
+    replay would repeat. Of a whole graph it looks at the last alone. With `constants` it has those
+    lifted. Where the operators of a step are `issued` to a list, it notes those of the segment.
+
+    The mode is only entered where there is something to look at.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        recorder: Recording,
+        context: ForwardContext,
+        breaks: frozenset[str],
+        given: Given,
+        constants: Constants | None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder: Recording | None = recorder
+        self.issued = issued.get()
+        self._context = context
+        self._breaks = breaks
+        self._in_pieces = recorder.breakable or bool(breaks)
+        self._given = given
+        self._constants = constants
+        self._doors = SideDoors() if (doors := side_doors.get()) is None else doors
+        self._doors.begin_capture()
+        # Copies that graphs read in place of memory which eager parts returned and did not make.
+        self._copies: dict[StorageWeakRef, str] = {}
+        self._entered = self._handling = False
+
+    def begin(self, graph: DeviceGraph) -> None:
+        """A segment has begun, which `graph` will hold."""
+        withhold(self._context)
+        if self._constants is not None:
+            self._constants.begin(graph)
+        self._given.begin()
+        in_pieces = self._in_pieces and (self._breaks or self._doors or self._copies)
+        wanted = in_pieces or self._given or self._constants is not None
+        # While an operator is being handled torch has taken this mode off its stack already.
+        wanted = wanted or self.issued is not None
+        if not self._handling and not self._entered and wanted:
+            self.__enter__()
+            self._entered = True
+
+    def end(self) -> None:
+        """The segment ends; raises for what a replay of it would not repeat."""
+        hand_back(self._context)
+        self._given.end()
+        if self._entered and not self._handling:
+            top = dispatch_modes()[-1]
+            if top is not self:
+                raise MODE_STILL_ACTIVE(type(top).__name__)
+            self._entered = False
+            self.__exit__()
+        if self._constants is not None:
+            self._constants.end()
+
+    def hooks(self, others: SegmentHooks | None) -> SegmentHooks | None:
+        """What is called before each replay of the segment that has ended, `others` included."""
+        return others if self._constants is None else self._constants.hooks(others)
+
+    def hand_on(self, result: Any) -> None:
+        """Note what the capture has returned, as other captures may be given it."""
+        if self._constants is not None:
+            self._constants.hand_on(result)
+
+    def remove(self) -> None:
+        """Let go of a segment that failed, whatever the forward left on top of this mode; once
+        more changes nothing."""
+        hand_back(self._context)
+        self._entered = False
+        remove_dispatch_mode(self)
+        if self._constants is not None:
+            self._constants.end()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_taken_apart(func):
+            return self.take_apart(func, args, kwargs)
+        if is_listed(func, self._breaks):
+            return self._break_at(func, args, kwargs)
+        if self.issued is not None:
+            self.issued.append(func)
+        if self._in_pieces:
+            self._doors.check((args, kwargs), "the graph reads", func)
+            self.check_written(func, args, kwargs)
+        self._given.check(func, args, kwargs)
+        if self._constants is not None:
+            return self._constants.run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _break_at(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = self.recorder
+        if recorder is None or not recorder.breakable:
+            raise MISSED_OPERATOR(op=func)
+        self._handling = True
+        try:
+            return recorder.run_eagerly(func, args, kwargs)
+        finally:
+            self._handling = False
+
+    def run_part(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        owns: Callable[[torch.Tensor], bool],
+    ) -> Any:
+        """Run an eager part between two segments. It may read no tensor that a graph `owns`
+        says, unless it was given it: replays find the one of the graph that was captured last."""
+        return self._doors.watched(function, args, kwargs, PartRules(owns, self.check_written))
+
+    def end_part(self) -> None:
+        """The results of an eager part are where they belong; see `SideDoors.settle`."""
+        self._doors.settle()
+
+    def check_read(self, values: Any, what: str) -> None:
+        """See `Recording.check_read`."""
+        self._doors.check(values, what)
+
+    def note_copy(self, part: str, copy: torch.Tensor) -> None:
+        """Note a copy of what an eager part returned and others hold too: a write would reach the
+        copy alone."""
+        self._copies[StorageWeakRef(copy.untyped_storage())] = part  # type: ignore[no-untyped-call]
+
+    def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise `BreakError` if an operator is about to write such a copy."""
+        schema = getattr(func, "_schema", None)
+        if not self._copies or schema is None or not schema.is_mutable:
+            return
+        for place, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in tree.tensors(given):
+                if tensor.layout is not torch.strided:
+                    continue
+                ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                part = self._copies.get(ref)
+                if part is not None:
+                    at = user_source() or "some line"
+                    raise WRITTEN_COPY(f"{func} of {described(tensor)}, at {at}", part=part)
+
+
+def is_listed(func: Any, breaks: frozenset[str]) -> bool:
+    """Whether an operator is one of `breaks`, by its name or that of its overload."""
+    schema = getattr(func, "_schema", None)  # a higher-order operator has none
+    if schema is None or not breaks:
+        return False
+    name: str = schema.name
+    return name in breaks or f"{name}.{func._overloadname}" in breaks
+
+
+# Tensors of the caller, and work of the host ------------------------------------------------------
+
+
+class Given:
+    """What a graph on a device must leave alone: the shape and the memory of the caller's tensors,
+    the numbers in those that lie on the host, and the host's generator.
+
+    `own` says that the tensors were made for the call, which may then give them any shape; `bake`
+    that numbers of the host may be those of the capture for ever.
+    """
+
+    def __init__(
+        self, values: Any, device_type: str, *, own: bool = False, bake: bool = False
+    ) -> None:
+        tensors = [t for t in tree.tensors(values) if t.layout is torch.strided]
+        self._on_device = device_type != "cpu"
+        self._kept = [] if own else tensors
+        refuses = self._on_device and not bake
+        self._on_host = [t for t in tensors if refuses and t.device.type == "cpu" and t.numel()]
+        self._hosts = set(map(_address, self._on_host))
+        self._host_argument = HOST_ARGUMENT
+        self._places: list[object] = []
+        self._generator: torch.Tensor | None = None
+        # Whether an operator drew on the host; None: nobody looked at operators.
+        self._drew: bool | None = None
+
+    def __bool__(self) -> bool:
+        """Whether operators have to be looked at: where other threads run, only they tell whose
+        draws have moved the host's generator."""
+        return bool(self._hosts) or (self._on_device and threading.active_count() > 1)
+
+    def lift(
+        self, is_constant: Callable[[torch.Tensor], bool] | None, *, later: bool = False
+    ) -> None:
+        """Leave tensors that are constants to the capture, which lifts them; `later` says that it
+        does not, and that the next try will."""
+        if is_constant is not None:
+            self._hosts -= {_address(each) for each in self._on_host if is_constant(each)}
+        if later:
+            self._host_argument = HOST_ARGUMENT._replace(error=PageableCopyError)
+
+    def begin(self) -> None:
+        """A segment begins."""
+        self._places = list(map(tree.identity, self._kept))
+        self._generator = torch.default_generator.get_state() if self._on_device else None
+        self._drew = None
+
+    def end(self) -> None:
+        """A segment ends; raises `RefusedOpError` for what a replay of it would not do again."""
+        for tensor, before in zip(self._kept, self._places, strict=True):
+            if tree.identity(tensor) != before:
+                raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
+        before_it, self._generator = self._generator, None
+        if before_it is None or self._drew is False:
+            return
+        if not torch.equal(before_it, torch.default_generator.get_state()):
+            raise HOST_DRAW()
+
+    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
+        on the host, or `PageableCopyError` where a try that lifts constants may take it; views of
+        it are made, and pinned memory is copied. Notes draws on the host."""
+        if self._on_device:
+            self._drew = bool(self._drew) or _draws_on_host(func, args, kwargs)
+        if not self._hosts or _makes_a_view(func):
+            return
+        for tensor in tree.tensors((args, kwargs)):
+            on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+            if not on_host or _address(tensor) not in self._hosts:
+                continue
+            # A copy of pinned memory is done anew by every replay.
+            if str(func) not in _COPIES or not tensor.is_pinned():
+                raise self._host_argument(described(tensor), op=func)
+
+
+def described(tensor: torch.Tensor) -> str:
+    """A tensor as errors name it."""
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _makes_a_view(func: Any) -> bool:
+    """Whether an operator returns what it is given, unread."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(result.alias_info is not None for result in schema.returns)
+
+
+def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws from the host's generator, and not from a device's."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    given = [tensor.device.type for tensor in tree.tensors((args, kwargs))]
+    asked = kwargs.get("device")
+    devices = given or ["cpu" if asked is None else torch.device(asked).type]
+    return "cpu" in devices
+
+
+# A step's metadata --------------------------------------------------------------------------------
+
+
+class _Withholding:
+    """A context while a segment is open: a graph would keep one step's values for ever.
+
+    A class of its own, given to the context for that time, so that a replay's context pays nothing.
+    """
+
+    __slots__ = ()
+
+    @property
+    def metadata(self) -> Any:
+        raise METADATA()
+
+    @metadata.setter
+    def metadata(self, value: Any) -> None:
+        _METADATA.__set__(self, value)
+
+    @property
+    def query_len(self) -> int | None:
+        # As where nobody said it: a graph of mixed batches serves others than this one too.
+        return None
+
+    @query_len.setter
+    def query_len(self, value: int | None) -> None:
+        _QUERY_LEN.__set__(self, value)
+
+
+# The slots, below the properties.
+_METADATA: Any = vars(ForwardContext)["metadata"]
+_QUERY_LEN: Any = vars(ForwardContext)["query_len"]
+
+
+def withhold(context: ForwardContext) -> None:
+    """Until `hand_back`, nothing in `context` is of one live step, and its metadata is refused,
+    unless the capture it allows says that it is declared."""
+    kind: Any = type(context)
+    declared = context.capture is not None and context.capture.metadata_is_declared
+    if not declared and not issubclass(kind, _Withholding):
+        object.__setattr__(context, "__class__", _withholding(kind))
+
+
+def hand_back(context: ForwardContext) -> None:
+    """End `withhold`."""
+    kind = type(context)
+    if issubclass(kind, _Withholding):
+        object.__setattr__(context, "__class__", kind.__bases__[1])
+
+
+@functools.cache
+def _withholding(kind: type) -> type:
+    return type(kind.__name__, (_Withholding, kind), {"__slots__": ()})
+
+
+# Tensors that leave an eager part by a side door --------------------------------------------------
+
+
+class _Made(NamedTuple):
+    """Which line of which eager part made a tensor, and in which capture (0: in a warm-up)."""
+
+    part: str
+    source: Source | None
+    capture: int
+
+    @property
+    def line(self) -> tuple[str, Source | None]:
+        return self.part, self.source
+
+    def refusal(self, read: _Read, how: str = "") -> GraphRTError:
+        """The error of a graph that reads the tensor."""
+        got = f"{read.tensor}, made at {self.source or 'an unknown line'}"
+        return SIDE_DOOR(
+            got, op=read.op, source=read.source, what=read.what, part=self.part, how=how
+        )
+
+
+class _Read(NamedTuple):
+    """How a graph came to read a tensor."""
+
+    what: str
+    op: object
+    source: Source | None
+    tensor: str
+
+
+class SideDoors:
+    """What eager parts made that outlived them, in the warm-ups and captures of one session.
+
+    A graph that reads such a tensor reads at every replay the one that it was captured with, while
+    the eager part makes another. A tensor of an earlier run is a place like any other (a workspace
+    that the first run allocates, say), unless the same line makes another one in this capture.
+
+    Storages are known by weak references, not by addresses, which are used again. Not seen is what
+    no operator makes: results of compiled functions, and what a custom operator's own body keeps.
+    """
+
+    def __init__(self) -> None:
+        # By the numbers of storages, which nothing else has while there is a weak reference.
+        self._made: dict[int, tuple[StorageWeakRef, _Made]] = {}
+        self._capture = 0
+        self._reads: dict[tuple[str, Source | None], _Read] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is left that a graph must not read."""
+        return bool(self._made)
+
+    def begin_capture(self) -> None:
+        """A capture begins: what was made before is older than it."""
+        self._capture += 1
+        self._reads.clear()
+
+    def watched(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rules: PartRules | None = None,
+    ) -> Any:
+        """Run an eager part, and see what it makes; those inside of it are part of it. In a capture
+        `rules` say what it may read and write."""
+        if any(isinstance(mode, _PartWatch) and mode.doors is self for mode in dispatch_modes()):
+            return function(*args, **kwargs)
+        refuse_transform(function)
+        given = _memory((args, kwargs))
+        watch = _PartWatch(self, name_of(function), given, rules)
+        outer = in_eager_part.get()
+        try:
+            in_eager_part.set(frozenset(given))
+            # A torch.autocast that the forward has made earlier keeps casts of weights. They are
+            # for one side alone: graph and part each make their own at a replay.
+            torch.clear_autocast_cache()
+            result = watch.around(partial(function, *args, **kwargs))
+            torch.clear_autocast_cache()
+            in_eager_part.set(outer)
+            return result
+        except BaseException:
+            in_eager_part.set(outer)
+            raise
+
+    def settle(self) -> None:
+        """An eager part is over, and what it returned is where it belongs: forget what is gone.
+
+        Raises `SideDoorError` if it made anew what the graph has read.
+        """
+        self._made = {
+            key: each
+            for key, each in self._made.items()
+            if not each[0].expired()  # type: ignore[no-untyped-call]
+        }
+        if self._reads:
+            for _, made in self._made.values():
+                read = self._reads.get(made.line) if made.capture == self._capture else None
+                if read is not None:
+                    raise made.refusal(read, " anew at every step")
+
+    def check(self, values: Any, what: str, op: object = None) -> None:
+        """Raise `SideDoorError` if the open capture may not read a tensor of `values`."""
+        if not self._made:
+            return
+        for tensor in tree.tensors(values):
+            # Of an empty one nothing can be read.
+            for storage in _storages(tensor) if tensor.numel() else ():
+                found = self._made.get(storage._cdata)
+                if found is not None:
+                    self._note(_Read(what, op, user_source(), described(tensor)), found[1])
+
+    def _note(self, read: _Read, made: _Made) -> None:
+        if made.capture == self._capture:
+            raise made.refusal(read)
+        self._reads.setdefault(made.line, read)
+        for _, other in self._made.values():
+            if other.capture == self._capture and other.line == made.line:
+                raise made.refusal(read, " anew at every step")
+
+    def note_made(self, part: str, result: Any, given: Sequence[torch.Tensor]) -> None:
+        """Note the tensors of what an operator returned that are not memory of those it was given:
+        none, for one that makes tensors of Python data."""
+        before: set[int] | None = None
+        made: _Made | None = None
+        for tensor in (result,) if type(result) is torch.Tensor else tree.tensors(result):
+            for storage in _storages(tensor):
+                key = storage._cdata
+                if key in self._made:
+                    continue
+                if before is None:
+                    # Only now: most operators in a part read what others there have made.
+                    before = {own._cdata for each in given for own in _storages(each)}
+                if key not in before:
+                    made = made or _Made(part, user_source(), self._capture)
+                    self._made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
+
+
+class PartRules(NamedTuple):
+    """What an eager part may not do in a capture: read what a graph `owns`, write a copy."""
+
+    owns: Callable[[torch.Tensor], bool]
+    check_written: Callable[[Any, Sequence[Any], Mapping[str, Any]], None]
+
+
+class _PartWatch(ThreadMode):
+    """Sees the operators of an eager part."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        doors: SideDoors,
+        part: str,
+        given: dict[int, torch.UntypedStorage],
+        rules: PartRules | None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.doors = doors
+        self._part = part
+        # What it may read without a look, held so that nothing else comes by its names meanwhile.
+        self._given = given
+        self._addresses = {storage.data_ptr() for storage in given.values()}
+        self._rules = rules
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_taken_apart(func):
+            return self.take_apart(func, args, kwargs)
+        makes_nothing = _makes_nothing(func)
+        tensors: list[torch.Tensor] = []
+        if self._rules is not None or not (makes_nothing or func is _LIFT_FRESH):
+            tensors = _tensors((*args, *kwargs.values()))
+        if self._rules is not None:
+            self._check(self._rules, tensors, func)
+            self._rules.check_written(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not makes_nothing:
+            self.doors.note_made(self._part, result, [] if func is _LIFT_FRESH else tensors)
+        return result
+
+    def _check(self, rules: PartRules, tensors: Sequence[torch.Tensor], func: Any) -> None:
+        for tensor in tensors:
+            for each in _in_memory(tensor):
+                storage = each.untyped_storage()
+                if storage._cdata in self._given or storage.data_ptr() in self._addresses:
+                    continue
+                if rules.owns(each):
+                    raise HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
+
+
+in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
+"""What names the memory that was given to the eager part that this thread runs, if it is watched:
+replays give it the same."""
+
+side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", default=None)
+"""Those of the session whose warm-ups and captures this thread runs, if some are in pieces."""
+
+
+def refuse_transform(function: Callable[..., Any]) -> None:
+    """Raise `CaptureError` inside of a transform: a replay calls the eager part outside of it, and
+    what the transform hands it is no tensor with memory."""
+    if transform_under_way and transform_under_way() is not None:
+        raise TRANSFORMED_BREAK("an eager part of a transformed function", part=name_of(function))
+
+
+def _memory(given: Any) -> dict[int, torch.UntypedStorage]:
+    """The memory of all tensors, by what names it."""
+    found = [each for tensor in tree.tensors(given) for each in _storages(tensor)]
+    return {storage._cdata: storage for storage in found}
+
+
+def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A tensor, or those that a subclass is made of, as far as they have strided memory."""
+    if type(tensor) is not torch.Tensor:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is not None:
+            return [each for name in flatten()[0] for each in _in_memory(getattr(tensor, name))]
+    return (tensor,) if tensor.layout is torch.strided else ()
+
+
+def _storages(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        return (tensor.untyped_storage(),)
+    return [each.untyped_storage() for each in _in_memory(tensor)]
+
+
+# By number: an operator's hash is computed in Python. Held, so that none is used again.
+_known_to_make: dict[int, tuple[Any, bool]] = {}
+
+
+def _makes_nothing(func: Any) -> bool:
+    """Whether an operator is one of torch's own whose results are all memory that it was given:
+    what makes a view, or writes in place."""
+    known = _known_to_make.get(id(func))
+    if known is None:
+        schema = getattr(func, "_schema", None)
+        alone = (
+            schema is not None
+            and schema.name.startswith("aten::")
+            # These put a storage that is no tensor, or Python data, into one.
+            and schema.name not in ("aten::set_", "aten::lift_fresh")
+            and all(each.alias_info is not None for each in schema.returns)
+        )
+        known = _known_to_make[id(func)] = func, alone
+    return known[1]
+
+
+def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
+    """Every tensor of an operator's arguments, mostly tensors and numbers."""
+    found: list[torch.Tensor] = []
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, list | tuple | dict):
+            found += tree.tensors(each)
+    return found

@@ -1,0 +1,170 @@
+"""What a capture refuses, as one table.
+
+A rule is an error, its text, what would be right, and what to do instead. Whoever finds that a rule
+is broken raises it: `raise HOST_DRAW()`, `raise METADATA()`, `raise MISSED_BREAK(got, part=name)`.
+The rule itself looks for the line of the user's code. A new refusal is one row here and one call
+where it is noticed: `guard.py` looks at operators and segments, `recorder.py` at eager parts. The
+CPU tape and the compiler have rows of their own, about operators that only they see.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from graphrt.core.base import (
+    BreakError,
+    CaptureError,
+    FrozenMetadataError,
+    GraphRTError,
+    MissedBreakError,
+    NestedCaptureError,
+    OutputError,
+    RefusedOpError,
+    SideDoorError,
+)
+from graphrt.core.capture.source import Source, user_source
+
+
+class Refusal(NamedTuple):
+    """A rule of the table; `what` may name words that a call gives."""
+
+    error: type[GraphRTError]
+    what: str
+    advice: str
+    expected: str | None = None
+    has_line: bool = True
+    """Whether a line of the user's code is to blame, and still on the stack."""
+
+    def __call__(
+        self,
+        got: object = None,
+        *,
+        op: object = None,
+        source: Source | None = None,
+        **words: object,
+    ) -> GraphRTError:
+        """The error, `op` and the line included where its class has room for them."""
+        at: dict[str, str | None] = {}
+        if issubclass(self.error, CaptureError):
+            if self.has_line and source is None:
+                source = user_source()
+            at = {
+                "op": None if op is None else str(op),
+                "source": None if source is None else str(source),
+            }
+        what = self.what.format(**words) if words else self.what
+        return self.error(what, got=got, expected=self.expected, advice=self.advice, **at)
+
+
+# Captures -----------------------------------------------------------------------------------------
+
+NESTED_CAPTURE = Refusal(
+    NestedCaptureError,
+    "a capture was begun inside another one",
+    expected="one open capture per thread",
+    advice="capture it before, or mark its caller @eager_break",
+    has_line=False,
+)
+MODE_STILL_ACTIVE = Refusal(
+    CaptureError,
+    "a dispatch mode that the forward entered is still active where a segment ends",
+    advice="leave the mode before the eager break, or enter it outside of the wrapper",
+    has_line=False,
+)
+METADATA = Refusal(
+    FrozenMetadataError,
+    "the forward read a step's metadata while it was being captured: every replay would have what "
+    "this step says",
+    advice="read it in an eager break (under PIECEWISE), pass it as an input or as a host argument "
+    "of a task; or, if one value is right for every step of a graph, such as the longest context, "
+    "declare it with Host(metadata=...)",
+)
+NOT_STRIDED = Refusal(
+    OutputError,
+    "{what} returns a tensor that has no strided memory of its own",
+    expected="a strided tensor",
+    advice="return to_dense(), or the parts of it",
+    has_line=False,
+)
+
+# Tensors of the caller, and work of the host ------------------------------------------------------
+
+RESHAPED_ARGUMENT = Refusal(
+    RefusedOpError,
+    "the forward gives a tensor of its caller another shape or other memory, which no replay "
+    "repeats",
+    advice="change a view of it: x.unsqueeze(0), x.view(...)",
+    has_line=False,
+)
+HOST_ARGUMENT = Refusal(
+    RefusedOpError,
+    "an argument lies on the host: every replay would have its numbers of the capture, and none "
+    "would write it",
+    advice="give the forward a tensor of the device, or a Python number that is part of what the "
+    "graph is for",
+)
+HOST_DRAW = Refusal(
+    RefusedOpError,
+    "random numbers were drawn on the host: every replay would have those of the capture",
+    advice="draw them on the device (device=...), or in an eager break",
+    has_line=False,
+)
+
+# Eager parts --------------------------------------------------------------------------------------
+
+MISSED_BREAK = Refusal(
+    MissedBreakError,
+    "a function that is marked @eager_break would be captured",
+    expected="a wrapper that breaks there, or pieces without such a function",
+    advice="make the wrapper with breakable=True, or wrap what is before and behind the function "
+    "one by one",
+)
+MISSED_OPERATOR = Refusal(
+    MissedBreakError,
+    "an operator that must run eagerly would be captured",
+    advice="use it as a splitting op, or mark the function around it @eager_break",
+    has_line=False,
+)
+TRACED_BREAK = Refusal(
+    MissedBreakError,
+    "a function that is marked @eager_break was traced, so it would be captured",
+    expected="compiled code without eager parts, or opaque operators in their place",
+    advice='mark it @graphrt.opaque("namespace::name") in place of @eager_break, or call it '
+    "outside of what is compiled",
+    has_line=False,
+)
+TRANSFORMED_BREAK = Refusal(
+    CaptureError,
+    "eager break {part} is called inside of a transform (torch.vmap, or another of torch.func), "
+    "which replays do not enter",
+    expected="eager parts that contain their transforms, or none",
+    advice="mark the function that calls torch.vmap @eager_break",
+)
+HIDDEN_TENSOR = Refusal(
+    SideDoorError,
+    "eager break {part} reads a tensor that the graph made and that it was not given: replays "
+    "would find the one of the graph that was captured last",
+    expected="arguments of the eager part, or memory that no graph makes anew",
+    advice="pass it as an argument of the eager part",
+)
+SIDE_DOOR = Refusal(
+    SideDoorError,
+    "{what} a tensor that eager break {part} made{how} and did not return: replays would see the "
+    "one of the capture",
+    expected="results of the eager part, or memory that was there before and is written there",
+    advice="return it from the eager part and use the result, or make it once, before the capture, "
+    "and write into it (copy_, out=)",
+)
+WRITTEN_COPY = Refusal(
+    BreakError,
+    "what eager break {part} returned is written, and it is memory that others hold too: the write "
+    "would reach a copy alone",
+    expected="a fresh tensor, or memory that is written where it is",
+    advice="return a clone() from the eager part, or write into the tensor itself",
+)
+SHARED_RESULTS = Refusal(
+    BreakError,
+    "eager break {part} returned two tensors that share memory",
+    expected="separate tensors, which separate buffers can stand for",
+    advice="return one of them, or clone it",
+)

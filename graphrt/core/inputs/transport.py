@@ -1,0 +1,348 @@
+"""How the packed inputs of a step get into their slab.
+
+`InputTransport` is the interface, `StagedCopy` the plain one: the host writes live rows and padding
+into page-locked memory, which one copy brings to the device before the launch; what is on the
+device already is copied there. Where the slab is the host's own memory it is written directly. A
+platform that moves inputs in another way returns its own from `Platform.new_input_transport`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from graphrt.core.base import copy_all
+from graphrt.core.device import DeviceEvent, Platform
+from graphrt.core.inputs.layout import FieldMove, StepMoves
+from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_value
+
+MAX_SLOTS = 64
+"""Steps that can be under way before the host waits for the oldest one's copy; less for slots of
+which so many would take more than `MAX_BYTES`."""
+MAX_BYTES = 32 << 20
+
+_CACHED_VIEWS = 1024
+_Tensor = torch.Tensor
+
+
+class Window:
+    """A flat uint8 tensor and those spans of it that were used."""
+
+    __slots__ = ("_views", "buffer")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+
+    def view(self, span: tuple[int, int]) -> torch.Tensor:
+        """Bytes `span[0]` to `span[1]`."""
+        found = self._views.get(span)
+        if found is None:
+            with torch.inference_mode(False):
+                found = self.buffer[span[0] : span[1]]
+            if len(self._views) >= _CACHED_VIEWS:
+                self._views.clear()
+            self._views[span] = found
+        return found
+
+
+class Slab:
+    """The buffer of all packed inputs: those of a size lie in its first bytes."""
+
+    def __init__(self, buffer: torch.Tensor, nbytes: int, fields: int) -> None:
+        """`nbytes` are those of the largest size, and so many inputs are packed."""
+        self.buffer = buffer
+        self.window = Window(buffer)
+        self.nbytes = nbytes
+        self.fields = fields
+        self.device = buffer.device
+        self.low = buffer.data_ptr()
+        self.high = self.low + nbytes
+
+
+class InputRing(Protocol):
+    """Slots of host memory, of which a graph fetches the next one itself."""
+
+    pending: Callable[[], None] | None
+    """What fetches the slot of a step whose graph has not done so yet."""
+
+    def launched(self) -> None:
+        """The graph that fetches the slot was launched."""
+
+    def fetch_pending(self) -> None:
+        """Put the fetch that no graph has done on the current stream, which may be captured."""
+
+    def expect_capture(self, fetch: Callable[[], None]) -> None:
+        """Let the graph that is captured next fetch nothing: what is in the slab stays."""
+
+    def settle(self) -> None:
+        """After a capture or a failure: forget what was to be fetched, ask the device where it
+        is."""
+
+
+class InputTransport(Protocol):
+    """Brings the packed inputs of steps into their slab."""
+
+    @property
+    def slab(self) -> Slab:
+        """Where inputs are packed."""
+
+    @property
+    def ring(self) -> InputRing | None:
+        """What graphs fetch from; None where all inputs are copied before the launch."""
+
+    @property
+    def waits(self) -> int:
+        """How often the host had to wait until its memory was free."""
+
+    def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
+        """What fetches inputs of so many bytes, in a graph that captures it or by itself; None
+        where they are copied before the launch."""
+
+    def fill(
+        self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
+    ) -> None:
+        """Bring a step's live rows and its padding. `stream` is the current one. With `in_graph`
+        the graph that is launched next fetches them. Everything is looked at before anything is
+        written; raises `InvalidInputError`, or what using a value raises."""
+
+    def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
+        """Memory of the host for a step's live rows, packed, which may be written until it is
+        given: what `give` gets, the tensor it is in, and its address."""
+
+    def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
+        """As `fill`, of rows that were written to what `take` returned; False, with nothing done,
+        if that is not the next step's memory any longer."""
+
+
+class Sources(NamedTuple):
+    """The packed inputs of a step: of each the tensor and its address, and in `kinds` "h" if it is
+    the host's, in rows without gaps, "d" if it is somewhere on a device, "k" if it is in place
+    already. They are `plain` if all are tensors of torch with rows, used as they were given."""
+
+    tensors: list[torch.Tensor]
+    addresses: list[int]
+    kinds: str
+    plain: bool
+
+
+def sources_of(
+    values: Mapping[str, Any], moves: StepMoves, slab: Slab, busy: tuple[int, int]
+) -> Sources:
+    """Look at all packed inputs of a step, before any is written: an input may be a view of the
+    slab, or of memory that is written on the way, whose addresses `busy` are. Raises
+    `InvalidInputError`."""
+    low, high = slab.low, slab.high
+    busy_low, busy_high = busy
+    tensors: list[torch.Tensor] = []
+    addresses: list[int] = []
+    kinds, plain = moves.from_host, True
+    for number, (name, dtype, shape, may_negate, move) in enumerate(moves.rows):
+        value = values[name]
+        if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
+            check_value(name, move.field.spec, value, tuple(shape))
+            plain = False
+        address = value.data_ptr()
+        if (
+            address < LOWEST_ADDRESS
+            or low <= address < high
+            or busy_low <= address < busy_high
+            or (may_negate and _is_lazy(value))
+        ):
+            own, kind = _apart(value, move, slab, busy)
+            plain = plain and own is value and address >= LOWEST_ADDRESS
+            value, address = own, own.data_ptr()
+        else:
+            kind = "h" if value.is_cpu else "d"
+        if kind != "h":
+            kinds = kinds[:number] + kind + kinds[number + 1 :]
+        elif not value.is_contiguous():
+            value = value.detach().contiguous()
+            address, plain = value.data_ptr(), False
+        tensors.append(value)
+        addresses.append(address)
+    return Sources(tensors, addresses, kinds, plain)
+
+
+def _apart(
+    value: torch.Tensor, move: FieldMove, slab: Slab, busy: tuple[int, int]
+) -> tuple[torch.Tensor, str]:
+    """An input whose memory cannot be read as it is, or may be written before it is read: its
+    values elsewhere, or itself where it is in place already. And its kind."""
+    if value.data_ptr() < LOWEST_ADDRESS:
+        # To read there would end the process. An empty one has no address.
+        check_value(move.field.name, move.field.spec, value, tuple(move.shape))
+    if _is_lazy(value):
+        value = value.detach().resolve_conj().resolve_neg()
+    address = value.data_ptr()
+    if address == slab.low + move.field.offset and move.lies_in(value):
+        return value, "k"
+    if slab.low <= address < slab.high or busy[0] <= address < busy[1]:
+        value = value.detach().clone()
+    return value, "h" if value.is_cpu else "d"
+
+
+def _is_lazy(value: torch.Tensor) -> bool:
+    """Whether the bits of a tensor are not its values."""
+    return value.is_neg() or value.is_conj()
+
+
+class StagedCopy:
+    """Copies live rows into the slab, and pads them: on a `platform` all that comes from the host
+    in one copy, and what is there already in another; without one the host writes the slab."""
+
+    ring: InputRing | None = None
+
+    def __init__(self, slab: Slab, platform: Platform | None) -> None:
+        self.slab = slab
+        self.staging = None if platform is None else Staging(platform, slab.nbytes)
+
+    @property
+    def waits(self) -> int:
+        return 0 if self.staging is None else self.staging.waits
+
+    def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
+        return None
+
+    def fill(
+        self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
+    ) -> None:
+        slab, staging = self.slab, self.staging
+        busy = (0, 0) if staging is None else staging.next_memory()
+        sources = sources_of(values, moves, slab, busy)
+        kinds = sources.kinds
+        from_host = kinds == moves.from_host
+        spans = moves.whole if from_host else moves.spans(kinds)
+        slot = None if staging is None or not spans else staging.take()
+        if staging is None or slot is not None:
+            base = slab.low if slot is None else slot.address
+            if from_host:
+                moves.copy_at(base, sources.addresses)
+                if moves.padded:
+                    moves.pad_at(base)
+            else:
+                self._write(moves, sources, base)
+        if slot is not None:
+            slot.copy_to(slab.window, spans, stream)
+        if "d" in kinds or (staging is not None and "k" in kinds):
+            self._write_on_device(moves, sources)
+
+    def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
+        if self.staging is None:
+            return None, self.slab.buffer, self.slab.low
+        slot = self.staging.take()
+        return slot, slot.buffer, slot.address
+
+    def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
+        base = self.slab.low if place is None else place.address
+        moves.pad_at(base)
+        if place is not None:
+            place.copy_to(self.slab.window, moves.whole, stream)
+        return True
+
+    def _write(self, moves: StepMoves, sources: Sources, base: int) -> None:
+        """Write live rows and padding to the host memory at `base`: the slab, or a slot for it."""
+        in_slab = self.staging is None
+        for move, address, kind in zip(moves.fields, sources.addresses, sources.kinds, strict=True):
+            if kind == "h":
+                move.copy_at(base, address)
+            # The row that is repeated is where the live rows are.
+            if move.pads or (move.repeats and (kind == "h" or (in_slab and kind == "k"))):
+                move.pad_at(base)
+
+    def _write_on_device(self, moves: StepMoves, sources: Sources) -> None:
+        """Copy what lives on a device already, in one fused copy, and pad what needs it there."""
+        # Tensors of one dtype are one kernel; of several, torch would copy each by itself.
+        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for move, tensor, kind in zip(moves.fields, sources.tensors, sources.kinds, strict=True):
+            if kind == "d":
+                places, values = copies.setdefault(tensor.dtype, ([], []))
+                places.append(move.views[0])
+                values.append(tensor.detach() if tensor.requires_grad else tensor)
+        for places, values in copies.values():
+            if len(places) == 1:
+                places[0].copy_(values[0])
+            else:
+                copy_all(places, values)
+        for move, kind in zip(moves.fields, sources.kinds, strict=True):
+            # Constant padding came with the copy from the host, but for tails in several pieces.
+            padded = move.repeats or (kind == "k" and move.pads and not move.one_block)
+            if kind in "dk" and padded:
+                move.pad_on_device()
+
+
+class StagingSlot:
+    """Host memory for the inputs of one step, and the event that says they are copied."""
+
+    __slots__ = ("_event", "_in_use", "_window", "address", "buffer")
+
+    def __init__(self, buffer: torch.Tensor, event: DeviceEvent | None) -> None:
+        self.address = buffer.data_ptr()
+        self.buffer = buffer
+        self._window = Window(buffer)
+        self._event = event
+        self._in_use = False
+
+    @property
+    def free(self) -> bool:
+        """Whether the host may write it."""
+        return not self._in_use or self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Wait on the host until it is free."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def copy_to(self, slab: Window, spans: Iterable[tuple[int, int]], stream: Any) -> None:
+        """Copy the bytes of `spans` to the same places of `slab`, on the current stream, which is
+        `stream`."""
+        # Without an event nobody could tell when the host may write the memory again.
+        asynchronous = self._event is not None
+        try:
+            for span in spans:
+                slab.view(span).copy_(self._window.view(span), non_blocking=asynchronous)
+        finally:
+            if self._event is not None:
+                self._event.record(stream)
+                self._in_use = True
+
+
+class Staging:
+    """A ring of slots. It grows while the device is behind, then the host waits, and counts it."""
+
+    def __init__(self, platform: Platform, nbytes: int, max_slots: int = MAX_SLOTS) -> None:
+        self.waits = 0
+        self._platform = platform
+        # Slots are cut from one buffer, so that each begins where a copy is fast.
+        self._nbytes = -(-nbytes // 256) * 256
+        self._max_slots = max(2, min(max_slots, MAX_BYTES // max(1, nbytes)))
+        self._slots: deque[StagingSlot] = deque()
+
+    def next_memory(self) -> tuple[int, int]:
+        """The addresses that the next slot may have."""
+        start = self._slots[0].address if self._slots else 0
+        return start, start and start + self._nbytes
+
+    def take(self) -> StagingSlot:
+        """A slot that the host may write now; the oldest one if it is free."""
+        slots = self._slots
+        if not slots or not slots[0].free:
+            if len(slots) < self._max_slots:
+                self._grow()
+            else:
+                self.waits += 1
+                slots[0].wait()
+        slot = slots.popleft()
+        slots.append(slot)
+        return slot
+
+    def _grow(self) -> None:
+        """Twice as many slots: page-locked memory is slow to get, so it comes in few pieces."""
+        more = min(max(1, len(self._slots)), self._max_slots - len(self._slots))
+        buffer = self._platform.host_buffer(more * self._nbytes)
+        for index in range(more):
+            view = buffer[index * self._nbytes : (index + 1) * self._nbytes]
+            self._slots.appendleft(StagingSlot(view, self._platform.new_event()))

@@ -1,0 +1,190 @@
+"""Inputs that graphs fetch: written into a slot of a ring, from which the device takes them.
+
+1. What comes from the host is copied into the payload of the next slot; for what is on the device
+   already, the slot says where it lies. Padding is a part of the moves.
+2. The graph that is launched next fetches the slot, as its first operation; or, without a graph,
+   the fetch is launched by itself.
+3. Inputs that are too large, or of which there are too many, are copied by a `StagedCopy`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphrt.core.base import GraphRTError, InputRingWarning
+from graphrt.core.device import Platform
+from graphrt.core.inputs import (
+    MAX_BYTES,
+    MAX_SLOTS,
+    Slab,
+    StagedCopy,
+    StepMoves,
+    sources_of,
+)
+from graphrt.cuda.ring.format import RingDevice, RingFormat, slot_bytes
+from graphrt.cuda.ring.moves import MoveTable
+from graphrt.cuda.ring.slots import SlotRing
+from graphrt.cuda.ring.writers import Prepared, learn
+
+_MOVES_OF_A_FIELD = 3
+
+
+class RingTransport:
+    """Writes what comes from the host into a slot, and says there where the rest is: the one
+    operation that fetches the slot moves and pads that too."""
+
+    def __init__(self, ring: SlotRing, staged: StagedCopy) -> None:
+        self.ring = ring
+        self.staged = staged
+        self.slab: Slab = staged.slab
+        memory = ring.device.memory
+        self._memory = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        # What was copied on the device and has yet to be fetched.
+        self._kept: list[torch.Tensor] = []
+
+    @property
+    def waits(self) -> int:
+        return self.staged.waits + self.ring.waits
+
+    def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
+        return self.ring.fetch_of(nbytes)
+
+    def fill(
+        self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
+    ) -> None:
+        fetch = moves.fetch
+        if fetch is not None:
+            for writer in self._prepared(moves).writers:
+                if writer(values, fetch, in_graph):
+                    moves.alike = writer
+                    return
+            if self._write(values, moves, fetch, in_graph):
+                return
+        # Left of a step that failed, it would be fetched over what is copied.
+        self.ring.pending = None
+        self.staged.fill(values, moves, stream, in_graph)
+        if fetch is not None and in_graph:
+            self.ring.give_nothing(fetch)
+
+    def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
+        if moves.fetch is None:
+            return self.staged.take(moves)
+        place = self.ring.take()
+        return place, self.ring.device.memory, self._memory[0] + place[1]
+
+    def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
+        if moves.fetch is None:
+            return self.staged.give(place, moves, stream, in_graph)
+        if self.ring.take() != place:
+            return False
+        table = self._table(moves, moves.from_host)
+        self._give(table, moves.fetch, place, (), in_graph)
+        return True
+
+    def _write(
+        self,
+        values: Mapping[str, Any],
+        moves: StepMoves,
+        fetch: Callable[[], None],
+        in_graph: bool,
+    ) -> bool:
+        """Write the slot of a step, and have it fetched; False if it cannot hold such a step."""
+        place = self.ring.take()
+        sources = sources_of(values, moves, self.slab, self._memory)
+        kinds = sources.kinds
+        table = self._table(moves, kinds)
+        if not table.fits:
+            return False
+        base = self._memory[0] + place[1]
+        if kinds == moves.from_host:
+            moves.copy_at(base, sources.addresses)
+            learn(moves, sources, self.ring, self.slab, table, None)
+            self._give(table, fetch, place, (), in_graph)
+            return True
+        made: list[torch.Tensor] = []
+        addresses = sources.addresses
+        for number, (move, kind) in enumerate(zip(moves.fields, kinds, strict=True)):
+            if kind == "h":
+                move.copy_at(base, addresses[number])
+            elif kind == "d":
+                addresses[number] = self._address(sources.tensors[number], made)
+        self._kept = made if sources.plain else [*sources.tensors, *made]
+        if "h" not in kinds and not made:
+            apart, home = (self._table(moves, kind * len(kinds)) for kind in "dk")
+            if apart.fits and all(each.device == self.slab.device for each in sources.tensors):
+                learn(moves, sources, self.ring, self.slab, apart, home)
+        if table.count or in_graph:
+            self._give(table, fetch, place, addresses, in_graph)
+        return True
+
+    def _give(
+        self,
+        table: MoveTable,
+        fetch: Callable[[], None],
+        place: tuple[int, int],
+        addresses: Any,
+        in_graph: bool,
+    ) -> None:
+        """Pad a slot whose live rows are written, and have it fetched."""
+        word, payload = place
+        for move in table.by_host:
+            move.pad_at(self._memory[0] + payload)
+        table.write(self.ring.rows, word, addresses, payload)
+        self.ring.give(fetch, word, table.count, in_graph)
+
+    def _table(self, moves: StepMoves, kinds: str) -> MoveTable:
+        tables = self._prepared(moves).tables
+        found = tables.get(kinds)
+        if found is None:
+            found = MoveTable(moves.fields, kinds, self.slab.low, self.ring.moves)
+            tables[kinds] = found
+        return found
+
+    def _prepared(self, moves: StepMoves) -> Prepared:
+        found: Prepared | None = moves.prepared
+        if found is None:
+            found = moves.prepared = Prepared()
+        return found
+
+    def _address(self, given: torch.Tensor, made: list[torch.Tensor]) -> int:
+        """Where the rows of an input on a device lie, one after the other, on the slab's own."""
+        value = given
+        if value.device != self.slab.device:
+            value = value.to(self.slab.device)
+        if not value.is_contiguous():
+            value = value.detach().contiguous()
+        if value is not given:
+            made.append(value)
+        return value.data_ptr()
+
+
+def ring_transport(
+    platform: Platform,
+    slab: Slab,
+    new_device: Callable[[torch.Tensor, int, int, int], RingDevice],
+    *,
+    most_bytes: int,
+    limit_s: float | None,
+) -> RingTransport | None:
+    """A ring for the inputs of a slab; None, with an `InputRingWarning`, where the device at hand
+    cannot have one. `new_device(slab, slots, nbytes, moves)` makes the device's side. Inputs of
+    more than `most_bytes` are copied, and those that take longer than `limit_s` to fetch."""
+    largest = min(slab.nbytes, most_bytes)
+    moves = min(RingFormat.MAX_MOVES, _MOVES_OF_A_FIELD * slab.fields + 1)
+    slots = max(2, min(MAX_SLOTS, MAX_BYTES // slot_bytes(largest, moves)[1]))
+    try:
+        ring = SlotRing(new_device(slab.buffer, slots, largest, moves), largest, moves)
+        if limit_s is not None:
+            ring.limit(limit_s)
+    except GraphRTError as error:
+        warnings.warn(
+            f"graphs do not fetch their inputs, which are copied instead: {error}",
+            InputRingWarning,
+            stacklevel=5,
+        )
+        return None
+    return RingTransport(ring, StagedCopy(slab, platform))

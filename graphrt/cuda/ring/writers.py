@@ -1,0 +1,119 @@
+"""Compiled writers of slots, for inputs that are like those of an earlier step.
+
+What was found right is not looked at again: a writer compares the inputs with the earlier ones at
+once, by torch's tensor guards, and writes the slot in one call. It returns False, with nothing
+done, for inputs of other types, dtypes, devices, shapes or strides, or without memory: they are
+looked at one by one then. `RingTransport.fill` does all of it where native/ is not built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphrt.core.base import MOST_INPUTS, NativeWriter, tensor_guards
+from graphrt.core.inputs import LOWEST_ADDRESS, Slab, Sources, StepMoves
+from graphrt.cuda.ring.format import RingFormat
+from graphrt.cuda.ring.moves import MoveTable, packed
+from graphrt.cuda.ring.slots import SlotRing
+
+MOST_KINDS, MOST_MADE = 4, 16
+"""So many kinds are remembered for one number of rows, and so many made: to try more, or to make
+one at every step, would cost hosts that mix them."""
+
+_UNLIKE = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError)
+"""What looking at inputs raises that are none."""
+
+
+class Prepared:
+    """What the ring keeps for steps of some number of rows: `tables` of moves by kinds of places,
+    the compiled `writers` of the last kinds that were seen, and how many were `made`."""
+
+    __slots__ = ("made", "tables", "writers")
+
+    def __init__(self) -> None:
+        self.tables: dict[str, MoveTable] = {}
+        self.writers: list[Any] = []
+        self.made = 0
+
+
+def learn(
+    moves: StepMoves,
+    sources: Sources,
+    ring: SlotRing,
+    slab: Slab,
+    apart: MoveTable,
+    home: MoveTable | None,
+) -> None:
+    """Remember a writer of inputs like these, if there is such a thing: all the host's, or (with
+    `home`) all on the device of the slab, elsewhere, where `apart` says how they are moved, or in
+    place."""
+    prepared: Prepared = moves.prepared
+    if NativeWriter is None or not tensor_guards or prepared.made >= MOST_MADE:
+        return
+    if not sources.plain or len(moves.fields) > MOST_INPUTS:
+        return
+    if any(each.requires_grad for each in sources.tensors):
+        return  # steps that are alike one without a gradient are plain hits
+    own = None
+    if home is not None or (moves.short is not None and not apart.by_host):
+        own = _writer(moves, sources, ring, slab, apart, home)
+        prepared.writers = [*prepared.writers[-MOST_KINDS + 1 :], own]
+    prepared.made += 1
+    moves.alike = own
+
+
+def _writer(
+    moves: StepMoves,
+    sources: Sources,
+    ring: SlotRing,
+    slab: Slab,
+    apart: MoveTable,
+    home: MoveTable | None,
+) -> Any:
+    device, memory = ring.device, ring.device.memory
+    address = memory.data_ptr()
+    if home is None:
+        firsts = [move.copies[0] for move in moves.fields]
+        where: dict[str, Any] = {
+            "bounds": (LOWEST_ADDRESS, address, address + memory.nbytes),
+            "copies": packed((number, 0, to, size) for number, (to, _, size) in enumerate(firsts)),
+            "home": None,
+            "homes": None,
+        }
+    else:
+        in_place = all(
+            move.lies_in(tensor) for move, tensor in zip(moves.fields, sources.tensors, strict=True)
+        )
+        homes = packed([[slab.low + move.field.offset for move in moves.fields]])
+        where = {
+            "bounds": (LOWEST_ADDRESS, slab.low, slab.high),
+            "copies": None,
+            "home": home.packed() if in_place else None,
+            "homes": homes if in_place else None,
+        }
+    assert NativeWriter is not None
+    return NativeWriter(
+        ring=ring,
+        names=tuple(move.field.name for move in moves.fields),
+        check=tensor_guards(
+            *sources.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check,
+        address_of=torch.Tensor.data_ptr,
+        unlike=_UNLIKE,
+        memory=memory,
+        # Where slots are, how many, the bytes before the first, from one to the next and before a
+        # payload, and the words of the control page that are used.
+        places=(
+            address,
+            device.slots,
+            RingFormat.CONTROL_BYTES,
+            device.stride,
+            device.payload,
+            RingFormat.FAULT,
+            RingFormat.GIVEN,
+        ),
+        apart=apart.packed(),
+        **where,
+    )

@@ -1,0 +1,58 @@
+"""How a capture is begun on CUDA, without a device: what torch does then, no dispatch mode sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from graphrt.core.device import OpenCapture
+from graphrt.core.trust.watching import IssuedWatch
+from graphrt.cuda import captures, memory
+from graphrt.cuda.captures import CudaCaptures
+
+
+class Graph:
+    """As torch's: a capture's begin makes the generator's seed and offset."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        seed = torch.zeros(1, dtype=torch.int64)
+        modes = list(_get_current_dispatch_mode_stack())
+        self.begun.append((pool, capture_error_mode, modes, seed.is_inference()))
+
+    def capture_end(self) -> None: ...
+
+
+class Memory:
+    def add(self, graph: Any) -> None: ...
+
+    def capturing_on(self, stream: Any) -> None: ...
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_no_dispatch_mode_is_on_while_a_capture_begins(monkeypatch, inference):
+    monkeypatch.setattr(captures, "_check_room", lambda: None)
+    monkeypatch.setattr(captures.ForkWatch, "begin", lambda self: None)
+    graph, watch = Graph(), IssuedWatch()
+    tasks: Any = None
+    opened: Any = OpenCapture("stream", Memory(), "pool")
+    with torch.inference_mode(inference):
+        watch.run(lambda: CudaCaptures(tasks)._begin(graph, opened))
+        assert torch.is_inference_mode_enabled() is inference
+    assert graph.begun == [("pool", "thread_local", [], False)]
+    assert watch.operators == []
+
+
+def test_no_dispatch_mode_is_on_while_a_pool_is_held(monkeypatch):
+    graph, watch = Graph(), IssuedWatch()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
+    monkeypatch.setattr(memory, "own_stream", lambda: None)
+    watch.run(lambda: memory._Held(0, (0, 1)))
+    assert graph.begun == [((0, 1), "thread_local", [], False)]
+    assert watch.operators == []
