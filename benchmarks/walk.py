@@ -1,16 +1,17 @@
 """How far a reader walks: the functions of graphrt that a step and a capture go through.
 
-    python3 -m benchmarks.walk [--trace [full piecewise capture]] [--json FILE]
+    python3 -m benchmarks.walk [--trace [full piecewise capture trial]] [--json FILE]
     PYTHONPATH=OTHER python3 benchmarks/walk.py      # of the graphrt in another tree
 
 The program is three linear layers with two eager breaks between them, one float input ("tokens",
-8), one size of 4 tokens, on the CPU platform. Three walks, each after the same was done before, so
+8), one size of 4 tokens, on the CPU platform. Four walks, each after the same was done before, so
 that caches are warm:
 
 - full: `runner(Batch(4, 4), x=...)`, a FULL hit;
 - piecewise: the same call, a PIECEWISE step of three segments and two eager parts;
 - capture: `runner.capture()` of a new runner with `sizes=[4], mode="PIECEWISE"`, which was made
-  before and is the second one for this model.
+  before and is the second one for this model;
+- trial: the first PIECEWISE step of a runner that has just captured, which tries its graph.
 
 Calls are the "call" events of `sys.setprofile` in this thread whose code lies in graphrt's own
 files: functions and methods, and also lambdas, resumed generators and (up to Python 3.11)
@@ -117,6 +118,16 @@ def capture_walk(model: Model) -> list[Call]:
         return walk(runner.capture)
 
 
+def trial_walk(model: Model) -> list[Call]:
+    batch, x = Batch(4, 4), torch.ones(4, 8)
+    for _ in range(2):
+        with new_runner(model, "PIECEWISE") as runner:
+            runner.capture()
+            found = walk(lambda runner=runner: runner(batch, x=x))  # type: ignore[misc]
+            assert [record.status for record in runner.report().trust.trials] == ["tried"]
+    return found
+
+
 def figures(calls: list[Call]) -> dict[str, int]:
     return {
         "calls": len(calls),
@@ -138,6 +149,7 @@ WALKS: dict[str, tuple[str, Callable[[Model], list[Call]]]] = {
     "full": ("FULL hit", lambda model: step_walk(model, "FULL")),
     "piecewise": ("PIECEWISE step with two breaks", lambda model: step_walk(model, "PIECEWISE")),
     "capture": ("capture of one breakable size", capture_walk),
+    "trial": ("first step, with its trial", trial_walk),
 }
 
 

@@ -7,16 +7,16 @@ import torch
 
 from graphrt import GraphRunner, InputSpec, State, current_context
 from graphrt.core.base import InvalidOptionError, StaleInputError, StateTooLargeError
-from graphrt.core.capture import SavedState
+from graphrt.core.trust.snapshot import StateSnapshot
 
 
 def test_tensors_are_restored_in_place_as_often_as_asked():
     tensor, scalar = torch.arange(4.0), torch.tensor(3)
-    saved = SavedState([tensor, scalar], limit_bytes=1 << 20)
+    saved = StateSnapshot("cpu", 1 << 20, declared=[tensor, scalar])
     for _ in range(2):
         tensor.zero_()
         scalar.add_(1)
-        saved.restore()
+        saved.restore_memory()
         assert tensor.tolist() == [0, 1, 2, 3]
         assert scalar.item() == 3
 
@@ -24,9 +24,9 @@ def test_tensors_are_restored_in_place_as_often_as_asked():
 @pytest.mark.parametrize("rows", [slice(1, 3), [1, 2], torch.tensor([1, 2])])
 def test_only_the_named_rows_are_saved(rows):
     tensor = torch.arange(4.0)
-    saved = SavedState([State(tensor, rows=rows)], limit_bytes=8)
+    saved = StateSnapshot("cpu", 8, declared=[State(tensor, rows=rows)])
     tensor.fill_(9)
-    saved.restore()
+    saved.restore_memory()
     assert tensor.tolist() == [9, 1, 2, 9]
 
 
@@ -41,25 +41,27 @@ def test_only_the_named_rows_are_saved(rows):
 )
 def test_state_that_is_given_other_memory_or_another_shape_is_named_and_put_back(change):
     tensor = torch.arange(4.0)
-    saved, place = SavedState([tensor], limit_bytes=1 << 20), tensor.data_ptr()
+    saved, place = StateSnapshot("cpu", 1 << 20, declared=[tensor]), tensor.data_ptr()
     tensor.add_(1)
     change(tensor)
     with pytest.raises(StaleInputError, match="other memory"):
-        saved.restore()
+        saved.restore_memory()
     assert (tensor.tolist(), tensor.data_ptr()) == ([0, 1, 2, 3], place)
 
 
 def test_a_hosts_own_functions_are_used():
     box = [1]
-    saved = SavedState([State(save=box.copy, restore=lambda old: box.__setitem__(0, old[0]))], 0)
+    saved = StateSnapshot(
+        "cpu", 0, declared=[State(save=box.copy, restore=lambda old: box.__setitem__(0, old[0]))]
+    )
     box[0] = 5
-    saved.restore()
+    saved.restore_memory()
     assert box == [1]
 
 
 def test_state_over_the_limit_is_refused_with_the_advice():
     with pytest.raises(StateTooLargeError, match="dummy page") as caught:
-        SavedState([torch.zeros(1000)], limit_bytes=3999)
+        StateSnapshot("cpu", 3999, declared=[torch.zeros(1000)])
     assert "4000 bytes" in str(caught.value)
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from graphrt.core.batch import GraphMode
 from graphrt.core.capture import GraphWrapper
 from graphrt.core.replay import GraphPool
-from graphrt.core.trust.baked import BakedValues
 from graphrt.core.trust.places import MISSING, Link, places_of, same_value
+from graphrt.core.trust.python_state import PythonState
 
 SCALE = torch.ones(2)
 FACTOR = 3
@@ -100,7 +100,7 @@ def broken(links: list[Link]) -> list[str]:
     return [link.place.path for link in links if not link.holds()]
 
 
-def changed(values: BakedValues) -> list[str]:
+def changed(values: PythonState) -> list[str]:
     """The paths of numbers, objects and lengths that have changed."""
     return [*values.moved()]
 
@@ -488,7 +488,7 @@ def test_an_emptied_slot_is_missing_and_can_be_emptied_and_filled(live):
 def test_an_item_of_a_list_that_became_shorter_is_missing():
     held = [1, 2]
     places = places_of(lambda x: held)
-    values = BakedValues(places)
+    values = PythonState(places, baked=True)
     held.pop()
     assert places.values() == [1, MISSING]
     assert changed(values) == ["closure held[1]", "len(closure held)"]
@@ -640,7 +640,7 @@ def test_a_replaced_container_of_numbers_is_seen_by_its_link():
     model = Model()
     model.state = {"position": 1}
     places = places_of(model)
-    links, values = places.links(), BakedValues(places)
+    links, values = places.links(), PythonState(places, baked=True)
     model.state = {"position": 2}
     assert broken(links) == []
     assert changed(values) == ["model.state"]

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphrt.core.trust.baked import BakedValues
 from graphrt.core.trust.places import MISSING, places_of, same_value
+from graphrt.core.trust.python_state import PythonState
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def test_long_containers_of_numbers_cost_nothing_and_are_known_by_their_length(h
     assert min(took) < 0.01
     assert places.complete and not places.values()
     if hasattr(held, "pop"):
-        values = BakedValues(places)
+        values = PythonState(places, baked=True)
         held.pop(*([] if not isinstance(held, dict) else ["0"]))
         assert [*values.moved()] == ["len(closure held)"]
 

@@ -51,13 +51,13 @@ def test_memory_that_lies_where_other_memory_lay_is_saved_for_itself():
     saves, state = SavedWrites(1 << 20), torch.zeros(4)
     with torch.no_grad():
         Watch(saves=saves).around(lambda: state.add_(1))
-        first = saves.values()
+        first = saves.take()
         place = state.data_ptr()
         # Another storage at the same address, as an allocator gives it out again.
         again = torch.frombuffer(memoryview(state.numpy()), dtype=torch.float32)
         assert again.data_ptr() == place
         Watch(saves=saves).around(lambda: again.add_(1))
-        assert len(saves.values()) == len(first) + 1
+        assert len(saves.take()) == len(first) + 1
         saves.restore()
     assert torch.equal(again, torch.zeros(4))
 
@@ -67,9 +67,9 @@ def test_what_is_gone_is_left_out_of_a_comparison():
     state, passing = torch.zeros(2), [torch.zeros(3)]
     with torch.no_grad():
         Watch(saves=saves).around(lambda: (state.add_(1), passing[0].add_(1)))
-        before = saves.values()
+        before = saves.take()
         passing.clear()
-        now = saves.values()
+        now = saves.take()
         saves.restore()
     assert [len(each) for each in (before, *still_there(before, now))] == [2, 1, 1]
     assert torch.equal(state, torch.zeros(2))

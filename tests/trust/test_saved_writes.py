@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphrt.core.base import StateTooLargeError, tree
 from graphrt.core.trust.watching import SavedWrites, Watch
-from graphrt.core.trust.watching.rows import Protected
+from graphrt.core.trust.watching.writes import Protected
 
 MUCH = 1 << 20
 ROWS, COLUMNS = 6, 4
@@ -119,18 +119,18 @@ def test_several_runs_each_from_the_same_state_are_put_back(runs):
 def test_what_a_run_left_can_be_written_again(first, second):
     base, saves = fresh(), SavedWrites(MUCH)
     do(saves, base, first)
-    left, values = bits(base), saves.values()
+    left, values = bits(base), saves.take()
     saves.restore()
     do(saves, base, second)
     saves.restore()
-    saves.write(values)
+    saves.restore(values)
     assert bits(base) == left
 
 
 def test_values_are_copies():
     base, saves = torch.zeros(4), SavedWrites(MUCH)
     Watch(saves=saves).around(lambda: base.add_(1))
-    [values] = saves.values()
+    [values] = saves.take()
     base.add_(1)
     assert values.tolist() == [1.0] * 4
 
@@ -174,9 +174,9 @@ def test_inference_tensors_and_gradients_do_not_stand_in_the_way(inference, arou
 
     Watch(saves=saves).around(run)
     with around():
-        values = saves.values()
+        values = saves.take()
         saves.restore()
-        saves.write(values)
+        saves.restore(values)
         assert state.sum() == 4 and rows.sum() == 12
         saves.restore()
         assert state.sum() == rows.sum() == weight.sum() == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graphrt.core.base import PythonStateError, RowsMixedError, VerificationError
-from graphrt.core.trust import Trial, Verdict, Watch, places_of
+from graphrt.core.trust import Trial, TriedGraph, Verdict, Watch, places_of
 
 ROWS, LIVE = 4, 3
 ORDER = ["eager", "of_padding", "replay", "other_padding", "unpadded", "eager"]
@@ -117,16 +117,16 @@ def tail() -> torch.Tensor:
     return x
 
 
-def trial_of(step: FakeStep, **more: Any) -> Trial:
+def trial_of(step: FakeStep, *, mixes_rows: bool = False, **more: Any) -> Trial:
     return Trial(
         step,
-        name="FULL [4]",
+        TriedGraph("FULL [4]", **more),
         own=frozenset([step.buffer.data_ptr()]),
         device_type="cpu",
         limit_bytes=1 << 20,
         places=places_of(step.model),
         precision=lambda use: "ieee",
-        **more,
+        mixes_rows=mixes_rows,
     )
 
 

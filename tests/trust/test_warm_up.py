@@ -14,7 +14,6 @@ import torch
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, Reason
 from graphrt.core.base import PythonStateError, StateTooLargeError
-from graphrt.core.capture import SavedState
 from graphrt.core.trust import ReadSet, WarmedUp, WatchedState
 
 WIDTH = 4
@@ -27,7 +26,7 @@ def watched(
     declared = more.pop("declared", ())
     arguments: dict[str, Any] = {"limit_bytes": 1 << 20, "pads": (), **more}
     return WatchedState(
-        SavedState(declared, arguments["limit_bytes"]),
+        declared,
         forward=forward,
         reads=ReadSet(forward) if watch else None,
         warmed_up={} if warmed_up is None else warmed_up,

@@ -271,7 +271,8 @@ def kept_in(run: Callable[[list[torch.Tensor]], Any], x: torch.Tensor) -> list[t
     watch = watched(lambda: run(held), x)
     kept = watch.kept()
     assert set(kept) == {storage_key(each) for each in held}
-    return [kept[storage_key(each)][1:] for each in held]
+    found = [kept[storage_key(each)] for each in held]
+    return [(each.from_inputs, each.rewritten) for each in found]
 
 
 X = torch.ones(4)
@@ -361,7 +362,7 @@ def test_sums_of_live_rows_say_nothing_of_the_others():
     def run(x):
         watch = Watch(frozenset(), rows=(4, 2))
         watch.around(lambda: (x + 1, x.sum(), x[:3] * 2, x.to(torch.complex64)))
-        return [None if each is None else each.item() for each in watch.sums]
+        return [None if each is None else each.item() for each in watch.trace.sums]
 
     x = torch.arange(8.0).view(4, 2)
     changed = x.clone()

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from graphrt import GraphRunner, InputSpec
-from graphrt.core.trust.watching import SavedWrites, Watch, WriteWatch, storage_key, write_watch
+from graphrt.core.trust.watching import SavedWrites, Watch, WriteWatch, modes, storage_key
 
 NAMESPACE = "graphrt_write_watch"
 
@@ -184,8 +184,8 @@ def test_higher_order_operators_are_passed_by():
 
 def test_what_writes_nothing_is_asked_about_once(monkeypatch):
     asked: list[Any] = []
-    facts = write_watch.facts_of
-    monkeypatch.setattr(write_watch, "facts_of", lambda func: asked.append(func) or facts(func))
+    facts = modes.facts_of
+    monkeypatch.setattr(modes, "facts_of", lambda func: asked.append(func) or facts(func))
     watch, x = watch_of(), torch.tensor([1.0, 3.0])
     # One that nobody else runs under this mode.
     odd = torch.special.scaled_modified_bessel_k1

@@ -8,7 +8,7 @@ from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE, Refusal
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.capture.source import Source, stands_for, user_source
-from graphrt.core.capture.state import SavedState, State, as_states
+from graphrt.core.capture.state import State, as_states
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 
@@ -24,7 +24,6 @@ __all__ = [
     "KeyedGraphs",
     "PartRules",
     "Refusal",
-    "SavedState",
     "Sealing",
     "SideDoors",
     "Source",

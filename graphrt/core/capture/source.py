@@ -56,6 +56,7 @@ def user_source() -> Source | None:
     """The innermost frame outside torch and graphrt, or the line that generated code stands for."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        # Watches ask at every operator, from deep inside of torch and graphrt.
         filename = frame.f_code.co_filename
         if _is_users(filename) or filename in _generated:
             found = _source(frame.f_code, frame.f_lineno)

@@ -10,7 +10,6 @@ import torch
 from graphrt.core.base import (
     InvalidOptionError,
     StaleInputError,
-    StateTooLargeError,
     check_kind,
     check_takes,
     inference_guard,
@@ -111,36 +110,6 @@ def _check_rows(tensor: torch.Tensor, rows: Any) -> None:
             advice="State(tensor, rows=slice(0, 1))",
         ) from error
     del wrong
-
-
-class SavedState:
-    """The declared state as it was, for the time of a `capture()`."""
-
-    def __init__(self, states: Iterable[State | torch.Tensor], limit_bytes: int) -> None:
-        """Raises `StateTooLargeError` above `limit_bytes`; nothing is saved then."""
-        declared = as_states(states)
-        total = sum(state.bytes for state in declared)
-        if total > limit_bytes:
-            raise StateTooLargeError(
-                "saving the declared state takes too much memory",
-                got=f"{total} bytes",
-                expected=f"at most {limit_bytes} bytes",
-                advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
-                "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
-                "or raise state_limit_bytes",
-            )
-        self._restores = [state.save() for state in declared]
-
-    def restore(self) -> None:
-        """Put everything back as it was; the first error is raised when all is done."""
-        failed: Exception | None = None
-        for restore in self._restores:
-            try:
-                restore()
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
 
 
 def as_states(states: Iterable[State | torch.Tensor]) -> Sequence[State]:

@@ -20,7 +20,7 @@ from graphrt.core.base import (
     thaw_garbage,
 )
 from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, SavedState, SideDoors, side_doors
+from graphrt.core.capture import CaptureTransaction, SideDoors, side_doors
 from graphrt.core.plan import CaptureKey
 from graphrt.core.replay import WORST_CASE, under_way, warming_up
 from graphrt.core.runner.graph_table import GraphRecord, GraphTable, PlannedGraph
@@ -344,7 +344,7 @@ def _watched_state(graphs: GraphTable) -> WatchedState:
     setup = graphs.setup
     platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
     return WatchedState(
-        SavedState(setup.host.state, limit),
+        setup.host.state,
         limit_bytes=limit,
         forward=setup.forward,
         reads=graphs.reads if graphs.reads.watched else None,

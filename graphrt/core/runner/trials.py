@@ -20,7 +20,7 @@ from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.updates import LastUpdates
-from graphrt.core.trust import PartResults, Trial, Verdict, Watch, places_of
+from graphrt.core.trust import PartResults, Trial, TriedGraph, Verdict, Watch, places_of
 
 _SEED = 0
 """Of the generator that examples are made with: the same on every rank."""
@@ -123,22 +123,25 @@ class StepTrials:
         graphs, platform = self._graphs, self._executor.pool.platform
         found, padded = step.found, step.step
         warm = graphs.warmed_up.get(found.descriptor.kind)
+        graph = TriedGraph(
+            f"{found.mode.name} [{found.descriptor}]",
+            captured=None if warm is None else warm.trace,
+            issued=None if warm is None else warm.captured.get(found.mode),
+            same_size=warm is not None and warm.tokens == padded.tokens,
+            has_parts=found.mode is GraphMode.PIECEWISE,
+            moved=graphs.checks.moved(found.slot),
+        )
         trial = Trial(
             step,
-            name=f"{found.mode.name} [{found.descriptor}]",
+            graph,
             own=padded.storages(),
             device_type=platform.device_type,
             limit_bytes=graphs.setup.options.state_limit(platform),
             places=places_of(graphs.setup.forward),
-            captured=None if warm is None else warm.trace,
-            issued=None if warm is None else warm.captured.get(found.mode),
             precision=platform.float32_precision,
-            same_size=warm is not None and warm.tokens == padded.tokens,
             mixes_rows=self._host.mixes_rows,
             pads=self._executor.inputs.padding.nobodys(step.runs.values),
             strict=graphs.checks.strict,
-            has_parts=found.mode is GraphMode.PIECEWISE,
-            moved=graphs.checks.moved(found.slot),
         )
         undo = Undo()
         try:

@@ -1,12 +1,12 @@
 """Whether a graph still stands for its forward: watching warm-ups, trying graphs, checks."""
 
-from graphrt.core.trust._verdict import Verdict
 from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.gradients import Gradients
 from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places import places_of
 from graphrt.core.trust.reads import Parameters, ReadSet, Tensors, TensorUse, check_parameters
-from graphrt.core.trust.trial import Trial, TriedStep
+from graphrt.core.trust.trial import Trial, TriedGraph
+from graphrt.core.trust.verdict import Verdict
 from graphrt.core.trust.warm_up import WarmedUp, WatchedState
 from graphrt.core.trust.watching import (
     UnknownBlock,
@@ -27,7 +27,7 @@ __all__ = [
     "TensorUse",
     "Tensors",
     "Trial",
-    "TriedStep",
+    "TriedGraph",
     "UnknownBlock",
     "UnknownMemory",
     "Use",

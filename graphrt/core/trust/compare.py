@@ -49,6 +49,12 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     return max(worst, key=lambda each: each.relative) if worst else None
 
 
+def differs(ours: Any, theirs: Any, rounding: float, *, rounded: bool = False) -> bool:
+    """Whether two trees are further apart than by `rounding`."""
+    apart = difference(ours, theirs, rounded=rounded)
+    return apart is not None and apart.relative > rounding
+
+
 def rounding_of(
     dtypes: Iterable[torch.dtype],
     operators: Iterable[object],
@@ -69,25 +75,39 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         # NaN is itself, though not equal to itself.
         equal = type(ours) is type(theirs) and (ours == theirs or repr(ours) == repr(theirs))
-        return None if equal else Difference(f"{told(ours)}, not {told(theirs)}{at}", float("inf"))
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs)]
-        return Difference(f"{kinds[0]}, not {kinds[1]}{at}", float("inf"))
+        return None if equal else _another(told(ours), told(theirs), at)
+    kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs)]
+    if kinds[0] != kinds[1]:
+        return _another(kinds[0], kinds[1], at)
+    return _of_tensors(ours, theirs, at, rounded)
+
+
+def _of_tensors(
+    ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool
+) -> Difference | None:
     # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
     if torch.equal(tree.octets(ours), tree.octets(theirs)):
         return None
+    count, largest, scale = _distance(ours, theirs)
+    text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
+    if ours.is_floating_point() or ours.is_complex():
+        relative = largest / scale if scale else float("inf")
+        return Difference(text, relative if largest else 0.0)
+    flipped = rounded and ours.dtype is not torch.bool and count <= _FLIPPED * ours.numel()
+    return Difference(text, 0.0 if flipped else float("inf"))
+
+
+def _another(ours: str, theirs: str, at: str) -> Difference:
+    return Difference(f"{ours}, not {theirs}{at}", float("inf"))
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, float]:
+    """How many values differ, by how much at most, and the root mean square of `theirs`."""
     wide = torch.complex128 if ours.is_complex() else torch.float64
     a, b = ours.detach().to(wide), theirs.detach().to(wide)
     apart = (a - b).abs()
     apart[(a == b) | (a.isnan() & b.isnan())] = 0
     largest = apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
-    count = int((apart != 0).sum())
-    text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
-    if not (ours.is_floating_point() or ours.is_complex()):
-        flipped = rounded and ours.dtype is not torch.bool and count <= _FLIPPED * ours.numel()
-        return Difference(text, 0.0 if flipped else float("inf"))
     finite = b[b.isfinite()].abs()
     scale = float(finite.pow(2).mean().sqrt()) if finite.numel() else 0.0
-    if largest == 0:
-        return Difference(text, 0.0)
-    return Difference(text, largest / scale if scale else float("inf"))
+    return int((apart != 0).sum()), largest, scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ class Generators:
     and those that `note` was told of before they were used."""
 
     def __init__(self, device_type: str) -> None:
-        self._put_back: list[Callable[[], object]] = []
-        self._states: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
+        self._known: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
+        self._was: list[Any] = []
         self._noted: dict[int, Any] = {}
         self._keep(torch.get_rng_state, torch.set_rng_state)
         if device_type != "cpu":
@@ -43,32 +43,27 @@ class Generators:
         else:
             self._keep(generator.get_state, generator.set_state)
 
-    def restore(self) -> None:
-        """Let all of them go on from where they were."""
-        for put_back in self._put_back:
-            put_back()
+    def take(self) -> list[Any]:
+        """The states now."""
+        return [get() for get, _ in self._known]
 
-    def now(self) -> Callable[[], None]:
-        """What lets all of them go on from where they are now."""
-        states = [(put, get()) for get, put in self._states]
-
-        def put_back() -> None:
-            for put, state in states:
-                put(state)
-
-        return put_back
-
-    def of_torch(self) -> list[torch.Tensor]:
-        """The states of torch's generators."""
-        states = [get() for get, _ in self._states]
-        return [state for state in states if isinstance(state, torch.Tensor)]
-
-    def of_python(self) -> list[bytes]:
-        """The states of Python's and NumPy's generators, to be compared."""
-        states = [get() for get, _ in self._states]
-        return [pickle.dumps(state) for state in states if not isinstance(state, torch.Tensor)]
+    def restore(self, states: Sequence[Any] | None = None) -> None:
+        """Let all of them go on from where they were at first, or from what `take` returned."""
+        for (_, put), state in zip(
+            self._known, self._was if states is None else states, strict=False
+        ):
+            put(state)
 
     def _keep(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        state = get()
-        self._states.append((get, put))
-        self._put_back.append(lambda: put(state))
+        self._known.append((get, put))
+        self._was.append(get())
+
+
+def of_torch(states: Sequence[Any]) -> list[torch.Tensor]:
+    """Those of torch's generators."""
+    return [state for state in states if isinstance(state, torch.Tensor)]
+
+
+def of_python(states: Sequence[Any]) -> list[bytes]:
+    """Those of Python's and NumPy's generators, to be compared."""
+    return [pickle.dumps(state) for state in states if not isinstance(state, torch.Tensor)]

@@ -35,8 +35,8 @@ from graphrt.core.base import (
 )
 from graphrt.core.device import DeviceGraph, GraphRead
 from graphrt.core.replay import Entry, GraphPool, graphs_of, is_spare
-from graphrt.core.trust.baked import BakedValues
 from graphrt.core.trust.places import FIXED, Link, Places, places_of, where_is
+from graphrt.core.trust.python_state import PythonState
 from graphrt.core.trust.watching import (
     UnknownMemory,
     Use,
@@ -113,7 +113,7 @@ class ReadSet:
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.remade: set[str] = set()
         """Where every eager run of the forward puts another tensor, computed of its weights."""
-        self.values: BakedValues | None = None
+        self.values: PythonState | None = None
         """Python values as of the last capture; None without graphs."""
         self._forward = forward
         self._has_full = has_full
@@ -163,7 +163,7 @@ class ReadSet:
         touched = {block.address for block in unknown.blocks}
         for _, tensor in places_of(self._forward).tensors:
             if where_is(tensor) is not None and address_of(tensor) in touched:
-                use = Use.of(tensor, "a kernel that is no operator of torch's")
+                use = Use(tensor, "a kernel that is no operator of torch's")
                 known = self._held.get(use.ref.cdata)
                 if known is None or known[1] is None:
                     self._held[use.ref.cdata] = tensor.untyped_storage(), use
@@ -172,7 +172,7 @@ class ReadSet:
     def settle(self) -> Places:
         """Find names for what is held, and note where it is; returns the walk."""
         places = places_of(self._forward)
-        self.values = BakedValues(places)
+        self.values = PythonState(places, baked=True)
         reads = []
         self._where = {}
         for place, tensor in places.tensors:

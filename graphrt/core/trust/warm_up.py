@@ -3,7 +3,7 @@ protected without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,13 +11,12 @@ import torch
 
 from graphrt.core.base import PythonStateError, Undo, without_kept_casts
 from graphrt.core.batch import GraphMode
-from graphrt.core.capture import SavedState
-from graphrt.core.trust._left import say_what_is_left
-from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.moving import Moving
+from graphrt.core.capture import State
+from graphrt.core.trust.left_in_python import LeftInPython
 from graphrt.core.trust.places import places_of
+from graphrt.core.trust.python_state import PythonState, Slot, is_plain
 from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.snapshot import PythonState
+from graphrt.core.trust.snapshot import StateSnapshot
 from graphrt.core.trust.watching import (
     IssuedWatch,
     Kept,
@@ -51,7 +50,7 @@ class WatchedState:
 
     def __init__(
         self,
-        declared: SavedState,
+        declared: Iterable[State | torch.Tensor],
         *,
         limit_bytes: int,
         forward: Any,
@@ -65,28 +64,18 @@ class WatchedState:
     ) -> None:
         """`has_parts` says that graphs may have eager parts, `is_in_graphs` whether a tensor lies
         in graph memory, `each_warmed_up` whether no size is captured without a run of its own."""
-        self._declared = declared
+        self._snapshot = StateSnapshot(device_type, limit_bytes, declared=declared)
+        # What the last run wrote that was not watched: its capture writes it too.
+        self._of_size = SavedWrites(limit_bytes)
         self._forward = forward
         self._reads = reads
         self._warmed_up = warmed_up
         self._pads = pads
-        self._saves = SavedWrites(limit_bytes)
-        self._limit_bytes = limit_bytes
-        # What the last run wrote that was not watched: its capture writes it too.
-        self._of_size = SavedWrites(limit_bytes)
-        self._moving: Moving | None = None
-        self._python: PythonState | None = None
-        self._outside: set[int] = set()
-        self._watched: set[Hashable] = set()
-        self._generators = Generators(device_type)
-        self._is_in_graphs = is_in_graphs
-        self._each_warmed_up = each_warmed_up
         self._has_parts = has_parts
-        self._left: list[str] = []
-        # Where a run has put a tensor that it computed without its inputs, as hooks that normalize
-        # a weight do at every call.
-        self._of_weights: set[str] = set()
-        self._is_left_to_look_at = False
+        self._moves: _Moves | None = None
+        self._watched: set[Hashable] = set()
+        self._is_settled = False
+        self._left = LeftInPython(is_in_graphs, each_warmed_up=each_warmed_up)
         self.inputs_written: dict[int, Use] = {}
         """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
@@ -99,67 +88,81 @@ class WatchedState:
         self.inputs_written = {}
         if self._reads is None:
             return function()
-        self._look_at_left()
+        if self._is_settled and self._moves is not None:
+            # A last run leaves other tensors where those of graphs are.
+            self._is_settled = False
+            self._left.note(places_of(self._forward).tensors)
+        moves = self._moves or self._begin()
+        moves.begin()
+        known = self._warmed_up.get(kind)
+        # What a forward writes has to be saved in every session.
+        is_saved = kind in self._watched or (known is not None and not known.writes)
+        shown = kind is not None and known is not None and known.tokens >= tokens and is_saved
+        run = self._save_writes if shown else self._watch
         undo = Undo()
         try:
             # A weight is read, and named, where a cast of it would be.
             without_kept_casts(undo)
-            result = self._run(self._reads, kind, tokens, own, function)
+            result = run(kind, tokens, own, function)
             undo.now()
             return result
         except BaseException:
             undo.now()
             raise
 
-    def _run(
-        self,
-        reads: ReadSet,
-        kind: Hashable,
-        tokens: int,
-        own: frozenset[int],
-        function: Callable[[], T],
+    def _begin(self) -> _Moves:
+        places = places_of(self._forward)
+        self._snapshot.reach(places)
+        self._moves = _Moves(self._snapshot.python)
+        keys = [storage_key(tensor) for _, tensor in places.tensors]
+        self._left.before.update(key for key in keys if key is not None)
+        return self._moves
+
+    def _save_writes(
+        self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
     ) -> T:
-        if self._moving is None:
-            places = places_of(self._forward)
-            self._python = PythonState(places)
-            self._moving = Moving(self._python)
-            for generator in places.generators:
-                self._generators.note(generator)
-            keys = [storage_key(tensor) for _, tensor in places.tensors]
-            self._outside = {key for key in keys if key is not None}
-        self._moving.begin()
-        known = self._warmed_up.get(kind)
-        # What a forward writes has to be saved in every session.
-        is_saved = kind in self._watched or (known is not None and not known.writes)
-        if kind is not None and known is not None and known.tokens >= tokens and is_saved:
-            self._of_size.restore()
-            self._of_size = SavedWrites(self._limit_bytes)
-            writes_alone = WriteWatch(self._outside, self._of_size, self._saves, tokens)
-            result = writes_alone.around(function)
-            self._moving.look_at_moved()
-            return result
+        """Run what is known from a larger run of its kind: what it writes is saved, and no more."""
+        assert self._moves is not None
+        self._of_size.restore()
+        self._of_size = SavedWrites(self._snapshot.memory.limit)
+        shown = self._snapshot.memory
+        watch = WriteWatch(self._left.before, self._of_size, shown, tokens)
+        result = watch.around(function)
+        self._moves.note()
+        return result
+
+    def _watch(
+        self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
+    ) -> T:
+        assert self._moves is not None and self._reads is not None
         self._watched.add(kind)
-        watch = Watch(own, self._saves, generators=self._generators)
+        watch, again = self._new_watch(own), None
         result = watch.around(function)
         self.inputs_written = watch.own_written
-        self._moving.look()
+        self._moves.note()
         made = self._made_and_reachable(watch)
         if made:
             self.restore()
-            again = Watch(own, self._saves, generators=self._generators)
+            again = self._new_watch(own)
             result = again.around(function)
-            reads.note(again)
+            self._reads.note(again)
             self._refuse_state_of_padding(made, again)
-        reads.note(watch)
-        writes = any(use.is_written for use in watch.uses.values())
+        self._reads.note(watch)
         if kind is not None:
-            found = WarmedUp(tokens, watch.trace, writes, {})
-            if known is not None:
-                # Sessions come in any order, and each watches what writes.
-                largest = found if known.tokens <= tokens else known
-                found = largest._replace(writes=writes or known.writes)
-            self._warmed_up[kind] = found
+            self._warmed_up[kind] = self._as_warmed_up(kind, tokens, watch)
         return result
+
+    def _new_watch(self, own: frozenset[int]) -> Watch:
+        return Watch(own, self._snapshot.memory, generators=self._snapshot.generators)
+
+    def _as_warmed_up(self, kind: Hashable, tokens: int, watch: Watch) -> WarmedUp:
+        writes = any(use.is_written for use in watch.uses.values())
+        found, known = WarmedUp(tokens, watch.trace, writes, {}), self._warmed_up.get(kind)
+        if known is None:
+            return found
+        # Sessions come in any order, and each watches what writes.
+        largest = found if known.tokens <= tokens else known
+        return largest._replace(writes=writes or known.writes)
 
     def capture(self, kind: Hashable, mode: GraphMode, tokens: int, function: Callable[[], T]) -> T:
         """Capture a forward; of the size that was watched its operators are noted. Of each kind
@@ -187,7 +190,7 @@ class WatchedState:
                 if kept[key].from_inputs or kept[key].rewritten:
                     found[key] = place.path, kept[key]
                 else:
-                    self._of_weights.add(place.path)
+                    self._left.of_weights.add(place.path)
         return found
 
     def _refuse_state_of_padding(self, made: dict[int, tuple[str, Kept]], again: Watch) -> None:
@@ -196,8 +199,7 @@ class WatchedState:
             use = again.uses.get(key)
             if use is None or not use.exposed or not (kept.from_inputs or use.is_written):
                 continue
-            assert self._python is not None
-            self._python.restore()
+            self._snapshot.python.restore()
             raise PythonStateError(
                 "the forward makes state when it runs first, and goes on from it: a warm-up has "
                 "left padding rows in it",
@@ -214,18 +216,15 @@ class WatchedState:
 
     def look(self) -> None:
         """Note what a run that was not watched, a capture, has moved in Python."""
-        if self._moving is not None:
-            self._moving.look_at_moved(captured=True)
+        if self._moves is not None:
+            self._moves.note(captured=True)
 
     def restore(self) -> None:
         """Put back what was declared and what was found."""
-        try:
-            self._declared.restore()
-        finally:
-            if self._moving is not None:
-                self._moving.restore_memory()
-            self._of_size.restore()
-            self._saves.restore()
+        if self._moves is not None:
+            self._moves.restore_memory()
+        self._of_size.restore()
+        self._snapshot.restore_memory()
 
     def settle(self, last_runs: Callable[[], None]) -> None:
         """After captures, and after `last_runs` of the forward: put back random numbers and what
@@ -233,15 +232,14 @@ class WatchedState:
         warn of tensors of graphs that are left in Python.
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
-        self._is_left_to_look_at = True
-        python = self._python
-        # These runs have sizes that no step may ever have, so what they move is no step's either.
-        before = None if python is None else python.left()
+        self._is_settled = True
         undo = Undo()
         try:
-            undo.later(self._generators.restore)
-            if python is not None and before is not None:
-                undo.later(partial(python.put_numbers, before))
+            undo.later(self._snapshot.generators.restore)
+            if self._moves is not None:
+                # These runs have sizes that no step may ever have, so what they move is no step's.
+                python = self._snapshot.python
+                undo.later(partial(python.restore, python.take(), numbers=True))
             last_runs()
             undo.now()
         except BaseException:
@@ -250,37 +248,83 @@ class WatchedState:
         if self._reads is None:
             return
         put_back = set()
-        if self._moving is not None:
-            self._note_left(self._moving.anew())
-            put_back = self._moving.settle(contents=self._has_parts)
-        self._reads.protected += self._saves.check_protected(self._pads)
-        # Every eager run makes these anew, and what is there now is what was there before.
-        self._reads.remade |= put_back & self._of_weights
-        self._left = [path for path in self._left if path not in self._reads.remade]
+        if self._moves is not None:
+            self._left.note(self._moves.anew())
+            put_back = self._moves.settle(contents=self._has_parts)
+        self._reads.protected += self._snapshot.memory.check_protected(self._pads)
+        self._reads.remade |= self._left.forget_remade(put_back)
         places = self._reads.settle()
-        if self._moving is None:
+        if self._moves is None:
             return
-        self._note_left((place.path, tensor) for place, tensor in places.tensors)
-        if self._left:
-            # What every run makes anew, such as a weight that a hook computes, is no table.
-            kept = [path for path in self._left if path not in put_back]
-            refused = bool(kept) and not self._each_warmed_up
-            if refused:
-                # Or eager steps would read there what no graph has computed yet.
-                assert self._python is not None
-                self._python.restore()
-            say_what_is_left(kept if refused else self._left, each_warmed_up=not refused)
+        self._left.note(places.tensors)
+        try:
+            self._left.check(put_back)
+        except PythonStateError:
+            # Or eager steps would read there what no graph has computed yet.
+            self._snapshot.python.restore()
+            raise
 
-    def _look_at_left(self) -> None:
-        """Before a last run, which leaves other tensors where those of graphs are."""
-        if self._is_left_to_look_at and self._moving is not None:
-            self._is_left_to_look_at = False
-            self._note_left((p.path, tensor) for p, tensor in places_of(self._forward).tensors)
 
-    def _note_left(self, found: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for path, tensor in found:
-            key = storage_key(tensor)
-            is_news = key is not None and key not in self._outside
-            # What was refused once is, though it was taken back.
-            if is_news and path not in self._left and self._is_in_graphs(tensor):
-                self._left.append(path)
+class _Moves:
+    """How many runs have moved each Python slot, and the memory of each tensor.
+
+    Whether there was something else, which no walk finds (the state of an iterator, say), is not
+    known.
+    """
+
+    def __init__(self, python: PythonState) -> None:
+        self._python = python
+        self._counts = [0] * len(python.slots)
+        self._last: Sequence[Any] = python.was
+        self._memory: dict[str, tuple[int, int | None]] = {}
+
+    def begin(self) -> None:
+        """Before an eager run: what is there by now no run of the forward has moved."""
+        self._last = self._python.take()
+
+    def note(self, *, captured: bool = False) -> None:
+        """A run is over; what captures alone move is the platform's, or of a hook around a graph,
+        and not counted."""
+        last, self._last = self._last, self._python.take()
+        for at, (slot, was, now) in enumerate(
+            zip(self._python.slots, last, self._last, strict=True)
+        ):
+            if now is not was and not slot.same(was, now):
+                self._counts[at] += not captured or self._counts[at] > 0
+        for place, held, memory in self._python.elsewhere():
+            count, known = self._memory.get(place.path, (0, storage_key(memory)))
+            key = storage_key(held)
+            self._memory[place.path] = count + (key != known), key
+
+    def restore_memory(self) -> None:
+        """Give tensors the memory back that more than one run took from them (`set_`, `.data =`): a
+        weight may be converted at the first call."""
+        for place, held, memory in self._python.elsewhere():
+            count, _ = self._memory.get(place.path, (0, None))
+            if count > 1:
+                held.data = memory.detach()
+                self._memory[place.path] = count, storage_key(memory)
+
+    def anew(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """The slots in which more than one run has put a tensor of its own, and the last one."""
+        for slot, count in zip(self._python.slots, self._counts, strict=True):
+            now = slot.get() if count > 1 else None
+            if isinstance(now, torch.Tensor):
+                yield slot, now
+
+    def settle(self, *, contents: bool) -> set[str]:
+        """After several runs: put back what more than one of them has moved, and leave what was
+        made once, such as a table that the first run builds. So do containers and objects with
+        tensors, which graphs may read. `contents` says that eager parts may go by what is in a
+        container; else it is left, as notes of the host. Returns where something was put back."""
+        python, back = self._python, set()
+        for slot, was, count in zip(python.slots, python.was, self._counts, strict=True):
+            if count < 2:
+                continue
+            now = slot.get()
+            plain = is_plain(now) and (contents or slot.container is None)
+            if slot.put is not None and (plain or isinstance(now, torch.Tensor)):
+                slot.put(was)
+            if slot.get() is was:
+                back.add(slot.path)
+        return back

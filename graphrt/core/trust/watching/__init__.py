@@ -1,9 +1,8 @@
 """What a run of a forward does with memory from outside."""
 
-from graphrt.core.trust.watching.count import WorkCount
 from graphrt.core.trust.watching.draws import Draws
 from graphrt.core.trust.watching.gradients import WEIGHTS, GradientWatch
-from graphrt.core.trust.watching.issued import IssuedWatch
+from graphrt.core.trust.watching.modes import IssuedWatch, WorkCount, WriteWatch
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
     UnknownMemory,
@@ -11,12 +10,10 @@ from graphrt.core.trust.watching.pointers import (
     unknown_memory,
 )
 from graphrt.core.trust.watching.trace import Trace, first_difference, first_other
-from graphrt.core.trust.watching.watch import LIFT_FRESH, Deviation, Kept, Use, Watch, storage_key
-from graphrt.core.trust.watching.write_watch import WriteWatch
+from graphrt.core.trust.watching.watch import Deviation, Kept, Use, Watch, storage_key
 from graphrt.core.trust.watching.writes import SavedWrites, still_there
 
 __all__ = [
-    "LIFT_FRESH",
     "WEIGHTS",
     "Deviation",
     "Draws",

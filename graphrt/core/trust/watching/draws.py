@@ -10,23 +10,23 @@ state of the generators, and the live rows of that are what the run goes on with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import inference_guard, unseen
-from graphrt.core.trust.generators import Generators
+from graphrt.core.base import inference_guard, tree, unseen
+from graphrt.core.trust.generators import Generators, of_torch
 from graphrt.core.trust.watching.operators import facts_of, written
 
 
 class _Draw(NamedTuple):
-    """One operator that has drawn: its arguments, of tensors the shapes, and what puts the
-    generators where they were before it."""
+    """One operator that has drawn: its arguments, of tensors the shapes, and the states of
+    the generators before it."""
 
     func: Any
     shapes: Any
-    put_back: Callable[[], None]
+    before: list[Any]
 
 
 class Draws:
@@ -45,43 +45,42 @@ class Draws:
 
     def record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator that may draw, in the padded run."""
-        put_back, before = self._generators.now(), self._generators.of_torch()
-        shapes = _shapes_of((args, dict(kwargs)))
+        draw = _Draw(func, _shapes_of((args, dict(kwargs))), self._generators.take())
         result = func(*args, **kwargs)
-        if self._drew(before):
-            self._found.append(_Draw(func, shapes, put_back))
+        if self._drew(draw.before):
+            self._found.append(draw)
         return result
 
     def repeat(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator that may draw, in a run on the live rows alone."""
         draw = self._found[self._next] if self._next < len(self._found) else None
+        wide = None
         if draw is not None:
-            unseen(draw.put_back)
-        wide = None if draw is None else unseen(lambda: _widened((args, dict(kwargs)), draw.shapes))
-        before = self._generators.of_torch()
+            unseen(lambda: self._generators.restore(draw.before))
+            # Before the call: it may write what it is given.
+            wide = unseen(lambda: _widened((args, dict(kwargs)), draw.shapes))
+        before = self._generators.take()
         result = func(*args, **kwargs)
         if not self._drew(before):
             return result
         self._next += 1
         if draw is None or wide is None or draw.func is not func:
             self.lost = True
-            return result
-
-        facts = facts_of(func)
-        more_args, more_kwargs = wide
-
-        def again() -> None:
-            draw.put_back()
-            found = func(*more_args, **more_kwargs)
-            _take_rows(result, found)
-            _take_rows([*written(facts, args, kwargs)], [*written(facts, more_args, more_kwargs)])
-
-        unseen(again)
+        else:
+            unseen(lambda: self._again(draw, wide, result, (args, kwargs)))
         return result
 
-    def _drew(self, before: list[torch.Tensor]) -> bool:
-        now = self._generators.of_torch()
-        return unseen(lambda: not all(map(torch.equal, before, now)))
+    def _again(self, draw: _Draw, wide: Any, result: Any, given: tuple[Any, Any]) -> None:
+        """Draw as many as the padded run has, and take the live rows of it."""
+        self._generators.restore(draw.before)
+        args, kwargs = wide
+        found, facts = draw.func(*args, **kwargs), facts_of(draw.func)
+        _take_rows(result, found)
+        _take_rows([*written(facts, *given)], [*written(facts, args, kwargs)])
+
+    def _drew(self, before: list[Any]) -> bool:
+        then, now = of_torch(before), of_torch(self._generators.take())
+        return unseen(lambda: not all(map(torch.equal, then, now)))
 
 
 def draws_numbers(func: Any) -> bool:
@@ -89,54 +88,51 @@ def draws_numbers(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def _shapes_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    if isinstance(value, list | tuple):
-        return [_shapes_of(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _shapes_of(each) for name, each in value.items()}
-    return value
+def _shapes_of(given: Any) -> list[tuple[str, Any]]:
+    """The leaves of arguments by their paths, of tensors their shapes."""
+    leaves = tree.leaves(given)
+    return [(path, each.shape if isinstance(each, torch.Tensor) else each) for path, each in leaves]
 
 
-def _widened(value: Any, wanted: Any) -> Any:
+def _widened(given: Any, shapes: list[tuple[str, Any]]) -> Any:
     """Arguments of a run of live rows, as long as those of the padded run; padding rows hold the
     last live row. None where that cannot be."""
-    if isinstance(value, torch.Tensor):
-        if value.dim() != len(wanted):
-            return None
-        found = value.clone()
-        for dim, count in enumerate(wanted):
-            have = found.shape[dim]
-            if have > count or (have == 0 and count):
-                return None
-            if have < count:
-                rows = torch.arange(count, device=found.device).clamp_(max=have - 1)
-                found = found.index_select(dim, rows)
-        return found
-    if isinstance(value, list | tuple):
-        if len(value) != len(wanted):
-            return None
-        found_items = [_widened(*pair) for pair in zip(value, wanted, strict=True)]
-        lost = any(f is None and v is not None for f, v in zip(found_items, value, strict=True))
-        return None if lost else type(value)(found_items)
-    if isinstance(value, dict):
-        if value.keys() != wanted.keys():
-            return None
-        found_named = {name: _widened(each, wanted[name]) for name, each in value.items()}
-        lost = any(found_named[name] is None and value[name] is not None for name in value)
-        return None if lost else found_named
-    # The sizes of new tensors; a generator is the same one.
-    return wanted if type(value) is type(wanted) else None
+    if [path for path, _ in tree.leaves(given)] != [path for path, _ in shapes]:
+        return None
+    wanted = iter(shapes)
+    try:
+        return tree.map_leaves(lambda leaf: _as_long(leaf, next(wanted)[1]), given)
+    except _OtherShape:
+        return None
+
+
+class _OtherShape(Exception):
+    """Arguments of two runs are not alike."""
+
+
+def _as_long(value: Any, wanted: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        if value is not None and type(value) is not type(wanted):
+            raise _OtherShape
+        # The sizes of new tensors; a generator is the same one.
+        return None if value is None else wanted
+    if value.dim() != len(wanted):
+        raise _OtherShape
+    found = value.clone()
+    for dim, count in enumerate(wanted):
+        have = found.shape[dim]
+        if have > count or (have == 0 and count):
+            raise _OtherShape
+        if have < count:
+            rows = torch.arange(count, device=found.device).clamp_(max=have - 1)
+            found = found.index_select(dim, rows)
+    return found
 
 
 def _take_rows(own: Any, wide: Any) -> None:
     """Write the first rows of wide tensors into those of a run without padding."""
-    if isinstance(own, torch.Tensor):
-        for dim, count in enumerate(own.shape):
-            wide = wide.narrow(dim, 0, count)
-        with inference_guard(own.is_inference()):
-            own.copy_(wide)
-    elif isinstance(own, list | tuple):
-        for pair in zip(own, wide, strict=True):
-            _take_rows(*pair)
+    for ours, theirs in zip(tree.tensors(own), tree.tensors(wide), strict=True):
+        for dim, count in enumerate(ours.shape):
+            theirs = theirs.narrow(dim, 0, count)
+        with inference_guard(ours.is_inference()):
+            ours.copy_(theirs)

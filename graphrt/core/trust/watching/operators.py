@@ -139,15 +139,20 @@ _OVERWRITING = {
 
 # Which argument holds indices of which: what a run with other numbers must not do out of bounds.
 INDEXED: dict[str, Callable[[Sequence[Any]], list[tuple[int, Any]]]] = {
-    "aten::embedding": lambda args: [(args[0].shape[0], args[1])],
-    "aten::index": lambda args: _sizes_of(args[0], args[1]),
-    "aten::index_put_": lambda args: _sizes_of(args[0], args[1]),
-    "aten::index_put": lambda args: _sizes_of(args[0], args[1]),
-    "aten::_unsafe_index": lambda args: _sizes_of(args[0], args[1]),
-    "aten::take": lambda args: [(args[0].numel(), args[1])],
-    "aten::put_": lambda args: [(args[0].numel(), args[1])],
-    "aten::_embedding_bag": lambda args: [(args[0].shape[0], args[1])],
-    "aten::_index_put_impl_": lambda args: _sizes_of(args[0], args[1]),
+    **dict.fromkeys(
+        ("aten::embedding", "aten::_embedding_bag"), lambda args: [(args[0].shape[0], args[1])]
+    ),
+    **dict.fromkeys(("aten::take", "aten::put_"), lambda args: [(args[0].numel(), args[1])]),
+    **dict.fromkeys(
+        (
+            "aten::index",
+            "aten::index_put",
+            "aten::index_put_",
+            "aten::_index_put_impl_",
+            "aten::_unsafe_index",
+        ),
+        lambda args: _sizes_of(args[0], args[1]),
+    ),
     **dict.fromkeys(
         (
             "aten::index_select",

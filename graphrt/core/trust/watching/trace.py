@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.core.capture import Source
+
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
+"""What every tensor made from Python data, or from a NumPy array, goes through."""
+
+_AS_THEY_ARE = (int, bool, str, type(None), torch.dtype)
 _SHORT = 64
 """A tensor of Python data with at most so many values is described by them, a larger one by a sum
 of its bytes."""
@@ -48,14 +54,65 @@ class Values(NamedTuple):
         return self.values
 
 
-Trace = list[Op]
+class Trace(list[Op]):
+    """The operators of one run, in their order; the rest is by their places in it.
+
+    `constants` are those that made a tensor of Python data that was used, `constants_of_parts` such
+    ones of eager parts, which are made anew at every replay; `sums` are of the live rows of
+    results, where somebody asked for them.
+    """
+
+    def __init__(self, ops: Iterable[Op] = (), *, keeps_sources: bool = False) -> None:
+        super().__init__(ops)
+        self.keeps_sources = keeps_sources
+        self.sources: dict[int, Source | None] = {}
+        self.sums: list[torch.Tensor | None] = []
+        self.constants: set[int] = set()
+        self.constants_of_parts: set[int] = set()
+
+    def at_source(self, found: tuple[int, str] | None) -> str:
+        """What was found at a place, with the line of code there; "" for None."""
+        if found is None:
+            return ""
+        place, text = found
+        source = self.sources.get(place)
+        return text if source is None else f"{text} at {source}"
+
+    def first_mixed(self, alone: Trace, rounding: float) -> tuple[int, str] | None:
+        """The first operator whose live rows are not what they are in a run without padding."""
+        end = len(self)
+        if [op.func for op in self] != [op.func for op in alone]:
+            found = first_difference(self, alone, same_size=False)
+            end = end if found is None else found[0]
+        for place, (ours, theirs) in enumerate(zip(self.sums[:end], alone.sums, strict=False)):
+            if ours is None or theirs is None:
+                continue
+            a, b = ours.item(), theirs.item()
+            if abs(a - b) > rounding * max(abs(a), abs(b)) or (a != a) != (b != b):
+                end = place
+                break
+        return (end, str(self[end])) if end < len(self) else None
+
+    def first_other_data(self, then: Trace, *, has_parts: bool) -> tuple[str, str] | None:
+        """What this run made a tensor of that an earlier one of the same size made of other Python
+        data, and used: the data now, and then. With `has_parts` those of eager parts do not
+        count."""
+        for place, (ours, theirs) in enumerate(zip(self, then, strict=False)):
+            if ours.func is not theirs.func:
+                return None
+            if ours.func is not LIFT_FRESH or ours.arguments == theirs.arguments:
+                continue
+            if place in self.constants and not (has_parts and place in self.constants_of_parts):
+                return self.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
+        return None
 
 
-def described(value: Any, outside: Any) -> object:
-    """An argument as two runs can compare it; `outside(tensor)` says whose memory a tensor is."""
+def described(value: Any, outside: Collection[int]) -> object:
+    """An argument as two runs can compare it; `outside` are the tensors, by `id`, of which the run
+    has not made the memory."""
     if isinstance(value, torch.Tensor):
         shape = tuple(value.shape)
-        if outside(value):
+        if id(value) in outside:
             return At(value.data_ptr(), shape, value.stride())
         return Of(shape, value.dtype)
     if isinstance(value, list | tuple):
@@ -76,9 +133,13 @@ def made_of_data(tensor: torch.Tensor) -> object:
     return Values(f"{tuple(tensor.shape)} values, CRC {zlib.crc32(data):08x}")
 
 
-def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any], outside: Any) -> tuple[Any, ...]:
+def arguments_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], outside: Collection[int]
+) -> tuple[Any, ...]:
     """What describes the arguments of one operator."""
-    found = tuple([described(each, outside) for each in args])
+    found = tuple(
+        [each if type(each) in _AS_THEY_ARE else described(each, outside) for each in args]
+    )
     if kwargs:
         found += tuple([(name, described(each, outside)) for name, each in kwargs.items()])
     return found

@@ -7,8 +7,8 @@ its schema says. What compiled code reads and writes by its own kernels is not s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,48 +18,32 @@ from graphrt.core.capture import Source, in_eager_part, user_source
 from graphrt.core.replay import in_task
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.watching.draws import draws_numbers
-from graphrt.core.trust.watching.operators import facts_of, in_bounds, written
-from graphrt.core.trust.watching.trace import Op, Trace, arguments_of, made_of_data
+from graphrt.core.trust.watching.operators import OperatorFacts, facts_of, in_bounds, written
+from graphrt.core.trust.watching.trace import LIFT_FRESH, Op, Trace, arguments_of, made_of_data
 from graphrt.core.trust.watching.writes import SavedWrites
 
-LIFT_FRESH = torch.ops.aten.lift_fresh.default
-"""What every tensor made from Python data, or from a NumPy array, goes through."""
+_BARE = (torch.Tensor, torch.nn.Parameter)
+_NOWHERE = (None, 0)
 
 
 class Use:
     """Memory from outside of a forward that a run used: one storage."""
 
-    __slots__ = (
-        "dtype",
-        "exposed",
-        "in_parts",
-        "is_written",
-        "op",
-        "overwritten",
-        "ref",
-        "shape",
-        "source",
-        "stride",
-    )
-
-    def __init__(self, ref: StorageWeakRef, tensor: torch.Tensor, op: str) -> None:
-        self.ref = ref
+    def __init__(self, tensor: torch.Tensor, op: str) -> None:
+        self.ref = _weak(tensor)
         self.shape = tuple(tensor.shape)
         self.stride = (tensor.storage_offset(), *tensor.stride())
         self.dtype = tensor.dtype
         self.op = op
         self.source: Source | None = user_source()
         self.is_written = False
+        # Whether what is there by now was computed from the inputs.
+        self.from_inputs = False
         # Whether the run has read what was there before it; how many elements it wrote at first.
         self.exposed = False
         # Whether eager parts alone have used it, which find at every replay what is there then.
-        self.in_parts = _finds_itself(ref.cdata)
+        self.in_parts = _finds_itself(self.ref.cdata)
         self.overwritten = 0
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, op: str) -> Use:
-        """The use of a plain tensor by `op`."""
-        return cls(_weak(tensor), tensor, op)
 
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, if it is still there."""
@@ -72,13 +56,17 @@ class Use:
         return f"{self.dtype} {self.shape}{line}"
 
 
-class Kept(NamedTuple):
-    """Memory that a run made and that outlived it: whether it was computed from the inputs, and
-    whether it was written again after it was made."""
+class Kept:
+    """Memory that a run made: whether it was computed from the inputs, whether it was written again
+    after it was made, and where in the trace it was made of Python data.
 
-    ref: StorageWeakRef
-    from_inputs: bool
-    rewritten: bool
+    The weak reference also keeps the storage's name from being used again."""
+
+    def __init__(self, tensor: torch.Tensor, from_inputs: bool = False) -> None:
+        self.ref = _weak(tensor)
+        self.from_inputs = from_inputs
+        self.rewritten = False
+        self.of_data: int | None = None
 
 
 class Deviation(Exception):
@@ -114,23 +102,17 @@ class Watch(ThreadMode):
         reads_arrays: bool = True,
     ) -> None:
         """`reads_arrays` says that graphs read the memory of NumPy arrays, as they do on the CPU.
-        With `rows`, (all, live), `sums` has a number for the live rows of each operator's result
+        With `rows`, (all, live), the trace has a sum of the live rows of each operator's result
         that has so many rows in all. `draw` calls the operators that may draw random numbers.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace: Trace = []
+        self.trace = Trace(keeps_sources=keeps_sources)
         self.uses: dict[int, Use] = {}
         # Writes to memory that is no news, by where they begin.
         self.own_written: dict[int, Use] = {}
         self.saw_compiled_code = False
-        self.sources: dict[int, Source | None] = {}
-        self.sums: list[torch.Tensor | None] = []
-        # Of what was made of Python data and used by operators: its places in the trace. Those of
-        # eager parts are made anew at every replay.
-        self.constants: set[int] = set()
-        self.constants_of_parts: set[int] = set()
-        self.deviates = False
         self.deviation = ""
+        """The first operator that `follows` has not, and where it was issued."""
         self._own = own
         self._rows = rows
         self._saves = saves
@@ -138,12 +120,7 @@ class Watch(ThreadMode):
         self._generators = generators
         self._draw = draw
         self._reads_arrays = reads_arrays
-        self._keeps_sources = keeps_sources
-        # Weak references also keep a storage's name from being used again.
-        self._born: dict[int, StorageWeakRef] = {}
-        self._from_inputs: set[int] = set()
-        self._rewritten: set[int] = set()
-        self._of_data: dict[int, int] = {}
+        self._born: dict[int, Kept] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -152,151 +129,158 @@ class Watch(ThreadMode):
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
         if func is LIFT_FRESH:
-            self._note(Op(func, (unseen(lambda: made_of_data(args[0])),)), args)
-            result = func(*args, **kwargs)
-            self.sums.append(None)
-            self._bear(args[0])
-            self._bear(result)
-            self._note_constant(result)
-            return result
+            return self._lift(func, args, kwargs)
+        facts, given = facts_of(func), _tensors((*args, *kwargs.values()))
         if self._generators is not None:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Generator):
                     self._generators.note(value)
-        facts = facts_of(func)
         if facts.writes:
             self._before_writes(func, facts, args, kwargs)
-        self._note(Op(func, arguments_of(args, kwargs, self._outside)), args)
-        overwritten = {id(each) for each in self._overwritten(facts, args, kwargs)}
-        if overwritten and facts.writes and len(overwritten) < 2:
-            # torch.add(state, x, out=state) reads it too.
-            given = [id(each) for each in _tensors(args, kwargs)]
-            overwritten = {each for each in overwritten if given.count(each) == 1}
-        from_inputs = False
-        for tensor in _tensors(args, kwargs):
-            from_inputs |= self._use(tensor, func, facts.is_view, id(tensor) in overwritten)
+        places, outside = [], set()
+        for tensor in given:
+            place = _place_of(tensor)
+            places.append(place)
+            if place[0] is not None and place[0] not in self._born:
+                outside.add(id(tensor))
+        self._note(Op(func, arguments_of(args, kwargs, outside)), args)
+        from_inputs = self._use(func, facts, args, kwargs, zip(given, places, strict=True))
         if self._draw is not None and draws_numbers(func):
             result = self._draw(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         if self._rows is not None:
-            self.sums.append(_sum_of_rows(result, *self._rows))
+            self.trace.sums.append(_sum_of_rows(result, *self._rows))
         if facts.writes:
-            for tensor in written(facts, args, kwargs):
-                self._rewrite(tensor, from_inputs)
-        if isinstance(result, torch.Tensor):
-            self._bear(result, from_inputs)
-        elif isinstance(result, list | tuple):
-            for each in _tensors(result, {}):
-                self._bear(each, from_inputs)
+            self._rewrite(written(facts, args, kwargs), from_inputs)
+        self._bear((result,), from_inputs)
         return result
 
     def kept(self) -> dict[int, Kept]:
         """What the run made that is still there."""
-        return {
-            key: Kept(ref, key in self._from_inputs, key in self._rewritten)
-            for key, ref in self._born.items()
-            if not ref.expired()  # type: ignore[no-untyped-call]
-        }
+        born = self._born.items()
+        return {key: each for key, each in born if not each.ref.expired()}  # type: ignore[no-untyped-call]
+
+    def _lift(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A tensor is made of Python data."""
+        self._note(Op(func, (unseen(lambda: made_of_data(args[0])),)), args)
+        result = func(*args, **kwargs)
+        trace, (key, _) = self.trace, _place_of(result)
+        trace.sums.append(None)
+        self._bear((args[0], result), False)
+        # Memory of an array is read where it is, and a task makes its own anew at every replay.
+        is_baked = result.untyped_storage().resizable() or not self._reads_arrays
+        if key in self._born and is_baked and not in_task.get():
+            self._born[key].of_data = len(trace) - 1
+            if in_eager_part.get() is not None:
+                trace.constants_of_parts.add(len(trace) - 1)
+        return result
 
     def _note(self, op: Op, args: Sequence[Any]) -> None:
         if self._follows is not None:
-            place = len(self.trace)
-            if not self.deviates:
-                then = self._follows
-                self.deviates = place >= len(then) or then[place] != op
-                if self.deviates:
-                    self.deviation = f"{op} at {user_source() or 'an unknown line'}"
-            if self.deviates:
-                is_aten = facts_of(op.func).is_aten
-                if not is_aten or not unseen(lambda: in_bounds(op.func, args)):
-                    raise Deviation(str(op), in_part=in_eager_part.get() is not None)
-        if self._keeps_sources:
-            self.sources[len(self.trace)] = user_source()
+            place, then = len(self.trace), self._follows
+            if not self.deviation and (place >= len(then) or then[place] != op):
+                self.deviation = f"{op} at {user_source() or 'an unknown line'}"
+            if self.deviation and not (
+                facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))
+            ):
+                raise Deviation(str(op), in_part=in_eager_part.get() is not None)
+        if self.trace.keeps_sources:
+            self.trace.sources[len(self.trace)] = user_source()
         self.trace.append(op)
 
-    def _note_constant(self, tensor: torch.Tensor) -> None:
-        key, place = storage_key(tensor), len(self.trace) - 1
-        # Memory of an array is read where it is, and a task makes its own anew at every replay.
-        is_baked = tensor.untyped_storage().resizable() or not self._reads_arrays
-        if key is not None and is_baked and not in_task.get():
-            self._of_data[key] = place
-            if in_eager_part.get() is not None:
-                self.constants_of_parts.add(place)
-
-    def _before_writes(self, func: Any, facts: Any, args: Any, kwargs: Any) -> None:
+    def _before_writes(self, func: Any, facts: OperatorFacts, args: Any, kwargs: Any) -> None:
         for tensor in written(facts, args, kwargs):
-            key = storage_key(tensor)
+            key, address = _place_of(tensor)
             if key is None or key in self._born:
                 continue
-            if self._is_own(tensor):
+            if address in self._own:
                 if torch.Tag.inplace_view not in func.tags:
-                    self.own_written.setdefault(tensor.data_ptr(), Use.of(tensor, str(func)))
+                    self.own_written.setdefault(tensor.data_ptr(), Use(tensor, str(func)))
                 continue
             use = self.uses.get(key)
             if use is None:
                 if _from_compiled_code():
                     # Kernels of compiled code write into memory that no operator has made.
                     self.saw_compiled_code = True
-                    self._born[key] = _weak(tensor)
+                    self._born[key] = Kept(tensor)
                     continue
-                use = self.uses[key] = Use(_weak(tensor), tensor, str(func))
+                use = self.uses[key] = Use(tensor, str(func))
             use.is_written = True
             if self._saves is not None:
                 self._saves.save(tensor, facts, args, kwargs, use)
 
-    def _overwritten(self, facts: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-        return written(facts, args, kwargs) if facts.overwrites else iter(())
-
-    def _use(self, tensor: torch.Tensor, func: Any, is_view: bool, overwritten: bool) -> bool:
-        """Note that an operator uses a tensor; returns whether it was computed from the inputs."""
+    def _use(
+        self,
+        func: Any,
+        facts: OperatorFacts,
+        args: Any,
+        kwargs: Any,
+        given: Iterable[tuple[torch.Tensor, tuple[int | None, int]]],
+    ) -> bool:
+        """Note what an operator uses of what it is `given`, each tensor with its `_place_of`;
+        returns whether some of it was computed from the inputs."""
+        overwritten = _overwritten(facts, args, kwargs) if facts.overwrites else ()
         from_inputs = False
-        for part in _parts(tensor):
-            key = storage_key(part)
-            if key is None:
-                continue
-            if self._is_own(part):
-                from_inputs = True
-                continue
-            from_inputs |= key in self._from_inputs
-            if key in self._born:
-                if key in self._of_data:
-                    self.constants.add(self._of_data[key])
-                continue
-            use = self.uses.get(key)
-            if use is None:
-                use = self.uses[key] = Use(_weak(part), part, str(func))
-            elif use.in_parts:
-                use.in_parts = _finds_itself(key)
-            if overwritten and not use.exposed:
-                use.overwritten = max(use.overwritten, part.numel())
-            elif not is_view and part.numel() > use.overwritten:
-                use.exposed = True
+        for tensor, place in given:
+            parts = [(tensor, place)]
+            if type(tensor) not in _BARE:
+                parts = [(part, _place_of(part)) for part in _parts(tensor)]
+            for part, (key, address) in parts:
+                if key is None:
+                    continue
+                known = self._born.get(key)
+                if address in self._own:
+                    from_inputs = True
+                elif known is None:
+                    fills = id(tensor) in overwritten
+                    from_inputs |= self._use_outside(part, key, func, facts.is_view, fills)
+                else:
+                    from_inputs |= known.from_inputs
+                    if known.of_data is not None:
+                        self.trace.constants.add(known.of_data)
         return from_inputs
 
-    def _rewrite(self, tensor: torch.Tensor, from_inputs: bool) -> None:
-        for part in _parts(tensor):
-            key = storage_key(part)
-            if key is not None:
-                self._rewritten.add(key)
-                if from_inputs:
-                    self._from_inputs.add(key)
+    def _use_outside(
+        self, part: torch.Tensor, key: int, func: Any, is_view: bool, overwritten: bool
+    ) -> bool:
+        use = self.uses.get(key)
+        if use is None:
+            use = self.uses[key] = Use(part, str(func))
+        elif use.in_parts:
+            use.in_parts = _finds_itself(key)
+        if overwritten and not use.exposed:
+            use.overwritten = max(use.overwritten, part.numel())
+        elif not is_view and part.numel() > use.overwritten:
+            use.exposed = True
+        return use.from_inputs
 
-    def _bear(self, tensor: torch.Tensor, from_inputs: bool = False) -> None:
-        for part in _parts(tensor):
-            key = storage_key(part)
-            news = key not in self._born and key not in self.uses
-            if key is not None and news and not self._is_own(part):
-                self._born[key] = _weak(part)
-                if from_inputs:
-                    self._from_inputs.add(key)
+    def _rewrite(self, tensors: Iterable[torch.Tensor], from_inputs: bool) -> None:
+        for part in (each for tensor in tensors for each in _parts(tensor)):
+            key, _ = _place_of(part)
+            known = None if key is None else self._born.get(key) or self.uses.get(key)
+            if isinstance(known, Kept):
+                known.rewritten = True
+            if known is not None:
+                known.from_inputs |= from_inputs
 
-    def _outside(self, tensor: torch.Tensor) -> bool:
-        key = storage_key(tensor)
-        return key is not None and key not in self._born
+    def _bear(self, results: Sequence[Any], from_inputs: bool) -> None:
+        for tensor in _tensors(results):
+            for part in [tensor] if type(tensor) in _BARE else _parts(tensor):
+                key, address = _place_of(part)
+                news = key not in self._born and key not in self.uses
+                if key is not None and news and address not in self._own:
+                    self._born[key] = Kept(part, from_inputs)
 
-    def _is_own(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._own
+
+def _overwritten(facts: OperatorFacts, args: Any, kwargs: Any) -> Collection[int]:
+    """What an operator fills without reading it, by `id`."""
+    found = {id(each) for each in written(facts, args, kwargs)}
+    if len(found) > 1:
+        return found
+    # torch.add(state, x, out=state) reads it too.
+    given = [*map(id, _tensors((*args, *kwargs.values())))]
+    return {each for each in found if given.count(each) == 1}
 
 
 def _finds_itself(key: int) -> bool:
@@ -314,38 +298,39 @@ def _sum_of_rows(result: Any, rows: int, live: int) -> torch.Tensor | None:
     return unseen(lambda: result.detach()[:live].to(torch.float64).abs().sum())
 
 
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for value in (*args, *kwargs.values()):
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    found = []
+    for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from _tensors(value, {})
+            found += _tensors(value)
+    return found
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A tensor, or those that a subclass is made of."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
-        yield tensor
-        return
-    for name in flatten()[0]:
-        yield from _parts(getattr(tensor, name))
+        return [tensor]
+    return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """What a tensor's memory is known by while it lives; None where it has none of its own."""
+    return _place_of(tensor)[0]
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int | None, int]:
+    """`storage_key`, and the address of the storage."""
     if tensor.layout is not torch.strided or tensor.is_meta:
-        return None
+        return _NOWHERE
     try:
         storage = tensor.untyped_storage()
         # A tracer's tensors have a storage, and no memory.
-        if storage.device.type == "meta":
-            return None
-        storage.data_ptr()
+        return _NOWHERE if storage.device.type == "meta" else (storage._cdata, storage.data_ptr())
     except (NotImplementedError, RuntimeError):
-        return None
-    key: int = storage._cdata
-    return key
+        return _NOWHERE
 
 
 def _weak(tensor: torch.Tensor) -> StorageWeakRef:

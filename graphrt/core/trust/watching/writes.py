@@ -1,4 +1,4 @@
-"""What a forward writes, saved before it is written."""
+"""What a forward writes, saved before it is written; of what is too large for that, which rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import StateTooLargeError, inference_guard, storage_of_weak, unseen
-from graphrt.core.trust.watching.operators import OperatorFacts
-from graphrt.core.trust.watching.rows import Protected, named_by_none
+from graphrt.core.trust.compare import difference
+from graphrt.core.trust.watching.operators import OperatorFacts, RowAccess
+
+_SHOWN = 8
 
 
 class _Region(NamedTuple):
@@ -18,14 +20,14 @@ class _Region(NamedTuple):
 
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], object]
+    chosen: tuple[torch.Tensor, ...]
+    """The indices of its rows, along `dim` of what is read; -1 for one index an element."""
+    dim: int
     was: torch.Tensor
     inference: bool
-    use: object = None
+    use: object
     """Of which memory it is, as its watch knows it."""
-    chosen: tuple[torch.Tensor, ...] = ()
-    """The indices of its rows, along `dim` of what is read; -1 for one index an element."""
-    dim: int = 0
-    whole: bool = True
+    whole: bool
 
 
 class _Whole:
@@ -74,7 +76,7 @@ class SavedWrites:
         # Which memory rows were written of, and by which operator.
         self.row_writes: set[tuple[int, str]] = set()
         self._sums = sums
-        self._limit = limit_bytes
+        self.limit = limit_bytes
         self._regions: list[_Region] = []
         self._whole: dict[tuple[object, ...], _Whole] = {}
         self._protected: dict[tuple[object, ...], Protected] = {}
@@ -104,50 +106,50 @@ class SavedWrites:
         place: tuple[object, ...],
         use: object,
     ) -> None:
+        access: RowAccess
         whole = facts.rows is None or tensor is not args[0]
-        chosen: tuple[torch.Tensor, ...] = ()
-        dim = 0
         if whole:
             view = tensor.detach()
-            if self.bytes + view.numel() * view.element_size() > self._limit:
+            if self.bytes + view.numel() * view.element_size() > self.limit:
                 if self._sums:
                     self._protected[place] = Protected(view, str(use))
                 return
-            held = _Whole(view)
-            read: Callable[[], torch.Tensor] = held.read
-            write: Callable[[torch.Tensor], object] = held.write
+            held = self._whole[place] = _Whole(view)
+            access = held.read, held.write, (), 0
         else:
             assert facts.rows is not None
-            read, write, chosen, dim = facts.rows(args)
+            access = facts.rows(args)
             self.row_writes.add((tensor.untyped_storage()._cdata, facts.name))
-        was = read()
-        self.bytes += was.numel() * was.element_size()
-        if self.bytes > self._limit:
-            raise too_large(self.bytes, self._limit, str(use))
-        inference = tensor.is_inference()
-        self._regions.append(_Region(read, write, was, inference, use, chosen, dim, whole))
-        if whole:
-            self._whole[place] = held
+        read, write, chosen, dim = access
+        region = _Region(read, write, chosen, dim, read(), tensor.is_inference(), use, whole)
+        self.bytes += region.was.numel() * region.was.element_size()
+        if self.bytes > self.limit:
+            raise StateTooLargeError(
+                "saving the state that the forward writes takes too much memory",
+                got=f"{self.bytes} bytes, the last of them {use}",
+                expected=f"at most {self.limit} bytes",
+                advice="pad the index inputs of a KV cache to a dummy page; or declare what "
+                "changes: Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...), "
+                "or raise state_limit_bytes",
+            )
+        self._regions.append(region)
 
-    def restore(self) -> None:
-        """Put everything back as it was, the last write first; called again it does so again."""
-        if self._regions:
-            unseen(self._restore)
-
-    def _restore(self) -> None:
-        for region in reversed(self._regions):
-            _write(region, region.was)
-
-    def values(self) -> list[torch.Tensor]:
+    def take(self) -> list[torch.Tensor]:
         """Copies of what is there now."""
         return unseen(lambda: [region.read().clone() for region in self._regions])
 
-    def write(self, values: Sequence[torch.Tensor]) -> None:
-        """Write what `values` returned earlier; what was saved since then stays as it is."""
-        regions = self._regions
+    def restore(self, values: Sequence[torch.Tensor] | None = None) -> None:
+        """Put everything back as it was, the last write first, or write what `take` returned; what
+        was saved since then stays as it is then. Called again it does so again."""
+        if not self._regions:
+            return
+        if values is None:
+            pairs = [(region, region.was) for region in reversed(self._regions)]
+        else:
+            pairs = [*zip(self._regions, values, strict=False)]
 
         def write() -> None:
-            for region, value in zip(regions, values, strict=False):
+            for region, value in pairs:
                 _write(region, value)
 
         unseen(write)
@@ -158,10 +160,10 @@ class SavedWrites:
         alone: Sequence[torch.Tensor],
         pads: Sequence[int],
         sizes: Sequence[tuple[int, int]],
-        differs: Callable[[torch.Tensor, torch.Tensor], str | None],
+        rounding: float,
     ) -> tuple[object, str] | None:
-        """The first memory in which a padded run left something else than one without padding, and
-        what, by `differs`; `padded` and `alone` are what `values` returned after them.
+        """The first memory in which a padded run left something else than one without padding, but
+        for `rounding`, and what; `padded` and `alone` are what `take` returned after them.
 
         Rows that `pads` name may differ: they are nobody's. If there are any, so are the rows that
         padding rows of the step write, where an index has as many entries as the first of one of
@@ -172,9 +174,9 @@ class SavedWrites:
             for region, ours, theirs in zip(self._regions, padded, alone, strict=False):
                 if not getattr(region.use, "exposed", True) or ours.shape != theirs.shape:
                     continue
-                found = differs(*_but_padding(region, ours, theirs, pads, sizes))
-                if found is not None:
-                    return region.use, found
+                found = difference(*_but_padding(region, ours, theirs, pads, sizes))
+                if found is not None and found.relative > rounding:
+                    return region.use, found.text
             return None
 
         return unseen(compare)
@@ -196,7 +198,7 @@ def _write(region: _Region, value: torch.Tensor) -> None:
 
 
 def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Of what `SavedWrites.values` returned at several times, memory that was there each time."""
+    """Of what `SavedWrites.take` returned at several times, memory that was there each time."""
     kept = [each for each in zip(*values, strict=True) if len({t.shape for t in each}) == 1]
     return [[each[at] for each in kept] for at in range(len(values))]
 
@@ -237,13 +239,84 @@ def _but_padding(
     return ours.index_select(region.dim, rows), theirs.index_select(region.dim, rows)
 
 
-def too_large(needed: int, limit: int, name: str) -> StateTooLargeError:
-    """The error for state that is written and cannot be saved."""
-    return StateTooLargeError(
-        "saving the state that the forward writes takes too much memory",
-        got=f"{needed} bytes, the last of them {name}",
-        expected=f"at most {limit} bytes",
-        advice="pad the index inputs of a KV cache to a dummy page; or declare what changes: "
-        "Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...), or raise "
-        "state_limit_bytes",
-    )
+# Memory that is too large to be saved ------------------------------------------------------------
+
+
+class Protected:
+    """One tensor that only padding protects, known by a sum of the bits of each row.
+
+    Rows are of the first dimension; of the second where the first has at most two (keys and
+    values). Sums of equal rows are equal; that two changes in one row cancel is not likely.
+    """
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._tensor = tensor if tensor.dim() else tensor[None]
+        self._name = name
+        self._dim = _dim_of_rows(self._tensor)
+        self._sums = self._sum()
+
+    def check(self, pads: Sequence[int]) -> str:
+        """Which rows were written, as text.
+
+        Raises `StateTooLargeError` if one of them is none that padding names: neither a padding
+        value itself nor its page.
+        """
+        changed = torch.nonzero(self._sum() != self._sums).flatten().tolist()
+        named = _named(self._tensor, pads)
+        other = [row for row in changed if row not in named]
+        if other:
+            raise StateTooLargeError(
+                f"the warm-up wrote rows of {self._name} that no padding names, and they are too "
+                "much to be saved",
+                got=f"rows {_shown(other)}",
+                expected=f"rows of the padding of index inputs ({sorted(set(pads)) or 'none'})",
+                advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
+                "declare it: Host(state=[State(tensor, rows=...)])",
+            )
+        return f"{self._name}: rows {_shown(changed) if changed else 'none'} written by padding"
+
+    def _sum(self) -> torch.Tensor:
+        rows = self._tensor.transpose(0, self._dim)
+        flat = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+        for each in range(rows.shape[1] if self._dim else 1):
+            part = rows[:, each] if self._dim else rows
+            part = part.flatten(1) if part.dim() > 1 else part[:, None]
+            bits = part.contiguous().view(torch.uint8)
+            whole = bits.shape[1] - bits.shape[1] % 8
+            if whole and bits.stride(0) % 8 == 0 and bits.data_ptr() % 8 == 0:
+                flat += bits[:, :whole].view(torch.int64).sum(1) * (each + 1)
+                bits = bits[:, whole:]
+            flat += bits.sum(1, dtype=torch.int64) * (each + 1)
+        return flat
+
+
+def named_by_none(tensor: torch.Tensor, pads: Sequence[int]) -> tuple[int, torch.Tensor] | None:
+    """The dimension of a tensor's rows, and those of them that no padding names; None for a tensor
+    without rows."""
+    if tensor.dim() == 0:
+        return None
+    dim, named = _dim_of_rows(tensor), _named(tensor, pads)
+    rows = [row for row in range(tensor.shape[dim]) if row not in named]
+    return dim, torch.tensor(rows, dtype=torch.int64, device=tensor.device)
+
+
+def _dim_of_rows(tensor: torch.Tensor) -> int:
+    return 1 if tensor.dim() > 1 and tensor.shape[0] <= 2 else 0
+
+
+def _named(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
+    """The rows that padding names: a value itself, or its page."""
+    dim = _dim_of_rows(tensor)
+    rows = tensor.shape[dim]
+    found = {pad for pad in pads if 0 <= pad < rows}
+    # [pages, slots, ...], or [pages, heads, slots, width] where that gives a page that there is.
+    per_page = tensor.shape[dim + 1 : dim + (3 if tensor.dim() == dim + 4 else 2)] or (1,)
+    for pad in pads:
+        pages = (pad // max(slots, 1) for slots in per_page if pad >= 0)
+        found.update([page for page in pages if page < rows][:1])
+    return found
+
+
+def _shown(rows: Sequence[int]) -> str:
+    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return ", ".join(map(str, rows[:_SHOWN])) + more
