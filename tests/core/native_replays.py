@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
-from graphrt.core.base import NativePath, NativeReplay
-from graphrt.core.replay import GraphPool, handout
+from graphrt.core.base._native_door import NativePath, NativeReplay
+from graphrt.core.replay import handout
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner import engine, prepared
 from graphrt.errors import GraphRTError
 from tests.core.soft_ring import RingGraph, RingPlatform

@@ -59,7 +59,7 @@ def test_without_a_compiler_it_is_left_out_with_a_line(tmp_path: Path) -> None:
 STATE = """
 import logging, sys
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
-from graphrt.core.base import NativePath, native_state
+from graphrt.core.base._native_door import NativePath, native_state
 print(f"{NativePath is None}: {native_state}")
 """
 
@@ -156,7 +156,7 @@ def test_random_steps_leave_the_same_with_it_and_without(built: Path) -> None:
 
 WRONG = f"""{LOAD}
 import gc, torch
-from graphrt.core.base import MOST_INPUTS, NativeWriter
+from graphrt.core.base._native_door import MOST_INPUTS, NativeWriter
 from graphrt.cuda.ring.moves import packed
 assert NativeWriter is module.Writer
 

@@ -60,7 +60,8 @@ def test_an_input_that_requires_a_gradient_is_no_plain_hit(built: Path) -> None:
 NESTED = f"""{LOAD}
 import gc, torch, warnings
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, Reason
-from graphrt.core.replay import GraphPool, handout
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay import handout
 from graphrt.core.runner import engine, prepared
 from graphrt.errors import GraphQuarantinedWarning, GraphRTError, PoolBusyError
 from tests.core.soft_ring import RingPlatform

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphrt import GraphRunner, InputSpec, State, current_context
-from graphrt.core.base import InvalidOptionError, StaleInputError, StateTooLargeError
+from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateTooLargeError
 from graphrt.core.trust.snapshot import StateSnapshot
 
 

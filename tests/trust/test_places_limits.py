@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphrt.core.trust.places import MISSING, places_of, same_value
+from graphrt.core.trust.places.slots import MISSING, same_value
+from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.python_state import PythonState
 
 

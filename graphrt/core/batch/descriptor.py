@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
-from graphrt.core.base import (
-    InvalidBatchError,
-    check_hashable,
-    count_of,
-    items_of,
-    shown,
-)
+from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.base.option_values import check_hashable, count_of, items_of, shown
 from graphrt.core.batch.modes import GraphMode
 
 

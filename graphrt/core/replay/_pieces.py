@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, tree
-from graphrt.core.batch import BatchDescriptor, ForwardContext
+from graphrt.core.base import tree
+from graphrt.core.base.errors import CaptureError
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
 
 
 class PieceSteps:

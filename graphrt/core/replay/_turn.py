@@ -7,8 +7,10 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Protocol, TypeVar
 
-from graphrt.core.base import GraphRTError, PoolBusyError, Undo, shown
-from graphrt.core.batch import current_context
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import GraphRTError, PoolBusyError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.context import current_context
 
 T = TypeVar("T")
 

@@ -11,24 +11,23 @@ from weakref import WeakValueDictionary, getweakrefcount
 import torch
 from torch import is_inference_mode_enabled
 
-from graphrt.core.base import (
-    OutputError,
+from graphrt.core.base import tree
+from graphrt.core.base.errors import OutputError
+from graphrt.core.base.sharing import clones, is_lazy, together
+from graphrt.core.base.torch_names import (
     can_make_tensor_over,
     can_mark_unreadable,
-    clones,
     inference_guard,
-    is_lazy,
     mark_unreadable,
     storage_at,
     storage_use_count,
     tensor_over,
-    together,
-    tree,
     without_dispatch_modes,
 )
-from graphrt.core.batch import BatchDescriptor
-from graphrt.core.device import Platform
-from graphrt.core.inputs import BatchDims, OutputLayout, at_path, check_tensor
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.device.platform import Platform
+from graphrt.core.inputs.output_axes import at_path, check_tensor
+from graphrt.core.inputs.outputs import BatchDims, OutputLayout
 
 Shape = tuple[int, ...]
 

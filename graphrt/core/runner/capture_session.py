@@ -10,24 +10,27 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import (
     GraphRTError,
     PageableCopyError,
     ResourceExhaustedError,
     StreamBudgetError,
-    Undo,
-    freeze_garbage,
-    thaw_garbage,
 )
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, SideDoors, side_doors
-from graphrt.core.plan import CaptureKey
-from graphrt.core.replay import WORST_CASE, under_way, warming_up
+from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.guard import SideDoors, side_doors
+from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.replay.host_args import WORST_CASE
+from graphrt.core.replay.recording import under_way, warming_up
 from graphrt.core.runner.graph_table import GraphRecord, GraphTable, PlannedGraph
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.streams import StreamLedger
-from graphrt.core.trust import WatchedState
+from graphrt.core.trust.warm_up import WatchedState
 
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""

@@ -15,18 +15,22 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from graphrt.core.base import (
+from graphrt.core.base._native_door import NativePath
+from graphrt.core.base.errors import (
     InvalidBatchError,
-    NativePath,
     NestedCaptureError,
     PoolClosedError,
     VerificationError,
-    cloned,
 )
-from graphrt.core.batch import Batch, GraphMode, checked_batch
-from graphrt.core.dispatch import Agreed, Dispatch, Reason, Reserved
-from graphrt.core.inputs import InputSlot, agreed_too_late, batch_of
-from graphrt.core.replay import GraphPool, is_inside_capture, under_way
+from graphrt.core.base.sharing import cloned
+from graphrt.core.batch.descriptor import Batch, checked_batch
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.dispatcher import Reserved
+from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
+from graphrt.core.inputs.buffers import batch_of
+from graphrt.core.inputs.slot import InputSlot, agreed_too_late
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.prepared import PreparedStep

@@ -7,18 +7,16 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from graphrt.core.base import (
-    IN_PIECES,
-    FrozenMetadataError,
-    NestedCaptureError,
-    cloned,
-    clones,
-    tree,
-    unseen,
-)
-from graphrt.core.batch import Batch, ForwardContext, GraphMode, current_context, live_query_len
-from graphrt.core.dispatch import Dispatch
-from graphrt.core.inputs import nest, reqs_of, wrong_requests
+from graphrt.core.base import tree
+from graphrt.core.base.errors import IN_PIECES, FrozenMetadataError, NestedCaptureError
+from graphrt.core.base.sharing import cloned, clones
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.descriptor import Batch, live_query_len
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.reasons import Dispatch
+from graphrt.core.inputs.buffers import reqs_of, wrong_requests
+from graphrt.core.inputs.declared import nest
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.prepared import PreparedStep

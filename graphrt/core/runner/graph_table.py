@@ -8,31 +8,33 @@ from typing import NamedTuple
 
 import torch
 
-from graphrt.core.base import (
+from graphrt.core.base._warnings import GraphsDroppedWarning, warn_caller
+from graphrt.core.base.errors import (
     CaptureError,
     GraphRTError,
-    GraphsDroppedWarning,
     ResourceExhaustedError,
     UntrackedWeightsError,
-    logger,
-    warn_caller,
 )
-from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.capture import (
-    Captured,
-    CaptureTransaction,
-    GraphOwner,
-    GraphWrapper,
-    Sealing,
-    as_states,
-)
-from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, preferred
-from graphrt.core.plan import CaptureKey, alike
-from graphrt.core.replay import Doing, Entry
+from graphrt.core.base.log import logger
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.sealing import Sealing
+from graphrt.core.capture.state import as_states
+from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.ladders import preferred
+from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.plan.text import alike
+from graphrt.core.replay._turn import Doing
+from graphrt.core.replay.entry import Entry
 from graphrt.core.runner.checks import Checks
 from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.setup import RunnerSetup
-from graphrt.core.trust import ReadSet, UnknownMemory, WarmedUp
+from graphrt.core.trust.reads import ReadSet
+from graphrt.core.trust.warm_up import WarmedUp
+from graphrt.core.trust.watching.pointers import UnknownMemory
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,21 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from graphrt.core.base import NativeReplay, RefusedOpError
-from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.capture import GraphWrapper
-from graphrt.core.inputs import InputRing, OutputLayout, StaticInputs, StepMoves, nest
-from graphrt.core.replay import Entry, GraphPool, LiveOutputs
+from graphrt.core.base._native_door import NativeReplay
+from graphrt.core.base.errors import RefusedOpError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.inputs.declared import nest
+from graphrt.core.inputs.layout import StepMoves
+from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.inputs.transport import InputRing
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.handout import LiveOutputs
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.host import Bind
-from graphrt.core.trust import Use
+from graphrt.core.trust.watching.watch import Use
 
 
 class PreparedStep:

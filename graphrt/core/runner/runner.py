@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from graphrt.core.base import Uncopied, check_kind, check_takes
-from graphrt.core.batch import Batch, GraphMode
-from graphrt.core.capture import NESTED_CAPTURE, GraphOptions
-from graphrt.core.device import Platform
-from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher
-from graphrt.core.inputs import (
-    InputSlot,
-    InputSpec,
-    OutputAxes,
-    OutputLayout,
-    StaticInputs,
-    check_forward,
-)
-from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import (
-    GraphPool,
-    check_between_steps,
-    current_capture,
-    in_turn,
-    under_way,
-)
+from graphrt.core.base.errors import Uncopied
+from graphrt.core.base.option_values import check_kind, check_takes
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.refusals import NESTED_CAPTURE
+from graphrt.core.device.platform import Platform
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.inputs.declared import check_forward
+from graphrt.core.inputs.output_axes import OutputAxes
+from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.plan.arguments import PlanArguments, check_plan_arguments
+from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.resolution import all_compiled
+from graphrt.core.replay._turn import check_between_steps, in_turn
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import current_capture, under_way
 from graphrt.core.runner.capture_session import Progress
 from graphrt.core.runner.compiled import pool_for, with_forward
 from graphrt.core.runner.engine import StepEngine, refuse_inside_capture

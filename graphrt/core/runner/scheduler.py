@@ -9,18 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    cloned,
-    count_of,
-    items_of,
-    logger,
-    number_of,
-    shown,
-)
-from graphrt.core.batch import Batch
-from graphrt.core.dispatch import Agreed, Dispatch
-from graphrt.core.plan import CaptureKey
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import count_of, items_of, number_of, shown
+from graphrt.core.base.sharing import cloned
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.runner.capture_session import CaptureSession, Progress, WarmUps
 from graphrt.core.runner.graph_table import GraphRecord, GraphTable, tell_dropped
 from graphrt.core.runner.host import MakeExample

@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import where_asked, without_gradients
-from graphrt.core.batch import GraphMode, PieceProvider
-from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
-from graphrt.core.inputs import InputRing, OutputLayout, StaticInputs
-from graphrt.core.plan import Plan
-from graphrt.core.replay import GraphPool, is_inside_capture
+from graphrt.core.base.thread_mode import where_asked, without_gradients
+from graphrt.core.batch.modes import GraphMode, PieceProvider
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.inputs.transport import InputRing
+from graphrt.core.plan.plan import Plan
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import is_inside_capture
 from graphrt.core.runner.compiled import CompiledModules
 from graphrt.core.runner.host import Host
-from graphrt.core.trust import Gradients
+from graphrt.core.trust.gradients import Gradients
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphrt.core.base import InputSlotError, InvalidBatchError, shown
-from graphrt.core.batch import Batch
-from graphrt.core.dispatch import Agreed, Dispatch
-from graphrt.core.inputs import (
-    InputLayout,
-    InputSlot,
-    StaticInputs,
-    wrong_requests,
-)
-from graphrt.core.replay import GraphPool
+from graphrt.core.base.errors import InputSlotError, InvalidBatchError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.inputs.buffers import StaticInputs, wrong_requests
+from graphrt.core.inputs.layout import InputLayout
+from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.graph_table import GraphTable
 
 

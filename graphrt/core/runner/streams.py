@@ -6,11 +6,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TypeVar
 
-from graphrt.core.base import StreamBudgetError
-from graphrt.core.batch import GraphMode
-from graphrt.core.device import GraphWork, Platform, StreamRoom
+from graphrt.core.base.errors import StreamBudgetError
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.device.figures import GraphWork, StreamRoom
+from graphrt.core.device.platform import Platform
 from graphrt.core.runner.graph_table import PlannedGraph
-from graphrt.core.trust import WorkCount
+from graphrt.core.trust.watching.modes import WorkCount
 
 T = TypeVar("T")
 

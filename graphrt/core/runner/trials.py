@@ -8,19 +8,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, Undo, cloned, set_for_capture
-from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.batch import unpadded as unpadded_of
-from graphrt.core.capture import SideDoors, side_doors
-from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.inputs import reqs_of
-from graphrt.core.replay import under_way, warming_up
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.sharing import cloned
+from graphrt.core.base.thread_mode import set_for_capture
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import unpadded as unpadded_of
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.guard import SideDoors, side_doors
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.inputs.buffers import reqs_of
+from graphrt.core.replay.recording import under_way, warming_up
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.updates import LastUpdates
-from graphrt.core.trust import PartResults, Trial, TriedGraph, Verdict, Watch, places_of
+from graphrt.core.trust.parts import PartResults
+from graphrt.core.trust.places.walk import places_of
+from graphrt.core.trust.trial import Trial, TriedGraph
+from graphrt.core.trust.verdict import Verdict
+from graphrt.core.trust.watching.watch import Watch
 
 _SEED = 0
 """Of the generator that examples are made with: the same on every rank."""

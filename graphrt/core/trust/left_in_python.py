@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from graphrt.core.base import PythonStateError, StaleTensorWarning, warn_caller
-from graphrt.core.trust.places import Place
+from graphrt.core.base._warnings import StaleTensorWarning, warn_caller
+from graphrt.core.base.errors import PythonStateError
+from graphrt.core.trust.places.slots import Place
 from graphrt.core.trust.python_state import Slot
-from graphrt.core.trust.watching import storage_key
+from graphrt.core.trust.watching.watch import storage_key
 
 _TOLD = 8
 """Of so many the paths are told."""

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import StateTooLargeError
-from graphrt.core.capture import State, as_states
+from graphrt.core.base.errors import StateTooLargeError
+from graphrt.core.capture.state import State, as_states
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.places import Places
+from graphrt.core.trust.places.walk import Places
 from graphrt.core.trust.python_state import PythonState
-from graphrt.core.trust.watching import SavedWrites
+from graphrt.core.trust.watching.writes import SavedWrites
 
 
 class Left(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     BakedScalarError,
     PythonStateError,
     RowsMixedError,

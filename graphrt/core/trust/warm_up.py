@@ -9,24 +9,20 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from graphrt.core.base import PythonStateError, Undo, without_kept_casts
-from graphrt.core.batch import GraphMode
-from graphrt.core.capture import State
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import PythonStateError
+from graphrt.core.base.thread_mode import without_kept_casts
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.state import State
 from graphrt.core.trust.left_in_python import LeftInPython
-from graphrt.core.trust.places import places_of
+from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.python_state import PythonState, Slot, is_plain
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import StateSnapshot
-from graphrt.core.trust.watching import (
-    IssuedWatch,
-    Kept,
-    SavedWrites,
-    Trace,
-    Use,
-    Watch,
-    WriteWatch,
-    storage_key,
-)
+from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch
+from graphrt.core.trust.watching.trace import Trace
+from graphrt.core.trust.watching.watch import Kept, Use, Watch, storage_key
+from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
 

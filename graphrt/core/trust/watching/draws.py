@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import inference_guard, tree, unseen
+from graphrt.core.base import tree
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.trust.generators import Generators, of_torch
 from graphrt.core.trust.watching.operators import facts_of, written
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from graphrt.core.base import ThreadMode, is_taken_apart
-from graphrt.core.capture import is_listed
-from graphrt.core.device import GraphWork
-from graphrt.core.replay import counted, current_capture, issued
+from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart
+from graphrt.core.capture.guard import is_listed
+from graphrt.core.device.figures import GraphWork
+from graphrt.core.replay.recording import counted, current_capture, issued
 from graphrt.core.trust.watching.operators import OperatorFacts, facts_of, indices_of, written
 from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites

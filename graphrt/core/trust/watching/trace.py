@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.capture import Source
+from graphrt.core.capture.source import Source
 
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """What every tensor made from Python data, or from a NumPy array, goes through."""
