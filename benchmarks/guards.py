@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.common import arguments, environment, finish, median_us, show
 from graphrt.compile import CompiledModule, CompileOptions, compile_module
-from graphrt.compile.trace import leaves
+from graphrt.compile.trace.parameters import leaves
 from tests.models.llama import Llama, step_inputs
 
 

@@ -23,7 +23,8 @@ from benchmarks.common import median_us
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
 from graphrt.cpu import CpuPlatform
 from graphrt.cpu.graph import TapeGraph
-from graphrt.cuda.ring import RingFormat, RingTransport, ring_transport, slot_bytes
+from graphrt.cuda.ring.format import RingFormat, slot_bytes
+from graphrt.cuda.ring.transport import RingTransport, ring_transport
 
 SIZE, LIVE = 64, 61
 ROUNDS, CALLS = 101, 200

@@ -32,8 +32,9 @@ from graphrt import (
     InputSpec,
     eager_break,
 )
-from graphrt.core.capture import CaptureTransaction, wrapper_class
-from graphrt.core.device import resolve_platform
+from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.capture.wrapper import wrapper_class
+from graphrt.core.device.lookup import resolve_platform
 
 ROUNDS, CALLS, PIECES = 41, 400, 33
 TOO_LARGE = 600

@@ -16,42 +16,41 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 # First: it imports torch, and explains what makes that fail.
-from graphrt.core.base import GraphRTError, set_up_logging, show_home  # isort: skip
+from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt._version import __version__
-from graphrt.core.batch import (
-    AttentionSupport,
-    Batch,
-    BatchDescriptor,
+from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.homes import show_home
+from graphrt.core.base.log import set_up_logging
+from graphrt.core.batch.context import (
     ForwardContext,
-    GraphMode,
-    PieceProvider,
     carry_context,
     current_context,
     forward_context,
 )
-from graphrt.core.capture import (
-    GraphOptions,
-    GraphWrapper,
-    KeyedGraph,
-    KeyedGraphs,
-    State,
-    eager_break,
-    wrapper_class,
-)
-from graphrt.core.device import Platform, current_platform, get_platform
-from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
-from graphrt.core.inputs import InputSlot, InputSpec
-from graphrt.core.plan import Budget, GraphCost, Plan
-from graphrt.core.replay import (
-    DEFERRED,
-    UNCHANGED,
-    CaptureSession,
-    GraphPool,
-    HostArg,
-    SegmentHooks,
-    UpdatableTask,
-)
-from graphrt.core.runner import Example, GraphRunner, Host, RunnerReport
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.keyed import KeyedGraph, KeyedGraphs
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.state import State
+from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
+from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import current_platform, get_platform
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.plan.budget import Budget, GraphCost
+from graphrt.core.plan.plan import Plan
+from graphrt.core.replay._deferred import DEFERRED
+from graphrt.core.replay._session import CaptureSession
+from graphrt.core.replay.host_args import UNCHANGED, HostArg
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
+from graphrt.core.replay.tasks import UpdatableTask
+from graphrt.core.runner.host import Example, Host
+from graphrt.core.runner.report import RunnerReport
+from graphrt.core.runner.runner import GraphRunner
 
 # Last: the other modules of the surface, which name what is loaded by now.
 from graphrt import errors, lowlevel, platforms, types  # isort: skip

@@ -6,7 +6,15 @@ is an attribute too. What compiling refuses is in `graphrt.compile`: its errors 
 
 from __future__ import annotations
 
-from graphrt.core.base import (
+from graphrt.core.base._warnings import (
+    GraphQuarantinedWarning,
+    GraphsDroppedWarning,
+    InputRingWarning,
+    PaddedStateWarning,
+    PlanChangedWarning,
+    StaleTensorWarning,
+)
+from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
     BreakShapeError,
@@ -21,12 +29,9 @@ from graphrt.core.base import (
     DriverTooOldError,
     FrozenMetadataError,
     GradientError,
-    GraphQuarantinedWarning,
     GraphRTError,
     GraphsCapturedError,
-    GraphsDroppedWarning,
     InputRingError,
-    InputRingWarning,
     InputSlotError,
     InvalidBatchError,
     InvalidInputError,
@@ -45,9 +50,7 @@ from graphrt.core.base import (
     NestedCaptureError,
     OutputError,
     OverwrittenOutputError,
-    PaddedStateWarning,
     PageableCopyError,
-    PlanChangedWarning,
     PlanFileError,
     PlatformConflictError,
     PlatformError,
@@ -64,7 +67,6 @@ from graphrt.core.base import (
     RowsMixedError,
     SideDoorError,
     StaleInputError,
-    StaleTensorWarning,
     StateTooLargeError,
     StreamBudgetError,
     TaskContractError,
@@ -74,12 +76,12 @@ from graphrt.core.base import (
     UnjoinedStreamError,
     UnknownPlatformError,
     UnsupportedHostError,
-    UntestedTorchWarning,
     UntrackedWeightsError,
     UpdateRefusedError,
     VerificationError,
 )
-from graphrt.core.device import PluginWarning
+from graphrt.core.base.private_torch import UntestedTorchWarning
+from graphrt.core.device.found import PluginWarning
 
 __all__ = [
     "BakedScalarError",

@@ -8,41 +8,34 @@ that platforms over a caching allocator of torch have in common.
 
 from __future__ import annotations
 
-from graphrt.core.capture import GraphWrapper, wrapper_class
-from graphrt.core.device import (
-    CONTRACT_VERSION,
-    PLATFORM_VARIABLE,
-    Allocator,
-    AllowedPlugins,
-    Availability,
-    Capability,
-    Captures,
+from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
+from graphrt.core.device._allowed import AllowedPlugins
+from graphrt.core.device._contract import CONTRACT_VERSION, Capability
+from graphrt.core.device.alias import weak_alias
+from graphrt.core.device.captures import Captures, Memory
+from graphrt.core.device.error_chain import error_chain
+from graphrt.core.device.figures import GraphWork, Limits, MemoryFigures, StreamRoom, UpdateFigures
+from graphrt.core.device.found import FoundPlatform
+from graphrt.core.device.graph import (
     DeviceEvent,
     DeviceGraph,
-    FoundPlatform,
     GraphPointers,
     GraphRead,
-    GraphWork,
-    Limits,
-    Memory,
     MemoryBlock,
-    MemoryFigures,
-    Platform,
+    TaskUpdate,
+)
+from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.platform import Availability, Platform
+from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory
+from graphrt.core.device.registry import (
+    PLATFORM_VARIABLE,
     PlatformHooks,
     PlatformRegistry,
-    PoolHandle,
-    PoolMemory,
-    StreamRoom,
-    TaskUpdate,
-    UpdateFigures,
     current_platform,
-    error_chain,
     get_platform,
     hookimpl,
     installed_platforms,
     register,
-    resolve_platform,
-    weak_alias,
 )
 
 __all__ = [

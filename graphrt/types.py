@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from graphrt.core.batch import AllowedCapture, Announcer, Axis
-from graphrt.core.dispatch import Agreed
-from graphrt.core.inputs import OutputAxes
-from graphrt.core.plan import (
-    CaptureSizes,
-    CostModel,
-    LeftOut,
-    ModeResolution,
-    PlanArguments,
-    PlannedCapture,
-    ResolutionStep,
-    Traffic,
-)
-from graphrt.core.replay import Entry, HoldsGraphs, HostValues, OnCapture, Part, Updates
-from graphrt.core.runner import (
-    AroundCapture,
-    Bind,
-    CaptureProgress,
-    DroppedGraph,
-    GraphRecord,
-    MakeExample,
-    Phase,
-    Progress,
-    SlowStep,
-    StepsMeanwhile,
-    TrialRecord,
-    TrustReport,
-)
-from graphrt.core.trust import Parameters, Tensors, TensorUse, UnknownBlock, UnknownMemory
+from graphrt.core.batch.axes import Axis
+from graphrt.core.batch.context import AllowedCapture, Announcer
+from graphrt.core.dispatch.reasons import Agreed
+from graphrt.core.inputs.output_axes import OutputAxes
+from graphrt.core.plan.arguments import PlanArguments
+from graphrt.core.plan.budget import CostModel, LeftOut, PlannedCapture
+from graphrt.core.plan.resolution import ModeResolution, ResolutionStep
+from graphrt.core.plan.sizes import CaptureSizes
+from graphrt.core.plan.traffic import Traffic
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.host_args import HostValues, Updates
+from graphrt.core.replay.pool import HoldsGraphs, OnCapture
+from graphrt.core.replay.segments import Part
+from graphrt.core.runner._dropped import DroppedGraph
+from graphrt.core.runner._meanwhile import SlowStep, StepsMeanwhile
+from graphrt.core.runner._rounds import CaptureProgress
+from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase
+from graphrt.core.runner.report import TrustReport
+from graphrt.core.runner.session import GraphRecord, Progress
+from graphrt.core.runner.steps.checks import TrialRecord
+from graphrt.core.trust.reads import Parameters, Tensors, TensorUse
+from graphrt.core.trust.watching.pointers import UnknownBlock, UnknownMemory
 
 __all__ = [
     "Agreed",

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphrt.core.base import PlatformUnavailableError, UnknownPlatformError
-from graphrt.core.device import get_platform
-from graphrt.core.device.registry import PLATFORM_VARIABLE
+from graphrt.core.base.errors import PlatformUnavailableError, UnknownPlatformError
+from graphrt.core.device.registry import PLATFORM_VARIABLE, get_platform
 from tests import wheels
 
 SIMULATOR = "ascend-sim"

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from graphrt.cli.app import app, main
-from graphrt.core.base import InvalidModeError, InvalidOptionError, InvalidSizesError
-from graphrt.core.runner import runner_settings
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
+from graphrt.core.runner.command_line import runner_settings
 
 
 def run(*arguments: str) -> str:

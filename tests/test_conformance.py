@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from graphrt.core.device import get_platform
-from graphrt.core.device.registry import PLATFORM_VARIABLE
+from graphrt.core.device.registry import PLATFORM_VARIABLE, get_platform
 from graphrt.testing import PlatformConformance
 
 

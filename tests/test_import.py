@@ -31,5 +31,5 @@ def test_what_compiles_is_found_in_the_package_and_may_be_called() -> None:
 
     assert callable(graphrt.compile) and graphrt.compile.compile_module is not None
     assert graphrt.support_compile is graphrt.compile.support_compile
-    assert graphrt.opaque is graphrt.compile.opaque is graphrt.compile.split.opaque
+    assert graphrt.opaque is graphrt.compile.opaque is graphrt.compile.split.define.opaque
     assert not hasattr(graphrt, "no_such_name")

@@ -15,8 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphrt.core.base import MissingTorchNameError, PrivateName, PrivateNames
-from graphrt.core.base.private_torch import TESTED, UntestedTorchWarning, warn_if_untested
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.private_torch import (
+    TESTED,
+    PrivateName,
+    PrivateNames,
+    UntestedTorchWarning,
+    warn_if_untested,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "graphrt").rglob("*.py"))

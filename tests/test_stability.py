@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from graphrt import GraphPool, Plan
-from graphrt.core.base import ContractVersionError, PlanFileError, UnknownPlatformError
-from graphrt.core.device import PluginWarning
+from graphrt.core.base.errors import ContractVersionError, PlanFileError, UnknownPlatformError
+from graphrt.core.device.found import PluginWarning
 from graphrt.cpu import CpuPlatform
 from graphrt.platforms import CONTRACT_VERSION, PlatformRegistry, hookimpl, installed_platforms
 from tests.test_surface import PUBLIC

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import arguments, environment, finish, show
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, get_platform
-from graphrt.core.inputs import Slab
+from graphrt.core.inputs.transport import Slab
 
 
 def by_size(device: str) -> list[dict[str, float]]:

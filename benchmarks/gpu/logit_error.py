@@ -17,7 +17,7 @@ import torch
 from benchmarks.common import arguments, environment, finish, show
 from benchmarks.llama import CONFIGS, Llama
 from graphrt import Batch
-from graphrt.core.plan import capture_sizes
+from graphrt.core.plan.sizes import capture_sizes
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from benchmarks.common import (
 from benchmarks.gpu.steps import BARE, COMPILED, MEMMOVES, whole_calls
 from benchmarks.host_overhead import PIECES, full_step, piecewise_step
 from graphrt import get_platform
-from graphrt.core.base import NativeWriter
+from graphrt.core.base._native_door import NativeWriter
 
 CALLS, PIECEWISE_CALLS = 20, 5
 

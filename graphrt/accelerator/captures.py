@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from graphrt.accelerator.memory import GraphMemory
-from graphrt.core.base import CaptureError
-from graphrt.core.device import Captures, OpenCapture, captured_pool, nested_capture, never_destroy
+from graphrt.core.base.errors import CaptureError
+from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.core.device.pool_memory import captured_pool, never_destroy
 
 
 class AcceleratorCaptures(Captures[GraphMemory]):

@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 
 from graphrt.accelerator.library import Snapshot
-from graphrt.core.device import PoolHandle, captured_pool
+from graphrt.core.device.pool_memory import PoolHandle, captured_pool
 
 
 class GraphMemory:

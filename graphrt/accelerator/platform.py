@@ -17,16 +17,13 @@ from graphrt.accelerator.library import (
     pool_snapshot,
 )
 from graphrt.accelerator.memory import GraphMemory
-from graphrt.core.base import InvalidOptionError, shown
-from graphrt.core.capture import GraphWrapper
-from graphrt.core.device import (
-    CONTRACT_VERSION,
-    Availability,
-    Capability,
-    MemoryFigures,
-    Platform,
-    weak_alias,
-)
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import shown
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.device._contract import CONTRACT_VERSION, Capability
+from graphrt.core.device.alias import weak_alias
+from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.device.platform import Availability, Platform
 
 
 class AcceleratorPlatform(Platform):

@@ -2,7 +2,8 @@
 
 from graphrt.ascend.options import AscendOptions, UpdateOrder, UpdateStrategy
 from graphrt.ascend.platform import ACLGraphWrapper, AscendPlatform
-from graphrt.ascend.update import TaskHandle, UpdateWindow
+from graphrt.ascend.update.brackets import TaskHandle
+from graphrt.ascend.update.deferred import UpdateWindow
 
 __all__ = [
     "ACLGraphWrapper",

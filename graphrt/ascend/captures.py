@@ -6,18 +6,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from graphrt.ascend.budget import TORCH_NPU_STREAMS
-from graphrt.ascend.driver import (
-    available_streams,
-    check_queue,
-    check_replayed,
-    named,
-    watch_queue,
-)
+from graphrt.ascend.budget.streams import TORCH_NPU_STREAMS
+from graphrt.ascend.driver.launch_queue import check_queue, check_replayed, named, watch_queue
+from graphrt.ascend.driver.library import available_streams
 from graphrt.ascend.memory import GraphMemory
-from graphrt.ascend.update import Tasks
-from graphrt.core.base import StreamBudgetError
-from graphrt.core.device import Captures, OpenCapture, captured_pool, nested_capture
+from graphrt.ascend.update.tasks import Tasks
+from graphrt.core.base.errors import StreamBudgetError
+from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.core.device.pool_memory import captured_pool
 
 
 class AclCaptures(Captures[GraphMemory]):

@@ -14,7 +14,8 @@ from graphrt.ascend.private_torch import (
     stop_routing_to_pool,
 )
 from graphrt.ascend.streams import OwnStreams
-from graphrt.core.device import Allocator, Loan, PoolHandle, PoolMemory
+from graphrt.core.device.lent_streams import Loan
+from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory
 
 
 class GraphMemory(PoolMemory):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from graphrt.core.base import DeviceHangError, InvalidOptionError, count_of, shown
+from graphrt.core.base.errors import DeviceHangError, InvalidOptionError
+from graphrt.core.base.option_values import count_of, shown
 
 UpdateOrder = Literal["replay_first", "update_first"]
 UpdateStrategy = Literal["groups", "auto_dispatch"]

@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 
-from graphrt.ascend.budget import SCARCE_STREAMS, device_of, stream_room, streams_needed
+from graphrt.ascend.budget.streams import SCARCE_STREAMS, device_of, stream_room, streams_needed
 from graphrt.ascend.captures import AclCaptures, event_class, graph_class, no_stream
-from graphrt.ascend.driver import (
-    DirectStreams,
+from graphrt.ascend.driver.direct_stream import DirectStreams
+from graphrt.ascend.driver.explain import explain
+from graphrt.ascend.driver.launch_queue import checked_before, has_queue_ended, queue_ended
+from graphrt.ascend.driver.library import (
     availability,
     available_streams,
-    checked_before,
     device_name,
-    explain,
-    has_queue_ended,
     limits,
-    queue_ended,
     torch_npu,
     versions,
 )
@@ -28,31 +26,19 @@ from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import AscendOptions, update_order_of
 from graphrt.ascend.private_torch import current_device, memory_stats, raw_stream_of, weak_ref
 from graphrt.ascend.streams import OwnStreams, own_streams
-from graphrt.ascend.update import (
-    TaskHandle,
-    Tasks,
-    UpdateWindow,
-    is_update_stream,
-    leave_stream,
-    no_update_under_way,
-)
+from graphrt.ascend.update.brackets import TaskHandle
+from graphrt.ascend.update.deferred import UpdateWindow
+from graphrt.ascend.update.streams import is_update_stream, leave_stream, no_update_under_way
+from graphrt.ascend.update.tasks import Tasks
 from graphrt.ascend.watchdog import Watchdog
-from graphrt.core.base import CaptureError, InvalidOptionError, StreamBudgetError
-from graphrt.core.capture import GraphWrapper
-from graphrt.core.device import (
-    CONTRACT_VERSION,
-    Availability,
-    Capability,
-    GraphWork,
-    Limits,
-    MemoryFigures,
-    Platform,
-    PoolHandle,
-    StreamRoom,
-    TaskUpdate,
-    no_other_capture,
-    pool_handle,
-)
+from graphrt.core.base.errors import CaptureError, InvalidOptionError, StreamBudgetError
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.device._contract import CONTRACT_VERSION, Capability
+from graphrt.core.device._devices import no_other_capture
+from graphrt.core.device.figures import GraphWork, Limits, MemoryFigures, StreamRoom
+from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.platform import Availability, Platform
+from graphrt.core.device.pool_memory import PoolHandle, pool_handle
 
 
 class AscendPlatform(Platform):

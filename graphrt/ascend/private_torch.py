@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import MissingTorchNameError, PrivateName, PrivateNames
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.private_torch import PrivateName, PrivateNames
 
 NAMES = PrivateNames()
 

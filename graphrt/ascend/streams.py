@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from graphrt.core.device import LentStreams, Loan
+from graphrt.core.device.lent_streams import LentStreams, Loan
 
 _MOST = 32
 _POOL = "STREAMS_PER_DEVICE"

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from graphrt.core.base import DeviceHangError
+from graphrt.core.base.errors import DeviceHangError
 
 
 class WatchedStep:

@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import torch
 
 from graphrt.attention.shapes import AttentionShape, check_tensors
-from graphrt.core.base import InvalidInputError
-from graphrt.core.batch import AttentionSupport, BatchDescriptor, ForwardContext, current_context
-from graphrt.core.capture import eager_break
-from graphrt.core.runner import Bind, Phase
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.runner.host import Bind, Phase
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import ClassVar
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.attention.prefill import CHUNK_BYTES, varlen_attention, with_tiles
+from graphrt.attention.prefill.query_tiles import with_tiles
+from graphrt.attention.prefill.varlen import CHUNK_BYTES, varlen_attention
 from graphrt.attention.shapes import AttentionShape
-from graphrt.core.batch import AttentionSupport
+from graphrt.core.batch.modes import AttentionSupport
 
 
 class SdpaAttention(AttentionBackend):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.core.base import InvalidInputError
+from graphrt.core.base.errors import InvalidInputError
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from graphrt.core.base import GraphRTError, read_settings
-from graphrt.core.plan import check_sizes
-from graphrt.core.runner import runner_settings
+from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.settings import read_settings
+from graphrt.core.plan.sizes import check_sizes
+from graphrt.core.runner.command_line import runner_settings
 
 try:
     import typer

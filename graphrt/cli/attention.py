@@ -9,15 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.attention.levels import (
-    FAMILIES,
-    KnownBackend,
-    Level,
-    facts_of,
-    known_backend,
-    known_backends,
-    level_of,
-)
+from graphrt.attention.levels.facts import KnownBackend, Level
+from graphrt.attention.levels.known import FAMILIES
+from graphrt.attention.levels.lookup import facts_of, known_backend, known_backends, level_of
 
 LOWERED, TASK = "*", "+"
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphrt.cli.attention import fact
-from graphrt.core.base import InvalidOptionError, shown
-from graphrt.core.batch import GraphMode
-from graphrt.core.plan import Budget, GraphCost, Plan
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.plan.budget import Budget, GraphCost
+from graphrt.core.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from graphrt.ascend.budget import PlannedStreams
+    from graphrt.ascend.budget.planned import PlannedStreams
 
 ASCEND = "ascend"
 _FIELDS = {
@@ -80,8 +82,8 @@ def _streams(request: BudgetRequest, plan: Plan) -> PlannedStreams | None:
     if request.layers is None:
         return None
     # Late, so that the command starts without the platforms that are not asked about.
-    from graphrt.ascend.budget import planned_streams
-    from graphrt.ascend.driver import available_streams, device_name
+    from graphrt.ascend.budget.planned import planned_streams
+    from graphrt.ascend.driver.library import available_streams, device_name
 
     here = platform.availability().available
     return planned_streams(

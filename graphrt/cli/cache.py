@@ -14,15 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphrt.compile.cache import (
-    StoredKey,
-    default_directory,
-    find_key,
-    remove,
-    size_text,
-    stored_keys,
-)
-from graphrt.core.base import InvalidOptionError
+from graphrt.compile.cache.disk import default_directory
+from graphrt.compile.cache.listing import StoredKey, find_key, remove, stored_keys
+from graphrt.compile.cache.log import size_text
+from graphrt.core.base.errors import InvalidOptionError
 
 cache_app = typer.Typer(
     help="List, show and remove compiled code kept for later starts.",

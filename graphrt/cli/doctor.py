@@ -12,16 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 import graphrt
-from graphrt.core.base import GraphRTError
-from graphrt.core.device import (
-    BLOCK_VARIABLE,
-    ENTRY_POINT_GROUP,
-    ONLY_VARIABLE,
-    AllowedPlugins,
-    FoundPlatform,
-    current_platform,
-    installed_platforms,
-)
+from graphrt.core.base.errors import GraphRTError
+from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
+from graphrt.core.device.found import FoundPlatform
+from graphrt.core.device.registry import ENTRY_POINT_GROUP, current_platform, installed_platforms
 
 PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "cuda-bindings", "safetensors", "tokenizers")
 
@@ -89,7 +83,7 @@ def _notes() -> list[str]:
         for name in AllowedPlugins.from_environment().missing(installed)
     ]
     if _version("torch_npu") is not None:
-        from graphrt.ascend.driver import environment_notes
+        from graphrt.ascend.driver.library import environment_notes
 
         notes += environment_notes()
     return notes

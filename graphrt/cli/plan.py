@@ -9,10 +9,15 @@ from pathlib import Path
 
 from graphrt.cli.attention import find_level
 from graphrt.cli.budget import ASCEND, BudgetRequest, budget_of
-from graphrt.core.base import InvalidOptionError, shown
-from graphrt.core.batch import AttentionSupport
-from graphrt.core.device import Platform, get_platform, resolve_platform
-from graphrt.core.plan import UNNAMED, Plan, PlanArguments
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import get_platform
+from graphrt.core.plan.arguments import PlanArguments
+from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.text import UNNAMED
 
 
 @dataclass(frozen=True)

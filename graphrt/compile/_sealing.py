@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from graphrt.compile.errors import CompileSealedError
-from graphrt.core.base import shown
-from graphrt.core.replay import current_capture
+from graphrt.core.base.option_values import shown
+from graphrt.core.replay.recording import current_capture
 
 
 def check_may_compile(module: object, *, sealed: bool) -> None:

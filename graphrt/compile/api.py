@@ -10,12 +10,13 @@ from torch import nn
 from graphrt.compile.errors import CompileError
 from graphrt.compile.module import CompiledModule
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.private_torch import call_instead
-from graphrt.compile.trace import DynamicDims
-from graphrt.core.base import flag, shown
-from graphrt.core.batch import ForwardContext, current_context
-from graphrt.core.capture import GraphOptions
-from graphrt.core.replay import GraphPool, SegmentHooks
+from graphrt.compile.private_torch.operators import call_instead
+from graphrt.compile.trace.dims import DynamicDims
+from graphrt.core.base.option_values import flag, shown
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
 
 M = TypeVar("M", bound=type)
 

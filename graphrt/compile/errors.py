@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import GraphRTError
+from graphrt.core.base.errors import GraphRTError
 
 
 class CompileError(GraphRTError):

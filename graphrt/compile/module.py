@@ -14,41 +14,35 @@ from torch import nn
 from graphrt.compile._sealing import check_may_compile
 from graphrt.compile.errors import RetraceError, TraceError
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.pieces import (
-    ArgumentPlaces,
-    Built,
-    Figures,
-    Wrapping,
-    build,
-    check_one_size,
-    check_sizes,
-    partitions,
-    wanted_sizes,
-)
-from graphrt.compile.private_torch import call_of
-from graphrt.compile.split import Piece
-from graphrt.compile.trace import (
-    DynamicDims,
-    Holding,
-    Parameters,
-    Small,
-    Subject,
-    at_size,
-    leaves,
-    without_memory,
-)
-from graphrt.core.base import (
+from graphrt.compile.pieces.assembly import Built, build
+from graphrt.compile.pieces.figures import Figures
+from graphrt.compile.pieces.partition import partitions
+from graphrt.compile.pieces.places import ArgumentPlaces
+from graphrt.compile.pieces.static_sizes import check_one_size, check_sizes, wanted_sizes
+from graphrt.compile.pieces.wrapping import Wrapping
+from graphrt.compile.private_torch.operators import call_of
+from graphrt.compile.split.graph import Piece
+from graphrt.compile.trace.call import at_size
+from graphrt.compile.trace.check import Small
+from graphrt.compile.trace.dims import DynamicDims
+from graphrt.compile.trace.parameters import Parameters, leaves, without_memory
+from graphrt.compile.trace.subject import Holding, Subject
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import (
     check_callable,
     check_kind,
     check_takes,
     count_of,
     flag,
     items_of,
-    logger,
 )
-from graphrt.core.batch import ForwardContext, GraphMode, PieceProvider, current_context
-from graphrt.core.capture import GraphOptions, GraphWrapper, check_traced
-from graphrt.core.replay import GraphPool, SegmentHooks, check_hooks
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.modes import GraphMode, PieceProvider
+from graphrt.core.capture.breaks import check_traced
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks, check_hooks
 
 
 class CompiledModule:

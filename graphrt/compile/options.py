@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphrt.core.base import (
+from graphrt.core.base.option_values import (
     Check,
     check_fields,
     check_keys,

@@ -13,7 +13,8 @@ from weakref import KeyedRef, ref
 
 import torch
 
-from graphrt.core.base import GraphRTError, PoolClosedError, PoolExhaustedError, fork_safe
+from graphrt.core.base._fork import fork_safe
+from graphrt.core.base.errors import GraphRTError, PoolClosedError, PoolExhaustedError
 from graphrt.cpu.private_torch import conjugated, negated
 
 _ALIGN = 64

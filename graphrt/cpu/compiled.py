@@ -10,27 +10,24 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
-    IN_PIECES,
-    BakedScalarError,
-    CaptureError,
-    GraphRTError,
-    dispatch_keys,
-    dispatch_keys_now,
-    dispatch_modes,
-    fork_safe,
-    shown,
-    tree,
-)
-from graphrt.core.capture import Refusal, user_source
-from graphrt.core.replay import current_capture
+from graphrt.core.base import tree
+from graphrt.core.base._fork import fork_safe
+from graphrt.core.base.errors import IN_PIECES, BakedScalarError, CaptureError, GraphRTError
+from graphrt.core.base.option_values import shown
+from graphrt.core.base.thread_mode import dispatch_modes
+from graphrt.core.base.torch_names import dispatch_keys, dispatch_keys_now
+from graphrt.core.capture.refusals import Refusal
+from graphrt.core.capture.source import user_source
+from graphrt.core.replay.recording import current_capture
 from graphrt.cpu.private_torch import (
     hook_compiled_calls,
     hook_compiled_code,
     inductor_loaded,
     set_grad_enabled,
 )
-from graphrt.cpu.tape import Call, HostReads, Lowered, Step, Tape
+from graphrt.cpu.tape.lowering import Call, Lowered
+from graphrt.cpu.tape.recorder import Step, Tape
+from graphrt.cpu.tape.refusals import HostReads
 
 _OTHER_CODE = Refusal(
     CaptureError,

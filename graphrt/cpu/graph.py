@@ -10,28 +10,18 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
-    CaptureError,
-    NestedCaptureError,
-    TaskContractError,
-    Undo,
-    dispatch_modes,
-    remove_dispatch_mode,
-)
-from graphrt.core.device import GraphRead
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import CaptureError, NestedCaptureError, TaskContractError
+from graphrt.core.base.thread_mode import dispatch_modes, remove_dispatch_mode
+from graphrt.core.device.graph import GraphRead
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
 from graphrt.cpu.private_torch import count_function_modes, no_torch_function, set_grad_enabled
-from graphrt.cpu.tape import (
-    Call,
-    HostReads,
-    Step,
-    Tape,
-    TaskCall,
-    assemble,
-    replay_guard,
-    tensors_in,
-)
+from graphrt.cpu.tape.lowering import Call, replay_guard
+from graphrt.cpu.tape.program import TaskCall, assemble
+from graphrt.cpu.tape.recorder import Step, Tape
+from graphrt.cpu.tape.refusals import HostReads
+from graphrt.cpu.tape.tensors import tensors_in
 from graphrt.cpu.task import TaskHandle, reissue
 
 _thread = threading.local()

@@ -10,17 +10,13 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, InvalidOptionError, ResourceExhaustedError, shown
-from graphrt.core.capture import GraphWrapper
-from graphrt.core.device import (
-    CONTRACT_VERSION,
-    Availability,
-    Capability,
-    GraphRead,
-    MemoryFigures,
-    Platform,
-    TaskUpdate,
-)
+from graphrt.core.base.errors import CaptureError, InvalidOptionError, ResourceExhaustedError
+from graphrt.core.base.option_values import shown
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.device._contract import CONTRACT_VERSION, Capability
+from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.device.graph import GraphRead, TaskUpdate
+from graphrt.core.device.platform import Availability, Platform
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph
 from graphrt.cpu.task import TaskHandle

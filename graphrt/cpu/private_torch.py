@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import MissingTorchNameError, PrivateNames, has_kernel
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.private_torch import PrivateNames
+from graphrt.core.base.torch_names import has_kernel
 
 NAMES = PrivateNames()
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
-    TaskContractError,
-    ThreadMode,
-    without_gradients,
-)
+from graphrt.core.base.errors import TaskContractError
+from graphrt.core.base.thread_mode import ThreadMode, without_gradients
 from graphrt.cpu.private_torch import inference_mode
-from graphrt.cpu.tape import Operator, Step, operator_of
+from graphrt.cpu.tape.operators import Operator, operator_of
+from graphrt.cpu.tape.recorder import Step
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import logger, unseen
+from graphrt.core.base.log import logger
+from graphrt.core.base.thread_mode import unseen
 from graphrt.cuda.blocks import workspace_sizes
 
 _hosts: set[tuple[int, int]] = set()

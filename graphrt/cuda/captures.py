@@ -10,17 +10,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from graphrt.core.base import CaptureError, unseen
-from graphrt.core.device import Captures, OpenCapture, captured_pool, nested_capture
-from graphrt.cuda.driver import (
-    ForkWatch,
+from graphrt.core.base.errors import CaptureError
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.core.device.pool_memory import captured_pool
+from graphrt.cuda.driver.api import (
     capture_is_invalidated,
     captured_nodes,
     end_capture,
     restart_capture,
 )
+from graphrt.cuda.driver.forks import ForkWatch
 from graphrt.cuda.memory import GraphMemory
-from graphrt.cuda.update import Tasks
+from graphrt.cuda.update.tasks import Tasks
 
 _GENERATOR_BYTES = 2048
 """More than the two blocks of 512 bytes that a generator's seed and offset take."""

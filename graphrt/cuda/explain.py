@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     IN_PIECES,
     CaptureError,
     CaptureSyncError,
@@ -10,7 +10,7 @@ from graphrt.core.base import (
     RefusedOpError,
     ResourceExhaustedError,
 )
-from graphrt.core.device import Unexplained, error_chain
+from graphrt.core.device.error_chain import Unexplained, error_chain
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "

@@ -10,15 +10,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import unseen
-from graphrt.core.device import (
-    Allocator,
-    Loan,
-    PoolHandle,
-    PoolMemory,
-    captured_pool,
-    no_other_capture,
-)
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.device._devices import no_other_capture
+from graphrt.core.device.lent_streams import Loan
+from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory, captured_pool
 from graphrt.cuda._workspaces import Workspaces, is_hosts, streams_with_workspaces
 from graphrt.cuda.private_torch import (
     memory_stats,
@@ -27,7 +22,7 @@ from graphrt.cuda.private_torch import (
     stop_routing_to_pool,
 )
 from graphrt.cuda.streams import loan_of, own_stream
-from graphrt.cuda.update import UpdateCounts
+from graphrt.cuda.update.ladder import UpdateCounts
 
 
 class GraphMemory(PoolMemory):

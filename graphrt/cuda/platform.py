@@ -9,34 +9,27 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, InvalidOptionError
-from graphrt.core.capture import GraphWrapper
-from graphrt.core.device import (
-    CONTRACT_VERSION,
-    Availability,
-    Capability,
-    DeviceGraph,
-    GraphPointers,
-    MemoryBlock,
-    MemoryFigures,
-    Platform,
-    PoolHandle,
-    TaskUpdate,
-    UpdateFigures,
-    pool_handle,
-    weak_alias,
-)
-from graphrt.core.inputs import Slab
+from graphrt.core.base.errors import CaptureError, InvalidOptionError
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.device._contract import CONTRACT_VERSION, Capability
+from graphrt.core.device.alias import weak_alias
+from graphrt.core.device.figures import MemoryFigures, UpdateFigures
+from graphrt.core.device.graph import DeviceGraph, GraphPointers, MemoryBlock, TaskUpdate
+from graphrt.core.device.platform import Availability, Platform
+from graphrt.core.device.pool_memory import PoolHandle, pool_handle
+from graphrt.core.inputs.transport import Slab
 from graphrt.cuda._workspaces import mark_as_hosts
 from graphrt.cuda.blocks import blocks_of, internal_sizes
 from graphrt.cuda.captures import CudaCaptures
-from graphrt.cuda.driver import FetchRing, driver_available, pointers_of
+from graphrt.cuda.driver.api import driver_available
+from graphrt.cuda.driver.fetch import FetchRing
+from graphrt.cuda.driver.pointers import pointers_of
 from graphrt.cuda.explain import explain
 from graphrt.cuda.memory import GraphMemory, empty_cache
 from graphrt.cuda.private_torch import current_device, memory_stats, raw_stream_of
-from graphrt.cuda.ring import RingTransport, ring_transport
+from graphrt.cuda.ring.transport import RingTransport, ring_transport
 from graphrt.cuda.streams import own_stream
-from graphrt.cuda.update import TaskHandle, Tasks
+from graphrt.cuda.update.tasks import TaskHandle, Tasks
 
 
 class CudaPlatform(Platform):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import PrivateNames
+from graphrt.core.base.private_torch import PrivateNames
 
 NAMES = PrivateNames()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from graphrt.core.device import LentStreams, Loan
-from graphrt.cuda.driver import driver_available, new_stream
+from graphrt.core.device.lent_streams import LentStreams, Loan
+from graphrt.cuda.driver.api import driver_available, new_stream
 
 
 def own_stream() -> torch.cuda.Stream:

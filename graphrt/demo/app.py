@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from graphrt import BatchDescriptor, GraphMode, GraphOptions, get_platform
-from graphrt.core.base import InvalidInputError
-from graphrt.core.plan import PlanArguments
-from graphrt.core.runner import runner_settings
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.plan.arguments import PlanArguments
+from graphrt.core.runner.command_line import runner_settings
 from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
 from graphrt.demo.engine import EngineLimits
 from graphrt.demo.model import Decoder

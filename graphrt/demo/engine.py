@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphrt import Batch, Dispatch, GraphRunner
-from graphrt.core.base import GraphRTError, InvalidBatchError
+from graphrt.core.base.errors import GraphRTError, InvalidBatchError
 
 
 class OutOfPagesError(GraphRTError, MemoryError):

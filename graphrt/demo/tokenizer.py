@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from graphrt.core.base import CheckpointError
+from graphrt.core.base.errors import CheckpointError
 from graphrt.demo.checkpoint import BEGIN, inside
 
 

@@ -8,6 +8,7 @@ class TestMyPlatform(PlatformConformance):
 `ConformanceBase` has the suite's fixtures and steps alone, for tests of a device's own.
 """
 
-from graphrt.testing.conformance import ConformanceBase, Counting, PlatformConformance
+from graphrt.testing.conformance.base import ConformanceBase, Counting
+from graphrt.testing.conformance.suite import PlatformConformance
 
 __all__ = ["ConformanceBase", "Counting", "PlatformConformance"]

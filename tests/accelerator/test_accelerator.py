@@ -10,13 +10,15 @@ from stub_accelerator import StubDevice, StubGraph
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.accelerator import AcceleratorGraphWrapper, AcceleratorPlatform
-from graphrt.core.base import CaptureError, NestedCaptureError
-from graphrt.core.capture import eager_break
-from graphrt.core.device import Availability, Capability, MemoryFigures
-from graphrt.core.replay import GraphPool
-from graphrt.core.trust.watching import IssuedWatch
+from graphrt.core.base.errors import CaptureError, NestedCaptureError
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.device._contract import Capability
+from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.device.platform import Availability
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.trust.watching.issued import IssuedWatch
 from graphrt.testing import PlatformConformance
-from graphrt.testing.conformance import D2, D4, FULL, PIECEWISE, ConformanceBase
+from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, ConformanceBase
 
 
 class TestConformance(PlatformConformance):

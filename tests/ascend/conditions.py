@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphrt import Batch, GraphRunner, InputSpec
-from graphrt.core.base import CaptureSyncError, DriverTooOldError
+from graphrt.core.base.errors import CaptureSyncError, DriverTooOldError
 
 
 def plain(x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from attention_models import Decoder, differing, eager_outputs, replay_all, repl
 
 from graphrt import UNCHANGED, GraphOptions, GraphPool, GraphRunner
 from graphrt.ascend import AscendOptions, AscendPlatform
-from graphrt.core.base import DeviceHangError, MissingUpdateError, TaskContractError
+from graphrt.core.base.errors import DeviceHangError, MissingUpdateError, TaskContractError
 
 WAYS = [
     {"update_order": order, "update_strategy": strategy}

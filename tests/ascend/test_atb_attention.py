@@ -13,7 +13,7 @@ from schedules import SCHEDULES, need_simulator, scheduled
 
 from graphrt import UNCHANGED
 from graphrt.ascend import AscendOptions, AscendPlatform
-from graphrt.core.base import InvalidUpdateError, TaskContractError
+from graphrt.core.base.errors import InvalidUpdateError, TaskContractError
 
 pytestmark = pytest.mark.npu
 

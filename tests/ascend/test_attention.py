@@ -11,7 +11,7 @@ import torch
 from graphrt import BatchDescriptor, forward_context
 from graphrt.ascend import attention
 from graphrt.ascend.attention import operators
-from graphrt.core.base import InvalidInputError, InvalidUpdateError
+from graphrt.core.base.errors import InvalidInputError, InvalidUpdateError
 
 DECODE = BatchDescriptor(4, 4, uniform=True, query_len=1)
 LENGTHS = [5, 6]

@@ -13,8 +13,8 @@ from protocol import Twice
 
 from graphrt.ascend import AscendOptions, AscendPlatform
 from graphrt.ascend.update.brackets import AutoDispatch, TaskHandle
-from graphrt.core.base import InvalidUpdateError, MissingCapabilityError, TaskContractError
-from graphrt.core.replay import UpdatableTask
+from graphrt.core.base.errors import InvalidUpdateError, MissingCapabilityError, TaskContractError
+from graphrt.core.replay.tasks import UpdatableTask
 
 
 class Mode:

@@ -19,7 +19,12 @@ from graphrt.ascend.driver import launch_queue
 from graphrt.ascend.options import update_order_of
 from graphrt.ascend.update.streams import is_update_stream, new_update_stream
 from graphrt.ascend.watchdog import Watchdog
-from graphrt.core.base import CaptureError, DeviceHangError, NestedCaptureError, StreamBudgetError
+from graphrt.core.base.errors import (
+    CaptureError,
+    DeviceHangError,
+    NestedCaptureError,
+    StreamBudgetError,
+)
 
 
 class Told:
@@ -367,7 +372,7 @@ class Broken(Decoder):
 @pytest.mark.npu
 @pytest.mark.parametrize(("breaks", "error"), [("task", ZeroDivisionError), ("sync", CaptureError)])
 def test_failed_captures_leak_neither_memory_nor_streams_nor_groups(breaks, error):
-    from graphrt.ascend.driver import available_streams
+    from graphrt.ascend.driver.library import available_streams
 
     decoder = Broken(2)
     todo = steps(4, most=8)

@@ -18,7 +18,7 @@ from graphrt import (
     wrapper_class,
 )
 from graphrt.ascend import AscendPlatform
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     InvalidUpdateError,
     MissingCapabilityError,
     MissingUpdateError,

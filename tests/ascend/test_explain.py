@@ -8,7 +8,7 @@ import pytest
 
 from graphrt.ascend.driver.error_codes import CAPTURE_CAUSES, REPLAY_CAUSES
 from graphrt.ascend.driver.explain import explain, explain_replay
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     CaptureError,
     CaptureSyncError,
     CaptureThreadError,
@@ -24,7 +24,7 @@ from graphrt.core.base import (
     TaskContractError,
     UnjoinedStreamError,
 )
-from graphrt.core.device import Unexplained
+from graphrt.core.device.error_chain import Unexplained
 
 
 def npu_error(call: str, code: int, text: str = "", recent: str = "") -> RuntimeError:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphrt import GraphPool, KeyedGraphs
-from graphrt.core.base import InvalidOptionError, PoolError
+from graphrt.core.base.errors import InvalidOptionError, PoolError
 
 pytestmark = pytest.mark.npu
 

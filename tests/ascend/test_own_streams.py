@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec
-from graphrt.ascend.driver import available_streams
+from graphrt.ascend.driver.library import available_streams
 
 pytestmark = pytest.mark.npu
 

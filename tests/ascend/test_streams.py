@@ -10,30 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphrt.ascend import AscendOptions
-from graphrt.ascend.budget import (
-    DEVICES,
+from graphrt.ascend.budget.profiles import (
     DOMAINS,
     PROFILES,
-    STRUCTURAL,
     Deployment,
+    profile_named,
+    update_aclgraph_sizes,
+)
+from graphrt.ascend.budget.streams import (
+    DEVICES,
+    STRUCTURAL,
     device_named,
     device_of,
     graph_streams,
     probe_streams,
-    profile_named,
     sizes_that_fit,
     stream_figures,
     stream_room,
     streams_needed,
     structural_figures,
-    update_aclgraph_sizes,
 )
-from graphrt.core.base import InvalidOptionError
-from graphrt.core.batch import GraphMode
-from graphrt.core.device import GraphWork
-from graphrt.core.plan import Budget, capture_sizes
-from graphrt.core.plan.budget import Fitted, fit
-from graphrt.core.plan.sizes import descriptors_for, mixed_sizes
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.device.figures import GraphWork
+from graphrt.core.plan.budget import Budget, Fitted, fit
+from graphrt.core.plan.sizes import capture_sizes, descriptors_for, mixed_sizes
 
 A2, A5 = DEVICES["A2"], DEVICES["950"]
 SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)

@@ -15,7 +15,7 @@ from schedules import need_simulator, python
 
 from graphrt import GraphOptions, Reason
 from graphrt.ascend import AscendOptions, AscendPlatform
-from graphrt.core.base import InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 
 pytestmark = pytest.mark.npu
 

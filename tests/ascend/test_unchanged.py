@@ -19,7 +19,7 @@ from graphrt import (
     InputSpec,
     UpdatableTask,
 )
-from graphrt.core.base import InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 
 
 class Scaled:

@@ -10,11 +10,16 @@ import pytest
 from fake_npu import FakeGraph, FakeNpu, FakeStream
 
 from graphrt.ascend.driver import launch_queue
-from graphrt.ascend.update import allocations, is_update_stream
+from graphrt.ascend.update import allocations
 from graphrt.ascend.update.brackets import Groups, TaskHandle
-from graphrt.ascend.update.streams import leave_stream, new_update_stream, note_use
+from graphrt.ascend.update.streams import (
+    is_update_stream,
+    leave_stream,
+    new_update_stream,
+    note_use,
+)
 from graphrt.ascend.update.tasks import Tasks
-from graphrt.core.base import CaptureError, DeviceHangError, PlatformError, TaskContractError
+from graphrt.core.base.errors import CaptureError, DeviceHangError, PlatformError, TaskContractError
 
 
 class Memory:

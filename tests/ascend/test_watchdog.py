@@ -14,7 +14,7 @@ from attention_models import Decoder, differing, eager_outputs, replayed, runner
 
 from graphrt import GraphOptions, GraphRunner
 from graphrt.ascend import AscendOptions, AscendPlatform
-from graphrt.core.base import DeviceHangError, InvalidOptionError
+from graphrt.core.base.errors import DeviceHangError, InvalidOptionError
 
 TIMEOUT_S = 0.5
 # A trial waits for its replays, as these tests must not: first steps are replayed alone.

@@ -14,8 +14,9 @@ from protocol import WAYS
 from graphrt import UNCHANGED, Batch, BatchDescriptor, GraphOptions, forward_context
 from graphrt.ascend import AscendOptions, AscendPlatform, attention
 from graphrt.ascend.attention import operators, workspaces
-from graphrt.core.base import InvalidUpdateError, TaskContractError
-from graphrt.core.replay import UpdatableTask, active
+from graphrt.core.base.errors import InvalidUpdateError, TaskContractError
+from graphrt.core.replay.recording import active
+from graphrt.core.replay.tasks import UpdatableTask
 
 
 class Bare(Decoder):

@@ -28,9 +28,10 @@ from graphrt.attention import (
 from graphrt.attention.libraries.flash import copy_live, key_starts
 from graphrt.attention.libraries.flashinfer.backend import worst_case
 from graphrt.attention.libraries.flashinfer.pages import page_lists, starts
-from graphrt.attention.prefill import varlen_attention
-from graphrt.core.base import InvalidInputError, MissingLibraryError
-from graphrt.core.batch import AttentionSupport, BatchDescriptor
+from graphrt.attention.prefill.varlen import varlen_attention
+from graphrt.core.base.errors import InvalidInputError, MissingLibraryError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport
 from tests.attention.problems import random_problem
 
 GROUPED = GroupedShape(4, 2, 16, page_size=16)

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from graphrt.attention import GroupedShape, SdpaAttention
-from graphrt.attention.levels import (
-    FACTS,
+from graphrt.attention.levels.facts import FACTS
+from graphrt.attention.levels.lookup import (
     facts_of,
     get_cudagraph_support,
     known_backend,
     known_backends,
     level_of,
 )
-from graphrt.core.base import GraphRTError, InvalidOptionError
-from graphrt.core.batch import AttentionSupport
+from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+from graphrt.core.batch.modes import AttentionSupport
 from graphrt.core.plan.resolution import resolve_mode
 
 A, U, S, N = "ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE", "NEVER"
@@ -194,7 +194,7 @@ def test_levels_resolve_the_mode_of_a_hybrid_model():
 
 
 def test_what_the_catalogue_says_of_graphrts_own_backends_is_what_they_declare() -> None:
-    triton = pytest.importorskip("graphrt.attention.triton", reason="needs Triton")
+    triton = pytest.importorskip("graphrt.attention.triton.backend", reason="needs Triton")
     shape = GroupedShape(2, 1, 16, page_size=16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for backend in (

@@ -21,8 +21,8 @@ from graphrt.attention import (
     supports_of,
 )
 from graphrt.compile import CompileOptions, compile_module
-from graphrt.core.base import InvalidInputError, InvalidOptionError
-from graphrt.core.batch import ForwardContext
+from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
+from graphrt.core.batch.context import ForwardContext
 
 SHAPE = GroupedShape(4, 2, 16, page_size=16)
 REQS, PAGES = 4, 3

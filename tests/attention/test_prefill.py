@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphrt.attention import AttentionShape, GroupedShape, LatentShape, reference_attention
-from graphrt.attention.prefill import QueryTiles, varlen, varlen_attention
-from graphrt.attention.prefill.query_tiles import tile_size, tiles_of
+from graphrt.attention.prefill import varlen
+from graphrt.attention.prefill.query_tiles import QueryTiles, tile_size, tiles_of
+from graphrt.attention.prefill.varlen import varlen_attention
 from tests.attention.problems import Problem, random_problem
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -19,11 +19,12 @@ from graphrt.attention import (
     reference_attention,
     supports_of,
 )
-from graphrt.attention.prefill import QueryTiles
-from graphrt.attention.prefill.query_tiles import LARGEST_TILE
-from graphrt.core.base import InvalidInputError
-from graphrt.core.batch import AttentionSupport, BatchDescriptor, GraphMode, forward_context
-from graphrt.core.dispatch import Reason
+from graphrt.attention.prefill.query_tiles import LARGEST_TILE, QueryTiles
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.batch.context import forward_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport, GraphMode
+from graphrt.core.dispatch.reasons import Reason
 from tests.attention.problems import Problem, random_problem
 
 GROUPED = GroupedShape(6, 2, 16, page_size=16)

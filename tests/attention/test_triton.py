@@ -23,10 +23,12 @@ from graphrt.attention import (
     reference_attention,
     supports_of,
 )
-from graphrt.attention.triton import Room, fixed_splits, schedule, scheduled_splits
-from graphrt.attention.triton.work import UNIT
-from graphrt.core.base import InvalidInputError, InvalidOptionError, InvalidUpdateError
-from graphrt.core.batch import BatchDescriptor, GraphMode, forward_context
+from graphrt.attention.triton.launch import schedule
+from graphrt.attention.triton.work import UNIT, Room, fixed_splits, scheduled_splits
+from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, InvalidUpdateError
+from graphrt.core.batch.context import forward_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from tests.attention.problems import Problem, random_problem
 
 ON_GPU = torch.cuda.is_available()

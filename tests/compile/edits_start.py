@@ -67,7 +67,7 @@ class StandIn:
         from torch._functorch.aot_autograd import aot_function
         from torch._inductor.decomposition import select_decomp_table
 
-        from graphrt.compile.split import returned_count
+        from graphrt.compile.split.graph import returned_count
 
         def number(size: Any) -> int:
             # Without a hint, as of "unbacked" sizes, any will do.
@@ -111,7 +111,7 @@ def start(given: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from graphrt.compile import CompileOptions, compile_module
-    from graphrt.core.base import GraphRTError
+    from graphrt.core.base.errors import GraphRTError
 
     sys.dont_write_bytecode = True
     os.environ.update(given["environment"])

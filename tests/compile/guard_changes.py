@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from graphrt.compile import CompiledModule, CompileOptions, compile_module
-from graphrt.core.base import GraphRTError, tree
+from graphrt.core.base import tree
+from graphrt.core.base.errors import GraphRTError
 
 Steps = Generator[Any, None, None]
 

@@ -21,8 +21,9 @@ from torch import nn
 
 from graphrt import BatchDescriptor, GraphOptions, GraphPool, forward_context
 from graphrt.compile import CompileError, CompileOptions, compile_module
-from graphrt.core.base import CaptureSyncError, RefusedOpError, tree
-from graphrt.core.capture import wrapper_class
+from graphrt.core.base import tree
+from graphrt.core.base.errors import CaptureSyncError, RefusedOpError
+from graphrt.core.capture.wrapper import wrapper_class
 from tests.compile import random_lines
 from tests.compile.random_lines import Maker, Source
 

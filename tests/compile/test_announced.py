@@ -13,13 +13,13 @@ from torch import nn
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, PieceProvider, Plan
 from graphrt.compile import CompileOptions, RetraceError, compile_module, opaque
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     InvalidOptionError,
     ModeNotSupportedError,
     StaleInputError,
     UnannouncedModuleError,
 )
-from graphrt.core.capture import GraphOptions
+from graphrt.core.capture.options import GraphOptions
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 DECODE, MIXED = Batch(4, 4, 1), Batch(4, 4)

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.compile.cache import CacheKey, CompileCache, CompileCacheWarning, default_directory
-from graphrt.core.base import InvalidOptionError, logger, set_up_logging
+from graphrt.compile.cache.disk import CompileCache, default_directory
+from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.log import logger, set_up_logging
 
 VERSIONS = {"torch": "2.13.0", "graphrt": "0.1.0"}
 

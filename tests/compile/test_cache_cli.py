@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from graphrt.cli.app import app
 from graphrt.cli.cache import age_text
-from graphrt.compile.cache import CacheKey, CompileCache, size_text
-from graphrt.core.base import InvalidOptionError
+from graphrt.compile.cache.disk import CompileCache
+from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.log import size_text
+from graphrt.core.base.errors import InvalidOptionError
 
 SETTINGS = {"backend": "inductor", "splitting_ops": ["demo::attention"]}
 

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.compile.cache import CacheKey, CompileCache, CompileCacheWarning
+from graphrt.compile.cache.disk import CompileCache
 from graphrt.compile.cache.entry import CacheEntry
+from graphrt.compile.cache.key.groups import CacheKey
 from graphrt.compile.cache.listing import remove, stored_keys
+from graphrt.compile.cache.log import CompileCacheWarning
 from graphrt.compile.cache.store import MANIFEST
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")

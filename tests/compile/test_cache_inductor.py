@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from graphrt.compile import CompileOptions
-from graphrt.compile.cache import (
-    CacheKey,
-    CompileCache,
-    CompileCacheWarning,
-    TracedSources,
-    code_settings,
-)
+from graphrt.compile.cache.disk import CompileCache
+from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.key.parts import code_settings
+from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.log import CompileCacheWarning
 
 inductor = pytest.importorskip("torch._inductor.standalone_compile")
 

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from graphrt.compile import CompileOptions
-from graphrt.compile.cache import CacheKey, code_settings, runtime_versions
 from graphrt.compile.cache.key import versions
+from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.key.parts import code_settings
 from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
 from graphrt.compile.cache.key.values import Values
-from graphrt.core.base import InvalidOptionError
+from graphrt.compile.cache.key.versions import runtime_versions
+from graphrt.core.base.errors import InvalidOptionError
 
 MODEL = """
 from helper import scale

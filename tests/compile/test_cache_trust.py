@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 
-from graphrt.compile.cache import (
-    CacheKey,
-    CompileCache,
-    CompileCacheWarning,
-    permissions,
-    store,
-    stored_keys,
-)
+from graphrt.compile.cache import permissions, store
+from graphrt.compile.cache.disk import CompileCache
+from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.listing import stored_keys
+from graphrt.compile.cache.log import CompileCacheWarning
 from graphrt.compile.cache.store import ArtifactRecord, FileRecord, Manifest
 from graphrt.errors import InvalidOptionError
 

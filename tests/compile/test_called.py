@@ -15,10 +15,19 @@ from torch import fx
 
 import graphrt
 from graphrt.compile import CompileOptions, compile_module
-from graphrt.compile.cache import Compilation, CompileCacheWarning, TracedSources, Values
-from graphrt.compile.cache.key import NOT_IN_KEY, PARTS, code_settings, compiler_variables
-from graphrt.compile.private_torch import compiler_caches_apart, triton_call
-from graphrt.compile.split import fingerprint
+from graphrt.compile.cache.key.parts import (
+    NOT_IN_KEY,
+    PARTS,
+    Compilation,
+    code_settings,
+    compiler_variables,
+)
+from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.values import Values
+from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.private_torch.inductor import compiler_caches_apart
+from graphrt.compile.private_torch.registered import triton_call
+from graphrt.compile.split.identity import fingerprint
 
 OTHER: dict[str, Any] = {
     "backend": "inductor",

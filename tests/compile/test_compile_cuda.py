@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphPool, GraphRunner, InputSpec
 from graphrt.compile import CompileOptions, compile_module, opaque
-from graphrt.core.batch import PieceProvider
+from graphrt.core.batch.modes import PieceProvider
 from tests.models.llama import Llama, check_both_modes, step_inputs
 
 pytestmark = pytest.mark.cuda

@@ -18,16 +18,16 @@ from graphrt.compile import (
     compile_module,
     opaque,
 )
-from graphrt.core.base import (
+from graphrt.core.base._warnings import GraphQuarantinedWarning
+from graphrt.core.base.errors import (
     BreakShapeError,
-    GraphQuarantinedWarning,
     InvalidOptionError,
     OutputError,
     OverwrittenOutputError,
-    can_mark_unreadable,
 )
-from graphrt.core.batch import AttentionSupport, PieceProvider
-from graphrt.core.dispatch import Reason
+from graphrt.core.base.torch_names import can_mark_unreadable
+from graphrt.core.batch.modes import AttentionSupport, PieceProvider
+from graphrt.core.dispatch.reasons import Reason
 from tests.models.llama import Llama, check_both_modes, llama_runner, step_inputs
 
 

@@ -26,7 +26,8 @@ from graphrt.compile import (
     compile_module,
     support_compile,
 )
-from graphrt.core.base import InvalidOptionError, tree
+from graphrt.core.base import tree
+from graphrt.core.base.errors import InvalidOptionError
 from tests.models.llama import Llama, step_inputs
 
 SHAPES = ("backed", "unbacked", "backed_size_oblivious")

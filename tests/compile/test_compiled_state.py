@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt import GraphPool, GraphRunner, InputSpec
 from graphrt.compile import CompileOptions, compile_module, opaque
-from graphrt.compile.backend import AsOperator, TellingWrites
+from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
 
 SLOTS, WIDTH = 32, 8
 

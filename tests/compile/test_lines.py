@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphrt import GraphPool, GraphRunner, InputSpec
 from graphrt.compile import TraceError, compile_module, opaque
-from graphrt.core.base import CaptureError
+from graphrt.core.base.errors import CaptureError
 from graphrt.core.capture import source
 
 

@@ -13,9 +13,14 @@ import torch
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec, current_context
 from graphrt.compile import CompileError, CompileOptions, opaque
-from graphrt.compile.pieces import Wrapping
 from graphrt.compile.pieces.partition import Partition, Partitioned, collecting, partitions
-from graphrt.core.base import BakedScalarError, BreakShapeError, MissedBreakError, OutputError
+from graphrt.compile.pieces.wrapping import Wrapping
+from graphrt.core.base.errors import (
+    BakedScalarError,
+    BreakShapeError,
+    MissedBreakError,
+    OutputError,
+)
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import graphrt.compile
-from graphrt.compile.private_torch import NAMES, patches
-from graphrt.compile.private_torch.names import own
-from graphrt.core.base import MissingTorchNameError
+from graphrt.compile.private_torch import patches
+from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.private_torch import TESTED
 
 ROOT = Path(str(graphrt.compile.__file__)).parent

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.compile import compile_module
 from graphrt.compile.pieces._conditions import WhereRight, conditions_on
-from graphrt.compile.trace import Leaf
+from graphrt.compile.trace.parameters import Leaf
 
 ROWS, REQS = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.dispatch import Dispatch, Reason
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.reasons import Dispatch, Reason
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 LEVEL = {NONE: 0, PIECEWISE: 1, FULL: 2}

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
-from graphrt.core.base import NativePath, NativeReplay, NativeSame
-from graphrt.core.batch import same_in_python
-from graphrt.core.replay import GraphPool, handout
+from graphrt.core.base._native_door import NativePath, NativeReplay, NativeSame
+from graphrt.core.batch.descriptor import same_in_python
+from graphrt.core.replay import handout
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner import _path
 from graphrt.core.runner.steps import replayed
 from graphrt.errors import GraphRTError

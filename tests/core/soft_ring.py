@@ -11,7 +11,8 @@ import torch
 
 from graphrt.cpu import CpuPlatform
 from graphrt.cpu.graph import TapeGraph
-from graphrt.cuda.ring import RingFormat, RingTransport, ring_transport, slot_bytes
+from graphrt.cuda.ring.format import RingFormat, slot_bytes
+from graphrt.cuda.ring.transport import RingTransport, ring_transport
 
 
 class SoftRing:

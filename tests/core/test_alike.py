@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason
-from graphrt.core.base import NativeWriter
-from graphrt.core.inputs import StaticInputs
+from graphrt.core.base._native_door import NativeWriter
+from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.cuda.ring.writers import MOST_KINDS, MOST_MADE
 from graphrt.errors import (
     InputSlotError,

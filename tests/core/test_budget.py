@@ -13,19 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.core.base import InvalidModeError, InvalidOptionError, ModeNotSupportedError
-from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.plan import (
-    Budget,
-    CaptureKey,
-    GraphCost,
-    ModeResolution,
-    Plan,
-    capture_sizes,
-)
-from graphrt.core.plan.budget import CostModel, Fitted, fit
-from graphrt.core.plan.resolution import resolve_mode
-from graphrt.core.plan.sizes import descriptors_for, mixed_sizes
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.plan.budget import Budget, CostModel, Fitted, GraphCost, fit
+from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.resolution import ModeResolution, resolve_mode
+from graphrt.core.plan.sizes import CaptureKey, capture_sizes, descriptors_for, mixed_sizes
 from graphrt.core.plan.text import budget_lines
 from graphrt.core.plan.traffic import best_sizes, by_worth
 

@@ -31,11 +31,11 @@ from graphrt import (
     forward_context,
     wrapper_class,
 )
-from graphrt.core.base import (
+from graphrt.core.base._warnings import GraphsDroppedWarning
+from graphrt.core.base.errors import (
     CaptureError,
     CaptureSealedError,
     GraphRTError,
-    GraphsDroppedWarning,
     InputSlotError,
     InvalidOptionError,
     NestedCaptureError,

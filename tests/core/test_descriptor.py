@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from graphrt import Batch, BatchDescriptor
-from graphrt.core.base import InvalidBatchError
+from graphrt.core.base.errors import InvalidBatchError
 
 
 def test_equal_graphs_have_equal_descriptors():

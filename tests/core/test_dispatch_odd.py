@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphrt import Batch, BatchDescriptor, GraphDispatcher, GraphMode, GraphOptions, Reason
-from graphrt.core.base import InvalidBatchError, InvalidModeError, InvalidOptionError
+from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, InvalidOptionError
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 

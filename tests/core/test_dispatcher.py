@@ -23,10 +23,11 @@ from brute_force import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.core.base import InvalidBatchError, InvalidOptionError
-from graphrt.core.batch import Batch, BatchDescriptor, GraphMode, unpadded
-from graphrt.core.dispatch import Dispatch, GraphDispatcher, Reason
-from graphrt.core.dispatch.dispatcher import REMEMBERED
+from graphrt.core.base.errors import InvalidBatchError, InvalidOptionError
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor, unpadded
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.dispatcher import REMEMBERED, GraphDispatcher
+from graphrt.core.dispatch.reasons import Dispatch, Reason
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 

@@ -15,7 +15,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
-from graphrt.core.base import BakedScalarError, CaptureError, SideDoorError
+from graphrt.core.base.errors import BakedScalarError, CaptureError, SideDoorError
 from graphrt.core.capture.bridges import Bridges
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.device import error_chain
+from graphrt.core.device.error_chain import error_chain
 
 
 def chained() -> tuple[Exception, list[Exception]]:

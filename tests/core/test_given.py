@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from graphrt.core.base import RefusedOpError
+from graphrt.core.base.errors import RefusedOpError
 from graphrt.core.capture.guard import Given
 
 ADD, VIEW = torch.ops.aten.add.Tensor, torch.ops.aten.view.default

@@ -14,10 +14,10 @@ from graphrt import (
     HostArg,
     UpdatableTask,
 )
-from graphrt.core.base import InvalidUpdateError, MissingUpdateError
-from graphrt.core.replay import CapturedTask
+from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.replay.host_args import WORST_CASE
 from graphrt.core.replay.task_table import TaskTable, resolve_updates
+from graphrt.core.replay.tasks import CapturedTask
 
 TOKENS, REQS = 8, 4
 

@@ -17,7 +17,7 @@ from graphrt import (
     Plan,
     wrapper_class,
 )
-from graphrt.core.base import ContractVersionError
+from graphrt.core.base.errors import ContractVersionError
 from graphrt.cpu import CpuPlatform
 from graphrt.errors import (
     GraphsCapturedError,

@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphrt import Batch, GraphOptions, GraphPool, GraphRunner, Host, InputSpec
-from graphrt.core.base import NativeWriter
-from graphrt.core.inputs import Slab, Sources, StaticInputs
-from graphrt.cuda.ring import RingFormat, SlotRing
+from graphrt.core.base._native_door import NativeWriter
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.inputs.transport import Slab, Sources
+from graphrt.cuda.ring.format import RingFormat
+from graphrt.cuda.ring.slots import SlotRing
 from graphrt.cuda.ring.writers import learn
 from graphrt.errors import InputRingError, InputRingWarning, InvalidInputError
 from tests.core.ring_steps import Log, mixed_steps

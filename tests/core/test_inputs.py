@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphrt import Batch, GraphRunner, InputSpec
-from graphrt.core.base import InvalidInputError
-from graphrt.core.device import get_platform
-from graphrt.core.inputs import StagedCopy, StaticInputs, batch_of, nest
-from graphrt.core.inputs.transport import Staging, Window
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.device.registry import get_platform
+from graphrt.core.inputs.buffers import StaticInputs, batch_of
+from graphrt.core.inputs.declared import nest
+from graphrt.core.inputs.transport import StagedCopy, Staging, Window
 from graphrt.cpu.platform import CpuPlatform
 
 SPECS = {

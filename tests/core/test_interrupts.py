@@ -27,9 +27,10 @@ from graphrt import (
     current_context,
     eager_break,
 )
-from graphrt.core.base import CaptureSyncError, dispatch_modes
-from graphrt.core.inputs import OutputLayout
-from graphrt.core.replay import current_capture, under_way, warming_up
+from graphrt.core.base.errors import CaptureSyncError
+from graphrt.core.base.thread_mode import dispatch_modes
+from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.replay.recording import current_capture, under_way, warming_up
 from graphrt.cpu import compiled
 from graphrt.cpu.tape import refusals
 

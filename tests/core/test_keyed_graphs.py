@@ -27,8 +27,8 @@ from graphrt import (
     Reason,
     UpdatableTask,
 )
-from graphrt.core.batch import current_context
-from graphrt.core.replay import under_way
+from graphrt.core.batch.context import current_context
+from graphrt.core.replay.recording import under_way
 from graphrt.errors import (
     CaptureError,
     InvalidBatchError,

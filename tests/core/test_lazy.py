@@ -20,7 +20,7 @@ from graphrt import (
     InputSpec,
     Reason,
 )
-from graphrt.core.dispatch import preferred
+from graphrt.core.dispatch.ladders import preferred
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 
-from graphrt.core.device import LentStreams
+from graphrt.core.device.lent_streams import LentStreams
 
 
 class Stream:

@@ -19,7 +19,7 @@ from graphrt import (
     Reason,
     forward_context,
 )
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     CaptureSealedError,
     InvalidOptionError,
     MissingGraphError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphrt import AttentionSupport, GraphMode
-from graphrt.core.base import InvalidModeError, ModeNotSupportedError
+from graphrt.core.base.errors import InvalidModeError, ModeNotSupportedError
 from graphrt.core.plan.resolution import resolve_mode
 
 P, F, N = "PIECEWISE", "FULL", "NONE"

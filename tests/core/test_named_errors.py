@@ -24,7 +24,7 @@ from graphrt import (
     eager_break,
     errors,
 )
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     CopyError,
     InvalidBatchError,
     InvalidInputError,

@@ -19,7 +19,7 @@ from graphrt import (
     eager_break,
     forward_context,
 )
-from graphrt.core.base import InvalidInputError, NestedCaptureError, PoolBusyError
+from graphrt.core.base.errors import InvalidInputError, NestedCaptureError, PoolBusyError
 from graphrt.cpu import CPUGraphWrapper
 
 LAZY = GraphOptions(lazy=True)

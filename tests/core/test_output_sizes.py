@@ -9,7 +9,7 @@ import torch
 from test_runner import rows, runner
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, Reason
-from graphrt.core.base import OutputError
+from graphrt.core.base.errors import OutputError
 
 X = InputSpec(torch.float32, ("tokens", 4))
 

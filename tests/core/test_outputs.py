@@ -14,7 +14,7 @@ import torch.multiprocessing  # teaches the pickler what a tensor is
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, Host, InputSpec, eager_break
-from graphrt.core.base import can_mark_unreadable
+from graphrt.core.base.torch_names import can_mark_unreadable
 from graphrt.core.replay import handout
 from graphrt.errors import OutputError, OverwrittenOutputError
 

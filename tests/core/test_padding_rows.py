@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from graphrt import InputSpec
-from graphrt.core.base import InvalidInputError
-from graphrt.core.device import get_platform
-from graphrt.core.inputs import StaticInputs
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.device.registry import get_platform
+from graphrt.core.inputs.buffers import StaticInputs
 
 SLOTS = InputSpec(torch.int64, ("tokens",), pad=3, index=True)
 TABLE = InputSpec(torch.int32, ("reqs", 2), pad=0, index=True)

@@ -28,15 +28,15 @@ from graphrt import (
     Reason,
     forward_context,
 )
-from graphrt.core.base import (
+from graphrt.core.base._warnings import PlanChangedWarning
+from graphrt.core.base.errors import (
     InvalidModeError,
     InvalidOptionError,
     InvalidSizesError,
     ModeNotSupportedError,
-    PlanChangedWarning,
     PlanFileError,
 )
-from graphrt.core.plan import PlanArguments
+from graphrt.core.plan.arguments import PlanArguments
 from graphrt.cpu import CPUGraphWrapper, CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}

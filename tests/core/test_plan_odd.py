@@ -34,14 +34,14 @@ from graphrt import (
     Plan,
 )
 from graphrt.compile import CompileOptions
-from graphrt.core.base import (
+from graphrt.core.base._warnings import PlanChangedWarning
+from graphrt.core.base.errors import (
     GraphRTError,
     InvalidBatchError,
     InvalidModeError,
     InvalidOptionError,
     InvalidSizesError,
     ModeNotSupportedError,
-    PlanChangedWarning,
     PlanFileError,
     ResourceExhaustedError,
 )

@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     PlatformConflictError,
     PlatformError,
     PlatformUnavailableError,
     UnknownPlatformError,
 )
-from graphrt.core.device import Availability, Platform, hookimpl, resolve_platform
 from graphrt.core.device import registry as plugins
 from graphrt.core.device.found import PluginWarning
-from graphrt.core.device.registry import PlatformRegistry
+from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.platform import Availability, Platform
+from graphrt.core.device.registry import PlatformRegistry, hookimpl
 
 
 class StubPlatform(Platform):

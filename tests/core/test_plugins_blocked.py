@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from graphrt.core.base import InvalidOptionError, PluginBlockedError, UnknownPlatformError
-from graphrt.core.device import AllowedPlugins
+from graphrt.core.base.errors import InvalidOptionError, PluginBlockedError, UnknownPlatformError
+from graphrt.core.device._allowed import AllowedPlugins
 from graphrt.core.device.registry import PlatformRegistry
 
 ROOT = Path(__file__).parents[2]

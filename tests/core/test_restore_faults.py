@@ -9,7 +9,7 @@ import torch
 from test_runner import rows, runner
 
 from graphrt import Example, GraphOptions, Host, State
-from graphrt.core.base import ResourceExhaustedError
+from graphrt.core.base.errors import ResourceExhaustedError
 from graphrt.core.trust import trial
 
 OFF = GraphOptions(check="off")

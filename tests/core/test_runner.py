@@ -27,11 +27,10 @@ from graphrt import (
     eager_break,
     get_platform,
 )
-from graphrt.core.base import (
+from graphrt.core.base._warnings import GraphQuarantinedWarning, GraphsDroppedWarning
+from graphrt.core.base.errors import (
     CaptureSealedError,
-    GraphQuarantinedWarning,
     GraphRTError,
-    GraphsDroppedWarning,
     InputSlotError,
     InvalidBatchError,
     InvalidInputError,
@@ -45,7 +44,7 @@ from graphrt.core.base import (
     UnknownPlatformError,
     VerificationError,
 )
-from graphrt.core.device import MemoryFigures
+from graphrt.core.device.figures import MemoryFigures
 from graphrt.cpu import CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}

@@ -29,7 +29,7 @@ from graphrt import (
     eager_break,
     forward_context,
 )
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     BreakShapeError,
     CaptureError,
     InvalidBatchError,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
-from graphrt.core.base import cloned, together
+from graphrt.core.base.sharing import cloned, together
 from graphrt.core.replay import handout
 from graphrt.errors import OutputError
 

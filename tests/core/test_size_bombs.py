@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphRTError, GraphRunner, InputSpec, Plan
-from graphrt.core.base import (
+from graphrt.core.base import settings as settings_of
+from graphrt.core.base.errors import (
     InvalidInputError,
     InvalidOptionError,
     InvalidSizesError,
     PlanFileError,
-    read_settings,
 )
-from graphrt.core.base import settings as settings_of
-from graphrt.core.plan import Budget, saved
+from graphrt.core.base.settings import read_settings
+from graphrt.core.plan import saved
+from graphrt.core.plan.budget import Budget
 
 LONG = 10**12
 BEYOND = 10**30

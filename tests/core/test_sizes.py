@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.core.base import InvalidModeError, InvalidSizesError
-from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.plan import capture_sizes, check_sizes
+from graphrt.core.base.errors import InvalidModeError, InvalidSizesError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.sizes import (
     CaptureSizes,
     capture_limit,
+    capture_sizes,
+    check_sizes,
     descriptors_for,
     mixed_sizes,
 )

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from graphrt import BatchDescriptor, GraphMode, GraphPool, forward_context
-from graphrt.core.base import GraphRTError
-from graphrt.core.capture import CaptureTransaction
+from graphrt.core.base.errors import GraphRTError
 from graphrt.core.capture.source import source_of, user_source
+from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.cpu import CPUGraphWrapper
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphrt import GraphRunner, InputSpec, State, current_context
-from graphrt.core.base import InvalidOptionError, StaleInputError, StateTooLargeError
-from graphrt.core.capture import SavedState
+from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateTooLargeError
+from graphrt.core.capture.state import SavedState
 
 
 def test_tensors_are_restored_in_place_as_often_as_asked():

@@ -21,8 +21,9 @@ from graphrt import (
     eager_break,
     forward_context,
 )
-from graphrt.core.base import GraphsDroppedWarning, ResourceExhaustedError, StreamBudgetError
-from graphrt.core.trust import WorkCount
+from graphrt.core.base._warnings import GraphsDroppedWarning
+from graphrt.core.base.errors import ResourceExhaustedError, StreamBudgetError
+from graphrt.core.trust.watching.count import WorkCount
 from graphrt.cpu import CpuPlatform
 from graphrt.platforms import GraphWork, StreamRoom
 

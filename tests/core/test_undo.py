@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphrt.core.base import Undo
+from graphrt.core.base._undo import Undo
 
 
 def fails_once(error: BaseException, done: list[str], name: str):

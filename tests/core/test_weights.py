@@ -11,7 +11,7 @@ from test_runner import INPUTS, rows, runner
 from torch import nn
 
 from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, Reason, State, eager_break
-from graphrt.core.base import InvalidOptionError, StaleInputError, UntrackedWeightsError
+from graphrt.core.base.errors import InvalidOptionError, StaleInputError, UntrackedWeightsError
 from graphrt.cpu import CpuPlatform
 
 

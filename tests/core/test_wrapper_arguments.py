@@ -22,7 +22,7 @@ from graphrt import (
     eager_break,
     forward_context,
 )
-from graphrt.core.base import StaleInputError
+from graphrt.core.base.errors import StaleInputError
 from graphrt.cpu import CPUGraphWrapper
 
 LEVELS = ("off", "capture", "first", "sample", "always")

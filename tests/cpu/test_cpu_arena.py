@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.core.base import GraphRTError, PoolClosedError, PoolExhaustedError
+from graphrt.core.base.errors import GraphRTError, PoolClosedError, PoolExhaustedError
 from graphrt.cpu import Arena
 
 

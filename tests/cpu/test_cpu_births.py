@@ -9,7 +9,7 @@ import pytest
 import torch
 from cpu_capturing import capture, same
 
-from graphrt.core.base import CaptureSyncError, RefusedOpError
+from graphrt.core.base.errors import CaptureSyncError, RefusedOpError
 from graphrt.cpu import Arena
 
 ZEROS = [0.0] * 4

@@ -14,7 +14,7 @@ from cpu_capturing import capture, same
 from torch import nn
 from torch.nn import functional as F
 
-from graphrt.core.base import GraphRTError, RefusedOpError
+from graphrt.core.base.errors import GraphRTError, RefusedOpError
 from graphrt.cpu import Arena
 
 pytestmark = pytest.mark.filterwarnings("ignore")

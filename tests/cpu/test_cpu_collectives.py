@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from cpu_capturing import capture, modes_left
 
-from graphrt.core.base import RefusedOpError
+from graphrt.core.base.errors import RefusedOpError
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"

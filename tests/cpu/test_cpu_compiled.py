@@ -108,7 +108,7 @@ def test_a_graph_break_inside_a_compiled_function_is_issued_again_at_replay():
 
 
 def test_host_reads_outside_the_compiled_region_are_still_refused():
-    from graphrt.core.base import CaptureSyncError
+    from graphrt.core.base.errors import CaptureSyncError
 
     inner = torch.compile(lambda x: x + 1, backend="eager")
     with pytest.raises(CaptureSyncError):
@@ -130,7 +130,7 @@ def test_an_error_inside_a_compiled_region_leaves_nothing_behind():
 
 
 def test_a_compiled_callable_of_an_unknown_shape_is_refused(monkeypatch):
-    from graphrt.core.base import CaptureError
+    from graphrt.core.base.errors import CaptureError
     from graphrt.cpu import compiled
 
     monkeypatch.setattr(compiled, "_NEEDED_LOCALS", frozenset({"not there"}))
@@ -159,7 +159,7 @@ def test_a_compiled_callable_whose_result_is_no_local_is_recorded_as_it_returns(
 
 
 def test_a_profiler_where_the_result_is_no_local_is_refused(monkeypatch):
-    from graphrt.core.base import CaptureError
+    from graphrt.core.base.errors import CaptureError
     from graphrt.cpu import compiled
 
     monkeypatch.setattr(compiled, "_RESULT_LOCALS", frozenset({"not there"}))
@@ -197,7 +197,7 @@ def test_tensors_in_dataclasses_of_a_compiled_call_are_followed():
 
 
 def test_a_container_of_a_compiled_call_that_cannot_be_searched_is_refused():
-    from graphrt.core.base import CaptureError
+    from graphrt.core.base.errors import CaptureError
 
     class Box:
         def __init__(self, x):
@@ -209,7 +209,7 @@ def test_a_container_of_a_compiled_call_that_cannot_be_searched_is_refused():
 
 
 def test_a_number_of_a_compiled_call_that_changes_is_named_at_replay():
-    from graphrt.core.base import BakedScalarError
+    from graphrt.core.base.errors import BakedScalarError
 
     inner = torch.compile(lambda x: (x + 1, x.sum().item()), backend="eager")
     x = torch.ones(2)
@@ -221,7 +221,7 @@ def test_a_number_of_a_compiled_call_that_changes_is_named_at_replay():
 
 
 def test_code_of_inductor_that_is_called_without_dynamo_is_refused():
-    from graphrt.core.base import CaptureError
+    from graphrt.core.base.errors import CaptureError
 
     if not (shutil.which("g++") or shutil.which("clang++")):
         print("skipped: inductor on the CPU needs a C++ compiler")

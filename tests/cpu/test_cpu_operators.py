@@ -7,7 +7,7 @@ import torch
 from cpu_capturing import capture, same
 from torch.nn import functional as F
 
-from graphrt.core.base import RefusedOpError
+from graphrt.core.base.errors import RefusedOpError
 from graphrt.cpu.tape import lowering
 from graphrt.cpu.tape.operators import operator_of
 

@@ -7,7 +7,12 @@ import pytest
 import torch
 from cpu_capturing import capture, modes_left
 
-from graphrt.core.base import CaptureError, CaptureSyncError, NestedCaptureError, RefusedOpError
+from graphrt.core.base.errors import (
+    CaptureError,
+    CaptureSyncError,
+    NestedCaptureError,
+    RefusedOpError,
+)
 from graphrt.cpu import Arena, TapeGraph
 
 X = torch.arange(4.0)

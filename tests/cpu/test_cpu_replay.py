@@ -6,7 +6,7 @@ import pytest
 import torch
 from cpu_capturing import capture, same
 
-from graphrt.core.base import CaptureError
+from graphrt.core.base.errors import CaptureError
 from graphrt.cpu import Arena
 from tests.models.llama import Llama, step_inputs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cpu_capturing import capture, modes_left
 
-from graphrt.core.base import TaskContractError
+from graphrt.core.base.errors import TaskContractError
 from graphrt.cpu import Arena, CpuPlatform, TapeGraph
 
 

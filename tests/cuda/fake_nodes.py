@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphrt.cuda.driver import KernelParameters
+from graphrt.cuda.driver.nodes import KernelParameters
 
 KERNEL, MEMCPY, MEMSET, HOST, CHILD, EMPTY = 0, 1, 2, 3, 4, 5
 _OK, _INVALID_VALUE = 0, 1

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from graphrt.core.device import OpenCapture
-from graphrt.core.trust.watching import IssuedWatch
+from graphrt.core.device.captures import OpenCapture
+from graphrt.core.trust.watching.issued import IssuedWatch
 from graphrt.cuda import captures, memory
 from graphrt.cuda.captures import CudaCaptures
 

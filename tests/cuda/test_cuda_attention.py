@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphrt import Batch, GraphRunner, InputSpec
-from graphrt.core.batch import GraphMode
+from graphrt.core.batch.modes import GraphMode
 
 pytestmark = pytest.mark.cuda
 pytest.importorskip("triton", reason="the kernels are written in Triton")

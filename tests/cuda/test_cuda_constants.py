@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphrt import GraphRunner, InputSpec, KeyedGraphs, Plan
-from graphrt.core.base import is_made_on_host
+from graphrt.core.base.torch_names import is_made_on_host
 from graphrt.errors import BakedScalarError, CaptureSyncError, PageableCopyError
 
 pytestmark = pytest.mark.cuda

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphrt import GraphPool, GraphRunner, InputSpec, KeyedGraphs, eager_break
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base.errors import InvalidOptionError
 
 pytestmark = [
     pytest.mark.cuda,

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from graphrt import GraphMode, GraphPool, eager_break, get_platform
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     CaptureError,
     CaptureSyncError,
     PageableCopyError,
     ResourceExhaustedError,
 )
-from graphrt.testing.conformance import FULL, PIECEWISE, ConformanceBase
+from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
 
 pytestmark = pytest.mark.cuda
 

@@ -18,8 +18,8 @@ from graphrt import (
     eager_break,
     wrapper_class,
 )
-from graphrt.core.base import CaptureError, InvalidOptionError, PoolError
-from graphrt.core.device import get_platform
+from graphrt.core.base.errors import CaptureError, InvalidOptionError, PoolError
+from graphrt.core.device.registry import get_platform
 from graphrt.cuda.blocks import workspace_sizes
 
 pytestmark = pytest.mark.cuda

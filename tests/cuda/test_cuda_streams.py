@@ -20,7 +20,7 @@ from graphrt import (
     eager_break,
     get_platform,
 )
-from graphrt.testing.conformance import FULL, PIECEWISE, ConformanceBase
+from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
 
 pytestmark = pytest.mark.cuda
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from graphrt import UNCHANGED, Batch, GraphOptions, GraphRunner, HostArg, InputSpec, UpdatableTask
-from graphrt.core.base import MissingUpdateError, TaskContractError, UpdateRefusedError
-from graphrt.core.dispatch import Reason
+from graphrt.core.base.errors import MissingUpdateError, TaskContractError, UpdateRefusedError
+from graphrt.core.dispatch.reasons import Reason
 
 pytestmark = pytest.mark.cuda
 

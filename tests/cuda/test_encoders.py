@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
-from graphrt.core.replay import current_capture
+from graphrt.core.replay.recording import current_capture
 from graphrt.errors import GraphQuarantinedWarning
 
 pytest.importorskip("transformers")

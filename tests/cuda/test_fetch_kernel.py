@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ptx import Kernel
 
 from graphrt.cuda.driver._fetch_ptx import PTX, THREADS
-from graphrt.cuda.ring import RingFormat
+from graphrt.cuda.ring.format import RingFormat
 from tests.core.soft_ring import SoftRing
 
 KERNEL = Kernel(PTX.decode())

@@ -12,7 +12,7 @@ from fake_nodes import CHILD, EMPTY, HOST, MEMCPY, MEMSET, FakeNodes, Node, kern
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
-from graphrt.core.device import GraphPointers, MemoryBlock
+from graphrt.core.device.graph import GraphPointers, MemoryBlock
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
     tensor_addresses,
@@ -21,7 +21,8 @@ from graphrt.core.trust.watching.pointers import (
 )
 from graphrt.cpu import CpuPlatform
 from graphrt.cuda.blocks import blocks_of
-from graphrt.cuda.driver import api, pointers_of
+from graphrt.cuda.driver import api
+from graphrt.cuda.driver.pointers import pointers_of
 from graphrt.cuda.platform import CudaPlatform
 
 AT = 0x7F10_0000_0000

@@ -8,7 +8,7 @@ import struct
 import pytest
 from fake_driver import Fake, copy, kernel, read
 
-from graphrt.core.base import TaskContractError, UpdateRefusedError
+from graphrt.core.base.errors import TaskContractError, UpdateRefusedError
 from graphrt.cuda.update.addresses import Homes, strange_address
 from graphrt.cuda.update.images import KERNEL, NOTHING, image_of, key_of, offsets
 from graphrt.cuda.update.ladder import UpdateCounts

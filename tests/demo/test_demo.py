@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from graphrt import BatchDescriptor, Dispatch, GraphMode, Reason
-from graphrt.core.base import CheckpointError, InvalidBatchError, InvalidInputError
+from graphrt.core.base.errors import CheckpointError, InvalidBatchError, InvalidInputError
 from graphrt.demo import app, report, run_demo
 from graphrt.demo.engine import StepRecord
 from graphrt.demo.report import Run, compare, group_steps, make_runner

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from graphrt.core.base import CheckpointError
+from graphrt.core.base.errors import CheckpointError
 from graphrt.demo import load_checkpoint, seeded_checkpoint
 from tests.demo.tiny_checkpoints import CONFIGS, LLAMA, QWEN3, decoder_config, random_weights, write
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from graphrt import Dispatch, GraphMode, Reason
-from graphrt.core.base import InvalidBatchError
-from graphrt.core.batch import BatchDescriptor
+from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.demo import Engine, EngineLimits, OutOfPagesError
 
 VOCAB = 50

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as FileTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from graphrt.core.base import CheckpointError
+from graphrt.core.base.errors import CheckpointError
 from graphrt.demo.checkpoint import BEGIN, END
 from graphrt.demo.tokenizer import Tokenizer
 

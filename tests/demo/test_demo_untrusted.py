@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from graphrt.core.base import CheckpointError
+from graphrt.core.base.errors import CheckpointError
 from graphrt.demo.checkpoint import load_checkpoint
 from graphrt.demo.tokenizer import Tokenizer
 from tests.demo.tiny_checkpoints import LLAMA, write

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from graphrt import Plan
-from graphrt.compile.cache import CompileCache
+from graphrt.compile.cache.disk import CompileCache
 from tests.compile.test_cache_crash import PIECES, content, key_of, remove_all, write
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")

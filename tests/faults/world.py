@@ -19,9 +19,9 @@ from graphrt import (
     UpdatableTask,
     eager_break,
 )
-from graphrt.core.base import dispatch_modes
-from graphrt.core.batch import current_context
-from graphrt.core.replay import current_capture, under_way, warming_up
+from graphrt.core.base.thread_mode import dispatch_modes
+from graphrt.core.batch.context import current_context
+from graphrt.core.replay.recording import current_capture, under_way, warming_up
 from tests.faults.inject import Faults
 from tests.faults.places import seed_device
 

@@ -10,7 +10,7 @@ import torch
 from protocol_engine import Host, Key, Mode
 from test_vllm_ascend import Runner
 
-from graphrt.core.base import InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 
 pytestmark = pytest.mark.npu
 

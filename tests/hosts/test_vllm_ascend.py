@@ -11,7 +11,7 @@ import torch
 from protocol_engine import Context, Decoder, Host, Key, Mode
 
 from graphrt.ascend import AscendOptions, AscendPlatform
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     InvalidUpdateError,
     MissingCapabilityError,
     MissingUpdateError,

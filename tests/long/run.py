@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from graphrt import Batch, Dispatch, GraphRunner, Reason
-from graphrt.core.inputs import StaticInputs
+from graphrt.core.inputs.buffers import StaticInputs
 from tests.long.beside import Beside, Compiled, Hosted, Pair, Passing, in_thread
 from tests.long.level import Figures, plot
 from tests.long.models import SIZES, Draft, Served, runners

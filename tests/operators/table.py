@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from graphrt import GraphPool
-from graphrt.core.device import get_platform
+from graphrt.core.device.registry import get_platform
 from tests.operators.samples import SAMPLES, Case, chosen, dtype_name
 from tests.operators.trial import BAD, EQUAL, Sample, Verdict, variants
 

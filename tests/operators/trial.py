@@ -19,7 +19,8 @@ from graphrt import (
     forward_context,
     wrapper_class,
 )
-from graphrt.core.base import CaptureError, tree
+from graphrt.core.base import tree
+from graphrt.core.base.errors import CaptureError
 from tests.operators.buffers import Buffers, Values, same
 from tests.operators.results import Seen
 from tests.operators.samples import Case, seed

@@ -22,8 +22,10 @@ from graphrt import (
     InputSpec,
     current_context,
 )
-from graphrt.core.capture import GraphWrapper
-from graphrt.core.device import Capability, Platform, get_platform
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.device._contract import Capability
+from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import get_platform
 from graphrt.cpu.platform import CpuPlatform
 from graphrt.errors import PoolBusyError, PoolLeftBehindError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from graphrt.core.trust import Ambient
+from graphrt.core.trust.ambient import Ambient
 from tests.trust.twins import ambient_state_put_back
 
 # As a module: the package has the class under another name, and no attribute of this one.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphRunner, eager_break
-from graphrt.core.replay import current_capture
+from graphrt.core.replay.recording import current_capture
 from graphrt.core.trust.compare import rounding_of
 from graphrt.errors import GraphQuarantinedWarning
 from tests.trust.scenario import WIDTH, X

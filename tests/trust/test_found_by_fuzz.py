@@ -9,13 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, Host, InputSpec, eager_break
-from graphrt.core.base import (
-    BreakError,
-    OutputError,
-    RefusedOpError,
-    StaleInputError,
-    thread_mode,
-)
+from graphrt.core.base import thread_mode
+from graphrt.core.base.errors import BreakError, OutputError, RefusedOpError, StaleInputError
 from graphrt.errors import GraphQuarantinedWarning
 
 X = {"x": InputSpec(torch.float32, ("tokens", 8))}

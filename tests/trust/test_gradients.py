@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
-from graphrt.core.base import can_mark_unreadable
+from graphrt.core.base.torch_names import can_mark_unreadable
 from graphrt.errors import InvalidInputError
 from tests.trust.scenario import WIDTH, X
 

@@ -22,8 +22,8 @@ from graphrt import (
     Reason,
     current_context,
 )
-from graphrt.core.base import (
-    GraphQuarantinedWarning,
+from graphrt.core.base._warnings import GraphQuarantinedWarning
+from graphrt.core.base.errors import (
     InvalidInputError,
     InvalidOptionError,
     PythonStateError,

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from graphrt.core.batch import GraphMode
-from graphrt.core.capture import GraphWrapper
-from graphrt.core.replay import GraphPool
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.trust.baked import BakedValues
-from graphrt.core.trust.places import MISSING, Link, places_of, same_value
+from graphrt.core.trust.places.slots import MISSING, same_value
+from graphrt.core.trust.places.walk import Link, places_of
 
 SCALE = torch.ones(2)
 FACTOR = 3

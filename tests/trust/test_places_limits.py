@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphrt.core.trust.baked import BakedValues
-from graphrt.core.trust.places import MISSING, places_of, same_value
+from graphrt.core.trust.places.slots import MISSING, same_value
+from graphrt.core.trust.places.walk import places_of
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:

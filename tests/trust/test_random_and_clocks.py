@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.watching import Draws, Watch
+from graphrt.core.trust.watching.draws import Draws
+from graphrt.core.trust.watching.watch import Watch
 from graphrt.errors import GraphQuarantinedWarning
 
 WIDTH = 8

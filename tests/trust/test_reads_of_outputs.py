@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.core.base import storage_use_count
-from graphrt.core.replay import handout, is_spare
+from graphrt.core.base.torch_names import storage_use_count
+from graphrt.core.replay import handout
+from graphrt.core.replay.handout import is_spare
 from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.watching import Watch
+from graphrt.core.trust.watching.watch import Watch
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec
-from graphrt.core.base import unseen
-from graphrt.core.trust.watching import SavedWrites, Watch, still_there
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.trust.watching.watch import Watch
+from graphrt.core.trust.watching.writes import SavedWrites, still_there
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 

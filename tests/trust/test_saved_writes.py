@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.core.base import StateTooLargeError, tree
-from graphrt.core.trust.watching import SavedWrites, Watch
+from graphrt.core.base import tree
+from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.trust.watching.rows import Protected
+from graphrt.core.trust.watching.watch import Watch
+from graphrt.core.trust.watching.writes import SavedWrites
 
 MUCH = 1 << 20
 ROWS, COLUMNS = 6, 4

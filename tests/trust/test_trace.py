@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.trust.watching import Deviation, Trace, Watch, first_difference
 from graphrt.core.trust.watching.operators import in_bounds
+from graphrt.core.trust.watching.trace import Trace, first_difference
+from graphrt.core.trust.watching.watch import Deviation, Watch
 
 aten = torch.ops.aten
 WEIGHT, OTHER = torch.ones(4), torch.ones(4)

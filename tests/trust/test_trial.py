@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.core.base import PythonStateError, RowsMixedError, VerificationError
-from graphrt.core.trust import Trial, Verdict, Watch, places_of
+from graphrt.core.base.errors import PythonStateError, RowsMixedError, VerificationError
+from graphrt.core.trust._verdict import Verdict
+from graphrt.core.trust.places.walk import places_of
+from graphrt.core.trust.trial import Trial
+from graphrt.core.trust.watching.watch import Watch
 
 ROWS, LIVE = 4, 3
 ORDER = ["eager", "of_padding", "replay", "other_padding", "unpadded", "eager"]

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, Reason
-from graphrt.core.base import PythonStateError, StateTooLargeError
-from graphrt.core.capture import SavedState
-from graphrt.core.trust import ReadSet, WarmedUp, WatchedState
+from graphrt.core.base.errors import PythonStateError, StateTooLargeError
+from graphrt.core.capture.state import SavedState
+from graphrt.core.trust.reads import ReadSet
+from graphrt.core.trust.warm_up import WarmedUp, WatchedState
 
 WIDTH = 4
 PADDED = InputSpec(torch.float32, ("tokens", WIDTH), pad=1.0)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from graphrt.core.base import dispatch_modes
+from graphrt.core.base.thread_mode import dispatch_modes
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.watching import Use, Watch, storage_key
 from graphrt.core.trust.watching.trace import Values
+from graphrt.core.trust.watching.watch import Use, Watch, storage_key
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]
 

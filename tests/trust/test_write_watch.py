@@ -10,7 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from graphrt import GraphRunner, InputSpec
-from graphrt.core.trust.watching import SavedWrites, Watch, WriteWatch, storage_key, write_watch
+from graphrt.core.trust.watching import write_watch
+from graphrt.core.trust.watching.watch import Watch, storage_key
+from graphrt.core.trust.watching.write_watch import WriteWatch
+from graphrt.core.trust.watching.writes import SavedWrites
 
 NAMESPACE = "graphrt_write_watch"
 

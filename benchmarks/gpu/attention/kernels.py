@@ -25,14 +25,8 @@ from benchmarks.common import arguments, copy_bandwidth, environment, finish, sh
 from benchmarks.gpu.attention.paged import SHAPES, Paged, decode_runner, graph_us
 from graphrt import Batch
 from graphrt.attention import AttentionShape, TritonAttention
-from graphrt.attention.triton import (
-    Room,
-    Splits,
-    fixed_splits,
-    most_splits,
-    room_for,
-    scheduled_splits,
-)
+from graphrt.attention.triton.launch import room_for
+from graphrt.attention.triton.work import Room, Splits, fixed_splits, most_splits, scheduled_splits
 
 LAYERS = 16
 MAX_CONTEXT = 65_536

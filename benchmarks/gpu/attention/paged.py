@@ -16,7 +16,8 @@ from graphrt.attention import (
     TritonAttention,
     supports_of,
 )
-from graphrt.attention.triton import Room, Splits, Tiles, Workspace, decode, schedule
+from graphrt.attention.triton.launch import Tiles, Workspace, decode, schedule
+from graphrt.attention.triton.work import Room, Splits
 
 SHAPES: dict[str, AttentionShape] = {
     "MLA (DeepSeek-V2-Lite)": LatentShape(16, 512, 64, 64, 192**-0.5),

@@ -20,7 +20,8 @@ import torch
 from benchmarks.common import arguments, copy_bandwidth, environment
 from benchmarks.gpu.attention.paged import SHAPES, Paged, graph_us
 from graphrt.attention import AttentionShape, LatentShape
-from graphrt.attention.triton import Tiles, room_for, scheduled_splits
+from graphrt.attention.triton.launch import Tiles, room_for
+from graphrt.attention.triton.work import scheduled_splits
 
 ITSELF = (sys.executable, "-m", "benchmarks.gpu.attention.tiles")
 LAUNCHES = 8

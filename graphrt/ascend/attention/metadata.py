@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from graphrt.ascend.attention.task import AttentionTask, listed
-from graphrt.core.base import InvalidUpdateError
-from graphrt.core.replay import HostValues
+from graphrt.core.base.errors import InvalidUpdateError
+from graphrt.core.replay.host_args import HostValues
 
 
 def update_attn_params(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphrt.core.base import InvalidInputError
+from graphrt.core.base.errors import InvalidInputError
 
 _WANTED = {"qseqlen": "calc_type_spec", "lse": "calc_type_ring"}
 

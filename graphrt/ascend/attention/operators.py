@@ -10,7 +10,7 @@ import torch
 from graphrt.ascend.attention import workspaces
 from graphrt.ascend.attention.mla import mla_options
 from graphrt.ascend.attention.task import AttentionTask, Room, attention_task
-from graphrt.ascend.driver import torch_npu
+from graphrt.ascend.driver.library import torch_npu
 
 
 def fused_infer_attention(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from graphrt.ascend.attention.mla import mla_options
-from graphrt.ascend.driver import torch_npu
+from graphrt.ascend.driver.library import torch_npu
 
 _LONGEST_AT = 6144
 """Keys at which vllm-ascend finds the workspace of paged attention the largest."""

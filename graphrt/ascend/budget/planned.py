@@ -14,8 +14,9 @@ from graphrt.ascend.budget.streams import (
     device_of,
     stream_figures,
 )
-from graphrt.core.base import InvalidOptionError, nearest
-from graphrt.core.batch import GraphMode
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import nearest
+from graphrt.core.batch.modes import GraphMode
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphrt.core.base import InvalidOptionError, shown
-from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.plan import GraphCost, check_sizes
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.plan.budget import GraphCost
+from graphrt.core.plan.sizes import check_sizes
 
 DOMAINS = ("dp", "tp", "ep", "etp", "pcp", "dcp")
 """Groups of ranks that communicate inside a forward: data, tensor, expert and expert-tensor

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from graphrt.ascend.budget.profiles import Deployment, StreamFigures, profile_named
-from graphrt.core.base import InvalidOptionError, shown
-from graphrt.core.device import GraphWork, StreamRoom
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import shown
+from graphrt.core.device.figures import GraphWork, StreamRoom
 
 STRUCTURAL = "structural"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     IN_PIECES,
     CaptureError,
     CaptureSyncError,

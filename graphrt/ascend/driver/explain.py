@@ -22,7 +22,7 @@ from graphrt.ascend.driver.error_codes import (
     TOO_MANY_AT_ONCE,
     Cause,
 )
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     IN_PIECES,
     CaptureError,
     CaptureSyncError,
@@ -31,7 +31,7 @@ from graphrt.core.base import (
     GraphRTError,
     RefusedOpError,
 )
-from graphrt.core.device import Unexplained, error_chain
+from graphrt.core.device.error_chain import Unexplained, error_chain
 
 _CODE = re.compile(r"(?:error code is |\(code )(\d{6})")
 # torch_npu refuses these itself, before the device could give a code.

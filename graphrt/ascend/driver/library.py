@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from graphrt.ascend.budget import device_of
-from graphrt.core.device import Availability, Limits
+from graphrt.ascend.budget.streams import device_of
+from graphrt.core.device.figures import Limits
+from graphrt.core.device.platform import Availability
 
 _LIBRARY = re.compile(r"(lib[\w.+-]+?\.so[\w.]*): cannot open shared object file")
 _DRIVER_LIBRARIES = ("libascend_hal", "libdcmi", "libdrvdsmi")

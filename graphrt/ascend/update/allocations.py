@@ -7,8 +7,8 @@ from typing import Any
 from weakref import WeakSet
 
 from graphrt.ascend.private_torch import memory_stats
-from graphrt.core.base import TaskContractError
-from graphrt.core.capture import GraphOptions
+from graphrt.core.base.errors import TaskContractError
+from graphrt.core.capture.options import GraphOptions
 
 
 class AllocationWatch:

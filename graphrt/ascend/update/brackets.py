@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from graphrt.ascend.driver import has_value_wait
-from graphrt.core.base import InvalidUpdateError, MissingCapabilityError, TaskContractError
-from graphrt.core.device import TaskUpdate
+from graphrt.ascend.driver.library import has_value_wait
+from graphrt.core.base.errors import InvalidUpdateError, MissingCapabilityError, TaskContractError
+from graphrt.core.device.graph import TaskUpdate
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from graphrt.ascend.update.streams import UpdateStream
 from graphrt.ascend.watchdog import WatchedStep
-from graphrt.core.base import MissingCapabilityError, MissingUpdateError, TaskContractError
-from graphrt.core.device import TaskUpdate
+from graphrt.core.base.errors import MissingCapabilityError, MissingUpdateError, TaskContractError
+from graphrt.core.device.graph import TaskUpdate
 
 
 @dataclass

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
-from graphrt.core.base import PlatformError
+from graphrt.core.base.errors import PlatformError
 
 _TRIES = 64
 _LONGEST_UPDATE_S = 60.0

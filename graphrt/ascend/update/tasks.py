@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from graphrt.ascend.driver import check_queue, explain_replay, has_queue_ended, queue_ended
+from graphrt.ascend.driver.explain import explain_replay
+from graphrt.ascend.driver.launch_queue import check_queue, has_queue_ended, queue_ended
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.options import UpdateOrder, UpdateStrategy
 from graphrt.ascend.update.allocations import AllocationWatch
@@ -28,8 +29,8 @@ from graphrt.ascend.update.deferred import (
 )
 from graphrt.ascend.update.streams import UpdateStream, leave_stream, new_update_stream
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
-from graphrt.core.base import DeviceHangError, GraphRTError, LaunchQueueError
-from graphrt.core.device import TaskUpdate
+from graphrt.core.base.errors import DeviceHangError, GraphRTError, LaunchQueueError
+from graphrt.core.device.graph import TaskUpdate
 
 
 class Tasks:

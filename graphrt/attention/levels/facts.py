@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphrt.core.batch import AttentionSupport
+from graphrt.core.batch.modes import AttentionSupport
 
 
 @dataclass(frozen=True)

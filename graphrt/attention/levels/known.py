@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphrt.attention.levels.facts import Condition, KnownBackend, Level
-from graphrt.core.batch import AttentionSupport
+from graphrt.core.batch.modes import AttentionSupport
 
 _ALWAYS = AttentionSupport.ALWAYS
 _UNIFORM = AttentionSupport.UNIFORM_BATCH

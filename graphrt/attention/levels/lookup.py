@@ -7,8 +7,9 @@ from functools import cache
 
 from graphrt.attention.levels.facts import FACTS, Fact, KnownBackend, Level
 from graphrt.attention.levels.known import FAMILIES
-from graphrt.core.base import InvalidOptionError, shown
-from graphrt.core.batch import AttentionSupport
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.modes import AttentionSupport
 
 
 def get_cudagraph_support(name: str, **facts: bool | int) -> AttentionSupport:

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.attention.levels import get_cudagraph_support
+from graphrt.attention.levels.lookup import get_cudagraph_support
 from graphrt.attention.libraries.optional import load
 from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
-from graphrt.core.base import InvalidInputError
-from graphrt.core.batch import AttentionSupport
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.batch.modes import AttentionSupport
 
 PAGE_SIZE_2 = 256
 

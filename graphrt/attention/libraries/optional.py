@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from graphrt.core.base import MissingLibraryError
+from graphrt.core.base.errors import MissingLibraryError
 
 
 def load(module: str, package: str) -> Any:

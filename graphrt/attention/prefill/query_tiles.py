@@ -8,8 +8,8 @@ import torch
 
 from graphrt.attention.backend import AttentionStep
 from graphrt.attention.shapes import AttentionShape, GroupedShape
-from graphrt.core.base import InvalidInputError
-from graphrt.core.batch import current_context
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.batch.context import current_context
 
 LARGEST_TILE = 256
 

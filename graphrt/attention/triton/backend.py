@@ -9,14 +9,18 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.attention.prefill import QueryTiles, varlen_attention, with_tiles
+from graphrt.attention.prefill.query_tiles import QueryTiles, with_tiles
+from graphrt.attention.prefill.varlen import varlen_attention
 from graphrt.attention.shapes import AttentionShape, check_strides
 from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, schedule_spans
 from graphrt.attention.triton.work import SHORT, Splits, fixed_splits, most_splits, scheduled_splits
-from graphrt.core.base import InvalidInputError, InvalidOptionError
-from graphrt.core.batch import AttentionSupport, BatchDescriptor, current_context
-from graphrt.core.replay import HostArg, HostValues, UpdatableTask
+from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
+from graphrt.core.batch.context import current_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.replay.host_args import HostArg, HostValues
+from graphrt.core.replay.tasks import UpdatableTask
 
 SplitPolicy = Literal["device", "fixed", "task"]
 _POLICIES = ("device", "fixed", "task")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import dispatch_modes
+from graphrt.core.base.thread_mode import dispatch_modes
 
 _library: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.compile.errors import CompileError
-from graphrt.compile.private_torch import expressions, relied_on
+from graphrt.compile.private_torch.traces import expressions, relied_on
 
 
 @contextmanager

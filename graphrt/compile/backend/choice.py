@@ -9,7 +9,7 @@ from torch import fx
 
 from graphrt.compile.backend.inductor import InductorBackend, why_not
 from graphrt.compile.errors import CompileError
-from graphrt.core.base import shown
+from graphrt.core.base.option_values import shown
 
 
 class Backend(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphrt.compile.split import written
-from graphrt.compile.trace import is_number
+from graphrt.compile.split.effects import written
+from graphrt.compile.trace.sizes import is_number
 
 
 def copies_what_it_writes(piece: fx.GraphModule) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from graphrt.compile.split import name_of
-from graphrt.compile.trace import value_of
+from graphrt.compile.split.effects import name_of
+from graphrt.compile.trace.sizes import value_of
 
 
 def select_elements(graph: fx.Graph) -> None:

@@ -19,7 +19,7 @@ from graphrt.compile.backend.process import (
     tuned_before,
     tuned_kernels,
 )
-from graphrt.compile.private_torch import (
+from graphrt.compile.private_torch.inductor import (
     Artifact,
     SaveFormat,
     find_cpp_compiler,
@@ -28,8 +28,8 @@ from graphrt.compile.private_torch import (
     inductor_compile,
     load_artifact,
 )
-from graphrt.compile.split import returned_count
-from graphrt.compile.trace import value_of
+from graphrt.compile.split.graph import returned_count
+from graphrt.compile.trace.sizes import value_of
 
 _CODE = "code"
 _LIBRARIES = "libraries"

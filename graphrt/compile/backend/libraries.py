@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from graphrt.compile.backend.process import taking_turns
-from graphrt.compile.cache import cpu_features
-from graphrt.compile.private_torch import Load, library_loads, load_library
+from graphrt.compile.cache.key.versions import cpu_features
+from graphrt.compile.private_torch.patches import Load, library_loads, load_library
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from graphrt.compile.private_torch import (
+from graphrt.compile.private_torch.inductor import compiler_directory
+from graphrt.compile.private_torch.patches import (
     code_forgotten_after_tuning,
-    compiler_directory,
     kernels_loaded_as_tuned,
     one_code_for_sums,
     sizes_of_floats,

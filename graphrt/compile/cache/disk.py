@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Literal, cast
 
 from graphrt.compile.cache.entry import CacheEntry, CacheFigures
-from graphrt.compile.cache.key import CacheKey
-from graphrt.core.base import InvalidOptionError, shown
+from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import shown
 
 DIRECTORY_VARIABLE = "GRAPHRT_CACHE_DIR"
 DISABLE_VARIABLE = "GRAPHRT_DISABLE_COMPILE_CACHE"

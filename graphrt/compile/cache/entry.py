@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from graphrt.compile.cache.key import CacheKey
+from graphrt.compile.cache.key.groups import CacheKey
 from graphrt.compile.cache.listing import explain_miss
 from graphrt.compile.cache.log import size_text, warn
 from graphrt.compile.cache.permissions import RefusedError, opened
@@ -33,7 +33,9 @@ from graphrt.compile.cache.store import (
     write_atomic,
     write_synced,
 )
-from graphrt.core.base import InvalidOptionError, logger, shown
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import shown
 
 Payload = bytes | Callable[[Path], object]
 Loaded = TypeVar("Loaded")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphrt.compile.cache.key import CacheKey
+from graphrt.compile.cache.key.groups import CacheKey
 from graphrt.compile.cache.permissions import opened, read_file
 from graphrt.compile.cache.store import (
     KEY_FILE,
@@ -23,7 +23,8 @@ from graphrt.compile.cache.store import (
     read_manifest,
     remove_tree,
 )
-from graphrt.core.base import GraphRTError, InvalidOptionError, shown
+from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+from graphrt.core.base.option_values import shown
 
 _KEY_NAME = re.compile(r"[0-9a-f]{16}")
 _RANK_PREFIX = "rank_"

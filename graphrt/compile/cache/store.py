@@ -23,7 +23,7 @@ from graphrt.compile.cache.permissions import (
     read_file,
     without_write_of_others,
 )
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base.errors import InvalidOptionError
 
 MAGIC = "graphrt compile cache"
 FORMAT = 1

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch import expressions
-from graphrt.compile.trace import axis_symbol, value_of
-from graphrt.core.base import logger
+from graphrt.compile.private_torch.traces import expressions
+from graphrt.compile.trace.check import axis_symbol
+from graphrt.compile.trace.sizes import value_of
+from graphrt.core.base.log import logger
 
 _Place = tuple[int, int | None, Any]
 """The number of an argument, the dimension if that is a tensor, and the size as sympy has it."""

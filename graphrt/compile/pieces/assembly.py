@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from graphrt.compile.backend import backend_for
-from graphrt.compile.cache import Compilation
+from graphrt.compile.backend.choice import backend_for
+from graphrt.compile.cache.key.parts import Compilation
 from graphrt.compile.errors import ReassignedStateError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.cached import KeptPieces
@@ -22,17 +22,18 @@ from graphrt.compile.pieces.partition import partitions
 from graphrt.compile.pieces.readable import compiled_line, readable, traced_line
 from graphrt.compile.pieces.stitch import Stitched, stitch
 from graphrt.compile.pieces.wrapping import Wrapping, nothing_to_wrap, wrapped_pieces
-from graphrt.compile.split import (
-    DEFAULT_SPLITTING_OPS,
-    Piece,
-    restoring_settings,
-    split,
-    splits_at,
-    splitting_names,
-)
-from graphrt.compile.trace import CallChecker, Outside, Overlaps, Small, Subject, trace_call
-from graphrt.core.base import frozen_gc, logger
-from graphrt.core.capture import GraphWrapper, eager_break
+from graphrt.compile.split.contexts import restoring_settings
+from graphrt.compile.split.graph import Piece, split
+from graphrt.compile.split.operators import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
+from graphrt.compile.trace.call import trace_call
+from graphrt.compile.trace.check import CallChecker, Small
+from graphrt.compile.trace.outside import Outside
+from graphrt.compile.trace.overlaps import Overlaps
+from graphrt.compile.trace.subject import Subject
+from graphrt.core.base.garbage import frozen_gc
+from graphrt.core.base.log import logger
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.wrapper import GraphWrapper
 
 
 @dataclass(frozen=True)

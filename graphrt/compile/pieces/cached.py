@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from graphrt.compile.backend import CompiledPiece, new_directory
-from graphrt.compile.cache import (
-    CacheEntry,
-    Compilation,
-    CompileCache,
-    warn,
-)
+from graphrt.compile.backend.inductor import CompiledPiece
+from graphrt.compile.backend.process import new_directory
+from graphrt.compile.cache.disk import CompileCache
+from graphrt.compile.cache.entry import CacheEntry
+from graphrt.compile.cache.key.parts import Compilation
+from graphrt.compile.cache.log import warn
 
 
 class KeptPieces:

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.backend import (
-    AsOperator,
-    Backend,
-    TellingWrites,
-    backend_for,
-    copies_what_it_writes,
-)
+from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
+from graphrt.compile.backend.choice import Backend, backend_for
+from graphrt.compile.backend.copies import copies_what_it_writes
 from graphrt.compile.errors import AliasError, CompileError
 from graphrt.compile.pieces._conditions import WhereRight, conditions_on, size_places
 from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
-from graphrt.compile.private_torch import compiler_caches_apart, storage_identity
-from graphrt.compile.split import Piece, fingerprint, returned_count, splits_at, written_between
-from graphrt.compile.trace import is_number, value_of
-from graphrt.core.base import GraphRTError, logger
+from graphrt.compile.private_torch.inductor import compiler_caches_apart
+from graphrt.compile.private_torch.operators import storage_identity
+from graphrt.compile.split.graph import Piece, returned_count, written_between
+from graphrt.compile.split.identity import fingerprint
+from graphrt.compile.split.operators import splits_at
+from graphrt.compile.trace.sizes import is_number, value_of
+from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.log import logger
 
 _KEY_LENGTH = 16
 """Hex digits of a piece's hash that name it among the pieces of one module."""

@@ -11,14 +11,22 @@ from typing import Any
 
 import torch
 
-from graphrt.compile.backend import backend_for
+from graphrt.compile.backend.choice import backend_for
 from graphrt.compile.errors import CompileError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.wrapping import Wrapping
-from graphrt.compile.private_torch import PartitionFunction, lacks_partitions, partitions_taken
-from graphrt.core.base import BakedScalarError, BreakShapeError, cloned, fork_safe
-from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.capture import Bridges, GraphWrapper, separate_strides
+from graphrt.compile.private_torch.patches import (
+    PartitionFunction,
+    lacks_partitions,
+    partitions_taken,
+)
+from graphrt.core.base._fork import fork_safe
+from graphrt.core.base.errors import BakedScalarError, BreakShapeError
+from graphrt.core.base.sharing import cloned
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.bridges import Bridges, separate_strides
+from graphrt.core.capture.wrapper import GraphWrapper
 
 # What Inductor calls for each of its partitions is process-wide.
 _lock = fork_safe(threading.RLock())

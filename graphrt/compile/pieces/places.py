@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import StaleInputError, tree
-from graphrt.core.batch import BatchDescriptor, ForwardContext
-from graphrt.core.replay import GraphPool
+from graphrt.core.base import tree
+from graphrt.core.base.errors import StaleInputError
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.replay.pool import GraphPool
 
 
 class ArgumentPlaces:

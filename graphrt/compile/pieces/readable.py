@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from graphrt.compile.pieces.figures import Figures
-from graphrt.compile.split import Piece, names_of
+from graphrt.compile.split.graph import Piece
+from graphrt.compile.split.operators import names_of
 
 
 def readable(graph: fx.GraphModule, pieces: Sequence[Piece], kept_as: Mapping[str, str]) -> str:

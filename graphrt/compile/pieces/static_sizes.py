@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import CompileSizeError
-from graphrt.compile.private_torch import expressions, fake_tensors
-from graphrt.compile.trace import value_of
-from graphrt.core.base import shown
+from graphrt.compile.private_torch.traces import expressions, fake_tensors
+from graphrt.compile.trace.sizes import value_of
+from graphrt.core.base.option_values import shown
 
 
 def wanted_sizes(

@@ -13,18 +13,12 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import RetraceError
-from graphrt.compile.split import Piece, attribute_of, target_name
-from graphrt.compile.trace import (
-    Argument,
-    Interface,
-    Kind,
-    Output,
-    Parameters,
-    Weight,
-    is_number,
-    kind_of,
-    kind_text,
-)
+from graphrt.compile.split.graph import Piece, attribute_of
+from graphrt.compile.split.identity import target_name
+from graphrt.compile.trace._kinds import Kind, kind_of, kind_text
+from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
+from graphrt.compile.trace.parameters import Parameters
+from graphrt.compile.trace.sizes import is_number
 
 
 @dataclass(frozen=True)

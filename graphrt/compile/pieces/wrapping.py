@@ -6,11 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphrt.compile.split import Piece, returned_count
+from graphrt.compile.split.graph import Piece, returned_count
 from graphrt.core.base import tree
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import Bridges, GraphOptions, GraphWrapper, wrapper_class
-from graphrt.core.replay import GraphPool, SegmentHooks, deliver
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.bridges import Bridges
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
+from graphrt.core.replay.eager_part import deliver
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
 
 
 @dataclass(frozen=True)

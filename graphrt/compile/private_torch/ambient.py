@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphrt.compile.private_torch.names import NAMES
-from graphrt.core.base import MissingTorchNameError
+from graphrt.core.base.errors import MissingTorchNameError
 
 _ABSENT = "it is not in the key of compiled code"
 _FLAGS = {

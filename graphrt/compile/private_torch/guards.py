@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
-from graphrt.core.base import MissingTorchNameError
+from graphrt.core.base.errors import MissingTorchNameError
 
 _NO_GUARDS = "what changes outside of the arguments of compiled code is not seen"
 _ENTRIES = NAMES.declare("torch._dynamo.eval_frame._debug_get_cache_entry_list", without=_NO_GUARDS)

@@ -12,7 +12,7 @@ import torch.compiler.config
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
-from graphrt.core.base import MissingTorchNameError
+from graphrt.core.base.errors import MissingTorchNameError
 
 _NO_KEY = "compiled code cannot be kept: use backend='eager'"
 _NO_INDUCTOR = "pieces run eagerly, and the figures say why"

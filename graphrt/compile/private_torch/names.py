@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import MissingTorchNameError, PrivateNames
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.private_torch import PrivateNames
 
 NAMES = PrivateNames()
 

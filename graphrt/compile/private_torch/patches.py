@@ -12,7 +12,9 @@ import torch
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
-from graphrt.core.base import MissingTorchNameError, PrivateName, logger
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.log import logger
+from graphrt.core.base.private_torch import PrivateName
 
 _TUNED_AGAIN = "kernels are tuned again at every start, after a warning"
 _NO_PARTITION = "Inductor does not split the graph, and the figures say why"

@@ -14,7 +14,8 @@ from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
 from graphrt.compile.private_torch.operators import is_higher_order, overload_name
-from graphrt.core.base import MissingTorchNameError, PrivateName
+from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.private_torch import PrivateName
 
 _NO_KEY = "compiled code that calls operators of others is not kept"
 _FEWER = "what is registered there is not in the key of compiled code"

@@ -10,9 +10,14 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import AliasError
-from graphrt.compile.private_torch import is_higher_order, operator_names, returns, storage_identity
+from graphrt.compile.private_torch.operators import (
+    is_higher_order,
+    operator_names,
+    returns,
+    storage_identity,
+)
 from graphrt.compile.split.effects import written
-from graphrt.compile.trace import value_of
+from graphrt.compile.trace.sizes import value_of
 
 
 def forward_updates(graph: fx.Graph) -> None:

@@ -11,17 +11,17 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import CompileError
-from graphrt.compile.private_torch import autocast_calls, inference_mode_calls
+from graphrt.compile.private_torch.operators import autocast_calls, inference_mode_calls
 from graphrt.compile.split.effects import written
 from graphrt.compile.split.groups import Roles, is_allocation
-from graphrt.compile.trace import value_of
-from graphrt.core.base import (
+from graphrt.compile.trace.sizes import value_of
+from graphrt.core.base.torch_names import (
     attention_kernels,
     attention_order,
     set_attention_kernels,
     set_attention_order,
 )
-from graphrt.core.capture import Refusal
+from graphrt.core.capture.refusals import Refusal
 
 _OTHER_SETTING = Refusal(
     CompileError,

@@ -11,9 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from graphrt.compile.errors import OpaqueError
-from graphrt.compile.private_torch import is_registered, remember_functions
-from graphrt.core.base import check_callable, flag, items_of, shown
-from graphrt.core.capture import operator_break
+from graphrt.compile.private_torch.operators import is_registered
+from graphrt.compile.private_torch.registered import remember_functions
+from graphrt.core.base.option_values import check_callable, flag, items_of, shown
+from graphrt.core.capture.breaks import operator_break
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,13 +11,13 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import CompileError
-from graphrt.compile.private_torch import (
+from graphrt.compile.private_torch.operators import (
     is_higher_order,
     is_transformed,
     operator_names,
     written_arguments,
 )
-from graphrt.compile.trace import value_of
+from graphrt.compile.trace.sizes import value_of
 
 _I = ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub")
 _IN_PLACE = frozenset(

@@ -15,7 +15,7 @@ from graphrt.compile.split.contexts import check_settings, close_autocast, drop_
 from graphrt.compile.split.effects import check_metadata, check_transforms, written
 from graphrt.compile.split.groups import NodeGroup, Roles, partition
 from graphrt.compile.split.lines import remember_lines
-from graphrt.compile.trace import is_number
+from graphrt.compile.trace.sizes import is_number
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphrt.compile.private_torch import overload_name
+from graphrt.compile.private_torch.operators import overload_name
 from graphrt.compile.split.aliases import elements, views
 from graphrt.compile.split.effects import written
-from graphrt.compile.trace import floating, is_number
+from graphrt.compile.trace.sizes import floating, is_number
 
 _ALLOCATIONS = frozenset(
     {

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.cache import TracedSources, Values, covers
-from graphrt.compile.private_torch import operator_names, storage_identity, triton_call
+from graphrt.compile.cache.key.code import covers
+from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.values import Values
+from graphrt.compile.private_torch.operators import operator_names, storage_identity
+from graphrt.compile.private_torch.registered import triton_call
 from graphrt.compile.split.graph import attribute_of
-from graphrt.compile.trace import value_of
+from graphrt.compile.trace.sizes import value_of
 
 _PLAIN = (str, int, float, complex, bool, type(None), type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)

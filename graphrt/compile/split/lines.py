@@ -7,8 +7,8 @@ import weakref
 
 from torch import fx
 
-from graphrt.compile.trace import innermost_line
-from graphrt.core.capture import Source, stands_for
+from graphrt.compile.trace._user_lines import innermost_line
+from graphrt.core.capture.source import Source, stands_for
 
 
 def remember_lines(piece: fx.GraphModule) -> None:

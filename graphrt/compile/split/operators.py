@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch import operator_names, overloads
+from graphrt.compile.private_torch.operators import operator_names, overloads
 
 DEFAULT_SPLITTING_OPS = ("graphrt::paged_decode", "graphrt::attend")
 """Besides every operator with the tag `cudagraph_unsafe`, which `opaque` gives to its own."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch import expressions, fake_tensors
+from graphrt.compile.private_torch.traces import expressions, fake_tensors
 from graphrt.compile.trace.sizes import value_of
-from graphrt.core.base import logger
+from graphrt.core.base.log import logger
 
 
 def does_the_same(graph: fx.GraphModule, sizes: Mapping[Any, int]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from graphrt.compile.private_torch import SideEffects, side_effects
+from graphrt.compile.private_torch.traces import SideEffects, side_effects
 
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
 _KEPT = re.compile(r"\._(?:parameters|buffers)\b(?:\['(\w+)'\])?")

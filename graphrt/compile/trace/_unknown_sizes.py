@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from graphrt.compile.errors import TraceError
-from graphrt.core.capture import Source
+from graphrt.core.capture.source import Source
 
 _EXPRESSION = re.compile(r"data-dependent expression .*?\(unhinted: (.*?)\)\.")
 _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)

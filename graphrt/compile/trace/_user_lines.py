@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from graphrt.core.capture import Source
+from graphrt.core.capture.source import Source
 
 _FRAME = re.compile(r'File "([^<].*)", line (\d+), in (.*)')
 

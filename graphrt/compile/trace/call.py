@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import CompileError
-from graphrt.compile.private_torch import expressions, was_written
+from graphrt.compile.private_torch.operators import was_written
+from graphrt.compile.private_torch.traces import expressions
 from graphrt.compile.trace._rerun import does_the_same
 from graphrt.compile.trace.check import CallChecker, Small
 from graphrt.compile.trace.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes

@@ -10,7 +10,7 @@ import torch
 from graphrt.compile.errors import RetraceError, TraceError
 from graphrt.compile.trace.dims import DynamicDims, sizes_of
 from graphrt.compile.trace.parameters import Leaf
-from graphrt.core.base import shown
+from graphrt.core.base.option_values import shown
 
 Small = tuple[tuple[str, int], ...]
 """Axes of a call whose size is 0 or 1, with that size."""

@@ -9,8 +9,9 @@ import torch
 
 from graphrt.compile.errors import CompileError, RetraceError
 from graphrt.compile.trace.parameters import Leaf
-from graphrt.core.base import InvalidInputError, shown
-from graphrt.core.batch import Axis
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.axes import Axis
 
 DEFAULT_AXIS = "tokens"
 

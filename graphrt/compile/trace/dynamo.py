@@ -16,13 +16,10 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import TraceError
-from graphrt.compile.private_torch import (
-    GuardFilter,
-    Guards,
-    all_guarded,
+from graphrt.compile.private_torch.guards import GuardFilter, Guards, all_guarded, names_read
+from graphrt.compile.private_torch.traces import (
     mark_dynamic,
     mark_unbacked,
-    names_read,
     new_code_shown,
     size_oblivious,
     torch_check,
@@ -33,7 +30,8 @@ from graphrt.compile.trace._unknown_sizes import decided_by_unknown
 from graphrt.compile.trace._user_lines import lines_of
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
-from graphrt.core.base import GraphRTError, fork_safe
+from graphrt.core.base._fork import fork_safe
+from graphrt.core.base.errors import GraphRTError
 
 # Dynamo's hooks for bytecode are process-wide; a trace is rare enough to take turns.
 _lock = fork_safe(threading.RLock())

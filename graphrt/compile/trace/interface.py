@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch import expressions
+from graphrt.compile.private_torch.traces import expressions
 from graphrt.compile.trace.dynamo import Traced
 from graphrt.compile.trace.parameters import Leaf
 from graphrt.compile.trace.sizes import value_of

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from graphrt.compile.errors import RetraceError
-from graphrt.compile.private_torch import Guards, function_modes, hooks_of_all_modules
+from graphrt.compile.private_torch.guards import Guards, function_modes, hooks_of_all_modules
 from graphrt.compile.trace._guard_texts import AS_TRACED, explained
 from graphrt.compile.trace._kinds import kind_of, kind_text
 from graphrt.compile.trace._side_effects import Rewritten
 from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
 from graphrt.compile.trace.subject import Method
-from graphrt.core.trust import Ambient
+from graphrt.core.trust.ambient import Ambient
 
 _ANEW = (
     "set it before compiling, compile a new instance of the module, or make it a tensor that is "

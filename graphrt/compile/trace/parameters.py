@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from graphrt.compile.errors import CompileError
-from graphrt.core.base import shown, tree
+from graphrt.core.base import tree
+from graphrt.core.base.option_values import shown
 
 
 @dataclass(frozen=True)

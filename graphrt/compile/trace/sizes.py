@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch import computed, expressions
+from graphrt.compile.private_torch.traces import computed, expressions
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from graphrt.compile.private_torch import held_by
+from graphrt.compile.private_torch.operators import held_by
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Parameters
 from graphrt.core.base import tree

@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from graphrt.core.base import InvalidInputError, items_of, nearest, shown
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.base.option_values import items_of, nearest, shown
 
 _AXIS = re.compile(r"\s*(\w+?)\s*(?:\+\s*(\d{1,18})\s*)?")
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token, copy_context
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from graphrt.core.base import InvalidOptionError, check_callable
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
-from graphrt.core.base import (
-    InvalidBatchError,
-    NativeSame,
-    check_hashable,
-    count_of,
-    items_of,
-    shown,
-)
+from graphrt.core.base._native_door import NativeSame
+from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.base.option_values import check_hashable, count_of, items_of, shown
 from graphrt.core.batch.modes import GraphMode
 
 

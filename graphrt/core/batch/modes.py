@@ -6,7 +6,8 @@ import enum
 import os
 from collections.abc import Mapping
 
-from graphrt.core.base import InvalidModeError, InvalidOptionError, nearest, shown
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
+from graphrt.core.base.option_values import nearest, shown
 
 MODE_VARIABLE = "GRAPHRT_MODE"
 

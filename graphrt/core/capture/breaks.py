@@ -9,16 +9,13 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    check_callable,
-    has_kernel,
-    schemas_of_operator,
-    shown,
-)
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import check_callable, shown
+from graphrt.core.base.torch_names import has_kernel, schemas_of_operator
 from graphrt.core.capture.guard import refuse_transform, side_doors
 from graphrt.core.capture.refusals import MISSED_BREAK, TRACED_BREAK
-from graphrt.core.replay import counted, current_capture, name_of
+from graphrt.core.replay.eager_part import name_of
+from graphrt.core.replay.recording import counted, current_capture
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import together, tree, unseen, write
+from graphrt.core.base import tree
+from graphrt.core.base.sharing import together, write
+from graphrt.core.base.thread_mode import unseen
 
 
 class Bridges:

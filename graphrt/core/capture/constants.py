@@ -26,17 +26,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import (
-    BakedScalarError,
-    PageableCopyError,
-    is_made_on_host,
-    make_on_host,
-    tree,
-    unseen,
-)
+from graphrt.core.base import tree
+from graphrt.core.base.errors import BakedScalarError, PageableCopyError
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base.torch_names import is_made_on_host, make_on_host
 from graphrt.core.capture.source import Source, user_source
-from graphrt.core.device import DeviceGraph
-from graphrt.core.replay import GraphPool, SegmentHooks
+from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
 
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)

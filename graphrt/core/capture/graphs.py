@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from graphrt.core.base import GraphsCapturedError, check_hashable, check_kind, cloned
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.base.errors import GraphsCapturedError
+from graphrt.core.base.option_values import check_hashable, check_kind
+from graphrt.core.base.sharing import cloned
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.device import DeviceGraph
-from graphrt.core.replay import Entry, GraphPool, graphs_of
+from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import graphs_of
 
 _FULL = GraphMode.FULL
 

@@ -22,17 +22,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import (
-    GraphRTError,
-    PageableCopyError,
+from graphrt.core.base import tree
+from graphrt.core.base.errors import GraphRTError, PageableCopyError
+from graphrt.core.base.thread_mode import (
     ThreadMode,
     dispatch_modes,
     is_taken_apart,
     remove_dispatch_mode,
-    transform_under_way,
-    tree,
 )
-from graphrt.core.batch import ForwardContext
+from graphrt.core.base.torch_names import transform_under_way
+from graphrt.core.batch.context import ForwardContext
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.refusals import (
     HIDDEN_TENSOR,
@@ -47,8 +46,10 @@ from graphrt.core.capture.refusals import (
     WRITTEN_COPY,
 )
 from graphrt.core.capture.source import Source, user_source
-from graphrt.core.device import DeviceGraph
-from graphrt.core.replay import Recording, SegmentHooks, issued, name_of
+from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.replay.eager_part import name_of
+from graphrt.core.replay.recording import Recording, issued
+from graphrt.core.replay.segments import SegmentHooks
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """What every tensor made from Python data, or from a NumPy array, goes through."""

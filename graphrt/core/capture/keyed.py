@@ -6,30 +6,20 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
-from graphrt.core.base import (
-    CaptureError,
-    MissingGraphError,
-    NestedCaptureError,
-    Uncopied,
-    check_callable,
-    check_hashable,
-    check_kind,
-    shown,
-)
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.base.errors import CaptureError, MissingGraphError, NestedCaptureError, Uncopied
+from graphrt.core.base.option_values import check_callable, check_hashable, check_kind, shown
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.replay import (
-    WORST_CASE,
-    GraphPool,
-    SegmentHooks,
-    Updates,
-    in_turn,
-    is_inside_capture,
-    under_way,
-)
+from graphrt.core.replay._turn import in_turn
+from graphrt.core.replay.host_args import WORST_CASE, Updates
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import is_inside_capture, under_way
+from graphrt.core.replay.segments import SegmentHooks
 
 
 class KeyedGraphs(Uncopied):

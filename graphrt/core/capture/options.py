@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from graphrt.core.base import (
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import (
     Check,
-    InvalidOptionError,
     check_fields,
     check_keys,
     check_kind,
@@ -19,13 +19,12 @@ from graphrt.core.base import (
     operators,
     optional,
     padding_ratio,
-    read_json,
-    read_settings,
     shown,
     whole,
     wrong_type,
 )
-from graphrt.core.device import Platform
+from graphrt.core.base.settings import read_json, read_settings
+from graphrt.core.device.platform import Platform
 
 CHECK_LEVELS = ("off", "capture", "first", "sample", "always")
 """How much is checked, each level with all of those before it."""

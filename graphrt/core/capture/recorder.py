@@ -17,42 +17,33 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import (
-    GraphRTError,
-    Undo,
-    dispatch_modes,
-    freeze_garbage,
-    outside_modes,
-    set_for_capture,
-    thaw_garbage,
-    tree,
-    unseen,
-)
-from graphrt.core.batch import ForwardContext, GraphMode
+from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.breaks import check_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.guard import CaptureGuard, Given
 from graphrt.core.capture.refusals import NESTED_CAPTURE, NOT_STRIDED, SHARED_RESULTS
 from graphrt.core.capture.source import source_of
-from graphrt.core.device import Capability, DeviceGraph, Unexplained
-from graphrt.core.replay import (
-    CapturedTask,
+from graphrt.core.device._contract import Capability
+from graphrt.core.device.error_chain import Unexplained
+from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.replay.eager_part import (
     EagerPart,
-    GraphPool,
-    HookedSegment,
-    Part,
-    Recording,
-    SegmentHooks,
-    TaskedSegment,
-    active,
-    graphs_of,
     name_of,
     on_own_containers,
     on_own_tensors,
     settle,
-    under_way,
 )
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import Recording, active, under_way
+from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
+from graphrt.core.replay.tasks import CapturedTask
 
 R = TypeVar("R")
 

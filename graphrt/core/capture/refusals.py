@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     BreakError,
     CaptureError,
     FrozenMetadataError,

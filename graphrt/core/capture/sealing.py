@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from graphrt.core.base import CaptureSealedError, MissingGraphError
-from graphrt.core.batch import BatchDescriptor, ForwardContext
+from graphrt.core.base.errors import CaptureSealedError, MissingGraphError
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.dispatch import Reason
+from graphrt.core.dispatch.reasons import Reason
 
 
 class Sealing:

@@ -7,16 +7,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    StaleInputError,
-    StateTooLargeError,
-    check_kind,
-    check_takes,
-    inference_guard,
-    shown,
-    without_gradients,
-)
+from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateTooLargeError
+from graphrt.core.base.option_values import check_kind, check_takes, shown
+from graphrt.core.base.thread_mode import without_gradients
+from graphrt.core.base.torch_names import inference_guard
 
 
 class State:

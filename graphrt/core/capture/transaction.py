@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from graphrt.core.device import GraphWork
-from graphrt.core.dispatch import Reason
+from graphrt.core.device.figures import GraphWork
+from graphrt.core.dispatch.reasons import Reason
 
 
 class GraphOwner(Protocol):

@@ -9,49 +9,38 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
-from graphrt.core.base import (
+from graphrt.core.base import tree
+from graphrt.core.base.errors import (
     CaptureError,
     InvalidModeError,
     InvalidOptionError,
     PlatformError,
     StaleInputError,
     Uncopied,
-    check_callable,
-    check_kind,
-    check_takes,
-    cloned,
-    flag,
-    shown,
-    tree,
-    without_gradients,
 )
-from graphrt.core.batch import (
-    BatchDescriptor,
-    ForwardContext,
-    GraphMode,
-    current_context,
-    graphs_off,
-)
+from graphrt.core.base.option_values import check_callable, check_kind, check_takes, flag, shown
+from graphrt.core.base.sharing import cloned
+from graphrt.core.base.thread_mode import without_gradients
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.capture.graphs import WrapperGraphs
 from graphrt.core.capture.guard import Given
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Recorder
 from graphrt.core.capture.sealing import Sealing
-from graphrt.core.device import Platform, given_platform
-from graphrt.core.dispatch import Reason
-from graphrt.core.replay import (
-    BoundArguments,
-    Entry,
-    GraphPool,
-    SegmentHooks,
-    Updates,
-    check_hooks,
-    in_turn,
-    is_inside_capture,
-    name_of,
-    under_way,
-    waiting_step,
-)
+from graphrt.core.device.lookup import given_platform
+from graphrt.core.device.platform import Platform
+from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.replay._deferred import waiting_step
+from graphrt.core.replay._turn import in_turn
+from graphrt.core.replay.arguments import BoundArguments
+from graphrt.core.replay.eager_part import name_of
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.host_args import Updates
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import is_inside_capture, under_way
+from graphrt.core.replay.segments import SegmentHooks, check_hooks
 
 _FULL = GraphMode.FULL
 _EAGER: Final = object()

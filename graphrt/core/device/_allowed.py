@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
-from graphrt.core.base import check_kind, items_of
+from graphrt.core.base.option_values import check_kind, items_of
 
 BLOCK_VARIABLE = "GRAPHRT_BLOCK_PLUGINS"
 ONLY_VARIABLE = "GRAPHRT_ONLY_PLUGINS"

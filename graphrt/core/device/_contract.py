@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from graphrt.core.base import ContractVersionError
+from graphrt.core.base.errors import ContractVersionError
 
 CONTRACT_VERSION = 1
 """Of the device contract. It grows when a platform that was right before may not be any longer."""

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, fork_safe, shown
+from graphrt.core.base._fork import fork_safe
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import shown
 from graphrt.core.device.platform import Platform
 
 # Process-wide because devices are: two captures on one device at the same time see each other's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graphrt.core.base import storage_at
+from graphrt.core.base.torch_names import storage_at
 
 
 def weak_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from graphrt.core.base import NestedCaptureError
+from graphrt.core.base.errors import NestedCaptureError
 
 
 class CaptureMemory(Protocol):

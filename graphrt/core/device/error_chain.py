@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphrt.core.base import CaptureError
+from graphrt.core.base.errors import CaptureError
 
 
 class Unexplained(CaptureError):

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphrt.core.base import PlatformConflictError, PlatformError, logger, shown
+from graphrt.core.base.errors import PlatformConflictError, PlatformError
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import shown
 from graphrt.core.device.platform import Availability, Platform
 
 FAILURES = (Exception, SystemExit)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import PlatformUnavailableError, check_kind
+from graphrt.core.base.errors import PlatformUnavailableError
+from graphrt.core.base.option_values import check_kind
 from graphrt.core.device._contract import check_contract
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import current_platform, get_platform

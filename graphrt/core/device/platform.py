@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import CaptureError, MissingCapabilityError
+from graphrt.core.base.errors import CaptureError, MissingCapabilityError
 from graphrt.core.device._contract import Capability
 from graphrt.core.device.error_chain import Unexplained
 from graphrt.core.device.figures import (

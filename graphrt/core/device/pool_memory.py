@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NewType
 from weakref import WeakSet, ref
 
-from graphrt.core.base import InvalidOptionError, PoolError, logger, shown
+from graphrt.core.base.errors import InvalidOptionError, PoolError
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import shown
 
 PoolHandle = NewType("PoolHandle", tuple[int, int])
 

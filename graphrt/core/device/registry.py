@@ -11,18 +11,16 @@ from typing import Any
 import pluggy
 import torch
 
-from graphrt.core.base import (
+from graphrt.core.base._fork import fork_safe
+from graphrt.core.base.errors import (
     PlatformConflictError,
     PlatformError,
     PlatformUnavailableError,
     PluginBlockedError,
     UnknownPlatformError,
-    check_kind,
-    flag,
-    fork_safe,
-    logger,
-    shown,
 )
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import check_kind, flag, shown
 from graphrt.core.device._allowed import AllowedPlugins, normalized
 from graphrt.core.device._contract import Capability, check_contract
 from graphrt.core.device.found import (

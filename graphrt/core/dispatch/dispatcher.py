@@ -7,29 +7,22 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from graphrt.core.base import (
-    InvalidBatchError,
-    InvalidModeError,
-    Uncopied,
-    fork_safe,
-    items_of,
-    padding_ratio,
-    shown,
-)
-from graphrt.core.batch import (
+from graphrt.core.base._fork import fork_safe
+from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
+from graphrt.core.base.option_values import items_of, padding_ratio, shown
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import (
     NO_MODES,
     NOT_FOUND,
     Batch,
     BatchDescriptor,
-    ForwardContext,
-    GraphMode,
     checked_batch,
     descriptor_of,
-    graphs_off,
     live_query_len,
     settled,
     unpadded,
 )
+from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.dispatch.ladders import GRAPH_MODES, Ladders
 from graphrt.core.dispatch.reasons import NOT_REPLAYED, OF_BATCHES, Agreed, Dispatch, Reason
 

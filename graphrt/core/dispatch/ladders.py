@@ -7,7 +7,8 @@ from collections.abc import Collection, Hashable, Sequence
 from operator import le
 from typing import NamedTuple
 
-from graphrt.core.batch import Batch, GraphMode
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 
 GRAPH_MODES = (GraphMode.FULL, GraphMode.PIECEWISE)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 
 
 class Reason(enum.Enum):

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidBatchError, InvalidInputError, shown
-from graphrt.core.batch import Batch
-from graphrt.core.device import Platform
+from graphrt.core.base.errors import InvalidBatchError, InvalidInputError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
 from graphrt.core.inputs.layout import Field, InputLayout, PadPattern, StepMoves
 from graphrt.core.inputs.padding_rows import PaddingRows

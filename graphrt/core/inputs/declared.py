@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import MOST, InvalidBatchError, InvalidInputError, nearest, shown
-from graphrt.core.device import Platform
+from graphrt.core.base.errors import InvalidBatchError, InvalidInputError
+from graphrt.core.base.option_values import MOST, nearest, shown
+from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec, check_value
 
 _LARGE_BYTES = 1 << 30

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from graphrt.core.base import inference_guard
+from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec, check_value
 
 _ALIGNMENT = 256

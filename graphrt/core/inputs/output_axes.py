@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, OutputError, shown, tree
-from graphrt.core.batch import Axis
+from graphrt.core.base import tree
+from graphrt.core.base.errors import InvalidOptionError, OutputError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.axes import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
 """Axes of an output, or of several by name or position: see `OutputLayout`."""

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import (
-    OutputError,
-    logger,
-    told,
-    tree,
-)
-from graphrt.core.batch import Axis
+from graphrt.core.base import tree
+from graphrt.core.base.errors import OutputError
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import told
+from graphrt.core.batch.axes import Axis
 from graphrt.core.inputs.output_axes import (
     Declared,
     DeclaredAxes,

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InputSlotError, InvalidInputError, Uncopied, shown
-from graphrt.core.batch import Batch
-from graphrt.core.dispatch import Agreed
+from graphrt.core.base.errors import InputSlotError, InvalidInputError, Uncopied
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.dispatch.reasons import Agreed
 
 
 class Arrays(Mapping[str, Any]):

@@ -11,14 +11,9 @@ from typing import Any, TypeGuard
 
 import torch
 
-from graphrt.core.base import (
-    GraphRTError,
-    InvalidInputError,
-    OverwrittenOutputError,
-    nearest,
-    shown,
-)
-from graphrt.core.batch import Axis
+from graphrt.core.base.errors import GraphRTError, InvalidInputError, OverwrittenOutputError
+from graphrt.core.base.option_values import nearest, shown
+from graphrt.core.batch.axes import Axis
 
 _MOST_BLOCKS = 1 << 16
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from graphrt.core.base import copy_all
-from graphrt.core.device import DeviceEvent, Platform
+from graphrt.core.base.torch_names import copy_all
+from graphrt.core.device.graph import DeviceEvent
+from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import FieldMove, StepMoves
 from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_value
 

@@ -6,16 +6,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypedDict
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    InvalidSizesError,
-    check_kind,
-    count_of,
-    items_of,
-    nearest,
-    shown,
-)
-from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, checked_variant
+from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
+from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest, shown
+from graphrt.core.batch.descriptor import checked_variant
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
 from graphrt.core.plan.budget import Budget
 from graphrt.core.plan.resolution import AUTO, all_compiled
 from graphrt.core.plan.sizes import check_query_lens, check_sizes

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from graphrt.core.base import (
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import (
     MOST,
-    InvalidOptionError,
     check_hashable,
     check_takes,
     count_of,
@@ -19,7 +19,8 @@ from graphrt.core.base import (
     only_known,
     shown,
 )
-from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey, capture_order
 from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth, live_sizes

@@ -6,22 +6,12 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from graphrt.core.base import (
-    InvalidSizesError,
-    ResourceExhaustedError,
-    check_kind,
-    flag,
-    items_of,
-    only_known,
-)
-from graphrt.core.batch import (
-    AttentionSupport,
-    BatchDescriptor,
-    GraphMode,
-    PieceProvider,
-    graphs_off,
-)
-from graphrt.core.device import Platform, check_platform, given_platform
+from graphrt.core.base.errors import InvalidSizesError, ResourceExhaustedError
+from graphrt.core.base.option_values import check_kind, flag, items_of, only_known
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
+from graphrt.core.device.lookup import check_platform, given_platform
+from graphrt.core.device.platform import Platform
 from graphrt.core.plan import saved, text
 from graphrt.core.plan.arguments import (
     PlanArguments,

@@ -12,14 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    ModeNotSupportedError,
-    items_of,
-    logger,
-    shown,
-)
-from graphrt.core.batch import AttentionSupport, GraphMode, PieceProvider, graphs_off
+from graphrt.core.base.errors import InvalidOptionError, ModeNotSupportedError
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import items_of, shown
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
 
 SWITCHED_OFF = "environment"
 """The rule of the step that `GRAPHRT_MODE=NONE` takes."""

@@ -21,14 +21,12 @@ from typing import Any
 import torch
 
 from graphrt._version import __version__
-from graphrt.core.base import (
-    InvalidOptionError,
-    PlanChangedWarning,
-    PlanFileError,
-    read_bounded,
-    shown,
-)
-from graphrt.core.batch import BatchDescriptor, GraphMode, PieceProvider
+from graphrt.core.base._warnings import PlanChangedWarning
+from graphrt.core.base.errors import InvalidOptionError, PlanFileError
+from graphrt.core.base.option_values import shown
+from graphrt.core.base.settings import read_bounded
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.plan.arguments import PlanArguments
 from graphrt.core.plan.budget import (
     RESOURCES,

@@ -6,15 +6,11 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    InvalidSizesError,
-    count_of,
-    items_of,
-    logger,
-    shown,
-)
-from graphrt.core.batch import BatchDescriptor, GraphMode
+from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import count_of, items_of, shown
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.traffic import Traffic, fitted_sizes
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]

@@ -6,7 +6,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from graphrt.core.batch import AttentionSupport, BatchDescriptor, GraphMode
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport, GraphMode
 from graphrt.core.plan.budget import (
     BUDGET_RULE,
     RESOURCES,

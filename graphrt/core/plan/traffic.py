@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, count_of, number_of, shown
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import count_of, number_of, shown
 
 Traffic = Mapping[int, float]
 """Shares of the steps by their live batch size in tokens; they need not add up to 1."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import PoolBusyError, shown
-from graphrt.core.batch import current_context
+from graphrt.core.base.errors import PoolBusyError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.context import current_context
 from graphrt.core.replay.pool import GraphPool
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from threading import Thread
 from typing import Any, Final, Protocol
 
-from graphrt.core.base import GraphRTError, InvalidUpdateError, MissingUpdateError
-from graphrt.core.batch import ForwardContext
+from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
+from graphrt.core.batch.context import ForwardContext
 from graphrt.core.replay._steps import AwaitsUpdates
 from graphrt.core.replay.host_args import UNCHANGED, Updates, _Marker
 from graphrt.core.replay.pool import GraphPool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import PoolLeftBehindError
+from graphrt.core.base.errors import PoolLeftBehindError
 
 
 class LeftBehind:

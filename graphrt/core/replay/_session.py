@@ -7,13 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    Undo,
-    check_callable,
-    freeze_garbage,
-    thaw_garbage,
-)
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.base.option_values import check_callable
 
 
 class CaptureSession:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
-    CaptureError,
+from graphrt.core.base.errors import CaptureError
+from graphrt.core.base.torch_names import (
     attention_kernels,
     attention_order,
     function_modes,

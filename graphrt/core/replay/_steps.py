@@ -13,8 +13,11 @@ from typing import Any, Final
 
 import torch
 
-from graphrt.core.base import CaptureError, GraphRTError, PoolBusyError, tree
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
+from graphrt.core.base import tree
+from graphrt.core.base.errors import CaptureError, GraphRTError, PoolBusyError
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.replay._left_behind import LeftBehind
 from graphrt.core.replay._turn import Turn
 from graphrt.core.replay.handout import HandedOut, expire

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from graphrt.core.base import GraphRTError, Undo
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import GraphRTError
 
 T = TypeVar("T")
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.device import GraphRead, Platform
+from graphrt.core.device.graph import GraphRead
+from graphrt.core.device.platform import Platform
 from graphrt.core.replay.pool import GraphPool
 
 

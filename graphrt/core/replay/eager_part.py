@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import BakedScalarError, BreakError, BreakShapeError, told, tree
+from graphrt.core.base import tree
+from graphrt.core.base.errors import BakedScalarError, BreakError, BreakShapeError
+from graphrt.core.base.option_values import told
 from graphrt.core.replay._settings import settings_now, under
 
 

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
+from graphrt.core.base import tree
+from graphrt.core.base.errors import (
     DeviceHangError,
     InvalidUpdateError,
     LaunchQueueError,
     StaleInputError,
-    tree,
-    without_gradients,
 )
-from graphrt.core.batch import BatchDescriptor, ForwardContext
-from graphrt.core.device import GraphRead
+from graphrt.core.base.thread_mode import without_gradients
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.device.graph import GraphRead
 from graphrt.core.replay._deferred import DEFERRED, Deferred, failed_before
 from graphrt.core.replay.arguments import BoundArguments, is_unread
 from graphrt.core.replay.eager_part import EagerPart

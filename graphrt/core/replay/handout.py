@@ -11,17 +11,15 @@ from weakref import WeakValueDictionary, getweakrefcount
 import torch
 from torch import is_inference_mode_enabled
 
-from graphrt.core.base import (
+from graphrt.core.base.sharing import clones, is_lazy, together
+from graphrt.core.base.torch_names import (
     can_make_tensor_over,
     can_mark_unreadable,
-    clones,
     inference_guard,
-    is_lazy,
     mark_unreadable,
     storage_at,
     storage_use_count,
     tensor_over,
-    together,
     without_dispatch_modes,
 )
 

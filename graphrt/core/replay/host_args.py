@@ -11,8 +11,10 @@ from typing import Any, Final, Literal
 
 import torch
 
-from graphrt.core.base import InvalidUpdateError, check_kind, choice, flag, shown
-from graphrt.core.batch import Axis, Batch
+from graphrt.core.base.errors import InvalidUpdateError
+from graphrt.core.base.option_values import check_kind, choice, flag, shown
+from graphrt.core.batch.axes import Axis
+from graphrt.core.batch.descriptor import Batch
 
 HostValues = Mapping[str, Any]
 """The host arguments of one task by name."""

@@ -10,17 +10,17 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, PoolClosedError, Uncopied, tell_of_forks
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.device import (
-    Capability,
-    DeviceGraph,
-    Platform,
-    UpdateFigures,
-    capture_lock,
-    device_of,
-    resolve_platform,
-)
+from graphrt.core.base._fork import tell_of_forks
+from graphrt.core.base.errors import InvalidOptionError, PoolClosedError, Uncopied
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.device._contract import Capability
+from graphrt.core.device._devices import capture_lock, device_of
+from graphrt.core.device.figures import UpdateFigures
+from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.platform import Platform
 from graphrt.core.replay._left_behind import LeftBehind, in_capture, without_device
 from graphrt.core.replay._session import CaptureSession, OpenSession, tell
 from graphrt.core.replay._steps import PoolSteps

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import after_forks
-from graphrt.core.device import GraphWork
+from graphrt.core.base._fork import after_forks
+from graphrt.core.device.figures import GraphWork
 
 
 class Recording(Protocol):

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, cast
 
-from graphrt.core.base import InvalidOptionError, check_takes, shown
-from graphrt.core.device import DeviceGraph, Platform
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import check_takes, shown
+from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.platform import Platform
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import HostValues
 from graphrt.core.replay.tasks import CapturedTask

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graphrt.core.base import InvalidUpdateError, MissingUpdateError
-from graphrt.core.batch import ForwardContext
+from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.batch.context import ForwardContext
 from graphrt.core.replay.host_args import UNCHANGED, HostValues, Updates
 from graphrt.core.replay.tasks import CapturedTask
 

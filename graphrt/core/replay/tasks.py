@@ -12,16 +12,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
-    InvalidUpdateError,
-    MissingUpdateError,
-    check_callable,
-    check_kind,
-    check_takes,
-    shown,
-    tree,
-)
-from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, current_context
+from graphrt.core.base import tree
+from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.option_values import check_callable, check_kind, check_takes, shown
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.replay.host_args import WORST_CASE, HostArg, HostValues
 from graphrt.core.replay.recording import Recording, counted, current_capture, in_task
 

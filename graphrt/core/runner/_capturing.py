@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import check_takes
-from graphrt.core.batch import Batch
-from graphrt.core.dispatch import Agreed
-from graphrt.core.replay import GraphPool, in_turn
+from graphrt.core.base.option_values import check_takes
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.dispatch.reasons import Agreed
+from graphrt.core.replay._turn import in_turn
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner._devices import on_own_device
 from graphrt.core.runner._meanwhile import Meanwhile
 from graphrt.core.runner._path import StepPath
 from graphrt.core.runner._rounds import CaptureProgress, Rounds
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import Progress
-from graphrt.core.runner.steps import LastUpdates
+from graphrt.core.runner.steps.updates import LastUpdates
 
 
 class Capturing:

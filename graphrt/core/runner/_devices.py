@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from graphrt.core.replay import GraphPool
+from graphrt.core.replay.pool import GraphPool
 
 
 class HasPool(Protocol):

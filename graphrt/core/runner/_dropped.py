@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from graphrt.core.base import GraphsDroppedWarning, ResourceExhaustedError, warn_caller
-from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.plan import alike
+from graphrt.core.base._warnings import GraphsDroppedWarning, warn_caller
+from graphrt.core.base.errors import ResourceExhaustedError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.plan.text import alike
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from graphrt.core.base import cloned
-from graphrt.core.batch import Batch
-from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher, preferred
-from graphrt.core.plan import CaptureKey
-from graphrt.core.replay import GraphPool
+from graphrt.core.base.sharing import cloned
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.ladders import preferred
+from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
-from graphrt.core.runner.steps import Checks
+from graphrt.core.runner.steps.checks import Checks
 
 
 class LazyCaptures:

@@ -12,18 +12,15 @@ from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
-from graphrt.core.base import Undo
-from graphrt.core.batch import Batch, GraphMode
-from graphrt.core.dispatch import (
-    NOT_REPLAYED,
-    Agreed,
-    Dispatch,
-    GraphDispatcher,
-    Reason,
-    preferred,
-)
-from graphrt.core.inputs import InputSlot, StaticInputs, batch_of
-from graphrt.core.replay import is_inside_capture
+from graphrt.core.base._undo import Undo
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.ladders import preferred
+from graphrt.core.dispatch.reasons import NOT_REPLAYED, Agreed, Dispatch, Reason
+from graphrt.core.inputs.buffers import StaticInputs, batch_of
+from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.replay.recording import is_inside_capture
 
 _KEPT = 8
 """Slowest steps."""

@@ -6,14 +6,22 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from graphrt.core.base import NativePath, NativeSame, PoolClosedError
-from graphrt.core.batch import Batch, ForwardContext, GraphMode, is_plain, same
-from graphrt.core.dispatch import Agreed, Dispatch, Reserved
-from graphrt.core.inputs import InputSlot, StaticInputs, agreed_too_late, batch_of
-from graphrt.core.replay import GraphPool, is_inside_capture, under_way
+from graphrt.core.base._native_door import NativePath, NativeSame
+from graphrt.core.base.errors import PoolClosedError
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import Batch, is_plain, same
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.dispatcher import Reserved
+from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.inputs.buffers import StaticInputs, batch_of
+from graphrt.core.inputs.slot import InputSlot, agreed_too_late
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner._steps import Steps
 from graphrt.core.runner.graphs import GraphSet
-from graphrt.core.runner.steps import NOT_ALONE, LastUpdates, PaddedStep
+from graphrt.core.runner.steps.padded_step import PaddedStep
+from graphrt.core.runner.steps.replayed import NOT_ALONE
+from graphrt.core.runner.steps.updates import LastUpdates
 
 
 class StepPath:

@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from graphrt.core.base import InvalidOptionError, count_of, items_of, logger, number_of, shown
-from graphrt.core.capture import NESTED_CAPTURE
-from graphrt.core.plan import CaptureKey, Plan
-from graphrt.core.replay import GraphPool, check_between_steps, current_capture, in_turn
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import count_of, items_of, number_of, shown
+from graphrt.core.capture.refusals import NESTED_CAPTURE
+from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.replay._between import check_between_steps
+from graphrt.core.replay._turn import in_turn
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import current_capture
 from graphrt.core.runner._dropped import tell_dropped
 from graphrt.core.runner._meanwhile import Meanwhile
 from graphrt.core.runner.graphs import GraphSet

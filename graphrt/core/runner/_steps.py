@@ -6,19 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from graphrt.core.capture import GraphOptions
-from graphrt.core.inputs import StaticInputs
-from graphrt.core.plan import Plan
-from graphrt.core.replay import GraphPool
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.plan.plan import Plan
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
-from graphrt.core.runner.steps import (
-    CheckedSteps,
-    LastUpdates,
-    PaddedSteps,
-    Slots,
-    UnpaddedSteps,
-)
+from graphrt.core.runner.steps.checked import CheckedSteps
+from graphrt.core.runner.steps.padded import PaddedSteps
+from graphrt.core.runner.steps.slots import Slots
+from graphrt.core.runner.steps.unpadded import UnpaddedSteps
+from graphrt.core.runner.steps.updates import LastUpdates
 
 
 class Steps(NamedTuple):

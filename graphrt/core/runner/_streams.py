@@ -6,10 +6,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TypeVar
 
-from graphrt.core.base import StreamBudgetError
-from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.device import GraphWork, Platform, StreamRoom
-from graphrt.core.trust import WorkCount
+from graphrt.core.base.errors import StreamBudgetError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.device.figures import GraphWork, StreamRoom
+from graphrt.core.device.platform import Platform
+from graphrt.core.trust.watching.count import WorkCount
 
 T = TypeVar("T")
 

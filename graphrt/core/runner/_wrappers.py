@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import where_asked, without_gradients
-from graphrt.core.batch import GraphMode, PieceProvider
-from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
-from graphrt.core.inputs import InputRing
-from graphrt.core.plan import Plan
-from graphrt.core.replay import GraphPool, SegmentHooks, is_inside_capture
+from graphrt.core.base.thread_mode import where_asked, without_gradients
+from graphrt.core.batch.modes import GraphMode, PieceProvider
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
+from graphrt.core.inputs.transport import InputRing
+from graphrt.core.plan.plan import Plan
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import is_inside_capture
+from graphrt.core.replay.segments import SegmentHooks
 from graphrt.core.runner.compiled import CompiledModules
-from graphrt.core.trust import Gradients
+from graphrt.core.trust.gradients import Gradients
 
 
 def wrappers_of(

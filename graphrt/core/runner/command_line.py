@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
-from graphrt.core.base import check_keys, read_settings
-from graphrt.core.capture import GraphOptions
-from graphrt.core.plan import PlanArguments
+from graphrt.core.base.option_values import check_keys
+from graphrt.core.base.settings import read_settings
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.plan.arguments import PlanArguments
 
 # Compiled modules and budgets cannot be written in one value.
 WRITTEN = tuple(

@@ -7,16 +7,15 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    UnannouncedModuleError,
-    check_callable,
-    shown,
-)
-from graphrt.core.capture import GraphOptions
-from graphrt.core.device import Platform, asked_device, check_memory, resolve_platform
-from graphrt.core.plan import CompiledFacts, SavedFacts, compiled_in
-from graphrt.core.replay import GraphPool, SegmentHooks
+from graphrt.core.base.errors import InvalidOptionError, UnannouncedModuleError
+from graphrt.core.base.option_values import check_callable, shown
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.device._devices import asked_device, check_memory
+from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.platform import Platform
+from graphrt.core.plan.resolution import CompiledFacts, SavedFacts, compiled_in
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
 
 
 class AnnouncedModule(CompiledFacts, Protocol):

@@ -8,29 +8,32 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import (
     CaptureError,
     GraphRTError,
     ResourceExhaustedError,
     StaleInputError,
-    Undo,
-    logger,
 )
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import (
-    Captured,
-    CaptureTransaction,
-    GraphOptions,
-    GraphOwner,
-    GraphWrapper,
-    SavedState,
-    Sealing,
-    as_states,
-)
-from graphrt.core.dispatch import GraphDispatcher
-from graphrt.core.inputs import OutputAxes, OutputLayout, StaticInputs
-from graphrt.core.plan import CaptureKey, Plan
-from graphrt.core.replay import WORST_CASE, Doing, Entry, GraphPool
+from graphrt.core.base.log import logger
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.sealing import Sealing
+from graphrt.core.capture.state import SavedState, as_states
+from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.inputs.output_axes import OutputAxes
+from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.replay._turn import Doing
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.host_args import WORST_CASE
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner._lazy import LazyCaptures
 from graphrt.core.runner._wrappers import EagerForward, wrappers_of
@@ -44,8 +47,12 @@ from graphrt.core.runner.session import (
     WarmUps,
     capture_graphs,
 )
-from graphrt.core.runner.steps import Checks, PaddedStep
-from graphrt.core.trust import Gradients, ReadSet, UnknownMemory, WarmedUp, WatchedState
+from graphrt.core.runner.steps.checks import Checks
+from graphrt.core.runner.steps.padded_step import PaddedStep
+from graphrt.core.trust.gradients import Gradients
+from graphrt.core.trust.reads import ReadSet
+from graphrt.core.trust.warm_up import WarmedUp, WatchedState
+from graphrt.core.trust.watching.pointers import UnknownMemory
 
 
 class GraphSet:

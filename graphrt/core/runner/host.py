@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.core.base import (
-    InvalidOptionError,
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import (
     check_kind,
     check_takes,
     flag,
@@ -18,10 +18,10 @@ from graphrt.core.base import (
     only_known,
     shown,
 )
-from graphrt.core.batch import Batch, BatchDescriptor
-from graphrt.core.capture import State
-from graphrt.core.replay import SegmentHooks, check_hooks
-from graphrt.core.trust import Parameters, check_parameters
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.capture.state import State
+from graphrt.core.replay.segments import SegmentHooks, check_hooks
+from graphrt.core.trust.reads import Parameters, check_parameters
 
 Phase = Literal["warmup", "capture", "replay", "eager"]
 """What a runner is about to do with its forward."""

@@ -6,18 +6,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.device import UpdateFigures
-from graphrt.core.dispatch import Reason
-from graphrt.core.inputs import StaticInputs
-from graphrt.core.plan import ModeResolution
-from graphrt.core.replay import GraphPool
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.device.figures import UpdateFigures
+from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.plan.resolution import ModeResolution
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner._dropped import DroppedGraph
 from graphrt.core.runner._meanwhile import StepsMeanwhile
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.session import GraphRecord
-from graphrt.core.runner.steps import TrialRecord
-from graphrt.core.trust import TensorUse, UnknownMemory
+from graphrt.core.runner.steps.checks import TrialRecord
+from graphrt.core.trust.reads import TensorUse
+from graphrt.core.trust.watching.pointers import UnknownMemory
 
 
 @dataclass(frozen=True)

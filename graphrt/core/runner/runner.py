@@ -8,21 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphrt.core.base import Uncopied, check_kind
-from graphrt.core.batch import Batch, ForwardContext, GraphMode, checked_batch
-from graphrt.core.capture import GraphOptions
-from graphrt.core.device import Platform
-from graphrt.core.dispatch import Agreed, Dispatch, Reason
-from graphrt.core.inputs import (
-    InputSlot,
-    InputSpec,
-    OutputAxes,
-    StaticInputs,
-    batch_of,
-    check_forward,
-)
-from graphrt.core.plan import Plan, PlanArguments, all_compiled, check_plan_arguments
-from graphrt.core.replay import GraphPool, in_turn
+from graphrt.core.base.errors import Uncopied
+from graphrt.core.base.option_values import check_kind
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import Batch, checked_batch
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.device.platform import Platform
+from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
+from graphrt.core.inputs.buffers import StaticInputs, batch_of
+from graphrt.core.inputs.declared import check_forward
+from graphrt.core.inputs.output_axes import OutputAxes
+from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.plan.arguments import PlanArguments, check_plan_arguments
+from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.resolution import all_compiled
+from graphrt.core.replay._turn import in_turn
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner._capturing import Capturing
 from graphrt.core.runner._devices import on_own_device
 from graphrt.core.runner._meanwhile import Meanwhile
@@ -33,12 +36,12 @@ from graphrt.core.runner.compiled import pool_for, with_forward
 from graphrt.core.runner.graphs import GraphSet
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
-from graphrt.core.runner.steps import (
-    LastUpdates,
+from graphrt.core.runner.steps.unpadded import (
     no_graph_to_pad_to,
     no_graph_to_verify,
     refuse_inside_capture,
 )
+from graphrt.core.runner.steps.updates import LastUpdates
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on

@@ -10,22 +10,27 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import (
     GraphRTError,
     PageableCopyError,
     ResourceExhaustedError,
     StreamBudgetError,
-    Undo,
-    freeze_garbage,
-    thaw_garbage,
 )
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, GraphOptions, SideDoors, side_doors
-from graphrt.core.replay import WORST_CASE, GraphPool, under_way, warming_up
+from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.guard import SideDoors, side_doors
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.replay.host_args import WORST_CASE
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import under_way, warming_up
 from graphrt.core.runner._streams import StreamLedger
 from graphrt.core.runner.host import Host, Phase
-from graphrt.core.runner.steps import PaddedStep
-from graphrt.core.trust import WatchedState
+from graphrt.core.runner.steps.padded_step import PaddedStep
+from graphrt.core.trust.warm_up import WatchedState
 
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from graphrt.core.base import BakedScalarError
-from graphrt.core.trust.watching import LIFT_FRESH, Trace, Watch
+from graphrt.core.base.errors import BakedScalarError
+from graphrt.core.trust.watching.trace import Trace
+from graphrt.core.trust.watching.watch import LIFT_FRESH, Watch
 
 
 def baked(name: str, now: Watch, then: Trace, *, has_parts: bool) -> BakedScalarError | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphrt.core.base import PythonStateError, StaleTensorWarning, warn_caller
+from graphrt.core.base._warnings import StaleTensorWarning, warn_caller
+from graphrt.core.base.errors import PythonStateError
 
 _TOLD = 8
 """Of so many the paths are told."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphrt.core.base import VerificationError
-from graphrt.core.trust.watching import Watch, first_difference
+from graphrt.core.base.errors import VerificationError
+from graphrt.core.trust.watching.trace import first_difference
+from graphrt.core.trust.watching.watch import Watch
 
 
 @dataclass

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import (
-    ThreadMode,
+from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes
+from graphrt.core.base.torch_names import (
     all_function_modes,
     count_dispatch_modes,
-    dispatch_modes,
     function_mode_is_on,
     function_modes,
     state_guard,

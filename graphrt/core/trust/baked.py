@@ -5,7 +5,8 @@ from __future__ import annotations
 from operator import is_
 from typing import Any
 
-from graphrt.core.trust.places import Places, same_value
+from graphrt.core.trust.places.slots import same_value
+from graphrt.core.trust.places.walk import Places
 
 _MOST_ARRAY_BYTES = 1 << 16
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import told, tree
+from graphrt.core.base import tree
+from graphrt.core.base.option_values import told
 
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """Of the root mean square: what kernels for another number of rows may make of it in many layers.

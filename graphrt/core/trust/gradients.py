@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import Undo, delayed_error, tree, uncompiled, where_asked
-from graphrt.core.inputs import flat_of
-from graphrt.core.trust.watching import WEIGHTS, GradientWatch
+from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.thread_mode import where_asked
+from graphrt.core.base.torch_names import delayed_error, uncompiled
+from graphrt.core.inputs.declared import flat_of
+from graphrt.core.trust.watching.gradients import WEIGHTS, GradientWatch
 
 _ENDS = (
     "graphrt.errors.GradientError: gradients end at a runner, whose graphs and eager steps have "

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from graphrt.core.trust.places import Place, same_value
+from graphrt.core.trust.places.slots import Place, same_value
 from graphrt.core.trust.snapshot import PythonState, changed, is_plain, put_at, refill, step_of
-from graphrt.core.trust.watching import Use, storage_key
+from graphrt.core.trust.watching.watch import Use, storage_key
 
 
 class Moving:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import inference_guard, tree, unseen
-from graphrt.core.capture import PartRules, SideDoors
-from graphrt.core.trust.places import same_value
+from graphrt.core.base import tree
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base.torch_names import inference_guard
+from graphrt.core.capture.guard import PartRules, SideDoors
+from graphrt.core.trust.places.slots import same_value
 
 
 class PartResults(SideDoors):

@@ -25,25 +25,20 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from graphrt.core.base import (
-    InvalidOptionError,
-    StaleInputError,
-    UntrackedWeightsError,
-    shown,
-    storage_use_count,
-    tree,
-)
-from graphrt.core.device import DeviceGraph, GraphRead
-from graphrt.core.replay import Entry, GraphPool, graphs_of, is_spare
+from graphrt.core.base import tree
+from graphrt.core.base.errors import InvalidOptionError, StaleInputError, UntrackedWeightsError
+from graphrt.core.base.option_values import shown
+from graphrt.core.base.torch_names import storage_use_count
+from graphrt.core.device.graph import DeviceGraph, GraphRead
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.handout import is_spare
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import graphs_of
 from graphrt.core.trust.baked import BakedValues
-from graphrt.core.trust.places import FIXED, Link, Places, places_of, where_is
-from graphrt.core.trust.watching import (
-    UnknownMemory,
-    Use,
-    Watch,
-    address_of,
-    unknown_memory,
-)
+from graphrt.core.trust.places.slots import FIXED
+from graphrt.core.trust.places.walk import Link, Places, places_of, where_is
+from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
+from graphrt.core.trust.watching.watch import Use, Watch
 
 
 def call(function: Callable[[], object]) -> object:

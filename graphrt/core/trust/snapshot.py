@@ -18,20 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import told, unseen
+from graphrt.core.base.option_values import told
+from graphrt.core.base.thread_mode import unseen
 from graphrt.core.trust.compare import difference
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.places import (
-    MISSING,
-    Kind,
-    Place,
-    Places,
-    Shape,
-    is_array,
-    same_value,
-    shape_of,
-)
-from graphrt.core.trust.watching import SavedWrites, storage_key
+from graphrt.core.trust.places.kinds import Kind, Shape, is_array, shape_of
+from graphrt.core.trust.places.slots import MISSING, Place, same_value
+from graphrt.core.trust.places.walk import Places
+from graphrt.core.trust.watching.watch import storage_key
+from graphrt.core.trust.watching.writes import SavedWrites
 
 _MOST_ITEMS = 4096
 _MOST_ARRAY_BYTES = 1 << 20

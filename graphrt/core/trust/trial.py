@@ -7,14 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import PythonStateError, RowsMixedError, Undo, VerificationError
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import PythonStateError, RowsMixedError, VerificationError
 from graphrt.core.trust._asked import asked_in
 from graphrt.core.trust._constants import baked
 from graphrt.core.trust._verdict import Verdict, mixing
 from graphrt.core.trust.compare import Difference, difference, rounding_of
 from graphrt.core.trust.moving import Moving, further
 from graphrt.core.trust.parts import PartResults
-from graphrt.core.trust.places import Places
+from graphrt.core.trust.places.walk import Places
 from graphrt.core.trust.snapshot import (
     Left,
     PythonLeft,
@@ -24,15 +25,10 @@ from graphrt.core.trust.snapshot import (
     only_tensors_differ,
     step_of,
 )
-from graphrt.core.trust.watching import (
-    Deviation,
-    Draws,
-    Trace,
-    Watch,
-    first_difference,
-    first_other,
-    still_there,
-)
+from graphrt.core.trust.watching.draws import Draws
+from graphrt.core.trust.watching.trace import Trace, first_difference, first_other
+from graphrt.core.trust.watching.watch import Deviation, Watch
+from graphrt.core.trust.watching.writes import still_there
 
 _SPREADS = 4
 """A replay may be so many times as far from eager as two eager runs are from one another."""

@@ -9,25 +9,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from graphrt.core.base import PythonStateError, Undo, without_kept_casts
-from graphrt.core.batch import GraphMode
-from graphrt.core.capture import SavedState
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import PythonStateError
+from graphrt.core.base.thread_mode import without_kept_casts
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.state import SavedState
 from graphrt.core.trust._left import say_what_is_left
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.moving import Moving
-from graphrt.core.trust.places import places_of
+from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import PythonState
-from graphrt.core.trust.watching import (
-    IssuedWatch,
-    Kept,
-    SavedWrites,
-    Trace,
-    Use,
-    Watch,
-    WriteWatch,
-    storage_key,
-)
+from graphrt.core.trust.watching.issued import IssuedWatch
+from graphrt.core.trust.watching.trace import Trace
+from graphrt.core.trust.watching.watch import Kept, Use, Watch, storage_key
+from graphrt.core.trust.watching.write_watch import WriteWatch
+from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import inference_guard, tree
+from graphrt.core.base import tree
+from graphrt.core.base.torch_names import inference_guard
 from graphrt.cpu.arena import Arena
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import ThreadMode
+from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.cpu.private_torch import below_autograd, bindings_of, inference_mode, schema_of
 from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.tensors import tensors_in

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.replay import current_capture
+from graphrt.core.replay.recording import current_capture
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.tape.operators import Operator
 from graphrt.cpu.tape.tensors import tensors_in

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import IN_PIECES, CaptureError
+from graphrt.core.base.errors import IN_PIECES, CaptureError
 from graphrt.cpu.tape.lowering import Call
 from graphrt.cpu.tape.recorder import Step
 from graphrt.cpu.tape.tensors import core, tensors_in

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphrt.core.base import TaskContractError, ThreadMode
-from graphrt.core.capture import Source, user_source
+from graphrt.core.base.errors import TaskContractError
+from graphrt.core.base.thread_mode import ThreadMode
+from graphrt.core.capture.source import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch
 from graphrt.cpu.tape.aliases import PLAIN, Aliases

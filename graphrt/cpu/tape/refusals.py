@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import IN_PIECES, CaptureSyncError, RefusedOpError, fork_safe
-from graphrt.core.capture import Refusal
+from graphrt.core.base._fork import fork_safe
+from graphrt.core.base.errors import IN_PIECES, CaptureSyncError, RefusedOpError
+from graphrt.core.capture.refusals import Refusal
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
 

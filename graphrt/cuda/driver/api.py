@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from graphrt.core.base import GraphRTError, MissingCapabilityError
+from graphrt.core.base.errors import GraphRTError, MissingCapabilityError
 from graphrt.cuda.private_torch import current_device
 
 INVALID_CONTEXT = 201

@@ -11,7 +11,7 @@ import torch
 from graphrt.cuda.driver._fetch_ptx import NAME, PTX, THREADS
 from graphrt.cuda.driver.api import INVALID_CONTEXT, check, enter_context, need, pointer
 from graphrt.cuda.private_torch import raw_stream_of
-from graphrt.cuda.ring import RingFormat, slot_bytes
+from graphrt.cuda.ring.format import RingFormat, slot_bytes
 
 _CHUNK = 16
 _MOST_BLOCKS = 264

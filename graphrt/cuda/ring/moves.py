@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from graphrt.core.inputs import FieldMove
+from graphrt.core.inputs.layout import FieldMove
 from graphrt.cuda.ring.format import RingFormat
 
 _COPY, _PAYLOAD, _FILL = RingFormat.COPY, RingFormat.PAYLOAD, RingFormat.FILL

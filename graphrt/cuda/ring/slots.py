@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from graphrt.core.base import InputRingError
+from graphrt.core.base.errors import InputRingError
 from graphrt.cuda.ring.format import RingDevice, RingFormat
 
 _PROGRESS, _FAULT, _FOUND, _GIVEN = (

@@ -15,16 +15,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import GraphRTError, InputRingWarning
-from graphrt.core.device import Platform
-from graphrt.core.inputs import (
-    MAX_BYTES,
-    MAX_SLOTS,
-    Slab,
-    StagedCopy,
-    StepMoves,
-    sources_of,
-)
+from graphrt.core.base._warnings import InputRingWarning
+from graphrt.core.base.errors import GraphRTError
+from graphrt.core.device.platform import Platform
+from graphrt.core.inputs.layout import StepMoves
+from graphrt.core.inputs.transport import MAX_BYTES, MAX_SLOTS, Slab, StagedCopy, sources_of
 from graphrt.cuda.ring.format import RingDevice, RingFormat, slot_bytes
 from graphrt.cuda.ring.moves import MoveTable
 from graphrt.cuda.ring.slots import SlotRing

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import MOST_INPUTS, NativeWriter, tensor_guards
-from graphrt.core.inputs import LOWEST_ADDRESS, Slab, Sources, StepMoves
+from graphrt.core.base._native_door import MOST_INPUTS, NativeWriter
+from graphrt.core.base.torch_names import tensor_guards
+from graphrt.core.inputs.layout import StepMoves
+from graphrt.core.inputs.spec import LOWEST_ADDRESS
+from graphrt.core.inputs.transport import Slab, Sources
 from graphrt.cuda.ring.format import RingFormat
 from graphrt.cuda.ring.moves import MoveTable, packed
 from graphrt.cuda.ring.slots import SlotRing

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from graphrt.cuda.driver import allocation_of
+from graphrt.cuda.driver.api import allocation_of
 from graphrt.cuda.update.images import Image, Images
 
 Range = tuple[int, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from graphrt.cuda.driver import (
+from graphrt.cuda.driver.nodes import (
     argument_sizes,
     arguments_of,
     function_of,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from graphrt.core.base import IN_PIECES, UpdateRefusedError
-from graphrt.core.device import UpdateFigures
+from graphrt.core.base.errors import IN_PIECES, UpdateRefusedError
+from graphrt.core.device.figures import UpdateFigures
 from graphrt.cuda.update.images import EMPTY, KERNEL, SKIPPED, Image
 from graphrt.cuda.update.node_parameters import Setting, WholeSetting
 

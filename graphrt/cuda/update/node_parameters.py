@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Protocol
 
-from graphrt.cuda.driver import KernelParameters
+from graphrt.cuda.driver.nodes import KernelParameters
 from graphrt.cuda.update.images import KERNEL, WORD, Image, offsets
 
 

@@ -10,21 +10,23 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from graphrt.core.base import IN_PIECES, CaptureSyncError, GraphRTError, TaskContractError
-from graphrt.core.device import TaskUpdate
-from graphrt.cuda.driver import (
-    NodeCalls,
+from graphrt.core.base.errors import IN_PIECES, CaptureSyncError, GraphRTError, TaskContractError
+from graphrt.core.device.graph import TaskUpdate
+from graphrt.cuda.driver.api import (
     begin_capture,
     capture_dependencies,
     capture_is_invalidated,
-    destroy_graph,
     end_capture,
     finish_capture,
+    need,
+)
+from graphrt.cuda.driver.nodes import (
+    NodeCalls,
+    destroy_graph,
     is_chain,
     kernel_attribute,
     kernel_parameters,
     memory_parameters,
-    need,
     node_type,
     nodes_of,
 )

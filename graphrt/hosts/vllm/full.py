@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphrt import KeyedGraph
-from graphrt.core.base import shown
+from graphrt.core.base.option_values import shown
 from graphrt.errors import CaptureError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.wrapper import check_config, offloading

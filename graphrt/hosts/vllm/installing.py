@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graphrt.core.base import shown
-from graphrt.core.batch import graphs_off
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.modes import graphs_off
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.breakable import breakable_type

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from graphrt.core.batch import graphs_off
+from graphrt.core.batch.modes import graphs_off
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.steps import KEY
 from graphrt.hosts.vllm.versions import is_known

@@ -11,8 +11,9 @@ import os
 import sys
 from typing import Any
 
-from graphrt.ascend.driver import has_value_wait
-from graphrt.core.base import UnsupportedHostError, shown
+from graphrt.ascend.driver.library import has_value_wait
+from graphrt.core.base.errors import UnsupportedHostError
+from graphrt.core.base.option_values import shown
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.params import GraphParams
 from graphrt.hosts.vllm_ascend.updating import updated_by

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.ascend.attention import room_in_blocks
-from graphrt.core.base import InvalidUpdateError, ThreadMode
+from graphrt.core.base.errors import InvalidUpdateError
+from graphrt.core.base.thread_mode import ThreadMode
 
 
 class Issued(NamedTuple):

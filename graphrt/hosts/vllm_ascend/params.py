@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from graphrt.core.base import TaskContractError
-from graphrt.core.replay import current_capture
+from graphrt.core.base.errors import TaskContractError
+from graphrt.core.replay.recording import current_capture
 from graphrt.hosts.vllm_ascend.sites import Site, Sites, under_way
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from graphrt.ascend import TaskHandle, UpdateWindow
-from graphrt.core.base import TaskContractError, tree
-from graphrt.core.replay import CapturedTask, Recording, UpdatableTask
+from graphrt.core.base import tree
+from graphrt.core.base.errors import TaskContractError
+from graphrt.core.replay.recording import Recording
+from graphrt.core.replay.tasks import CapturedTask, UpdatableTask
 from graphrt.hosts.vllm_ascend.operators import Issued, OperatorWatch
 
 

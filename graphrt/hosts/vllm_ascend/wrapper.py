@@ -9,10 +9,18 @@ from typing import Any, ClassVar, cast
 import torch
 
 from graphrt.ascend import AscendPlatform
-from graphrt.core.base import GraphRTError, InvalidModeError, tree
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import GraphOptions, GraphWrapper, wrapper_class
-from graphrt.core.replay import DEFERRED, Entry, GraphPool, TaskedSegment, current_capture
+from graphrt.core.base import tree
+from graphrt.core.base.errors import GraphRTError, InvalidModeError
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
+from graphrt.core.replay._deferred import DEFERRED
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import current_capture
+from graphrt.core.replay.segments import TaskedSegment
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.entries import ACLGraphEntry, Entries
 from graphrt.hosts.vllm_ascend.sites import HostUpdate, Site, under_way

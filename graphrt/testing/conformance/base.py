@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.batch import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.capture import CaptureTransaction, GraphOptions, GraphWrapper, wrapper_class
-from graphrt.core.device import Capability, Platform
-from graphrt.core.inputs import InputSpec
-from graphrt.core.replay import GraphPool, SegmentHooks
-from graphrt.core.runner import GraphRunner
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
+from graphrt.core.device._contract import Capability
+from graphrt.core.device.platform import Platform
+from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import SegmentHooks
+from graphrt.core.runner.runner import GraphRunner
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 D4, D2 = BatchDescriptor(4), BatchDescriptor(2)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import BakedScalarError, BreakError, BreakShapeError, MissedBreakError
-from graphrt.core.batch import current_context
-from graphrt.core.capture import eager_break
-from graphrt.core.device import Capability
-from graphrt.core.replay import GraphPool
+from graphrt.core.base.errors import BakedScalarError, BreakError, BreakShapeError, MissedBreakError
+from graphrt.core.batch.context import current_context
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.device._contract import Capability
+from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import D2, FULL, PIECEWISE, ConformanceBase, Counting
 
 

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     CaptureError,
     CaptureSealedError,
     FrozenMetadataError,
     StaleInputError,
 )
-from graphrt.core.batch import current_context, forward_context
-from graphrt.core.capture import eager_break, wrapper_class
-from graphrt.core.device import Capability
-from graphrt.core.dispatch import Reason
-from graphrt.core.replay import GraphPool
-from graphrt.core.runner import Host
+from graphrt.core.batch.context import current_context, forward_context
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.wrapper import wrapper_class
+from graphrt.core.device._contract import Capability
+from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.runner.host import Host
 from graphrt.testing.conformance.base import (
     D2,
     D4,

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import (
-    BakedScalarError,
-    CaptureSyncError,
-    PageableCopyError,
-)
-from graphrt.core.capture import eager_break
-from graphrt.core.dispatch import Reason
-from graphrt.core.replay import GraphPool
+from graphrt.core.base.errors import BakedScalarError, CaptureSyncError, PageableCopyError
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
 
 _WEIGHTS = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import CaptureError, RefusedOpError
-from graphrt.core.batch import current_context
-from graphrt.core.capture import eager_break
-from graphrt.core.replay import GraphPool, current_capture
+from graphrt.core.base.errors import CaptureError, RefusedOpError
+from graphrt.core.batch.context import current_context
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import current_capture
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
 
 

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import (
+from graphrt.core.base.errors import (
     GraphsCapturedError,
     MissingCapabilityError,
     PoolBusyError,
     PoolClosedError,
 )
-from graphrt.core.batch import carry_context, current_context
-from graphrt.core.capture import KeyedGraphs, eager_break
-from graphrt.core.device import Capability
-from graphrt.core.replay import GraphPool
+from graphrt.core.batch.context import carry_context, current_context
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.keyed import KeyedGraphs
+from graphrt.core.device._contract import Capability
+from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import D4, FULL, PIECEWISE, ConformanceBase
 
 

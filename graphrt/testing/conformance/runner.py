@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import (
-    CaptureError,
-    OverwrittenOutputError,
-    PoolClosedError,
-    can_mark_unreadable,
-)
-from graphrt.core.batch import Batch, GraphMode
-from graphrt.core.capture import GraphOptions, eager_break
-from graphrt.core.dispatch import Reason
-from graphrt.core.inputs import InputSpec
-from graphrt.core.runner import GraphRunner, Host
+from graphrt.core.base.errors import CaptureError, OverwrittenOutputError, PoolClosedError
+from graphrt.core.base.torch_names import can_mark_unreadable
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.runner.host import Host
+from graphrt.core.runner.runner import GraphRunner
 from graphrt.testing.conformance.base import ConformanceBase
 
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import SideDoorError
-from graphrt.core.capture import GraphOptions, eager_break
-from graphrt.core.replay import GraphPool
+from graphrt.core.base.errors import SideDoorError
+from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import PIECEWISE, ConformanceBase
 
 Forward = Callable[[torch.Tensor], Any]

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base import GraphRTError, InvalidUpdateError, MissingUpdateError
-from graphrt.core.batch import BatchDescriptor
-from graphrt.core.device import Capability
-from graphrt.core.dispatch import Reason
-from graphrt.core.replay import UNCHANGED, GraphPool, HostArg, UpdatableTask
+from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.device._contract import Capability
+from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.replay.host_args import UNCHANGED, HostArg
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.tasks import UpdatableTask
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase, Counting
 
 DESCRIPTOR = BatchDescriptor(4, 4)

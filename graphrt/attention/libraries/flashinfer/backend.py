@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 import torch
 
 from graphrt.attention.backend import AttentionBackend, AttentionStep
-from graphrt.attention.levels import get_cudagraph_support
+from graphrt.attention.levels.lookup import get_cudagraph_support
 from graphrt.attention.libraries.flashinfer.pages import page_lists, starts
 from graphrt.attention.libraries.flashinfer.wrappers import Buffers, StepLists, wrappers_of
 from graphrt.attention.libraries.optional import load
 from graphrt.attention.shapes import AttentionShape
-from graphrt.core.base import InvalidInputError
-from graphrt.core.batch import AttentionSupport, BatchDescriptor
-from graphrt.core.runner import Phase
+from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import AttentionSupport
+from graphrt.core.runner.host import Phase
 
 WORKSPACE_BYTES = 128 * 2**20
 

@@ -20,14 +20,12 @@ from torch import fx
 from graphrt.compile.cache.key.code import covers, is_known
 from graphrt.compile.cache.key.sources import TracedSources
 from graphrt.compile.cache.key.values import Values
-from graphrt.compile.private_torch import (
+from graphrt.compile.private_torch.operators import is_higher_order, overload_name, overloads
+from graphrt.compile.private_torch.registered import (
     has_compiled_kernels,
     ignoring_new_sizes,
-    is_higher_order,
     is_torchs_own,
     operators_called,
-    overload_name,
-    overloads,
     python_calls,
     python_functions,
     registrations,

@@ -12,7 +12,7 @@ from typing import Any
 from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources, digests_of
 from graphrt.compile.cache.key.versions import runtime_versions
-from graphrt.core.base import InvalidOptionError
+from graphrt.core.base.errors import InvalidOptionError
 
 Groups = dict[str, dict[str, Any]]
 

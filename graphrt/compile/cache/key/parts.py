@@ -17,7 +17,7 @@ from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources
 from graphrt.compile.cache.key.versions import runtime_versions
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.private_torch import ambient_state
+from graphrt.compile.private_torch.ambient import ambient_state
 
 NOT_IN_KEY = {
     "cache_dir": "where code is kept does not change it",

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FunctionType
 
 from graphrt.compile.cache.key.sources import code_digest
-from graphrt.compile.private_torch import custom_passes, portable_settings
+from graphrt.compile.private_torch.inductor import custom_passes, portable_settings
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 

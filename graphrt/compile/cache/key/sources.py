@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import logger
+from graphrt.core.base.log import logger
 
 _NUMBER = re.compile(r"\d+")
 

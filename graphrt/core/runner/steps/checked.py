@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidOptionError, Undo, cloned, set_for_capture
-from graphrt.core.batch import Batch, BatchDescriptor, ForwardContext, GraphMode
-from graphrt.core.batch import unpadded as unpadded_of
-from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.inputs import reqs_of
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.sharing import cloned
+from graphrt.core.base.thread_mode import set_for_capture
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import unpadded as unpadded_of
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.steps.checks import Checks
 from graphrt.core.runner.steps.padded import PaddedSteps
@@ -19,7 +24,10 @@ from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.tried import AskedForward, PaddedTrial, copied_values
 from graphrt.core.runner.steps.unpadded import UnpaddedSteps
 from graphrt.core.runner.steps.updates import LastUpdates
-from graphrt.core.trust import Trial, Verdict, WarmedUp, places_of
+from graphrt.core.trust._verdict import Verdict
+from graphrt.core.trust.places.walk import places_of
+from graphrt.core.trust.trial import Trial
+from graphrt.core.trust.warm_up import WarmedUp
 
 _SEED = 0
 """Of the generator that examples are made with: the same on every rank."""

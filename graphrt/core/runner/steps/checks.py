@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Literal
 
-from graphrt.core.base import (
-    GraphQuarantinedWarning,
-    PaddedStateWarning,
-    VerificationError,
-    warn_caller,
-)
-from graphrt.core.batch import BatchDescriptor, GraphMode
-from graphrt.core.capture import GraphOptions
-from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.trust import Ambient, Gradients, ReadSet, Verdict
+from graphrt.core.base._warnings import GraphQuarantinedWarning, PaddedStateWarning, warn_caller
+from graphrt.core.base.errors import VerificationError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.trust._verdict import Verdict
+from graphrt.core.trust.ambient import Ambient
+from graphrt.core.trust.gradients import Gradients
+from graphrt.core.trust.reads import ReadSet
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""

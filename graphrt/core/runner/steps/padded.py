@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import cloned
-from graphrt.core.batch import Batch, ForwardContext, GraphMode, live_query_len
-from graphrt.core.dispatch import Dispatch, GraphDispatcher
-from graphrt.core.inputs import StaticInputs, reqs_of, wrong_requests
-from graphrt.core.replay import GraphPool
+from graphrt.core.base.sharing import cloned
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import Batch, live_query_len
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Dispatch
+from graphrt.core.inputs.buffers import StaticInputs, reqs_of, wrong_requests
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.host import Bind, Phase
 from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.tried import Probe

@@ -8,22 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import OutputError, RefusedOpError, is_lazy, tree
-from graphrt.core.batch import BatchDescriptor
-from graphrt.core.capture import GraphWrapper
-from graphrt.core.inputs import (
-    BatchDims,
-    InputRing,
-    OutputLayout,
-    StaticInputs,
-    at_path,
-    check_tensor,
-    nest,
-)
-from graphrt.core.replay import GraphPool, Handout, handouts_of
+from graphrt.core.base import tree
+from graphrt.core.base.errors import OutputError, RefusedOpError
+from graphrt.core.base.sharing import is_lazy
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.inputs.declared import nest
+from graphrt.core.inputs.output_axes import at_path, check_tensor
+from graphrt.core.inputs.outputs import BatchDims, OutputLayout
+from graphrt.core.inputs.transport import InputRing
+from graphrt.core.replay.handout import Handout, handouts_of
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.host import Bind
 from graphrt.core.runner.steps.replayed import Read, Replay, Shape, replay_of
-from graphrt.core.trust import Use
+from graphrt.core.trust.watching.watch import Use
 
 _CACHED_SHAPES = 256
 """Per graph; beyond so many pairs of live tokens and requests shapes are found anew."""

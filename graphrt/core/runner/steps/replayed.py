@@ -7,19 +7,17 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from graphrt.core.base import NativeReplay
-from graphrt.core.batch import Batch, BatchDescriptor, GraphMode
-from graphrt.core.capture import GraphWrapper, hot_of
-from graphrt.core.inputs import (
-    InputLayout,
-    InputRing,
-    InputSlot,
-    StaticInputs,
-    StepMoves,
-    reqs_of,
-    wrong_requests,
-)
-from graphrt.core.replay import GraphPool, Handout, expire, handing_out, shell_of
+from graphrt.core.base._native_door import NativeReplay
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.graphs import hot_of
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.inputs.buffers import StaticInputs, reqs_of, wrong_requests
+from graphrt.core.inputs.layout import InputLayout, StepMoves
+from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.inputs.transport import InputRing
+from graphrt.core.replay.handout import Handout, expire, handing_out, shell_of
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.host import Bind
 
 NOT_ALONE: Final = object()

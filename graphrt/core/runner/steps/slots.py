@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphrt.core.base import InputSlotError, InvalidBatchError, shown
-from graphrt.core.batch import Batch, is_plain, same
-from graphrt.core.capture import Sealing
-from graphrt.core.dispatch import Agreed, Dispatch, GraphDispatcher
-from graphrt.core.inputs import (
-    InputLayout,
-    InputSlot,
-    StaticInputs,
-    wrong_requests,
-)
-from graphrt.core.replay import GraphPool, under_way
+from graphrt.core.base.errors import InputSlotError, InvalidBatchError
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.descriptor import Batch, is_plain, same
+from graphrt.core.capture.sealing import Sealing
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.inputs.buffers import StaticInputs, wrong_requests
+from graphrt.core.inputs.layout import InputLayout
+from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import under_way
 from graphrt.core.runner.steps.padded_step import PaddedStep
 from graphrt.core.runner.steps.unpadded import refuse_inside_capture
 

@@ -8,14 +8,19 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base import Undo, cloned
-from graphrt.core.batch import Batch, ForwardContext, GraphMode
-from graphrt.core.capture import SideDoors, side_doors
-from graphrt.core.dispatch import Dispatch
-from graphrt.core.inputs import StaticInputs
-from graphrt.core.replay import under_way, warming_up
+from graphrt.core.base._undo import Undo
+from graphrt.core.base.sharing import cloned
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.guard import SideDoors, side_doors
+from graphrt.core.dispatch.reasons import Dispatch
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.replay.recording import under_way, warming_up
 from graphrt.core.runner.steps.padded_step import PaddedStep
-from graphrt.core.trust import Gradients, PartResults, Watch
+from graphrt.core.trust.gradients import Gradients
+from graphrt.core.trust.parts import PartResults
+from graphrt.core.trust.watching.watch import Watch
 
 RunPadded = Callable[..., Any]
 

@@ -7,23 +7,26 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from graphrt.core.base import (
+from graphrt.core.base import tree
+from graphrt.core.base.errors import (
     IN_PIECES,
     FrozenMetadataError,
     InvalidBatchError,
     NestedCaptureError,
     VerificationError,
-    cloned,
-    clones,
-    tree,
-    unseen,
 )
-from graphrt.core.batch import Batch, ForwardContext, GraphMode, current_context
-from graphrt.core.capture import Sealing
-from graphrt.core.dispatch import Dispatch, Reason
-from graphrt.core.inputs import StaticInputs, nest, reqs_of
-from graphrt.core.plan import Plan
-from graphrt.core.replay import GraphPool, is_inside_capture
+from graphrt.core.base.sharing import cloned, clones
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.sealing import Sealing
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.inputs.buffers import StaticInputs, reqs_of
+from graphrt.core.inputs.declared import nest
+from graphrt.core.plan.plan import Plan
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import is_inside_capture
 from graphrt.core.runner.host import Bind
 
 

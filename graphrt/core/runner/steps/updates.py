@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import InvalidUpdateError, MissingUpdateError
-from graphrt.core.batch import Batch
-from graphrt.core.replay import DEFERRED, UNCHANGED, check_names
+from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.batch.descriptor import Batch
+from graphrt.core.replay._deferred import DEFERRED
+from graphrt.core.replay.host_args import UNCHANGED
+from graphrt.core.replay.task_table import check_names
 from graphrt.core.runner.steps.padded_step import PaddedStep
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from graphrt.core.base import ThreadMode, is_taken_apart
-from graphrt.core.capture import is_listed
-from graphrt.core.device import GraphWork
-from graphrt.core.replay import counted
+from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart
+from graphrt.core.capture.guard import is_listed
+from graphrt.core.device.figures import GraphWork
+from graphrt.core.replay.recording import counted
 from graphrt.core.trust.watching.operators import facts_of
 
 T = TypeVar("T")

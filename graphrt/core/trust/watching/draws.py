@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import inference_guard, unseen
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.watching.operators import facts_of, written
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import ThreadMode, is_taken_apart, tree
+from graphrt.core.base import tree
+from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart
 from graphrt.core.trust.watching.operators import facts_of, written
 
 WEIGHTS = ""

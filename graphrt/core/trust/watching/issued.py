@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from graphrt.core.base import ThreadMode, is_taken_apart
-from graphrt.core.replay import current_capture, issued
+from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart
+from graphrt.core.replay.recording import current_capture, issued
 
 T = TypeVar("T")
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from graphrt.core.base import unseen
-from graphrt.core.device import DeviceGraph, MemoryBlock, Platform
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.device.graph import DeviceGraph, MemoryBlock
+from graphrt.core.device.platform import Platform
 
 
 class UnknownBlock(NamedTuple):

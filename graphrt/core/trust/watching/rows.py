@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphrt.core.base import StateTooLargeError
+from graphrt.core.base.errors import StateTooLargeError
 
 _SHOWN = 8
 

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import ThreadMode, is_taken_apart, storage_of_weak, unseen
-from graphrt.core.capture import Source, in_eager_part, user_source
-from graphrt.core.replay import in_task
+from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart, unseen
+from graphrt.core.base.torch_names import storage_of_weak
+from graphrt.core.capture.guard import in_eager_part
+from graphrt.core.capture.source import Source, user_source
+from graphrt.core.replay.recording import in_task
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.watching.draws import draws_numbers
 from graphrt.core.trust.watching.operators import facts_of, in_bounds, written

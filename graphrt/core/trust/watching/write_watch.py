@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from graphrt.core.base import ThreadMode, is_taken_apart
+from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart
 from graphrt.core.trust.watching.operators import OperatorFacts, facts_of, indices_of, written
 from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites

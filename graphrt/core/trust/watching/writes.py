@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import StateTooLargeError, inference_guard, storage_of_weak, unseen
+from graphrt.core.base.errors import StateTooLargeError
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base.torch_names import inference_guard, storage_of_weak
 from graphrt.core.trust.watching.operators import OperatorFacts
 from graphrt.core.trust.watching.rows import Protected, named_by_none
 
