@@ -161,7 +161,7 @@ def test_bytecode_digests_do_not_depend_on_the_process(tree: Path):
         "import sys; sys.modules['torch'] = None; import types;"
         f"source = open({str(here / 'graphrt/compile/cache/key/sources.py')!r}).read();"
         "source = source.replace('import torch', '').replace("
-        "'from graphrt.core.base import logger', '');"
+        "'from graphrt.core.base.log import logger', '');"
         "space = {'__name__': 'x'}; exec(source, space);"
         f"code = compile({MODEL!r}, 'm', 'exec'); print(space['code_digest'](code))"
     )

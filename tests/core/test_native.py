@@ -98,7 +98,7 @@ def test_random_steps_leave_the_same_with_it_and_without(built: Path) -> None:
 
 WRONG = f"""{LOAD}
 import gc, torch
-from graphrt.core.base import MOST_INPUTS, NativeWriter
+from graphrt.core.base._native_door import MOST_INPUTS, NativeWriter
 from graphrt.cuda.ring.moves import packed
 assert NativeWriter is module.Writer
 

@@ -61,7 +61,8 @@ def test_an_input_that_requires_a_gradient_is_no_plain_hit(built: Path) -> None:
 NESTED = f"""{LOAD}
 import gc, torch, warnings
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
-from graphrt.core.replay import GraphPool, handout
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay import handout
 from graphrt.core.runner import _path
 from graphrt.core.runner.steps import replayed
 from graphrt.errors import GraphQuarantinedWarning, GraphRTError, PoolBusyError
@@ -200,7 +201,7 @@ def test_a_step_inside_of_another_is_told_from_it(built: Path) -> None:
 SAME = f"""{LOAD}
 import itertools
 from graphrt import Batch, GraphMode
-from graphrt.core.batch import is_plain, same, same_in_python
+from graphrt.core.batch.descriptor import is_plain, same, same_in_python
 
 assert type(same) is module.Same
 yes = type("Yes", (), {{"__eq__": lambda *_: True, "__hash__": lambda _: 0}})()

@@ -240,7 +240,7 @@ def test_code_of_inductor_that_is_called_without_dynamo_is_refused():
 LATE = """
 import sys, torch
 from cpu_capturing import capture
-from graphrt.core.base import CaptureError
+from graphrt.core.base.errors import CaptureError
 
 assert "torch._dynamo" not in sys.modules
 try:
