@@ -82,7 +82,7 @@ def after_an_error_in_staging(mode: str) -> None:
     simulator.fail_call("aclrtMemcpyAsync")
     # The queue ends while this step is under way: torch_npu may be the first to say so, where the
     # outputs are copied.
-    with pytest.raises((LaunchQueueError, RuntimeError), match="anew|inner error"):
+    with pytest.raises((LaunchQueueError, RuntimeError), match=r"anew|inner error"):
         run(x=torch.full((4, 8), 5.0))
     refused(*[lambda rows=rows: run(x=torch.full((rows, 8), 5.0)) for rows in (4, 3, 7)])
 

@@ -273,7 +273,10 @@ class GraphSet:
     def unknown_memory(
         self, only: Collection[BatchDescriptor] | None = None
     ) -> UnknownMemory | None:
-        """What nodes of the graphs may touch that nobody knows of: see `ReadSet`."""
+        """What nodes of the graphs may touch that nobody knows of: see `ReadSet`. None if there are
+        no graphs."""
+        if not self.records:
+            return None
         return self.reads.unknown_memory(self.entries(only), self._pool, self.own_tensors())
 
     def keep_touched(self, only: Collection[BatchDescriptor]) -> None:
