@@ -50,8 +50,8 @@ class Gradients:
 
     @property
     def of_inputs(self) -> Callable[[Mapping[str, Any]], bool] | None:
-        """Says of a step's inputs whether one requires a gradient and gets it in eager; None where
-        that is so of none."""
+        """Tells whether eager would give an input of this step a gradient; None if no input has a
+        dtype that can require one."""
         return self._required if self._flat or self._nested else None
 
     def _required(self, values: Mapping[str, Any]) -> bool:
@@ -65,8 +65,8 @@ class Gradients:
                     value = value[name]
                 if value.requires_grad:
                     return expected()
-        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError):
-            return False  # filling the buffers says what is wrong
+        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError):
+            return False  # no mapping of tensors: filling the buffers raises the named error
         return False
 
     def look(self, values: Mapping[str, Any]) -> bool:
