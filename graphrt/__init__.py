@@ -52,7 +52,7 @@ from graphrt.core.runner.host import Example, Host
 from graphrt.core.runner.report import RunnerReport
 from graphrt.core.runner.runner import GraphRunner
 
-# Last: the other modules of the surface, which name what is loaded by now.
+# Last: these modules import from the core modules above, and load nothing else.
 from graphrt import errors, lowlevel, platforms, types  # isort: skip
 
 if TYPE_CHECKING:

@@ -261,6 +261,23 @@ def test_a_steps_inputs_are_a_mapping(run, batch, values):
         run.step(batch, values)
 
 
+@pytest.mark.parametrize("rows_given", [2, 9])
+def test_a_tensor_in_place_of_the_mapping_is_named_whatever_inputs_are_called(rows_given):
+    """A tensor takes a long name for as many indices."""
+    captured = GraphRunner(
+        lambda hidden: hidden * 2,
+        mode="FULL",
+        sizes=[2],
+        inputs={"hidden": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        platform="cpu",
+    )
+    captured.capture()
+    with pytest.raises(InvalidInputError, match="mapping"):
+        captured.step(Batch(rows_given, rows_given), rows(rows_given))
+    assert torch.equal(captured(hidden=rows(2)), rows(2, 2.0))
+
+
 def without_rows() -> dict[str, torch.Tensor]:
     dense = rows(3)
     return {

@@ -22,7 +22,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::graphrt.core.base.GraphsDroppedWarning")
+@pytest.mark.filterwarnings("ignore::graphrt.errors.GraphsDroppedWarning")
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("failing", range(8))
 @pytest.mark.parametrize("outputs", [None, ("tokens", 4)], ids=["found", "declared"])

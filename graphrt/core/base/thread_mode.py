@@ -287,8 +287,8 @@ def unseen(function: Callable[[], T]) -> T:
 
 
 def outside_modes(function: Callable[[], T]) -> T:
-    """Call `function` where no dispatch mode sees what it does. Unlike `unseen` it keeps inference
-    mode: tasks that a replay issues anew write tensors that were made under it."""
+    """Call `function` with all dispatch modes off. Inference mode stays on, which `unseen` leaves:
+    updated tasks of a replay write tensors that were made in inference mode."""
     if count_dispatch_modes() == 0:
         return function()
     undo = Undo()

@@ -22,7 +22,7 @@ class _Named(NamedTuple):
 
 
 NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
-"""What comparing, hashing or looking up a batch raises that is not what it should be."""
+"""Errors of comparing, hashing or looking up a batch with wrong fields: a tensor as variant."""
 _new_tuple = tuple.__new__
 _INTS = frozenset({int})
 
@@ -182,7 +182,8 @@ class Batch(_Fields):
 
 
 def checked_batch(batch: object) -> Batch:
-    """`batch` with ints for its numbers; raises `InvalidBatchError` for what is none, or empty."""
+    """Return `batch` with its counts as ints. Raises `InvalidBatchError` for an object that is no
+    `Batch`, and for a batch without tokens."""
     if not isinstance(batch, Batch):
         raise InvalidBatchError(
             "a step's batch is no Batch",

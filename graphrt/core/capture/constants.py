@@ -44,7 +44,8 @@ when its entry is dropped, and is reset only behind that."""
 
 
 class _Array:
-    """Memory that the host may write, such as a NumPy array's, and what it held at a capture."""
+    """A host tensor whose memory the host may write, such as a NumPy array's, and its bytes at the
+    capture."""
 
     def __init__(self, tensor: torch.Tensor, source: Source | None = None) -> None:
         self._tensor = tensor
@@ -77,7 +78,7 @@ class _Constant(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """A mask on the device as it was copied there, and what it was copied from."""
+    """A device mask, and a copy of the host constant that it was copied from."""
 
     storage: StorageWeakRef
     place: tuple[object, ...]
@@ -130,8 +131,8 @@ class Constants:
         _host_first.enter(self)
 
     def hooks(self, others: SegmentHooks | None) -> SegmentHooks | None:
-        """What is called before each replay of the segment that has ended: `others`, and what
-        compares its arrays."""
+        """Return the hooks of the segment that has ended: `others`, after its arrays are compared
+        with their bytes at the capture."""
         return _Comparing([*self._arrays], others) if self._arrays else others
 
     def end(self) -> None:
@@ -139,7 +140,7 @@ class Constants:
         _host_first.leave(self)
 
     def hand_on(self, result: Any) -> None:
-        """Note what the capture has returned, as other captures may be given it."""
+        """Keep the constants in a capture's result: the next piece may take them as arguments."""
         for tensor in tree.tensors(result):
             if _is_of_host(tensor) and self._is_constant(tensor):
                 name = tensor.untyped_storage()._cdata

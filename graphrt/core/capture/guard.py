@@ -117,11 +117,11 @@ class CaptureGuard(ThreadMode):
             self._constants.end()
 
     def hooks(self, others: SegmentHooks | None) -> SegmentHooks | None:
-        """What is called before each replay of the segment that has ended, `others` included."""
+        """See `Constants.hooks`."""
         return others if self._constants is None else self._constants.hooks(others)
 
     def hand_on(self, result: Any) -> None:
-        """Note what the capture has returned, as other captures may be given it."""
+        """See `Constants.hand_on`."""
         if self._constants is not None:
             self._constants.hand_on(result)
 

@@ -20,7 +20,7 @@ Share = Callable[[int], float]
 """The share of all steps whose batch is not larger than so many tokens."""
 
 _EXACT = 1024
-"""Of so many sizes the best are found; of more, of every so-manieth."""
+"""The most sizes that are compared; more are thinned out evenly."""
 _EULER_GAMMA = 0.5772156649015329
 
 
@@ -103,7 +103,7 @@ def _that_serve(
             served[candidates[place]] = weight + share, tokens + share * live
     sizes = sorted(served)
     if len(sizes) > _EXACT:
-        # Nobody can tell so many apart: every so-manieth, from the largest down.
+        # Thinned out evenly, from the largest down, which has to stay.
         step = -(-len(sizes) // _EXACT)
         return _that_serve(sizes[::-1][::step][::-1], traffic)
     return sizes, [served[size] for size in sizes]

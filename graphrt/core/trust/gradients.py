@@ -62,8 +62,8 @@ class Gradients:
                     value = value[name]
                 if value.requires_grad:
                     return expected()
-        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError):
-            return False  # filling the buffers says what is wrong
+        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError):
+            return False  # no mapping of tensors: filling the buffers raises the named error
         return False
 
     def look(self, values: Mapping[str, Any]) -> bool:
