@@ -23,6 +23,7 @@ class SoftRing:
         self.payload, self.stride = slot_bytes(nbytes, moves)
         size = RingFormat.CONTROL_BYTES + slots * self.stride
         self.memory = torch.zeros(size, dtype=torch.uint8)
+        self.device_memory = ()
         self.slab = slab
         self.lag = False
         self.queue: deque[Callable[[], None]] = deque()

@@ -9,7 +9,7 @@ platform that moves inputs in another way returns its own from `Platform.new_inp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -98,6 +98,10 @@ class InputTransport(Protocol):
     @property
     def waits(self) -> int:
         """How often the host had to wait until its memory was free."""
+
+    @property
+    def device_memory(self) -> Sequence[torch.Tensor]:
+        """What it has on the device beside the slab: nodes of graphs that fetch point to it."""
 
     def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
         """What fetches inputs of so many bytes, in a graph that captures it or by itself; None
@@ -196,6 +200,7 @@ class StagedCopy:
     in one copy, and what is there already in another; without one the host writes the slab."""
 
     ring: InputRing | None = None
+    device_memory: Sequence[torch.Tensor] = ()
 
     def __init__(self, slab: Slab, platform: Platform | None) -> None:
         self.slab = slab

@@ -154,8 +154,9 @@ class GraphTable:
         return [entry for entry in entries if only is None or entry.descriptor in only]
 
     def own_tensors(self) -> list[torch.Tensor]:
-        """The inputs, and declared state."""
-        own = [*self.setup.inputs.buffers.values()]
+        """The inputs with what brings them, and declared state."""
+        inputs = self.setup.inputs
+        own = [*inputs.buffers.values(), *inputs.transport.device_memory]
         # On the CPU every view is a storage of its own, and starts elsewhere at another size.
         own += [view for step in self.steps if step for view in step.layout.views.values()]
         states = as_states(self.setup.host.state)

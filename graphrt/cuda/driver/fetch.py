@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -31,6 +31,7 @@ class FetchRing:
         self._device = slab.get_device()
         self._slab = slab
         self._counter = torch.zeros(RingFormat.COUNTER_BYTES, dtype=torch.uint8, device=slab.device)
+        self.device_memory: Sequence[torch.Tensor] = (self._counter,)
         with torch.cuda.device(self._device):
             self._function = _function(_context())
         # A call of its own, as whoever else calls it may say otherwise what its arguments are.

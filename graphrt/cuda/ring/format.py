@@ -23,7 +23,7 @@ else move nothing, count nothing, and store FOUND and FAULT.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -49,9 +49,11 @@ class RingFormat:
 
 class RingDevice(Protocol):
     """The device's side of a ring. `memory` is the page-locked uint8 [`CONTROL_BYTES` + `slots` *
-    `stride`], zero at first; `payload` are the bytes from the start of a slot to its payload."""
+    `stride`], zero at first; `payload` are the bytes from the start of a slot to its payload;
+    `device_memory` is what it has on the device."""
 
     memory: torch.Tensor
+    device_memory: Sequence[torch.Tensor]
     slots: int
     stride: int
     payload: int

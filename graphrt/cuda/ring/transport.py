@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class RingTransport:
     @property
     def waits(self) -> int:
         return self.staged.waits + self.ring.waits
+
+    @property
+    def device_memory(self) -> Sequence[torch.Tensor]:
+        return self.ring.device.device_memory
 
     def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
         return self.ring.fetch_of(nbytes)
