@@ -7,7 +7,9 @@ as an index or `torch.full((1,), 7.0).to(x.device)` is one. While a segment is o
 2. every tensor is known that the forward made on the host of nothing but Python data;
 3. a copy of one to the device reads page-locked memory, which has the value and lives with the
    graph. Each replay copies it anew, so that the forward may write the copy in place;
-4. a mask among the indices counts as the places that it chooses, as long as nothing writes it.
+4. a mask among the indices counts as the places that it chooses, as long as nothing writes it;
+5. an operand without dimensions on the host is launched as its value, and a number that the
+   forward reads from there is baked in too: each replay compares what they were computed of.
 
 A NumPy array is Python data too, in memory that the host may write: each replay compares it first.
 So is a constant that another capture in the pool has returned, as pieces of one step do.
@@ -36,6 +38,7 @@ from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import SegmentHooks
 
 _aten = torch.ops.aten
+_READ = _aten._local_scalar_dense.default
 _MASKS = (torch.bool, torch.uint8)
 
 _kept: WeakKeyDictionary[DeviceGraph, list[torch.Tensor]] = WeakKeyDictionary()
@@ -58,8 +61,9 @@ class _Array:
             return
         where = "" if self._source is None else f", at {self._source}"
         raise BakedScalarError(
-            "a NumPy array, or a constant of an earlier piece, that a graph has a copy of was "
-            "written since: the graph has the values of its capture for ever",
+            "a NumPy array, a number in a tensor on the host, or a constant of an earlier piece was "
+            "written since a graph has a copy of it: the graph has the values of its capture for "
+            "ever",
             got=f"{self._tensor.dtype} {tuple(self._tensor.shape)}{where}",
             expected="the values of the capture",
             advice="pass it as an input, or keep it in a tensor on the device and write that in "
@@ -75,6 +79,13 @@ class _Constant(NamedTuple):
 
     def is_gone(self) -> bool:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+
+class _Computed(NamedTuple):
+    """A storage on the host, and the tensors that a capture computed it of, not all constants."""
+
+    storage: StorageWeakRef
+    given: Sequence[torch.Tensor]
 
 
 class _Mask(NamedTuple):
@@ -117,6 +128,7 @@ class Constants:
         for name in [name for name, each in self._returned.items() if each.is_gone()]:
             del self._returned[name]
         self._made: dict[int, _Constant] = {}
+        self._computed: dict[int, _Computed] = {}
         self._masks: dict[int, _Mask] = {}
         self._pinned: list[torch.Tensor] = []
         # Those of the open segment.
@@ -164,6 +176,11 @@ class Constants:
         lifted = _LIFTED.get(id(func))
         if lifted is not None:
             return lifted(self, func, args, kwargs)
+        for value in (*args, *kwargs.values()):
+            if type(value) is torch.Tensor and value.is_cpu and not value.dim():
+                self._note_operand(value, (args, kwargs))
+        if func is _READ:
+            self._arrays |= dict.fromkeys(self._arrays_behind(args[0]))
         result = func(*args, **kwargs)
         if type(result) is torch.Tensor:
             if result.is_cpu:
@@ -171,6 +188,22 @@ class Constants:
         elif isinstance(result, list | tuple):
             self._note(func, args, kwargs, result)
         return result
+
+    def _note_operand(self, number: torch.Tensor, arguments: Any) -> None:
+        """Have replays compare a tensor without dimensions on the host: beside others on the device
+        its value is an argument of the kernel."""
+        if all(each.is_cpu for each in tree.tensors(arguments)):
+            return
+        self._arrays |= dict.fromkeys(self._arrays_behind(number))
+
+    def _arrays_behind(self, tensor: torch.Tensor) -> Sequence[_Array]:
+        """What the host may write of all that a tensor on the host was computed of."""
+        if self._is_constant(tensor):
+            return self._arrays_of([tensor])
+        known = self._computed.get(tensor.untyped_storage()._cdata)
+        if known is None:
+            return [_Array(tensor, user_source())]
+        return [array for each in known.given for array in self._arrays_behind(each)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note whether results on the host are constants: all that they were made of is."""
@@ -187,8 +220,13 @@ class Constants:
         if all(map(self._is_constant, given)):
             self._note_constants(results, self._arrays_of(given))
             return
+        taken = {each.untyped_storage()._cdata for each in given}
         for each in results:
-            self._made.pop(each.untyped_storage()._cdata, None)
+            storage = each.untyped_storage()
+            self._made.pop(storage._cdata, None)
+            if storage._cdata not in taken:
+                ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._computed[storage._cdata] = _Computed(ref, given)
 
     def _note_constants(self, tensors: Iterable[torch.Tensor], arrays: tuple[_Array, ...]) -> None:
         for each in tensors:

@@ -175,6 +175,7 @@ class CaptureSession:
         is_cold = kind not in self._warm_ups.warm or self._state.is_new(graph.descriptor.kind)
         if warm_ups and is_cold:
             self._warm_up(graph)
+        transaction.lifts_constants |= not warm_ups or self._graphs.reads.are_on_host()
         transaction.work = self._streams.check(graph, kind)
         outside = platform.driver_bytes()
         try:

@@ -340,6 +340,11 @@ class ReadSet:
             )
         return tuple(found)
 
+    def are_on_host(self) -> bool:
+        """Whether a warm-up has read memory of the host: where one operand is a number there, its
+        value is an argument of the kernel."""
+        return any(storage.device.type == "cpu" for storage, _ in self._uses())
+
     def _uses(self) -> list[tuple[torch.UntypedStorage, Use]]:
         return [(storage, use) for storage, use in self._held.values() if use is not None]
 
