@@ -61,7 +61,7 @@ class _Array:
             return
         where = "" if self._source is None else f", at {self._source}"
         raise BakedScalarError(
-            "a NumPy array, a number in a tensor on the host, or a constant of an earlier piece was "
+            "a NumPy array, a number in a host tensor, or a constant of an earlier piece was "
             "written since a graph has a copy of it: the graph has the values of its capture for "
             "ever",
             got=f"{self._tensor.dtype} {tuple(self._tensor.shape)}{where}",
