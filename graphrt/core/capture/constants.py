@@ -179,7 +179,7 @@ class Constants:
         for value in (*args, *kwargs.values()):
             if type(value) is torch.Tensor and value.is_cpu and not value.dim():
                 self._note_operand(value, (args, kwargs))
-        if func is _READ:
+        if func is _READ and _is_of_host(args[0]):
             self._arrays |= dict.fromkeys(self._arrays_behind(args[0]))
         result = func(*args, **kwargs)
         if type(result) is torch.Tensor:
