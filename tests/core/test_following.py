@@ -129,13 +129,14 @@ def test_a_wrong_shape_is_told_what_is_wrong_with_it(given):
         assert "live rows" not in advice
 
 
-@pytest.mark.parametrize("names", [("xs",), ("x", "y"), ("X",), ()])
+@pytest.mark.parametrize("names", [("xs",), ("x", "y"), ("X",), ("hidden",), ()])
 def test_a_step_with_other_inputs_is_told_their_names(names):
     run = captured()
     advice = advice_of(run.step, Batch(3), {name: rows(3) for name in names})
     expected = {
         ("xs",): "pass it as x= in place of xs=",
         ("X",): "pass it as x= in place of X=",
+        ("hidden",): "pass it as x= in place of hidden=",
         ("x", "y"): "leave y= out: only what inputs= declares is passed",
         (): "pass x= too",
     }
@@ -146,6 +147,7 @@ def test_a_step_with_other_inputs_is_told_their_names(names):
     ("forward", "names", "advice"),
     [
         (lambda input_ids: input_ids + 1, ("inputs_ids",), "name it 'input_ids' in place of"),
+        (lambda input: input + 1, ("x",), "name it 'input' in place of 'x'"),
         (lambda x: x + 1, ("x", "positions"), "leave 'positions' out of inputs="),
         (lambda x, scale: x * scale, ("x",), "functools.partial(forward, scale=...)"),
     ],

@@ -593,6 +593,16 @@ def test_a_step_of_zeros_is_no_padded_trial(level, forward):
     assert torch.allclose(out, forward(rows(3)) + 1)
 
 
+@pytest.mark.parametrize("forward", [lambda x: x.softmax(0), lambda x: x.logsumexp(0) + x])
+def test_a_first_padded_step_of_zeros_is_tried_all_the_same(forward):
+    """What mixes rows of zeros too: how many rows there are shows."""
+    runner = runner_of(forward)
+    runner(x=torch.zeros(4, WIDTH))
+    with pytest.warns(GraphQuarantinedWarning):
+        out = runner(x=torch.zeros(3, WIDTH))
+    assert torch.allclose(out, forward(torch.zeros(3, WIDTH)))
+
+
 def embedded() -> tuple[Callable[..., Any], dict[str, InputSpec]]:
     table = torch.randn(32, WIDTH)
 

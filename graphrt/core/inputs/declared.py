@@ -175,10 +175,12 @@ def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> st
         and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         and each.name not in specs
     ]
+    unknown = [name for name in specs if name not in signature.parameters]
+    alone = needed[0] if len(needed) == len(unknown) == 1 else None
     found = []
     for name in specs:
-        if name not in signature.parameters:
-            meant = nearest(name, needed or [*signature.parameters])
+        if name in unknown:
+            meant = alone or nearest(name, needed or [*signature.parameters])
             found.append(
                 f"name it {meant!r} in place of {name!r}"
                 if meant
@@ -193,9 +195,10 @@ def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> st
 
 def _named_right(missing: list[str], unknown: list[str]) -> str:
     """What to do about inputs that a step lacks, or should not have."""
+    alone = missing[0] if len(missing) == len(unknown) == 1 else None
     found = []
     for name in unknown:
-        meant = nearest(name, missing)
+        meant = alone or nearest(name, missing)
         found.append(
             f"pass it as {meant}= in place of {name}="
             if meant

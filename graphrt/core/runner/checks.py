@@ -47,23 +47,26 @@ class TrialRecord:
 class PaddedTrials:
     """The padded trials of one kind of graph: what they could show of mixed rows.
 
-    A live row that equals the padding shows nothing: a mean over rows of zeros stays as it is. So
-    each of the `inputs` has to differ from its padding in some trial, as far as it ever does.
+    The first padded step is tried. A live row that equals the padding shows little there: a mean
+    over rows of zeros stays as it is, only a softmax does not. So each of the `inputs` has to differ
+    from its padding in some trial, as far as it ever does.
     """
 
     def __init__(self, inputs: frozenset[str]) -> None:
         self._left = set(inputs)
         self._begun = not inputs
+        self._untried = True
         self._looks = _LOOKS
 
     def want(self, differing: frozenset[str]) -> bool:
         """Whether a padded step in which these inputs differ from their padding is to be tried."""
         if self._begun:
             self._looks -= 1
-        return not self._left or not self._left.isdisjoint(differing)
+        return self._untried or not self._left or not self._left.isdisjoint(differing)
 
     def tried(self, differing: frozenset[str]) -> None:
         """Such a step was tried."""
+        self._untried = False
         self._left -= differing
         self._begun |= bool(differing)
 
