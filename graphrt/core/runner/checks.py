@@ -47,9 +47,9 @@ class TrialRecord:
 class PaddedTrials:
     """The padded trials of one kind of graph: what they could show of mixed rows.
 
-    The first padded step is tried. A live row that equals the padding shows little there: a mean
-    over rows of zeros stays as it is, only a softmax does not. So each of the `inputs` has to differ
-    from its padding in some trial, as far as it ever does.
+    The first padded step is tried. A live row that equals the padding shows little there: a
+    softmax over rows of zeros is another one, a mean stays as it is. So each of the `inputs` has to
+    differ from its padding in some trial, as far as it ever does.
     """
 
     def __init__(self, inputs: frozenset[str]) -> None:
