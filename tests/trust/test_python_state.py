@@ -571,6 +571,38 @@ def test_a_number_that_only_an_eager_part_reads_goes_on_replaying():
     assert right and not said and set(ran) == {Reason.HIT, Reason.TOO_LARGE}
 
 
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+@pytest.mark.parametrize("make", [lambda: Counting(), lambda: CountingModule()])
+def test_a_number_whose_default_is_the_class_own_is_put_back(make, mode):
+    held = make()
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        held.steps += 1
+        return x + held.steps if mode == "PIECEWISE" else x
+
+    part = eager_break(count) if mode == "PIECEWISE" else count
+    runner = GraphRunner(
+        lambda x: part(x * 1), mode=mode, sizes=[1, 2, 4], inputs={"x": X}
+    )
+    runner.capture()
+    assert held.steps == type(held).steps == 0 and "steps" not in vars(held)
+    if mode == "PIECEWISE":
+        found = [float(runner(x=torch.zeros(4, WIDTH))[0, 0]) for _ in range(4)]
+        assert found == [1, 2, 3, 4]
+
+
+class Counting:
+    """Counts in an attribute of its own, whose default is its class'."""
+
+    steps = 0
+
+
+class CountingModule(torch.nn.Module):
+    """The same as a module."""
+
+    steps = 0
+
+
 # Rows that equal the padding ---------------------------------------------------------------------
 
 mixing = (

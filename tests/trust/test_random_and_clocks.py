@@ -289,6 +289,22 @@ def test_normalized_weights_are_replayed_and_nothing_is_said(name, train, mode):
             assert torch.allclose(runner(x=x.clone()), twin(x), atol=1e-5)
 
 
+@pytest.mark.parametrize("way", ["capture_next", "lazy"])
+@pytest.mark.parametrize("name", NORMS)
+def test_normalized_weights_are_no_stale_tensors_in_sessions_of_one_graph(name, way):
+    model, twin = normalized(name).eval(), normalized(name).eval()
+    options = GraphOptions(lazy=way == "lazy")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner = GraphRunner(model, mode="FULL", sizes=[1, 2, 4], inputs={"x": X}, options=options)
+        while way == "capture_next" and runner.capture_next().left:
+            pass
+        for count in (4, 3, 2, 1, 4):
+            x = torch.randn(count, WIDTH)
+            assert torch.allclose(runner(x=x.clone()), twin(x), atol=1e-5)
+            assert runner.last_dispatch.reason is Reason.HIT
+
+
 def test_a_tensor_of_the_inputs_that_is_left_is_still_warned_of():
     from graphrt.errors import StaleTensorWarning
 
