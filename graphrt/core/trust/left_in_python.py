@@ -9,7 +9,6 @@ import torch
 from graphrt.core.base._warnings import StaleTensorWarning, warn_caller
 from graphrt.core.base.errors import PythonStateError
 from graphrt.core.trust.places.slots import Place
-from graphrt.core.trust.python_state import Slot
 from graphrt.core.trust.watching.watch import storage_key
 
 _TOLD = 8
@@ -29,7 +28,7 @@ class LeftInPython:
         a weight do at every call."""
         self._paths: list[str] = []
 
-    def note(self, found: Iterable[tuple[Place | Slot, torch.Tensor]]) -> None:
+    def note(self, found: Iterable[tuple[Place, torch.Tensor]]) -> None:
         """Look at what the forward reaches now."""
         for place, tensor in found:
             key = storage_key(tensor)

@@ -205,7 +205,7 @@ class ReadSet:
         # Code is replaced by hand alone, and takes longer to look at.
         slots = [link for link in slots if not issubclass(type(link.held), _CODE)]
         tensors = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
-        found = map(call, cycle([link.place.getter() for link in slots]))
+        found = map(call, cycle([link.get for link in slots]))
         same = map(is_, found, cycle([link.held for link in slots])) if slots else repeat(True)
         if not tensors:
             return same

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -526,13 +526,16 @@ class Trial:
         one have: what they were, and what they are."""
         python, earlier = self._state.python, self._graph.moved or {}
         moved = python.changed(python.was, eager.left.python)
+        if not moved and not earlier:
+            return {}
         for slot, now in zip(python.slots, python.was, strict=True):
             if slot.path in earlier:
                 moved[slot.path] = earlier[slot.path][0], now
+        paths = [slot.path for slot in python.numbers if slot.writable]
         return {
-            slot.path: moved[slot.path]
-            for slot in python.numbers
-            if slot.path in moved and slot.put and step_of(*moved[slot.path]) is not None
+            path: moved[path]
+            for path in paths
+            if path in moved and step_of(*moved[path]) is not None
         }
 
     def _judge_numbers(self, eager: Run) -> None:
@@ -596,21 +599,23 @@ def _memory(*runs: Run) -> list[list[torch.Tensor]]:
 
 def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:
     """Call `function`; returns its result, and whether code called by it asked for gradients or
-    inference mode, by which it may take another way. Under a profiler of the host's nobody can
-    tell, so it counts as asked."""
-    if sys.getprofile() is not None:
+    inference mode, by which it may take another way. Under a profiler in C nobody can tell, so it
+    counts as asked; one in Python is told of everything as before."""
+    outer, found = sys.getprofile(), False
+    if not isinstance(outer, FunctionType | MethodType | None):
         return function(), True
-    found = False
 
     def look(frame: FrameType, event: str, called: Any) -> None:
         nonlocal found
         if called is torch.is_grad_enabled or called is torch.is_inference_mode_enabled:
             name: str = frame.f_globals.get("__name__", "")
             found |= name.partition(".")[0] not in _NOBODYS
+        if outer is not None:
+            outer(frame, event, called)
 
     try:
         sys.setprofile(look)
         result = function()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(outer)
     return result, found

@@ -15,8 +15,9 @@ from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.state import State
 from graphrt.core.trust.left_in_python import LeftInPython
+from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.python_state import PythonState, Slot, is_plain
+from graphrt.core.trust.python_state import PythonState, is_plain, put_back
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import StateSnapshot
 from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch
@@ -285,7 +286,7 @@ class _Moves:
         for at, (slot, was, now) in enumerate(
             zip(self._python.slots, last, self._last, strict=True)
         ):
-            if now is not was and not slot.same(was, now):
+            if now is not was and not slot.way.same(was, now):
                 self._counts[at] += not captured or self._counts[at] > 0
         for place, held, memory in self._python.elsewhere():
             count, known = self._memory.get(place.path, (0, storage_key(memory)))
@@ -301,7 +302,7 @@ class _Moves:
                 held.data = memory.detach()
                 self._memory[place.path] = count, storage_key(memory)
 
-    def anew(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+    def anew(self) -> Iterator[tuple[Place, torch.Tensor]]:
         """The slots in which more than one run has put a tensor of its own, and the last one."""
         for slot, count in zip(self._python.slots, self._counts, strict=True):
             now = slot.get() if count > 1 else None
@@ -318,9 +319,9 @@ class _Moves:
             if count < 2:
                 continue
             now = slot.get()
-            plain = is_plain(now) and (contents or slot.container is None)
-            if slot.put is not None and (plain or isinstance(now, torch.Tensor)):
-                slot.put(was)
+            plain = is_plain(now) and (contents or slot.way is not CONTENTS)
+            if plain or isinstance(now, torch.Tensor):
+                put_back(slot, was)
             if slot.get() is was:
                 back.add(slot.path)
         return back

@@ -85,11 +85,6 @@ class Draws:
         return unseen(lambda: not all(map(torch.equal, then, now)))
 
 
-def draws_numbers(func: Any) -> bool:
-    """Whether an operator says that it may draw random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-
-
 def _shapes_of(given: Any) -> list[tuple[str, Any]]:
     """The leaves of arguments by their paths, of tensors their shapes."""
     leaves = tree.leaves(given)
