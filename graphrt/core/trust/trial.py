@@ -185,7 +185,7 @@ class Trial:
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict
         draws = Draws(state.generators)
-        first = self._watch(rows=(step.rows, step.live_rows), draw=draws.record)
+        first = self._watch(rows=self._rows(), draw=draws.record, keeps_sources=True)
         outputs, asked = _asked_in(lambda: step.eager(first))
         eager = Run(outputs, state.take(), first)
         rebound = state.python.rebound(eager.left.python, first.uses)
@@ -241,10 +241,15 @@ class Trial:
             self._state.memory,
             follows,
             self._state.generators,
-            keeps_sources=True,
             reads_arrays=self._reads_arrays,
             **more,
         )
+
+    def _rows(self) -> tuple[int, int] | None:
+        """All rows and the live ones, where they are to be compared with a run without padding."""
+        rows, live_rows = self._step.rows, self._step.live_rows
+        is_full = all(live == padded for padded, live in ((rows, live_rows), *self._step.sizes))
+        return None if is_full or self._mixes_rows else (rows, live_rows)
 
     def _once(self, call: Callable[[Watch], Any], **more: Any) -> Run:
         """Make one run, and put the state back."""

@@ -45,11 +45,6 @@ def module_of(of: type) -> str:
     return name if type(name) is str else "builtins"
 
 
-def of_numpy(name: str, module: str = "numpy") -> Any:
-    """A type of NumPy's; no types if it is not imported."""
-    return getattr(sys.modules.get(module), name, ())
-
-
 def same_value(before: object, after: object) -> bool:
     """Whether two plain values are equal, NaN to itself and 1 not to True or 1.0; objects of
     types that are not torch's or Python's own are compared by identity."""
@@ -62,7 +57,8 @@ def same_value(before: object, after: object) -> bool:
     if compare is None:
         compare = next((how for base, how in _OF_BASES.items() if issubclass(kind, base)), None)
     if compare is None:
-        return issubclass(kind, of_numpy("generic")) and repr(before) == repr(after)
+        numbers = getattr(sys.modules.get("numpy"), "generic", ())
+        return issubclass(kind, numbers) and repr(before) == repr(after)
     return compare(before, after) is True
 
 

@@ -74,7 +74,7 @@ class Trace(list[Op]):
         super().__init__(ops)
         self.keeps_sources = keeps_sources
         self.rows = rows
-        self.sources: dict[int, Source | None] = {}
+        self.sources: list[Source | None] = []
         self.sums: list[torch.Tensor | None] = []
         self.constants: set[int] = set()
         self.constants_of_parts: set[int] = set()
@@ -100,7 +100,7 @@ class Trace(list[Op]):
         if found is None:
             return ""
         place, text = found
-        source = self.sources.get(place)
+        source = self.sources[place] if place < len(self.sources) else None
         return text if source is None else f"{text} at {source}"
 
     def first_mixed(self, alone: Trace, rounding: float) -> tuple[int, str] | None:
@@ -128,7 +128,8 @@ class Trace(list[Op]):
             if ours.func is not LIFT_FRESH or ours.arguments == theirs.arguments:
                 continue
             if place in self.constants and not (has_parts and place in self.constants_of_parts):
-                return self.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
+                told = self if self.sources else then
+                return told.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
         return None
 
 
@@ -138,10 +139,11 @@ def arguments_of(
     """The arguments of one operator as two runs can compare them; `tensors` are those among them,
     `At` or `Of`, by `id`."""
     found = []
-    for each in args:
-        found.append(each if type(each) in _AS_THEY_ARE else _described(each, tensors))
-    for name, each in kwargs.items():
-        found.append((name, _described(each, tensors)))
+    for each in (*args, *kwargs.items()):
+        if type(each) in _AS_THEY_ARE:
+            found.append(each)
+        else:
+            found.append(tensors.get(id(each)) or _described(each, tensors))
     return tuple(found)
 
 
@@ -152,7 +154,7 @@ def _described(value: Any, tensors: Mapping[int, object]) -> object:
         return tuple(_described(each, tensors) for each in value)
     if isinstance(value, float | complex):
         return repr(value)  # nan is not equal to itself, and 0.0 is equal to -0.0
-    return value if isinstance(value, int | str | bool | torch.dtype | None) else repr(value)
+    return value if isinstance(value, _AS_THEY_ARE) else repr(value)
 
 
 def made_of_data(tensor: torch.Tensor) -> object:

@@ -48,16 +48,25 @@ class Use:
     overwritten = 0
     """How many elements the run wrote at first."""
 
-    def __init__(self, tensor: torch.Tensor, op: str) -> None:
+    def __init__(self, tensor: torch.Tensor, op: str, source: Source | None = None) -> None:
         self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.shape = tuple(tensor.shape)
         self.stride = (tensor.storage_offset(), *tensor.stride())
         self.dtype = tensor.dtype
         self.op = op
-        self.source: Source | None = user_source()
+        self.source = source or user_source()
         # Whether eager parts alone have used it, which find at every replay what is there then.
-        given = in_eager_part.get()
-        self.in_parts = given is not None and self.ref.cdata not in given
+        self.in_parts = in_eager_part.get() is not None
+
+    def note(self, part: torch.Tensor, facts: OperatorFacts, *, fills: bool) -> None:
+        """An operator is given this `part` of the memory, which it `fills` or may read."""
+        if self.in_parts:
+            given = in_eager_part.get()
+            self.in_parts = given is not None and self.ref.cdata not in given
+        if fills and not self.exposed:
+            self.overwritten = max(self.overwritten, part.numel())
+        elif not facts.is_view and part.numel() > self.overwritten:
+            self.exposed = True
 
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, if it is still there."""
@@ -145,17 +154,16 @@ class Watch(ThreadMode):
         if func is LIFT_FRESH:
             return self._lift(func, args, kwargs)
         facts, values = facts_of(func), (*args, *kwargs.values())
+        source = user_source() if self.trace.keeps_sources else None
         if self._generators is not None and facts.may_draw:
             for value in values:
                 if isinstance(value, torch.Generator):
                     self._generators.note(value)
         targets = list(written(facts, args, kwargs)) if facts.writes else []
         if targets:
-            self._before_writes(func, facts, args, kwargs, targets)
-        given = placed(values)
-        op = Op(func, arguments_of(args, kwargs, self._described(given)))
-        self._note(op, args)
-        from_inputs = self._use(func, facts, given, targets)
+            self._before_writes(func, facts, args, kwargs, targets, source)
+        tensors, from_inputs = self._use(func, facts, placed(values), targets, source)
+        self._note(Op(func, arguments_of(args, kwargs, tensors)), args, source)
         if self._draw is not None and facts.draws:
             result = self._draw(func, args, kwargs)
         else:
@@ -174,7 +182,7 @@ class Watch(ThreadMode):
 
     def _lift(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A tensor is made of Python data."""
-        self._note(Op(func, (unseen(lambda: made_of_data(args[0])),)), args)
+        self._note(Op(func, (unseen(lambda: made_of_data(args[0])),)), args, user_source())
         result = func(*args, **kwargs)
         trace, key = self.trace, storage_key(result)
         trace.sums.append(None)
@@ -187,28 +195,34 @@ class Watch(ThreadMode):
                 trace.constants_of_parts.add(len(trace) - 1)
         return result
 
-    def _note(self, op: Op, args: Sequence[Any]) -> None:
+    def _note(self, op: Op, args: Sequence[Any], source: Source | None) -> None:
         if self._follows is not None:
             place, then = len(self.trace), self._follows
             if not self.deviation and (place >= len(then) or then[place] != op):
-                self.deviation = f"{op} at {user_source() or 'an unknown line'}"
+                self.deviation = f"{op} at {source or user_source() or 'an unknown line'}"
             if self.deviation and not (
                 facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))
             ):
                 raise Deviation(str(op), in_part=in_eager_part.get() is not None)
         if self.trace.keeps_sources:
-            self.trace.sources[len(self.trace)] = user_source()
+            self.trace.sources.append(source)
         self.trace.append(op)
 
     def _before_writes(
-        self, func: Any, facts: OperatorFacts, args: Any, kwargs: Any, targets: list[torch.Tensor]
+        self,
+        func: Any,
+        facts: OperatorFacts,
+        args: Any,
+        kwargs: Any,
+        targets: list[torch.Tensor],
+        source: Source | None,
     ) -> None:
         for tensor, key, address in placed(targets):
             if key is None or key in self._born:
                 continue
             if address in self._own:
                 if torch.Tag.inplace_view not in func.tags:
-                    self.own_written.setdefault(tensor.data_ptr(), Use(tensor, str(func)))
+                    self.own_written.setdefault(tensor.data_ptr(), Use(tensor, str(func), source))
                 continue
             use = self.uses.get(key)
             if use is None:
@@ -217,55 +231,46 @@ class Watch(ThreadMode):
                     self.saw_compiled_code = True
                     self._born[key] = Kept(tensor)
                     continue
-                use = self.uses[key] = Use(tensor, str(func))
+                use = self.uses[key] = Use(tensor, str(func), source)
             use.is_written = True
             if self._saves is not None:
                 self._saves.save(tensor, facts, args, kwargs, use)
 
-    def _described(self, given: Sequence[Placed]) -> dict[int, object]:
-        """The tensors that an operator is `given` as traces have them, by `id`."""
-        found: dict[int, object] = {}
-        for tensor, key, _ in given:
-            shape = tuple(tensor.shape)
-            if key is None or key in self._born:
-                found[id(tensor)] = Of(shape, tensor.dtype)
-            else:
-                found[id(tensor)] = At(tensor.data_ptr(), shape, tensor.stride())
-        return found
-
     def _use(
-        self, func: Any, facts: OperatorFacts, given: list[Placed], targets: list[torch.Tensor]
-    ) -> bool:
-        """Note what an operator uses of what it is `given`; returns whether some of it was computed
-        from the inputs."""
+        self,
+        func: Any,
+        facts: OperatorFacts,
+        given: list[Placed],
+        targets: list[torch.Tensor],
+        source: Source | None,
+    ) -> tuple[dict[int, object], bool]:
+        """Note what an operator uses of what it is `given`; returns the tensors as traces have
+        them, by `id`, and whether some were computed from the inputs."""
         overwritten = _overwritten(targets, given) if facts.overwrites else ()
+        tensors: dict[int, object] = {}
         from_inputs = False
         for each in given:
-            whole = each[0]
+            whole, key, _ = each
+            if key is None or key in self._born:
+                tensors[id(whole)] = Of(tuple(whole.shape), whole.dtype)
+            else:
+                tensors[id(whole)] = At(whole.data_ptr(), tuple(whole.shape), whole.stride())
             parts = [each] if type(whole) in _BARE else placed([whole], parts=True)
             for part, key, address in parts:
-                if key is None:
-                    continue
-                known = self._born.get(key)
-                if address in self._own:
+                if address in self._own and key is not None:
                     from_inputs = True
-                elif known is not None:
+                elif key in self._born:
+                    known = self._born[key]
                     from_inputs |= known.from_inputs
                     if known.of_data is not None:
                         self.trace.constants.add(known.of_data)
-                else:
+                elif key is not None:
                     use = self.uses.get(key)
                     if use is None:
-                        use = self.uses[key] = Use(part, str(func))
-                    elif use.in_parts:
-                        found = in_eager_part.get()
-                        use.in_parts = found is not None and key not in found
-                    if id(whole) in overwritten and not use.exposed:
-                        use.overwritten = max(use.overwritten, part.numel())
-                    elif not facts.is_view and part.numel() > use.overwritten:
-                        use.exposed = True
+                        use = self.uses[key] = Use(part, str(func), source)
+                    use.note(part, facts, fills=id(whole) in overwritten)
                     from_inputs |= use.from_inputs
-        return from_inputs
+        return tensors, from_inputs
 
     def _rewrite(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
         for _, key, _ in placed(targets, parts=True):
