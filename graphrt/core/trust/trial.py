@@ -18,7 +18,7 @@ import torch
 
 from graphrt.core.base._undo import Undo
 from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
-from graphrt.core.trust.generators import of_python
+from graphrt.core.trust.generators import Draws, of_python
 from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places.walk import Places
 from graphrt.core.trust.python_state import (
@@ -40,7 +40,6 @@ from graphrt.core.trust.verdict import (
     STATE_OF_PADDING,
     Verdict,
 )
-from graphrt.core.trust.watching.draws import Draws
 from graphrt.core.trust.watching.trace import Trace, first_difference, first_other
 from graphrt.core.trust.watching.watch import Deviation, Watch
 from graphrt.core.trust.watching.writes import still_there

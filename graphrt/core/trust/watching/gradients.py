@@ -75,21 +75,18 @@ class GradientWatch(ThreadMode):
             return self.take_apart(func, args, kwargs)
         result = func(*args, **kwargs)
         facts = facts_of(func)
-        ends = not torch.is_grad_enabled() or facts.name in _ENDING
         given = [self._family(each) for each in tree.tensors([args, kwargs])]
-        sources = Sources() if ends else Sources().union(*(each.sources for each in given))
+        if not torch.is_grad_enabled() or facts.name in _ENDING:
+            given = []
+        sources = Sources().union(*(each.sources for each in given))
         own = list(written(facts, args, kwargs))
-        for tensor in own:
-            if _differentiable(tensor):
-                self._family(tensor).sources |= sources
+        for tensor in filter(_differentiable, own):
+            self._family(tensor).sources |= sources
         for tensor in tree.tensors(result):
-            if any(tensor is each for each in own):
-                continue
-            if facts.is_view and given and not ends:
-                family = given[0]
-            else:
-                family = _Family(sources if _differentiable(tensor) else Sources())
-            self._families[id(tensor)] = weakref.ref(tensor), family
+            if not any(tensor is each for each in own):
+                is_view = facts.is_view and bool(given)
+                made = _Family(sources if _differentiable(tensor) else Sources())
+                self._families[id(tensor)] = weakref.ref(tensor), given[0] if is_view else made
         return result
 
     def _family(self, tensor: torch.Tensor) -> _Family:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -102,6 +102,17 @@ class Deviation(Exception):
         self.in_part = in_part
 
 
+class _Call(NamedTuple):
+    """One call of an operator, with what it writes and the line that issued it, if it is kept."""
+
+    func: Any
+    facts: OperatorFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: list[torch.Tensor]
+    source: Source | None
+
+
 class Watch(ThreadMode):
     """Sees what one run does with memory from outside; `own` is memory that is no news, by address
     of its storage. Writes are saved in `saves` before they are done.
@@ -153,16 +164,17 @@ class Watch(ThreadMode):
             return self.take_apart(func, args, kwargs)
         if func is LIFT_FRESH:
             return self._lift(func, args, kwargs)
-        facts, values = facts_of(func), (*args, *kwargs.values())
+        facts = facts_of(func)
+        targets = list(written(facts, args, kwargs)) if facts.writes else []
         source = user_source() if self.trace.keeps_sources else None
+        call = _Call(func, facts, args, kwargs, targets, source)
         if self._generators is not None and facts.may_draw:
-            for value in values:
+            for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Generator):
                     self._generators.note(value)
-        targets = list(written(facts, args, kwargs)) if facts.writes else []
         if targets:
-            self._before_writes(func, facts, args, kwargs, targets, source)
-        tensors, from_inputs = self._use(func, facts, placed(values), targets, source)
+            self._before_writes(call)
+        tensors, from_inputs = self._use(call)
         self._note(Op(func, arguments_of(args, kwargs, tensors)), args, source)
         if self._draw is not None and facts.draws:
             result = self._draw(func, args, kwargs)
@@ -208,45 +220,32 @@ class Watch(ThreadMode):
             self.trace.sources.append(source)
         self.trace.append(op)
 
-    def _before_writes(
-        self,
-        func: Any,
-        facts: OperatorFacts,
-        args: Any,
-        kwargs: Any,
-        targets: list[torch.Tensor],
-        source: Source | None,
-    ) -> None:
-        for tensor, key, address in placed(targets):
+    def _before_writes(self, call: _Call) -> None:
+        for tensor, key, address in placed(call.written):
             if key is None or key in self._born:
                 continue
             if address in self._own:
-                if torch.Tag.inplace_view not in func.tags:
-                    self.own_written.setdefault(tensor.data_ptr(), Use(tensor, str(func), source))
+                if torch.Tag.inplace_view not in call.func.tags:
+                    use = Use(tensor, str(call.func), call.source)
+                    self.own_written.setdefault(tensor.data_ptr(), use)
                 continue
-            use = self.uses.get(key)
-            if use is None:
+            if key not in self.uses:
                 if _from_compiled_code():
                     # Kernels of compiled code write into memory that no operator has made.
                     self.saw_compiled_code = True
                     self._born[key] = Kept(tensor)
                     continue
-                use = self.uses[key] = Use(tensor, str(func), source)
+                self.uses[key] = Use(tensor, str(call.func), call.source)
+            use = self.uses[key]
             use.is_written = True
             if self._saves is not None:
-                self._saves.save(tensor, facts, args, kwargs, use)
+                self._saves.save(tensor, call.facts, call.args, use)
 
-    def _use(
-        self,
-        func: Any,
-        facts: OperatorFacts,
-        given: list[Placed],
-        targets: list[torch.Tensor],
-        source: Source | None,
-    ) -> tuple[dict[int, object], bool]:
-        """Note what an operator uses of what it is `given`; returns the tensors as traces have
-        them, by `id`, and whether some were computed from the inputs."""
-        overwritten = _overwritten(targets, given) if facts.overwrites else ()
+    def _use(self, call: _Call) -> tuple[dict[int, object], bool]:
+        """Note what an operator uses of what it is given; returns the tensors as traces have them,
+        by `id`, and whether some were computed from the inputs."""
+        given = placed((*call.args, *call.kwargs.values()))
+        overwritten = _overwritten(call.written, given) if call.facts.overwrites else ()
         tensors: dict[int, object] = {}
         from_inputs = False
         for each in given:
@@ -267,8 +266,8 @@ class Watch(ThreadMode):
                 elif key is not None:
                     use = self.uses.get(key)
                     if use is None:
-                        use = self.uses[key] = Use(part, str(func), source)
-                    use.note(part, facts, fills=id(whole) in overwritten)
+                        use = self.uses[key] = Use(part, str(call.func), call.source)
+                    use.note(part, call.facts, fills=id(whole) in overwritten)
                     from_inputs |= use.from_inputs
         return tensors, from_inputs
 
