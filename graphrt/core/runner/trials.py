@@ -223,7 +223,7 @@ class PaddedTrial:
         self.runs = runs
         self._kept = executor.inputs.padding.kept()
 
-    def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
+    def eager(self, watch: Watch, parts: PartResults | None = None) -> Any:
         return self._eager(watch, parts=parts)
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
@@ -269,7 +269,7 @@ class PaddedTrial:
 
     def _eager(
         self,
-        watch: Watch | None,
+        watch: Watch,
         disturb: Callable[[], None] | None = None,
         parts: PartResults | None = None,
     ) -> Any:
@@ -291,9 +291,7 @@ class PaddedTrial:
         return cloned(outputs)
 
 
-def _watched(
-    watch: Watch | None, forward: Callable[[], Any], parts: PartResults | None = None
-) -> Any:
+def _watched(watch: Watch, forward: Callable[[], Any], parts: PartResults | None = None) -> Any:
     """The forward, on inputs that are filled, in which runners and wrappers run what they wrap, as
     they do in a warm-up: their own graphs and buffers would look like state that it writes."""
     undo = Undo()
@@ -305,7 +303,7 @@ def _watched(
         side_doors.set(SideDoors() if parts is None else parts)
         undo.later(partial(under_way.discard, id(undo)))
         under_way.add(id(undo))
-        result = forward() if watch is None else watch.around(forward)
+        result = watch.around(forward)
         undo.now()
         return result
     except BaseException:

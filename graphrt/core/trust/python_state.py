@@ -148,15 +148,17 @@ class PythonState:
         """Where a run that has just ended has put another tensor in the place of one that it had
         `used`, by the keys of storages."""
         tensors = [
-            (slot.path, was, value)
+            (slot, was, value)
             for slot, was, value in zip(self.slots, self.was, now, strict=True)
             if isinstance(was, torch.Tensor)
         ]
+        replaced = [(slot, was) for slot, was, value in tensors if value is not was]
+        replaced += [(place, memory) for place, _, memory in self.elsewhere()]
+        if not replaced:
+            return []
         # A normalized weight begins as the weight itself, which is read under its own name.
         stays = {storage_key(was) for _, was, value in tensors if value is was}
-        replaced = [(path, was) for path, was, value in tensors if value is not was]
-        replaced += [(place.path, memory) for place, _, memory in self.elsewhere()]
-        keys = [(path, storage_key(held)) for path, held in replaced]
+        keys = [(slot.path, storage_key(held)) for slot, held in replaced]
         return [path for path, key in keys if key in used and key not in stays]
 
 

@@ -29,7 +29,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidOptionError, StaleInputError, UntrackedWeightsError
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.torch_names import storage_use_count
-from graphrt.core.device.graph import DeviceGraph, GraphRead
+from graphrt.core.device.graph import GraphRead
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
@@ -300,12 +300,18 @@ class ReadSet:
         Each graph takes milliseconds. Blocks are named by where the forward has them. None if
         nothing was watched, or the platform cannot tell.
         """
-        known = self.addresses() | set(map(address_of, own))
-        graphs: list[DeviceGraph] = []
-        for entry in entries:
-            graphs += graphs_of(entry.parts)
-            known.update(map(address_of, entry.reads(pool)[1]))
-        unknown = unknown_memory(pool.platform, graphs, known) if self.watched else None
+        if not self.watched:
+            return None
+        entries = [*entries]
+        graphs = [graph for entry in entries for graph in graphs_of(entry.parts)]
+
+        def known() -> Iterator[int]:
+            yield from self.addresses()
+            yield from map(address_of, own)
+            for entry in entries:
+                yield from map(address_of, entry.reads(pool)[1])
+
+        unknown = unknown_memory(pool.platform, graphs, known())
         if unknown is None or not unknown.blocks:
             return unknown
         names: dict[int, str] = {}

@@ -81,7 +81,7 @@ class TriedStep(Protocol):
     finds_gradients: bool
     """Whether nobody knows yet which gradients of its caller's it ends."""
 
-    def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
+    def eager(self, watch: Watch, parts: PartResults | None = None) -> Any:
         """The forward on the padded inputs, under `watch`, its eager parts seen by `parts`."""
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
@@ -195,8 +195,8 @@ class Trial:
         other = None if self._mixes_rows else self._outputs_of(step.other_padding)
         alone, matched, disturbed = self._without_padding(eager, draws)
         rounding = rounding_of(
-            (use.dtype for use in first.uses.values()),
-            (op.func for op in first.trace),
+            [use.dtype for use in first.uses.values()],
+            [op.func for op in first.trace],
             self._precision,
         )
         verdict.asks = asked and self._goes_by_it(eager, rounding)
@@ -354,12 +354,13 @@ class Trial:
 
     def _judge_replay(self, eager: Run, again: Run, replayed: Run, rounding: float) -> None:
         """Do eager runs repeat one another, and does the replay give and leave what they do?"""
-        outputs = eager.outputs, again.outputs, replayed.outputs
-        memory = still_there(*_memory(eager, again, replayed))
-        for where, how, (one, two, replay), least in (
-            ("", "differ", outputs, max(rounding, 1e-6)),
-            (" in the state that it writes", "leave different state", memory, rounding),
-        ):
+        outputs = [eager.outputs, again.outputs, replayed.outputs]
+        questions = [("", "differ", outputs, max(rounding, 1e-6))]
+        if eager.left.memory:
+            memory: list[Any] = still_there(*_memory(eager, again, replayed))
+            where = " in the state that it writes"
+            questions.append((where, "leave different state", memory, rounding))
+        for where, how, (one, two, replay), least in questions:
             spread = difference(two, one)
             if spread is not None and spread.relative > least:
                 python = ", ".join(self._numbers(eager)) or "nothing that could be found"
@@ -597,7 +598,7 @@ class Trial:
 
 def _memory(*runs: Run) -> list[list[torch.Tensor]]:
     """What several runs have left in memory that the last one has written too."""
-    count = min(len(run.left.memory) for run in runs)
+    count = min([len(run.left.memory) for run in runs])
     return [run.left.memory[:count] for run in runs]
 
 

@@ -133,6 +133,8 @@ class SavedWrites:
 
     def take(self) -> list[torch.Tensor]:
         """Copies of what is there now."""
+        if not self._regions:
+            return []
         return unseen(lambda: [region.read().clone() for region in self._regions])
 
     def restore(self, values: Sequence[torch.Tensor] | None = None) -> None:
