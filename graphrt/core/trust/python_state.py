@@ -6,7 +6,7 @@ It does not see state of iterators and of C extensions, nor arrays above 1 MiB.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -74,7 +74,12 @@ class PythonState:
         self._numbers = slice(len(slots), len(slots) + len(places.numbers))
         self.was = self.take()
         # The tensors whose memory is known, and what they had.
-        self._memory = [] if baked else unseen(lambda: _memory_of(places.tensors))
+        # A subclass may have no detach() of the ordinary kind.
+        plain = (torch.Tensor, torch.nn.Parameter)
+        tensors = [] if baked else [each for each in places.tensors if type(each[1]) in plain]
+        self._memory = unseen(
+            lambda: [(place, held, held.detach(), key) for place, held, key in with_keys(tensors)]
+        )
 
     def take(self) -> list[Any]:
         """What is there now."""
@@ -169,15 +174,15 @@ def put_back(slot: Place, value: object) -> None:
         slot.set(value)
 
 
-def _memory_of(
-    tensors: Sequence[tuple[Place, torch.Tensor]],
-) -> list[tuple[Place, torch.Tensor, torch.Tensor, int]]:
-    # A subclass may have no detach() of the ordinary kind.
-    plain = [each for each in tensors if type(each[1]) in (torch.Tensor, torch.nn.Parameter)]
-    keys = placed(held for _, held in plain)
+def with_keys(
+    found: Iterable[tuple[Place, torch.Tensor]],
+) -> list[tuple[Place, torch.Tensor, int]]:
+    """Those of these tensors that have memory, each with its `storage_key`."""
+    found = [*found]
+    keys = placed([held for _, held in found])
     return [
-        (place, held, held.detach(), key)
-        for (place, held), (_, key, _) in zip(plain, keys, strict=True)
+        (place, held, key)
+        for (place, held), (_, key, _) in zip(found, keys, strict=True)
         if key is not None
     ]
 

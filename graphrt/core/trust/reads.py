@@ -172,10 +172,14 @@ class ReadSet:
         self._where = {}
         for place, tensor in places.tensors:
             where = where_is(tensor)
-            if self._is_read(where) and not (self.remade and place.path in self.remade):
+            _, use = (None, None) if where is None else self._held.get(where[-1], (None, None))
+            # Eager parts look again at every replay.
+            is_read = use is not None and (self._has_full or not use.in_parts)
+            path = place.path if is_read else ""
+            if is_read and path not in self.remade:
                 reads.append((place, tensor))
-                self._where[place.path] = where
-        self._where.update((place.path, value) for place, value in places.packed)
+                self._where[path] = where
+        self._where.update([(place.path, value) for place, value in places.packed])
         self.links = places.links(reads)
         return places
 
@@ -187,11 +191,6 @@ class ReadSet:
         self.values = None
         self.remade.clear()
         self.protected.clear()
-
-    def _is_read(self, where: tuple[Any, ...] | None) -> bool:
-        _, use = (None, None) if where is None else self._held.get(where[-1], (None, None))
-        # Eager parts look again at every replay.
-        return use is not None and (self._has_full or not use.in_parts)
 
     # Whether it has moved ------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.state import State
 from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.python_state import PythonState, is_plain, put_back
+from graphrt.core.trust.python_state import PythonState, is_plain, put_back, with_keys
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import StateSnapshot
 from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch
@@ -113,8 +113,7 @@ class WatchedState:
         places = places_of(self._forward)
         self._snapshot.reach(places)
         self._moves = _Moves(self._snapshot.python)
-        keys = [storage_key(tensor) for _, tensor in places.tensors]
-        self._left.before.update(key for key in keys if key is not None)
+        self._left.before.update([key for _, _, key in with_keys(places.tensors)])
         return self._moves
 
     def _save_writes(
@@ -181,9 +180,8 @@ class WatchedState:
             return {}
         assert self._reads is not None
         found = {}
-        for place, tensor in places_of(self._forward).tensors:
-            key = storage_key(tensor)
-            if key is not None and key in kept:
+        for place, tensor, key in with_keys(places_of(self._forward).tensors):
+            if key in kept:
                 # A table that is built once, say: it may be built anew beside the graphs.
                 self._reads.keep(tensor)
                 if kept[key].from_inputs or kept[key].rewritten:
@@ -344,11 +342,10 @@ class _LeftInPython:
 
     def note(self, found: Iterable[tuple[Place, torch.Tensor]]) -> None:
         """Look at what the forward reaches now."""
-        for place, tensor in found:
-            key = storage_key(tensor)
-            is_news = key is not None and key not in self.before
+        for place, tensor, key in with_keys(found):
             # What was refused once is, though it was taken back.
-            if is_news and place.path not in self._paths and self._is_in_graphs(tensor):
+            is_news = key not in self.before and place.path not in self._paths
+            if is_news and self._is_in_graphs(tensor):
                 self._paths.append(place.path)
 
     def forget_remade(self, put_back: set[str]) -> set[str]:

@@ -216,9 +216,9 @@ def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:
 def _draws(of: type) -> bool:
     """Whether random numbers are drawn from its objects, with a state that can be read and set."""
     numpy = sys.modules.get("numpy.random")
-    generators = [getattr(numpy, name, ()) for name in ("Generator", "RandomState")]
+    numpys = getattr(numpy, "Generator", ()), getattr(numpy, "RandomState", ())
     # The system's own randomness has no state.
-    drawn = issubclass(of, (torch.Generator, random.Random, *generators))
+    drawn = issubclass(of, (torch.Generator, random.Random, numpys))
     return drawn and not issubclass(of, random.SystemRandom)
 
 

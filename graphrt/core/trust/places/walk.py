@@ -197,7 +197,7 @@ class Places:
         ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
         ends = self.tensors if tensors is None else tensors
         found = [*self.code, *ways, *ends, *self.packed]
-        looks = slots.getters(place for place, _ in found)
+        looks = slots.getters([place for place, _ in found])
         return [_link_to(*each, get) for each, get in zip(found, looks, strict=True)]
 
     def _leading(self) -> set[int]:
