@@ -15,7 +15,7 @@ from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.descriptor import unpadded as unpadded_of
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.guard import SideDoors, side_doors
+from graphrt.core.capture.guard import side_doors
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.recording import under_way, warming_up
@@ -24,7 +24,7 @@ from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.updates import LastUpdates
-from graphrt.core.trust.parts import PartResults
+from graphrt.core.trust.parts import PartResults, TriedParts
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.trial import Trial, TriedGraph
 from graphrt.core.trust.verdict import Verdict
@@ -300,7 +300,7 @@ def _watched(watch: Watch, forward: Callable[[], Any], parts: PartResults | None
         warming_up.set(True)
         # So that eager parts are known as such.
         undo.later(partial(side_doors.set, side_doors.get()))
-        side_doors.set(SideDoors() if parts is None else parts)
+        side_doors.set(TriedParts() if parts is None else parts)
         undo.later(partial(under_way.discard, id(undo)))
         under_way.add(id(undo))
         result = watch.around(forward)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,12 @@ class Generators:
             self._keep(lambda: bits.state, lambda state: setattr(bits, "state", state))
         else:
             self._keep(generator.get_state, generator.set_state)
+
+    def note_given(self, values: Iterable[Any]) -> None:
+        """Keep the generators among the arguments of an operator."""
+        for value in values:
+            if isinstance(value, torch.Generator):
+                self.note(value)
 
     def take(self) -> list[Any]:
         """The states now."""

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from operator import eq, is_
-from types import CellType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -166,13 +166,16 @@ class Place(NamedTuple):
 
 
 def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
-    """What gets the values of places; of an item of a dict without any Python."""
-    return [
-        functools.partial(dict.get, holder, key, MISSING)
-        if way.get is _item
-        else functools.partial(way.get, holder, key)
-        for _, _, way, holder, key in places
-    ]
+    """What gets the values of places; of items of dicts and of functions without any Python."""
+    found: list[Callable[[], Any]] = []
+    for _, _, way, holder, key in places:
+        if way.get is _item:
+            found.append(functools.partial(dict.get, holder, key, MISSING))
+        elif way is FIELD and type(holder) is FunctionType:
+            found.append(functools.partial(key.__get__, holder))
+        else:
+            found.append(functools.partial(way.get, holder, key))
+    return found
 
 
 def _itself(holder: object, key: None) -> object:

@@ -128,7 +128,7 @@ class Trace(list[Op]):
             if ours.func is not LIFT_FRESH or ours.arguments == theirs.arguments:
                 continue
             if place in self.constants and not (has_parts and place in self.constants_of_parts):
-                told = self if self.sources else then
+                told = self if self.keeps_sources else then
                 return told.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
         return None
 

@@ -169,13 +169,15 @@ class Watch(ThreadMode):
         source = user_source() if self.trace.keeps_sources else None
         call = _Call(func, facts, args, kwargs, targets, source)
         if self._generators is not None and facts.may_draw:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Generator):
-                    self._generators.note(value)
+            self._generators.note_given((*args, *kwargs.values()))
         if targets:
             self._before_writes(call)
         tensors, from_inputs = self._use(call)
-        self._note(Op(func, arguments_of(args, kwargs, tensors)), args, source)
+        op = Op(func, arguments_of(args, kwargs, tensors))
+        if self._follows is not None:
+            self._follow(op, args, self._follows)
+        self.trace.append(op)
+        self.trace.sources.append(source)
         if self._draw is not None and facts.draws:
             result = self._draw(func, args, kwargs)
         else:
@@ -194,9 +196,13 @@ class Watch(ThreadMode):
 
     def _lift(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A tensor is made of Python data."""
-        self._note(Op(func, (unseen(lambda: made_of_data(args[0])),)), args, user_source())
+        op, trace = Op(func, (unseen(lambda: made_of_data(args[0])),)), self.trace
+        if self._follows is not None:
+            self._follow(op, args, self._follows)
+        trace.append(op)
+        trace.sources.append(user_source())
         result = func(*args, **kwargs)
-        trace, key = self.trace, storage_key(result)
+        key = storage_key(result)
         trace.sums.append(None)
         self._bear((args[0], result), False)
         # Memory of an array is read where it is, and a task makes its own anew at every replay.
@@ -207,18 +213,15 @@ class Watch(ThreadMode):
                 trace.constants_of_parts.add(len(trace) - 1)
         return result
 
-    def _note(self, op: Op, args: Sequence[Any], source: Source | None) -> None:
-        if self._follows is not None:
-            place, then = len(self.trace), self._follows
-            if not self.deviation and (place >= len(then) or then[place] != op):
-                self.deviation = f"{op} at {source or user_source() or 'an unknown line'}"
-            if self.deviation and not (
-                facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))
-            ):
-                raise Deviation(str(op), in_part=in_eager_part.get() is not None)
-        if self.trace.keeps_sources:
-            self.trace.sources.append(source)
-        self.trace.append(op)
+    def _follow(self, op: Op, args: Sequence[Any], then: Trace) -> None:
+        """Raise `Deviation` where this run leaves the way of an earlier one and may do harm."""
+        place = len(self.trace)
+        if not self.deviation and (place >= len(then) or then[place] != op):
+            self.deviation = f"{op} at {user_source() or 'an unknown line'}"
+        if self.deviation and not (
+            facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))
+        ):
+            raise Deviation(str(op), in_part=in_eager_part.get() is not None)
 
     def _before_writes(self, call: _Call) -> None:
         for tensor, key, address in placed(call.written):
