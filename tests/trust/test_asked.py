@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import warnings
 from contextlib import nullcontext
 
@@ -107,3 +109,42 @@ def test_what_is_the_same_by_rounding_replays_wherever_it_is_called(mode, name):
                     torch.testing.assert_close(out, model(x).detach())
     assert not model.state.requires_grad and not model.state.is_inference()
     assert model.layer.weight.grad is None
+
+
+def runs_of_first_step(profile=None):
+    """How many times a trial runs a forward that asks for nothing."""
+    # A trial puts lists back, and no iterators.
+    runs = itertools.count()
+
+    def forward(x):
+        next(runs)
+        return x * 2
+
+    runner = runner_of(forward)
+    before = next(runs)
+    with torch.no_grad():
+        sys.setprofile(profile)
+        try:
+            runner(x=torch.ones(4, WIDTH))
+            assert sys.getprofile() is profile
+        finally:
+            sys.setprofile(None)
+    return next(runs) - before - 1
+
+
+def test_a_profiler_in_python_sees_the_forward_and_changes_no_trial():
+    seen = []
+    runs = runs_of_first_step(lambda frame, event, _: seen.append((frame.f_code.co_name, event)))
+    assert runs == runs_of_first_step()
+    assert seen.count(("forward", "call")) == runs
+
+
+def test_under_a_profiler_in_c_a_forward_counts_as_asking():
+    assert runs_of_first_step(Opaque()) == runs_of_first_step() + 1
+
+
+class Opaque:
+    """In the place of a profiler that nobody can call along."""
+
+    def __call__(self, frame, event, _):
+        pass

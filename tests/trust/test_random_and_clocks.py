@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
-from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.watching.draws import Draws
+from graphrt.core.trust.generators import Draws, Generators
 from graphrt.core.trust.watching.watch import Watch
 from graphrt.errors import GraphQuarantinedWarning
 

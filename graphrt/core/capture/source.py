@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -57,11 +57,13 @@ def user_source() -> Source | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # Watches ask at every operator, from deep inside of torch and graphrt.
-        filename = frame.f_code.co_filename
-        if _is_users(filename) or filename in _generated:
-            found = _source(frame.f_code, frame.f_lineno)
-            if found is not None:
-                return found
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            return Source(code.co_filename, frame.f_lineno, code.co_name)
+        line_of = _generated.get(code.co_filename)
+        found = None if line_of is None else line_of(frame.f_lineno)
+        if found is not None:
+            return found
         frame = frame.f_back
     return None
 
@@ -71,16 +73,13 @@ def source_of(error: BaseException) -> Source | None:
     found = None
     trace = error.__traceback__
     while trace is not None:
-        found = _source(trace.tb_frame.f_code, trace.tb_lineno) or found
+        code, line = trace.tb_frame.f_code, trace.tb_lineno
+        if _is_users(code.co_filename):
+            found = Source(code.co_filename, line, code.co_name)
+        elif code.co_filename in _generated:
+            found = _generated[code.co_filename](line) or found
         trace = trace.tb_next
     return found
-
-
-def _source(code: CodeType, line: int) -> Source | None:
-    if _is_users(code.co_filename):
-        return Source(code.co_filename, line, code.co_name)
-    line_of = _generated.get(code.co_filename)
-    return None if line_of is None else line_of(line)
 
 
 @cache

@@ -16,6 +16,7 @@ from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.gradients import Gradients
+from graphrt.core.trust.places.walk import Link
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.verdict import Verdict
 
@@ -296,7 +297,7 @@ class Checks:
         record, reads = self._graphs[found.slot].record, self.glances.reads
         # A walk takes milliseconds, and a graph in quarantine is replayed no more.
         looks = reads is not None and record.failure is None
-        if reads is not None and looks and not all(link.holds() for link in reads.links):
+        if reads is not None and looks and not all(map(Link.holds, reads.links)):
             self._look_for_moved(reads)
         if record.failure is None:
             return None

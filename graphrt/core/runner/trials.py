@@ -15,7 +15,7 @@ from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.descriptor import unpadded as unpadded_of
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.guard import SideDoors, side_doors
+from graphrt.core.capture.guard import side_doors
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.recording import under_way, warming_up
@@ -24,7 +24,7 @@ from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.updates import LastUpdates
-from graphrt.core.trust.parts import PartResults
+from graphrt.core.trust.parts import PartResults, TriedParts
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.trial import Trial, TriedGraph
 from graphrt.core.trust.verdict import Verdict
@@ -223,8 +223,8 @@ class PaddedTrial:
         self.runs = runs
         self._kept = executor.inputs.padding.kept()
 
-    def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
-        return self._eager(Probe(watch, parts=parts))
+    def eager(self, watch: Watch, parts: PartResults | None = None) -> Any:
+        return self._eager(watch, parts=parts)
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self._executor.graphs.setup.run_forward.where(
@@ -235,7 +235,7 @@ class PaddedTrial:
         self._executor.graphs.setup.run_forward.finding(partial(self.eager, watch))
 
     def of_padding(self, watch: Watch) -> Any:
-        return self._eager(Probe(watch, partial(self._executor.inputs.reset, self.step.layout)))
+        return self._eager(watch, partial(self._executor.inputs.reset, self.step.layout))
 
     def replay(self) -> Any:
         executor, runs = self._executor, self.runs
@@ -247,17 +247,17 @@ class PaddedTrial:
         padding = self._executor.inputs.padding
         if not self.padded or not padding.are_kept:
             return None
-        return self._eager(Probe(watch, partial(padding.disturb, *self._rows())))
+        return self._eager(watch, partial(padding.disturb, *self._rows()))
 
     def disturbed(self, watch: Watch) -> Any:
         padding = self._executor.inputs.padding
-        return self._eager(Probe(watch, partial(padding.disturb_all, *self._rows())))
+        return self._eager(watch, partial(padding.disturb_all, *self._rows()))
 
     def unpadded(self, watch: Watch) -> Any:
         if not self.padded:
             return None
         alone = Dispatch(GraphMode.NONE, unpadded_of(self._batch), Reason.HIT)
-        runs, around = self.runs, Probe(watch).run
+        runs, around = self.runs, partial(_watched, watch)
         outputs = self._executor.run_unpadded(
             self._batch, alone, runs.values, runs.updates_unpadded, runs.metadata, around
         )
@@ -267,59 +267,43 @@ class PaddedTrial:
         """The layout of the graph, and the live tokens and requests in it."""
         return self.step.layout, self.sizes[0][1], self.sizes[1][1]
 
-    def _eager(self, probe: Probe) -> Any:
+    def _eager(
+        self,
+        watch: Watch,
+        disturb: Callable[[], None] | None = None,
+        parts: PartResults | None = None,
+    ) -> Any:
+        """An eager run that is watched; `disturb` writes other values into padding rows."""
         executor, runs = self._executor, self.runs
         executor.inputs.padding.put_back(self._kept)
         context = executor.context(
             self._batch, self.found, runs.updates_eager, runs.metadata_at_bound, eager=True
         )
+
+        def around(forward: Callable[[], Any]) -> Any:
+            if disturb is not None:
+                disturb()
+            return _watched(watch, forward, parts)
+
         outputs = executor.run(
-            self.step, self._batch, runs.values, context, eager=True, around=probe.run
+            self.step, self._batch, runs.values, context, eager=True, around=around
         )
         return cloned(outputs)
 
 
-class Probe:
-    """How an eager run of a step differs from an ordinary one: it is watched, and what is in the
-    padding rows may be another."""
-
-    def __init__(
-        self,
-        watch: Watch | None,
-        disturb: Callable[[], None] | None = None,
-        parts: PartResults | None = None,
-    ) -> None:
-        self._watch = watch
-        self._parts = parts
-        self._disturb = disturb
-
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """The forward, on inputs that are filled; what it calls is part of it, as in a warm-up."""
-        if self._disturb is not None:
-            self._disturb()
-        watch = self._watch
-        return as_part_of_it(
-            forward if watch is None else lambda: watch.around(forward), self, self._parts
-        )
-
-
-def as_part_of_it(
-    function: Callable[[], Any], name: object, parts: PartResults | None = None
-) -> Any:
-    """Call `function`, in which runners and wrappers run what they wrap, as they do in a warm-up.
-
-    Their own graphs and buffers would look like state that the function writes.
-    """
+def _watched(watch: Watch, forward: Callable[[], Any], parts: PartResults | None = None) -> Any:
+    """The forward, on inputs that are filled, in which runners and wrappers run what they wrap, as
+    they do in a warm-up: their own graphs and buffers would look like state that it writes."""
     undo = Undo()
     try:
         undo.later(partial(warming_up.set, warming_up.get()))
         warming_up.set(True)
         # So that eager parts are known as such.
         undo.later(partial(side_doors.set, side_doors.get()))
-        side_doors.set(SideDoors() if parts is None else parts)
-        undo.later(partial(under_way.discard, id(name)))
-        under_way.add(id(name))
-        result = function()
+        side_doors.set(TriedParts() if parts is None else parts)
+        undo.later(partial(under_way.discard, id(undo)))
+        under_way.add(id(undo))
+        result = watch.around(forward)
         undo.now()
         return result
     except BaseException:

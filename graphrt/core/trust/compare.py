@@ -63,12 +63,16 @@ def rounding_of(
 ) -> float:
     """How far results may be apart, over their root mean square, that `operators` have computed
     from tensors of these dtypes by other kernels, each use of float32 in its `precision`."""
-    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
-    rounding = max((_ROUNDING.get(dtype, 1e-1) for dtype in floats), default=2e-4)
-    names = set(map(str, operators))
-    uses = {use for part, use in _BY_NAME if any(part in name for name in names)}
-    uses.add("matmul")
-    return max(rounding, *(_ROUNDING_OF_FLOAT32.get(precision(use), 0.0) for use in uses))
+    rounding, uses = 0.0, {"matmul"}
+    for dtype in set(dtypes):
+        if dtype.is_floating_point:
+            rounding = max(rounding, _ROUNDING.get(dtype, 1e-1))
+    for operator in set(operators):
+        name = str(operator)
+        uses.update([use for part, use in _BY_NAME if part in name])
+    for use in uses:
+        rounding = max(rounding, _ROUNDING_OF_FLOAT32.get(precision(use), 0.0))
+    return rounding or 2e-4
 
 
 def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | None:

@@ -1,4 +1,4 @@
-"""Results of eager parts in one run, given to the parts of another.
+"""Eager parts in the runs of a trial, and their results in one run, given to the parts of another.
 
 Eager parts run at every replay, so a clock in one is right, though two eager runs differ then. Two
 runs whose parts give the same show whether anything else differs.
@@ -14,26 +14,14 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import inference_guard
-from graphrt.core.capture.guard import PartRules, SideDoors
+from graphrt.core.capture.guard import PartRules, SideDoors, in_eager_part, refuse_transform
 from graphrt.core.trust.places.slots import same_value
+from graphrt.core.trust.watching.watch import placed
 
 
-class PartResults(SideDoors):
-    """Notes what the eager parts of a run are given and give; after `again()` parts give that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._given: list[Any] = []
-        self._found: list[Any] = []
-        self._at: int | None = None
-        self._inside = False
-        self.differs = False
-        """Whether parts of the second run were other ones, or given something else."""
-
-    def again(self) -> PartResults:
-        """Let the parts of the next run give what those of the first one gave."""
-        self._at = 0
-        return self
+class TriedParts(SideDoors):
+    """The eager parts of a run of a trial, which watches know as such: nothing is captured there,
+    so nobody looks at what they make."""
 
     def watched(
         self,
@@ -42,15 +30,48 @@ class PartResults(SideDoors):
         kwargs: dict[str, Any],
         rules: PartRules | None = None,
     ) -> Any:
-        if self._inside:
+        if in_eager_part.get() is not None:
             # A part within a part is part of it.
             return function(*args, **kwargs)
-        given = unseen(lambda: _copied((args, kwargs)))
-        self._inside = True
+        refuse_transform(function)
+        given = placed(tree.tensors((args, kwargs)), parts=True)
         try:
-            result = super().watched(function, args, kwargs, rules)
+            in_eager_part.set(frozenset([key for _, key, _ in given if key is not None]))
+            # As in a capture: graph and part each make their own casts.
+            torch.clear_autocast_cache()
+            result = self._call(function, args, kwargs)
+            torch.clear_autocast_cache()
+            return result
         finally:
-            self._inside = False
+            in_eager_part.set(None)
+
+    def _call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return function(*args, **kwargs)
+
+
+class PartResults(TriedParts):
+    """Notes what the eager parts of a run are given and give; after `again()` parts give that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: list[Any] = []
+        self._found: list[Any] = []
+        self._at: int | None = None
+        self.differs = False
+        """Whether parts of the second run were other ones, or given something else."""
+
+    def again(self) -> PartResults:
+        """Let the parts of the next run give what those of the first one gave."""
+        self._at = 0
+        return self
+
+    def _call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        given = unseen(lambda: _copied((args, kwargs)))
+        result = function(*args, **kwargs)
         if self._at is None:
             self._given.append(given)
             self._found.append(unseen(lambda: _copied((result, args, kwargs))))

@@ -6,11 +6,10 @@ It does not see state of iterators and of C extensions, nor arrays above 1 MiB.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,9 +17,21 @@ from graphrt.core.base.option_values import told
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.trust.compare import difference
 from graphrt.core.trust.places.kinds import Kind, Shape, is_array, shape_of
-from graphrt.core.trust.places.slots import MISSING, Place, same_value
+from graphrt.core.trust.places.slots import (
+    ARRAY,
+    CONTENTS,
+    LENGTH,
+    MISSING,
+    Place,
+    base_of,
+    entries,
+    getters,
+    items_of,
+    same_array,
+    same_value,
+)
 from graphrt.core.trust.places.walk import Places
-from graphrt.core.trust.watching.watch import storage_key
+from graphrt.core.trust.watching.watch import placed, storage_key
 
 Changes = Mapping[str, tuple[Any, Any]]
 """By path, the values at two times, or of two runs."""
@@ -34,24 +45,6 @@ _ROUNDED = 1e-2
 """How far tensors may be apart, over their root mean square, that count as the same."""
 
 
-class Slot(NamedTuple):
-    """One value: an attribute or item, the contents of a container, or those of an array."""
-
-    place: Place
-    get: Callable[[], Any]
-    put: Callable[[Any], object] | None
-    """None where it is read-only."""
-    same: Callable[[Any, Any], bool] = same_value
-    """Whether two values are one, by identity or as plain values."""
-    container: Any = None
-    text: str = "{}"
-
-    @property
-    def path(self) -> str:
-        """Put together when somebody asks, which few do, as that of a place."""
-        return self.text.format(self.place.path)
-
-
 class PythonState:
     """The Python values that a forward reaches: numbers, which tensor or object is where, what is
     in containers and in NumPy's arrays, and the memory of its tensors. `was` has them as at first,
@@ -60,44 +53,48 @@ class PythonState:
     def __init__(self, places: Places, *, baked: bool = False) -> None:
         """`baked` looks at what a capture may have baked in alone, which is cheap to compare: of
         containers the length, and no tensors."""
-        containers = places.containers
         most = _MOST_BAKED_BYTES if baked else _MOST_ARRAY_BYTES
         arrays = [each for each in places.arrays if each[1].nbytes <= most]
-        numbers = [*map(_place_slot, places.numbers)]
         # Holders first: what is in an old one is found where it was.
-        slots = [_place_slot(place) for place, _ in places.objects]
+        slots = [place for place, _ in places.objects]
         if baked:
-            contents = [_length_slot(*each) for each in containers]
+            contents = [Place(place, "", LENGTH, held) for place, held in places.containers]
         else:
             # What is in an array of objects is looked at by nobody.
             arrays = [(p, a) for p, a in arrays if a.flags.writeable and a.dtype != object]
-            slots += [_place_slot(place) for place, _ in (*places.arrays, *places.tensors)]
-            contents = [_contents_slot(*each) for each in containers if len(each[1]) <= _MOST_ITEMS]
-        contents += [_array_slot(*each) for each in arrays]
-        self.slots = (*slots, *numbers, *contents)
-        self._numbers = range(len(slots), len(slots) + len(numbers))
+            slots += [place for place, _ in (*places.arrays, *places.tensors)]
+            contents = [
+                Place(place, "", CONTENTS, held, base_of(held))
+                for place, held in places.containers
+                if len(held) <= _MOST_ITEMS
+            ]
+        contents += [Place(place, "", ARRAY, array) for place, array in arrays]
+        self.slots = (*slots, *places.numbers, *contents)
+        self._getters = getters(self.slots)
+        self._numbers = slice(len(slots), len(slots) + len(places.numbers))
         self.was = self.take()
         # The tensors whose memory is known, and what they had.
-        self._memory = [
-            (place, held, memory, storage_key(memory))
-            for place, held in (() if baked else places.tensors)
-            if (memory := _memory_of(held)) is not None
-        ]
+        # A subclass may have no detach() of the ordinary kind.
+        plain = (torch.Tensor, torch.nn.Parameter)
+        tensors = [] if baked else [each for each in places.tensors if type(each[1]) in plain]
+        self._memory = unseen(
+            lambda: [(place, held, held.detach(), key) for place, held, key in with_keys(tensors)]
+        )
 
     def take(self) -> list[Any]:
         """What is there now."""
-        return [slot.get() for slot in self.slots]
+        return [get() for get in self._getters]
 
     def restore(self, values: Sequence[Any] | None = None, *, numbers: bool = False) -> None:
         """Put back what was there at first, or what `take` has returned; or `numbers` alone."""
-        wanted = self.was if values is None else values
-        for at in self._numbers if numbers else range(len(self.slots)):
-            slot, value = self.slots[at], wanted[at]
-            if slot.put is None or value is MISSING:
+        which = self._numbers if numbers else slice(None)
+        wanted = (self.was if values is None else values)[which]
+        for slot, get, value in zip(self.slots[which], self._getters[which], wanted, strict=True):
+            if slot.way.set is None or value is MISSING:
                 continue
-            now = slot.get()
-            if now is not value and not slot.same(value, now):
-                slot.put(value)
+            now = get()
+            if now is not value and not slot.way.same(value, now):
+                put_back(slot, value)
         if values is None:
             for _, held, memory in self.elsewhere():
                 held.data = memory.detach()
@@ -105,19 +102,26 @@ class PythonState:
     def put(self, values: Mapping[str, Any]) -> None:
         """Put numbers at paths."""
         for slot in self.numbers if values else ():
-            if slot.path in values and slot.put is not None:
-                slot.put(values[slot.path])
+            if slot.path in values:
+                put_back(slot, values[slot.path])
 
     @property
-    def numbers(self) -> Sequence[Slot]:
+    def numbers(self) -> Sequence[Place]:
         """The slots of plain values."""
-        return self.slots[self._numbers.start : self._numbers.stop]
+        return self.slots[self._numbers]
 
-    def elsewhere(self) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
+    def elsewhere(self) -> list[tuple[Place, torch.Tensor, torch.Tensor]]:
         """The tensors that were given other memory (`set_`, `.data =`), and what they had."""
+        found = []
         for place, held, memory, key in self._memory:
-            if not _is_in(held, key) and place.get() is held:
-                yield place, held, memory
+            # Asked of all tensors, several times a graph.
+            try:
+                is_there = held.untyped_storage()._cdata == key
+            except (NotImplementedError, RuntimeError):
+                is_there = False
+            if not is_there and place.get() is held:
+                found.append((place, held, memory))
+        return found
 
     def changed(self, was: Sequence[Any], now: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """What is another value now, by identity."""
@@ -126,7 +130,7 @@ class PythonState:
         return {
             slot.path: (before, after)
             for slot, before, after in zip(self.slots, was, now, strict=True)
-            if after is not before and not slot.same(before, after)
+            if after is not before and not slot.way.same(before, after)
         }
 
     def moved(self) -> dict[str, tuple[Any, Any]]:
@@ -140,8 +144,8 @@ class PythonState:
         for slot, mine, other in zip(self.slots, ours, theirs, strict=True):
             if _alike(mine, other):
                 continue
-            if slot.container is not None:
-                mine, other = (_entries(slot.container, items) for items in (mine, other))
+            if slot.way is CONTENTS:
+                mine, other = (entries(slot.holder, items) for items in (mine, other))
             found.setdefault(slot.path, (mine, other))
         return found
 
@@ -149,93 +153,38 @@ class PythonState:
         """Where a run that has just ended has put another tensor in the place of one that it had
         `used`, by the keys of storages."""
         tensors = [
-            (slot.path, was, value)
+            (slot, was, value)
             for slot, was, value in zip(self.slots, self.was, now, strict=True)
             if isinstance(was, torch.Tensor)
         ]
+        replaced = [(slot, was) for slot, was, value in tensors if value is not was]
+        replaced += [(place, memory) for place, _, memory in self.elsewhere()]
+        if not replaced:
+            return []
         # A normalized weight begins as the weight itself, which is read under its own name.
         stays = {storage_key(was) for _, was, value in tensors if value is was}
-        replaced = [(path, was) for path, was, value in tensors if value is not was]
-        replaced += [(place.path, memory) for place, _, memory in self.elsewhere()]
-        keys = [(path, storage_key(held)) for path, held in replaced]
+        keys = [(slot.path, storage_key(held)) for slot, held in replaced]
         return [path for path, key in keys if key in used and key not in stays]
 
 
-def _place_slot(place: Place) -> Slot:
-    def put(value: object) -> None:
-        # What cannot be set any more is gone, or read-only: no run of the forward has moved it.
-        with contextlib.suppress(TypeError, IndexError, AttributeError):
-            place.set(value)
-
-    return Slot(place, place.getter(), put if place.writable else None)
+def put_back(slot: Place, value: object) -> None:
+    """Put a value where it was, unless the slot is gone, or read-only: then no run of the forward
+    has moved it."""
+    with contextlib.suppress(TypeError, IndexError, AttributeError):
+        slot.set(value)
 
 
-def _length_slot(place: Place, container: Any) -> Slot:
-    return Slot(place, partial(len, container), None, text="len({})")
-
-
-def _contents_slot(place: Place, held: Any) -> Slot:
-    base = _base_of(held)
-    # A set by its members: theirs is the hash, which is not asked here.
-    return Slot(place, partial(_items_of, held, base), partial(_refill, held), _are_same, held)
-
-
-def _array_slot(place: Place, array: Any) -> Slot:
-    return Slot(place, array.copy, partial(array.__setitem__, ...), _equal_arrays)
-
-
-def _are_same(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(map(is_, ours, theirs))
-
-
-def _equal_arrays(ours: Any, theirs: Any) -> bool:
-    return bool(ours.shape == theirs.shape and ours.tobytes() == theirs.tobytes())
-
-
-def _base_of(container: Any) -> Any:
-    bases = type(container).__mro__
-    return next(base for base in (OrderedDict, dict, set, deque, list) if base in bases)
-
-
-def _items_of(container: Any, base: Any) -> list[Any]:
-    items = [*base.__iter__(container)]
-    return [*items, *base.values(container)] if issubclass(base, dict) else items
-
-
-def _refill(container: Any, items: list[Any]) -> None:
-    """Put other items into a container, by the methods of Python's own types: `update` of a
-    Counter would add."""
-    base = _base_of(container)
-    base.clear(container)
-    if issubclass(base, dict):
-        for key, value in _entries(container, items):
-            base.__setitem__(container, key, value)
-    elif base is set:
-        set.update(container, items)
-    else:
-        base.extend(container, items)
-
-
-def _entries(container: Any, items: list[Any]) -> list[Any]:
-    """The items of a container, of a dict as pairs of key and value."""
-    if not isinstance(container, dict):
-        return items
-    half = len(items) // 2
-    return [*zip(items[:half], items[half:], strict=True)]
-
-
-def _memory_of(held: torch.Tensor) -> torch.Tensor | None:
-    # A subclass may have no detach() of the ordinary kind.
-    plain = type(held) in (torch.Tensor, torch.nn.Parameter)
-    return unseen(held.detach) if plain and storage_key(held) is not None else None
-
-
-def _is_in(tensor: torch.Tensor, key: int | None) -> bool:
-    """Whether its memory is known by `key`. Asked of all, several times a graph."""
-    try:
-        return bool(tensor.untyped_storage()._cdata == key)
-    except (NotImplementedError, RuntimeError):
-        return False
+def with_keys(
+    found: Iterable[tuple[Place, torch.Tensor]],
+) -> list[tuple[Place, torch.Tensor, int]]:
+    """Those of these tensors that have memory, each with its `storage_key`."""
+    found = [*found]
+    keys = placed([held for _, held in found])
+    return [
+        (place, held, key)
+        for (place, held), (_, key, _) in zip(found, keys, strict=True)
+        if key is not None
+    ]
 
 
 # Numbers and words -------------------------------------------------------------------------------
@@ -281,7 +230,7 @@ def _inner_of(value: Any, shape: Shape) -> list[Any] | None:
     if shape.kind is Kind.OBJECT:
         return [*_attributes_of(value, shape).values()]
     if shape.kind in (Kind.LIST, Kind.DEQUE, Kind.SET, Kind.DICT):
-        return _items_of(value, _base_of(value))
+        return items_of(value, base_of(value))
     return [*value] if shape.kind in (Kind.TUPLE, Kind.FROZENSET) else None
 
 
@@ -306,7 +255,7 @@ def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST, *, tensors: bool = Tru
     if shape.kind in (Kind.SET, Kind.FROZENSET):
         return len(ours) == len(theirs) and bool(ours == theirs)
     if is_array(type(ours)):
-        return _equal_arrays(ours, theirs)
+        return same_array(ours, theirs)
     mine, other = (_members_of(own, shape, tensors=tensors) for own in (ours, theirs))
     inner = partial(_alike, depth=depth - 1, tensors=tensors)
     return len(mine) == len(other) and all(map(inner, mine, other))
@@ -318,7 +267,7 @@ def _members_of(value: Any, shape: Shape, *, tensors: bool) -> list[Any]:
         value = _attributes_of(value, shape)
     found = _inner_of(value, shape_of(type(value))) or []
     if isinstance(value, dict):
-        found = _entries(value, found)
+        found = entries(value, found)
     return found if tensors else [each for each in found if not _has_tensor(each)]
 
 

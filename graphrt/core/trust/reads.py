@@ -29,7 +29,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidOptionError, StaleInputError, UntrackedWeightsError
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.torch_names import storage_use_count
-from graphrt.core.device.graph import DeviceGraph, GraphRead
+from graphrt.core.device.graph import GraphRead
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
@@ -172,10 +172,14 @@ class ReadSet:
         self._where = {}
         for place, tensor in places.tensors:
             where = where_is(tensor)
-            if self._is_read(where) and not (self.remade and place.path in self.remade):
+            _, use = (None, None) if where is None else self._held.get(where[-1], (None, None))
+            # Eager parts look again at every replay.
+            is_read = use is not None and (self._has_full or not use.in_parts)
+            path = place.path if is_read else ""
+            if is_read and path not in self.remade:
                 reads.append((place, tensor))
-                self._where[place.path] = where
-        self._where.update((place.path, value) for place, value in places.packed)
+                self._where[path] = where
+        self._where.update([(place.path, value) for place, value in places.packed])
         self.links = places.links(reads)
         return places
 
@@ -187,11 +191,6 @@ class ReadSet:
         self.values = None
         self.remade.clear()
         self.protected.clear()
-
-    def _is_read(self, where: tuple[Any, ...] | None) -> bool:
-        _, use = (None, None) if where is None else self._held.get(where[-1], (None, None))
-        # Eager parts look again at every replay.
-        return use is not None and (self._has_full or not use.in_parts)
 
     # Whether it has moved ------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class ReadSet:
         # Code is replaced by hand alone, and takes longer to look at.
         slots = [link for link in slots if not issubclass(type(link.held), _CODE)]
         tensors = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
-        found = map(call, cycle([link.place.getter() for link in slots]))
+        found = map(call, cycle([link.get for link in slots]))
         same = map(is_, found, cycle([link.held for link in slots])) if slots else repeat(True)
         if not tensors:
             return same
@@ -300,12 +299,18 @@ class ReadSet:
         Each graph takes milliseconds. Blocks are named by where the forward has them. None if
         nothing was watched, or the platform cannot tell.
         """
-        known = self.addresses() | set(map(address_of, own))
-        graphs: list[DeviceGraph] = []
-        for entry in entries:
-            graphs += graphs_of(entry.parts)
-            known.update(map(address_of, entry.reads(pool)[1]))
-        unknown = unknown_memory(pool.platform, graphs, known) if self.watched else None
+        if not self.watched:
+            return None
+        entries = [*entries]
+        graphs = [graph for entry in entries for graph in graphs_of(entry.parts)]
+
+        def known() -> Iterator[int]:
+            yield from self.addresses()
+            yield from map(address_of, own)
+            for entry in entries:
+                yield from map(address_of, entry.reads(pool)[1])
+
+        unknown = unknown_memory(pool.platform, graphs, known())
         if unknown is None or not unknown.blocks:
             return unknown
         names: dict[int, str] = {}

@@ -11,14 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from graphrt.core.base._undo import Undo
 from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
-from graphrt.core.trust.generators import of_python
+from graphrt.core.trust.generators import Draws, of_python
 from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places.walk import Places
 from graphrt.core.trust.python_state import (
@@ -40,7 +40,6 @@ from graphrt.core.trust.verdict import (
     STATE_OF_PADDING,
     Verdict,
 )
-from graphrt.core.trust.watching.draws import Draws
 from graphrt.core.trust.watching.trace import Trace, first_difference, first_other
 from graphrt.core.trust.watching.watch import Deviation, Watch
 from graphrt.core.trust.watching.writes import still_there
@@ -82,7 +81,7 @@ class TriedStep(Protocol):
     finds_gradients: bool
     """Whether nobody knows yet which gradients of its caller's it ends."""
 
-    def eager(self, watch: Watch | None, parts: PartResults | None = None) -> Any:
+    def eager(self, watch: Watch, parts: PartResults | None = None) -> Any:
         """The forward on the padded inputs, under `watch`, its eager parts seen by `parts`."""
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
@@ -185,19 +184,19 @@ class Trial:
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict
         draws = Draws(state.generators)
-        first = self._watch(rows=(step.rows, step.live_rows), draw=draws.record)
+        first = self._watch(rows=self._rows(), draw=draws.record, keeps_sources=True)
         outputs, asked = _asked_in(lambda: step.eager(first))
         eager = Run(outputs, state.take(), first)
         rebound = state.python.rebound(eager.left.python, first.uses)
         state.restore()
         # What a run leaves where nobody looks must not be what the replay needs.
-        self._outputs_of(step.of_padding)
+        self._once(step.of_padding)
         replayed = self._once(lambda _: step.replay())
-        other = None if self._mixes_rows else self._outputs_of(step.other_padding)
+        other = None if self._mixes_rows else self._once(step.other_padding).outputs
         alone, matched, disturbed = self._without_padding(eager, draws)
         rounding = rounding_of(
-            (use.dtype for use in first.uses.values()),
-            (op.func for op in first.trace),
+            [use.dtype for use in first.uses.values()],
+            [op.func for op in first.trace],
             self._precision,
         )
         verdict.asks = asked and self._goes_by_it(eager, rounding)
@@ -241,10 +240,15 @@ class Trial:
             self._state.memory,
             follows,
             self._state.generators,
-            keeps_sources=True,
             reads_arrays=self._reads_arrays,
             **more,
         )
+
+    def _rows(self) -> tuple[int, int] | None:
+        """All rows and the live ones, where they are to be compared with a run without padding."""
+        rows, live_rows = self._step.rows, self._step.live_rows
+        is_full = all(live == padded for padded, live in ((rows, live_rows), *self._step.sizes))
+        return None if is_full or self._mixes_rows else (rows, live_rows)
 
     def _once(self, call: Callable[[Watch], Any], **more: Any) -> Run:
         """Make one run, and put the state back."""
@@ -252,12 +256,6 @@ class Trial:
         run = Run(call(watch), self._state.take(), watch)
         self._state.restore()
         return run
-
-    def _outputs_of(self, call: Callable[[Watch], Any]) -> Any:
-        """The same, where nobody asks what the run has left."""
-        outputs = call(self._watch())
-        self._state.restore()
-        return outputs
 
     def _attempt(self, how: str, call: Callable[[], T]) -> T | None:
         """Make a run that only a trial makes: where it raises it is noted `how`, and no failure."""
@@ -298,7 +296,7 @@ class Trial:
         drawn = of_python(eager.left.generators), of_python(alone.left.generators)
         if drawn[0] != drawn[1] and self._graph.has_parts:
             # Draws of Python's and NumPy's cannot be repeated: as many rows draw as many.
-            disturbed = self._outputs_of(step.disturbed)
+            disturbed = self._once(step.disturbed).outputs
         return alone, matched, disturbed
 
     def _goes_by_it(self, eager: Run, rounding: float) -> bool:
@@ -350,12 +348,13 @@ class Trial:
 
     def _judge_replay(self, eager: Run, again: Run, replayed: Run, rounding: float) -> None:
         """Do eager runs repeat one another, and does the replay give and leave what they do?"""
-        outputs = eager.outputs, again.outputs, replayed.outputs
-        memory = still_there(*_memory(eager, again, replayed))
-        for where, how, (one, two, replay), least in (
-            ("", "differ", outputs, max(rounding, 1e-6)),
-            (" in the state that it writes", "leave different state", memory, rounding),
-        ):
+        outputs = [eager.outputs, again.outputs, replayed.outputs]
+        questions = [("", "differ", outputs, max(rounding, 1e-6))]
+        if eager.left.memory:
+            memory: list[Any] = still_there(*_memory(eager, again, replayed))
+            where = " in the state that it writes"
+            questions.append((where, "leave different state", memory, rounding))
+        for where, how, (one, two, replay), least in questions:
             spread = difference(two, one)
             if spread is not None and spread.relative > least:
                 python = ", ".join(self._numbers(eager)) or "nothing that could be found"
@@ -526,13 +525,16 @@ class Trial:
         one have: what they were, and what they are."""
         python, earlier = self._state.python, self._graph.moved or {}
         moved = python.changed(python.was, eager.left.python)
+        if not moved and not earlier:
+            return {}
         for slot, now in zip(python.slots, python.was, strict=True):
             if slot.path in earlier:
                 moved[slot.path] = earlier[slot.path][0], now
+        paths = [slot.path for slot in python.numbers if slot.writable]
         return {
-            slot.path: moved[slot.path]
-            for slot in python.numbers
-            if slot.path in moved and slot.put and step_of(*moved[slot.path]) is not None
+            path: moved[path]
+            for path in paths
+            if path in moved and step_of(*moved[path]) is not None
         }
 
     def _judge_numbers(self, eager: Run) -> None:
@@ -590,27 +592,29 @@ class Trial:
 
 def _memory(*runs: Run) -> list[list[torch.Tensor]]:
     """What several runs have left in memory that the last one has written too."""
-    count = min(len(run.left.memory) for run in runs)
+    count = min([len(run.left.memory) for run in runs])
     return [run.left.memory[:count] for run in runs]
 
 
 def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:
     """Call `function`; returns its result, and whether code called by it asked for gradients or
-    inference mode, by which it may take another way. Under a profiler of the host's nobody can
-    tell, so it counts as asked."""
-    if sys.getprofile() is not None:
+    inference mode, by which it may take another way. Under a profiler in C nobody can tell, so it
+    counts as asked; one in Python is told of everything as before."""
+    outer, found = sys.getprofile(), False
+    if not isinstance(outer, FunctionType | MethodType | None):
         return function(), True
-    found = False
 
     def look(frame: FrameType, event: str, called: Any) -> None:
         nonlocal found
         if called is torch.is_grad_enabled or called is torch.is_inference_mode_enabled:
             name: str = frame.f_globals.get("__name__", "")
             found |= name.partition(".")[0] not in _NOBODYS
+        if outer is not None:
+            outer(frame, event, called)
 
     try:
         sys.setprofile(look)
         result = function()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(outer)
     return result, found

@@ -3,20 +3,21 @@ protected without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from graphrt.core.base._undo import Undo
+from graphrt.core.base._warnings import StaleTensorWarning, warn_caller
 from graphrt.core.base.errors import PythonStateError
 from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.state import State
-from graphrt.core.trust.left_in_python import LeftInPython
+from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.python_state import PythonState, Slot, is_plain
+from graphrt.core.trust.python_state import PythonState, is_plain, put_back, with_keys
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import StateSnapshot
 from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch
@@ -25,6 +26,8 @@ from graphrt.core.trust.watching.watch import Kept, Use, Watch, storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
+
+_MOST_TOLD = 8
 
 
 class WarmedUp(NamedTuple):
@@ -71,7 +74,7 @@ class WatchedState:
         self._moves: _Moves | None = None
         self._watched: set[Hashable] = set()
         self._is_settled = False
-        self._left = LeftInPython(is_in_graphs, each_warmed_up=each_warmed_up)
+        self._left = _LeftInPython(is_in_graphs, each_warmed_up=each_warmed_up)
         self.inputs_written: dict[int, Use] = {}
         """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
@@ -110,8 +113,7 @@ class WatchedState:
         places = places_of(self._forward)
         self._snapshot.reach(places)
         self._moves = _Moves(self._snapshot.python)
-        keys = [storage_key(tensor) for _, tensor in places.tensors]
-        self._left.before.update(key for key in keys if key is not None)
+        self._left.before.update([key for _, _, key in with_keys(places.tensors)])
         return self._moves
 
     def _save_writes(
@@ -178,9 +180,8 @@ class WatchedState:
             return {}
         assert self._reads is not None
         found = {}
-        for place, tensor in places_of(self._forward).tensors:
-            key = storage_key(tensor)
-            if key is not None and key in kept:
+        for place, tensor, key in with_keys(places_of(self._forward).tensors):
+            if key in kept:
                 # A table that is built once, say: it may be built anew beside the graphs.
                 self._reads.keep(tensor)
                 if kept[key].from_inputs or kept[key].rewritten:
@@ -285,7 +286,7 @@ class _Moves:
         for at, (slot, was, now) in enumerate(
             zip(self._python.slots, last, self._last, strict=True)
         ):
-            if now is not was and not slot.same(was, now):
+            if now is not was and not slot.way.same(was, now):
                 self._counts[at] += not captured or self._counts[at] > 0
         for place, held, memory in self._python.elsewhere():
             count, known = self._memory.get(place.path, (0, storage_key(memory)))
@@ -301,7 +302,7 @@ class _Moves:
                 held.data = memory.detach()
                 self._memory[place.path] = count, storage_key(memory)
 
-    def anew(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+    def anew(self) -> Iterator[tuple[Place, torch.Tensor]]:
         """The slots in which more than one run has put a tensor of its own, and the last one."""
         for slot, count in zip(self._python.slots, self._counts, strict=True):
             now = slot.get() if count > 1 else None
@@ -318,9 +319,70 @@ class _Moves:
             if count < 2:
                 continue
             now = slot.get()
-            plain = is_plain(now) and (contents or slot.container is None)
-            if slot.put is not None and (plain or isinstance(now, torch.Tensor)):
-                slot.put(was)
+            plain = is_plain(now) and (contents or slot.way is not CONTENTS)
+            if plain or isinstance(now, torch.Tensor):
+                put_back(slot, was)
             if slot.get() is was:
                 back.add(slot.path)
         return back
+
+
+class _LeftInPython:
+    """The paths of tensors that lie in graph memory and were not there before the session."""
+
+    def __init__(self, is_in_graphs: Callable[[torch.Tensor], bool], *, each_warmed_up: bool):
+        self._is_in_graphs = is_in_graphs
+        self._each_warmed_up = each_warmed_up
+        self.before: set[int] = set()
+        """The memory that the forward has reached before."""
+        self.of_weights: set[str] = set()
+        """Where a run has put a tensor that it computed without its inputs, as hooks that normalize
+        a weight do at every call."""
+        self._paths: list[str] = []
+
+    def note(self, found: Iterable[tuple[Place, torch.Tensor]]) -> None:
+        """Look at what the forward reaches now."""
+        for place, tensor, key in with_keys(found):
+            # What was refused once is, though it was taken back.
+            is_news = key not in self.before and place.path not in self._paths
+            if is_news and self._is_in_graphs(tensor):
+                self._paths.append(place.path)
+
+    def forget_remade(self, put_back: set[str]) -> set[str]:
+        """Every eager run makes some of these anew, and what is there now is what was there before:
+        returns them, as no graph's."""
+        remade = put_back & self.of_weights
+        self._paths = [path for path in self._paths if path not in remade]
+        return remade
+
+    def check(self, put_back: Collection[str]) -> None:
+        """Warn of them. Where some size was captured without a warm-up raise `PythonStateError`,
+        but for those that were `put_back`: one of them may be a table that was built there, which
+        eager steps would read."""
+        # What every run makes anew, such as a weight that a hook computes, is no table.
+        kept = [path for path in self._paths if path not in put_back]
+        if kept and not self._each_warmed_up:
+            raise PythonStateError(
+                "the capture of a size that was not warmed up has left tensors in Python that lie "
+                "in the memory of its graph: eager steps may read them, and other graphs write "
+                "there",
+                got=_listed(kept),
+                expected="nothing that a forward makes and keeps",
+                advice="build tables before the capture, return what the host reads, or leave "
+                "warm_up_each=False out",
+            )
+        if self._paths:
+            error = PythonStateError(
+                "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "
+                "steps write in their memory",
+                got=_listed(self._paths),
+                expected="results that are returned, or written in place",
+                advice="return them, copy_() them into a tensor that is there before capture(), or "
+                "leave clones of them in an @eager_break",
+            )
+            warn_caller(str(error), StaleTensorWarning)
+
+
+def _listed(paths: list[str]) -> str:
+    more = f" and {len(paths) - _MOST_TOLD} more" if len(paths) > _MOST_TOLD else ""
+    return ", ".join(paths[:_MOST_TOLD]) + more

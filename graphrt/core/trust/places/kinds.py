@@ -23,7 +23,6 @@ from graphrt.core.trust.places.slots import (
     module_of,
     name_of,
     namespace_of,
-    of_numpy,
 )
 
 
@@ -168,7 +167,7 @@ def _shape_of(of: type) -> Shape:
         if issubclass(of, base):
             kind = kind_of_base
             break
-    if kind is None and issubclass(of, of_numpy("generic")):
+    if kind is None and issubclass(of, getattr(sys.modules.get("numpy"), "generic", ())):
         kind = Kind.PLAIN
     if kind is Kind.PLAIN or kind is Kind.SKIPPED:
         return Shape(kind)
@@ -181,50 +180,51 @@ def _attributes(of: type) -> Shape:
     dict_of, slots, users, frozen = None, [], [], None
     for base in bases_of(of):
         names = namespace_of(base)
-        found = names.get("__dict__")
+        found, module = names.get("__dict__"), names.get("__module__")
         # A property of that name is the user's, and is not run.
         if dict_of is None and type(found) in _BY_C and base is not type:
             dict_of = found.__get__
         if "__slots__" in names:
             slots += [each for each in names.items() if type(each[1]) is _BY_C[0]]
         frozen = frozen or names.get("__dataclass_params__")
-        if not is_library(module_of(base)):
+        if type(module) is str and not is_library(module):
             users.append(base)
     return Shape(
-        _kind_of_object(of, bool(dict_of or slots)),
+        _kind_of_object(of, users, bool(dict_of or slots)),
         dict_of,
         tuple(slots),
         getattr(frozen, "frozen", False) is True,
         tuple(users),
-        # The system's own randomness has no state.
-        issubclass(of, _generators()) and not issubclass(of, random.SystemRandom),
+        _draws(of),
     )
 
 
-def _kind_of_object(of: type, has_attributes: bool) -> Kind:
+def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:
     for base in bases_of(of):
         if "unwrap" in namespace_of(base):
-            module = module_of(base)
-            if is_library(module) and module.partition(".")[0] == "graphrt":
+            if base not in users and module_of(base).partition(".")[0] == "graphrt":
                 return Kind.WRAPPER
             break
     if is_array(of):
         return Kind.ARRAY
     # Of torch only masks of attention and what is like them: streams, graphs and what the compiler
     # keeps are no state of a model.
-    entered = not is_library(module_of(of)) or module_of(of).startswith("torch.nn.")
+    entered = of in users or module_of(of).startswith("torch.nn.")
     return Kind.OBJECT if of in _ENTERED or (entered and has_attributes) else Kind.SKIPPED
+
+
+def _draws(of: type) -> bool:
+    """Whether random numbers are drawn from its objects, with a state that can be read and set."""
+    numpy = sys.modules.get("numpy.random")
+    numpys = getattr(numpy, "Generator", ()), getattr(numpy, "RandomState", ())
+    # The system's own randomness has no state.
+    drawn = issubclass(of, (torch.Generator, random.Random, numpys))
+    return drawn and not issubclass(of, random.SystemRandom)
 
 
 def is_array(kind: type) -> bool:
     """Whether `kind` is NumPy's type of arrays, which need not be installed."""
-    return kind is of_numpy("ndarray")
-
-
-def _generators() -> tuple[Any, ...]:
-    """What random numbers are drawn from, with a state that can be read and set."""
-    numpys = [of_numpy(name, "numpy.random") for name in ("Generator", "RandomState")]
-    return (torch.Generator, random.Random, *numpys)
+    return kind is getattr(sys.modules.get("numpy"), "ndarray", None)
 
 
 def hashes_plainly(key: object) -> bool:

@@ -10,9 +10,9 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from operator import eq
-from types import CellType, ModuleType
+from collections.abc import Callable, Iterable
+from operator import eq, is_
+from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,9 +45,60 @@ def module_of(of: type) -> str:
     return name if type(name) is str else "builtins"
 
 
-def of_numpy(name: str, module: str = "numpy") -> Any:
-    """A type of NumPy's; no types if it is not imported."""
-    return getattr(sys.modules.get(module), name, ())
+def same_value(before: object, after: object) -> bool:
+    """Whether two plain values are equal, NaN to itself and 1 not to True or 1.0; objects of
+    types that are not torch's or Python's own are compared by identity."""
+    if before is after:
+        return True
+    kind = type(before)
+    if kind is not type(after):
+        return False
+    compare = _COMPARED.get(kind)
+    if compare is None:
+        compare = next((how for base, how in _OF_BASES.items() if issubclass(kind, base)), None)
+    if compare is None:
+        numbers = getattr(sys.modules.get("numpy"), "generic", ())
+        return issubclass(kind, numbers) and repr(before) == repr(after)
+    return compare(before, after) is True
+
+
+def _same_items(before: Any, after: Any) -> bool:
+    mine, others = tuple.__iter__(before), tuple.__iter__(after)
+    same_length = tuple.__len__(before) == tuple.__len__(after)
+    return same_length and all(map(same_value, mine, others))
+
+
+def _same_slice(before: slice, after: slice) -> bool:
+    ends = ("start", "stop", "step")
+    return all(same_value(getattr(before, end), getattr(after, end)) for end in ends)
+
+
+_COMPARED: dict[type, Callable[[Any, Any], object]] = {
+    **dict.fromkeys((bool, torch.dtype, torch.device, torch.Size, torch.layout), eq),
+    # Only those of plain values are kept as values.
+    **dict.fromkeys((torch.memory_format, range, frozenset), eq),
+    slice: _same_slice,
+}
+_OF_BASES: dict[type, Callable[[Any, Any], object]] = {
+    **{base: base.__eq__ for base in (int, str, bytes)},
+    # As text: NaN is NaN, and 0.0 is not -0.0.
+    float: lambda before, after: float.__repr__(before) == float.__repr__(after),
+    complex: lambda before, after: complex.__repr__(before) == complex.__repr__(after),
+    tuple: _same_items,
+}
+
+
+def same_items(before: list[Any], after: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(before) == len(after) and all(map(is_, before, after))
+
+
+def same_array(before: Any, after: Any) -> bool:
+    """Whether two arrays have equal bytes."""
+    return bool(before.shape == after.shape and before.tobytes() == after.tobytes())
+
+
+# Slots -------------------------------------------------------------------------------------------
 
 
 class Way(NamedTuple):
@@ -56,6 +107,10 @@ class Way(NamedTuple):
     get: Callable[[Any, Any], object]
     set: Callable[[Any, Any, Any], None] | None = None
     """Puts a value there, `MISSING` to empty the slot; None for slots that are read-only."""
+    same: Callable[[Any, Any], bool] = same_value
+    """Whether two values are one, by identity or as plain values."""
+    text: str = "{}"
+    """What is told of a slot in place of its path."""
 
 
 class Place(NamedTuple):
@@ -90,7 +145,7 @@ class Place(NamedTuple):
             labels.append(place.label)
             # Any other label is a path by itself.
             place = place.owner if place.label[:1] in ".[{(," else None
-        return "".join(reversed(labels))
+        return self.way.text.format("".join(reversed(labels)))
 
     @property
     def writable(self) -> bool:
@@ -100,12 +155,6 @@ class Place(NamedTuple):
         """The value of now; `MISSING` if the slot is gone or empty."""
         return self.way.get(self.holder, self.key)
 
-    def getter(self) -> Callable[[], object]:
-        """Does the same as `get`; of an item of a dict without any Python."""
-        if self.way.get is _item:
-            return functools.partial(dict.get, self.holder, self.key, MISSING)
-        return functools.partial(self.way.get, self.holder, self.key)
-
     def set(self, value: object) -> None:
         """Put `value` there; `MISSING` empties the slot where that is possible.
 
@@ -114,6 +163,19 @@ class Place(NamedTuple):
         if self.way.set is None:
             raise TypeError(f"{self.path} cannot be set: it is read-only")
         self.way.set(self.holder, self.key, value)
+
+
+def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
+    """What gets the values of places; of items of dicts and of functions without any Python."""
+    found: list[Callable[[], Any]] = []
+    for _, _, way, holder, key in places:
+        if way.get is _item:
+            found.append(functools.partial(dict.get, holder, key, MISSING))
+        elif way is FIELD and type(holder) is FunctionType:
+            found.append(functools.partial(key.__get__, holder))
+        else:
+            found.append(functools.partial(way.get, holder, key))
+    return found
 
 
 def _itself(holder: object, key: None) -> object:
@@ -234,6 +296,38 @@ def _script_tensor(module: Any, name: str) -> object:
     return module
 
 
+def base_of(container: Any) -> Any:
+    """Python's own type of a container that can be changed."""
+    bases = type(container).__mro__
+    return next(base for base in (OrderedDict, dict, set, deque, list) if base in bases)
+
+
+def items_of(container: Any, base: Any) -> list[Any]:
+    """The members of a container; of a dict all keys, and then all values."""
+    items = [*base.__iter__(container)]
+    return [*items, *base.values(container)] if issubclass(base, dict) else items
+
+
+def entries(container: Any, items: list[Any]) -> list[Any]:
+    """Such items, of a dict as pairs of key and value."""
+    if not isinstance(container, dict):
+        return items
+    half = len(items) // 2
+    return [*zip(items[:half], items[half:], strict=True)]
+
+
+def _refill(container: Any, base: Any, items: list[Any]) -> None:
+    # By the methods of Python's own types: `update` of a Counter would add.
+    base.clear(container)
+    if issubclass(base, dict):
+        for key, value in entries(container, items):
+            base.__setitem__(container, key, value)
+    elif base is set:
+        set.update(container, items)
+    else:
+        base.extend(container, items)
+
+
 FIXED = Way(_itself)
 """The holder itself: nothing but another forward would put something else there."""
 ITEM = Way(_item, _set_item)
@@ -261,6 +355,15 @@ CONTEXT_VALUE = Way(_context_value, _set_context_value)
 """The value of a context variable in the current context."""
 SCRIPT_TENSOR = Way(_script_tensor)
 """A parameter or buffer of a scripted module, which torch keeps in C++."""
+CONTENTS = Way(items_of, _refill, same_items)
+"""All that is in a container; of a set its members: theirs is the hash, which is not asked."""
+LENGTH = Way(lambda holder, key: len(holder), text="len({})")
+ARRAY = Way(
+    lambda holder, key: holder.copy(),
+    lambda holder, key, value: holder.__setitem__(..., value),
+    same_array,
+)
+"""The elements of an array of NumPy's."""
 
 
 def read(iterate: Callable[[Any], Any], holder: Any, most: int | None = None) -> list[Any]:
@@ -271,48 +374,3 @@ def read(iterate: Callable[[Any], Any], holder: Any, most: int | None = None) ->
         except RuntimeError:  # it changed meanwhile
             continue
     return []
-
-
-# Plain values ------------------------------------------------------------------------------------
-
-
-def same_value(before: object, after: object) -> bool:
-    """Whether two plain values are equal, NaN to itself and 1 not to True or 1.0; objects of
-    types that are not torch's or Python's own are compared by identity."""
-    if before is after:
-        return True
-    kind = type(before)
-    if kind is not type(after):
-        return False
-    compare = _COMPARED.get(kind)
-    if compare is None:
-        compare = next((how for base, how in _OF_BASES.items() if issubclass(kind, base)), None)
-    if compare is None:
-        return issubclass(kind, of_numpy("generic")) and repr(before) == repr(after)
-    return compare(before, after) is True
-
-
-def _same_items(before: Any, after: Any) -> bool:
-    mine, others = tuple.__iter__(before), tuple.__iter__(after)
-    same_length = tuple.__len__(before) == tuple.__len__(after)
-    return same_length and all(map(same_value, mine, others))
-
-
-def _same_slice(before: slice, after: slice) -> bool:
-    ends = ("start", "stop", "step")
-    return all(same_value(getattr(before, end), getattr(after, end)) for end in ends)
-
-
-_COMPARED: dict[type, Callable[[Any, Any], object]] = {
-    **dict.fromkeys((bool, torch.dtype, torch.device, torch.Size, torch.layout), eq),
-    # Only those of plain values are kept as values.
-    **dict.fromkeys((torch.memory_format, range, frozenset), eq),
-    slice: _same_slice,
-}
-_OF_BASES: dict[type, Callable[[Any, Any], object]] = {
-    **{base: base.__eq__ for base in (int, str, bytes)},
-    # As text: NaN is NaN, and 0.0 is not -0.0.
-    float: lambda before, after: float.__repr__(before) == float.__repr__(after),
-    complex: lambda before, after: complex.__repr__(before) == complex.__repr__(after),
-    tuple: _same_items,
-}

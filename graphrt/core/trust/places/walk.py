@@ -11,6 +11,7 @@ Code is read as its names say: globals, modules there, and methods of classes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
@@ -95,19 +96,26 @@ class Link(NamedTuple):
 
     place: Place
     held: Any
+    get: Callable[[], Any]
     look: Callable[[Any], object] | None = None
     was: object = None
     kept: tuple[object, ...] = ()
 
     def holds(self) -> bool:
         """Whether the same object is there, and like it was."""
-        if self.place.way.get(self.place.holder, self.place.key) is not self.held:
+        if self.get() is not self.held:
             return False
-        return self.look is None or _seen(self.look, self.held) == self.was
+        if self.look is None:
+            return True
+        try:
+            return self.look(self.held) == self.was
+        except RuntimeError:  # a tensor without memory
+            return self.was is None
 
 
-def _link_to(place: Place, held: Any) -> Link:
+def _link_to(place: Place, held: Any, get: Callable[[], Any]) -> Link:
     look: Callable[[Any], object] | None = None
+    was: object = None
     kept: tuple[object, ...] = ()
     shape = shape_of(type(held))
     if shape.kind is Kind.TENSOR:
@@ -118,14 +126,9 @@ def _link_to(place: Place, held: Any) -> Link:
         kept = (own, *map(own.get, _INNER))
     elif shape.kind in _CHANGES:
         look = _BASES[shape.kind].__len__
-    return Link(place, held, look, None if look is None else _seen(look, held), kept)
-
-
-def _seen(look: Callable[[Any], object], held: Any) -> object:
-    try:
-        return look(held)
-    except RuntimeError:  # a tensor without memory
-        return None
+    with contextlib.suppress(RuntimeError):
+        was = look and look(held)
+    return Link(place, held, get, look, was, kept)
 
 
 def _outline(shape: Shape, of: type, value: Any) -> tuple[int, ...]:
@@ -193,7 +196,9 @@ class Places:
         leading = self._leading()
         ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
         ends = self.tensors if tensors is None else tensors
-        return [_link_to(*each) for each in (*self.code, *ways, *ends, *self.packed)]
+        found = [*self.code, *ways, *ends, *self.packed]
+        looks = slots.getters([place for place, _ in found])
+        return [_link_to(*each, get) for each, get in zip(found, looks, strict=True)]
 
     def _leading(self) -> set[int]:
         """The ids of the first places of all objects by way of which a tensor is reached."""

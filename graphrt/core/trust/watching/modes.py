@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart
 from graphrt.core.capture.guard import is_listed
 from graphrt.core.device.figures import GraphWork
-from graphrt.core.replay.recording import counted, current_capture, issued
+from graphrt.core.replay.recording import active, counted, issued
 from graphrt.core.trust.watching.operators import OperatorFacts, facts_of, indices_of, written
 from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
@@ -54,7 +54,7 @@ class WriteWatch(ThreadMode, results_count=False):
             key = storage_key(tensor)
             if key in self._known and not self._is_shown(key, facts, args):
                 use = f"{tensor.dtype} {tuple(tensor.shape)}"
-                self._saves.save(tensor, facts, args, kwargs, use)
+                self._saves.save(tensor, facts, args, use)
         return func(*args, **kwargs)
 
     def _is_shown(self, key: int | None, facts: OperatorFacts, args: Sequence[Any]) -> bool:
@@ -88,7 +88,8 @@ class IssuedWatch(ThreadMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if current_capture() is not None:
+        recording = active.get()
+        if recording is not None and recording.segment_open:
             return func(*args, **kwargs)
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)

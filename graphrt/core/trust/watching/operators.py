@@ -21,7 +21,8 @@ Rows = Callable[[Sequence[Any]], RowAccess]
 class OperatorFacts(NamedTuple):
     """Of one overload: its name; the arguments that it writes, by place and name; how to save only
     the rows that it writes; whether it is one of torch's own, makes a view and touches no memory,
-    or reads nothing of what it writes."""
+    reads nothing of what it writes, says that it draws random numbers, or may be given a generator.
+    """
 
     name: str
     writes: tuple[tuple[int, str], ...]
@@ -29,6 +30,8 @@ class OperatorFacts(NamedTuple):
     is_aten: bool
     is_view: bool
     overwrites: bool
+    draws: bool = False
+    may_draw: bool = False
 
 
 @cache
@@ -37,7 +40,7 @@ def facts_of(func: Any) -> OperatorFacts:
     nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return OperatorFacts("", (), None, False, False, False)
+        return OperatorFacts("", (), None, False, False, False, may_draw=True)
     writes = tuple(
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
@@ -57,6 +60,8 @@ def facts_of(func: Any) -> OperatorFacts:
         schema.name in _OVERWRITING
         or any(name == "out" for _, name in writes)
         or (bool(writes) and not schema.name.startswith("aten::")),
+        torch.Tag.nondeterministic_seeded in func.tags,
+        any("Generator" in str(argument.type) for argument in schema.arguments),
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.core.base.thread_mode import unseen
 from graphrt.core.capture.source import Source
 
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -62,20 +63,44 @@ class Trace(list[Op]):
     results, where somebody asked for them.
     """
 
-    def __init__(self, ops: Iterable[Op] = (), *, keeps_sources: bool = False) -> None:
+    def __init__(
+        self,
+        ops: Iterable[Op] = (),
+        *,
+        keeps_sources: bool = False,
+        rows: tuple[int, int] | None = None,
+    ) -> None:
+        """`rows` are all rows and the live ones, where sums are wanted."""
         super().__init__(ops)
         self.keeps_sources = keeps_sources
-        self.sources: dict[int, Source | None] = {}
+        self.rows = rows
+        self.sources: list[Source | None] = []
         self.sums: list[torch.Tensor | None] = []
         self.constants: set[int] = set()
         self.constants_of_parts: set[int] = set()
+
+    def note_sum(self, result: Any) -> None:
+        """Note the sum over the live rows of a result that has all rows, without waiting for the
+        device."""
+        assert self.rows is not None
+        rows, live = self.rows
+        if (
+            not isinstance(result, torch.Tensor)
+            or result.dim() == 0
+            or result.shape[0] != rows
+            or result.layout is not torch.strided
+            or result.is_complex()
+        ):
+            self.sums.append(None)
+        else:
+            self.sums.append(unseen(lambda: result.detach()[:live].to(torch.float64).abs().sum()))
 
     def at_source(self, found: tuple[int, str] | None) -> str:
         """What was found at a place, with the line of code there; "" for None."""
         if found is None:
             return ""
         place, text = found
-        source = self.sources.get(place)
+        source = self.sources[place] if place < len(self.sources) else None
         return text if source is None else f"{text} at {source}"
 
     def first_mixed(self, alone: Trace, rounding: float) -> tuple[int, str] | None:
@@ -103,23 +128,33 @@ class Trace(list[Op]):
             if ours.func is not LIFT_FRESH or ours.arguments == theirs.arguments:
                 continue
             if place in self.constants and not (has_parts and place in self.constants_of_parts):
-                return self.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
+                told = self if self.keeps_sources else then
+                return told.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
         return None
 
 
-def described(value: Any, outside: Collection[int]) -> object:
-    """An argument as two runs can compare it; `outside` are the tensors, by `id`, of which the run
-    has not made the memory."""
+def arguments_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[int, object]
+) -> tuple[Any, ...]:
+    """The arguments of one operator as two runs can compare them; `tensors` are those among them,
+    `At` or `Of`, by `id`."""
+    found = []
+    for each in (*args, *kwargs.items()):
+        if type(each) in _AS_THEY_ARE:
+            found.append(each)
+        else:
+            found.append(tensors.get(id(each)) or _described(each, tensors))
+    return tuple(found)
+
+
+def _described(value: Any, tensors: Mapping[int, object]) -> object:
     if isinstance(value, torch.Tensor):
-        shape = tuple(value.shape)
-        if id(value) in outside:
-            return At(value.data_ptr(), shape, value.stride())
-        return Of(shape, value.dtype)
+        return tensors[id(value)]
     if isinstance(value, list | tuple):
-        return tuple(described(each, outside) for each in value)
+        return tuple(_described(each, tensors) for each in value)
     if isinstance(value, float | complex):
         return repr(value)  # nan is not equal to itself, and 0.0 is equal to -0.0
-    return value if isinstance(value, int | str | bool | torch.dtype | None) else repr(value)
+    return value if isinstance(value, _AS_THEY_ARE) else repr(value)
 
 
 def made_of_data(tensor: torch.Tensor) -> object:
@@ -131,18 +166,6 @@ def made_of_data(tensor: torch.Tensor) -> object:
     at_hand = tensor.detach().to("cpu").contiguous()
     data = ctypes.string_at(at_hand.data_ptr(), at_hand.numel() * at_hand.element_size())
     return Values(f"{tuple(tensor.shape)} values, CRC {zlib.crc32(data):08x}")
-
-
-def arguments_of(
-    args: Sequence[Any], kwargs: Mapping[str, Any], outside: Collection[int]
-) -> tuple[Any, ...]:
-    """What describes the arguments of one operator."""
-    found = tuple(
-        [each if type(each) in _AS_THEY_ARE else described(each, outside) for each in args]
-    )
-    if kwargs:
-        found += tuple([(name, described(each, outside)) for name, each in kwargs.items()])
-    return found
 
 
 def first_difference(now: Trace, then: Trace, *, same_size: bool) -> tuple[int, str] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,33 +19,54 @@ from graphrt.core.capture.guard import in_eager_part
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.replay.recording import in_task
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.watching.draws import draws_numbers
 from graphrt.core.trust.watching.operators import OperatorFacts, facts_of, in_bounds, written
-from graphrt.core.trust.watching.trace import LIFT_FRESH, Op, Trace, arguments_of, made_of_data
+from graphrt.core.trust.watching.trace import (
+    LIFT_FRESH,
+    At,
+    Of,
+    Op,
+    Trace,
+    arguments_of,
+    made_of_data,
+)
 from graphrt.core.trust.watching.writes import SavedWrites
 
 _BARE = (torch.Tensor, torch.nn.Parameter)
-_NOWHERE = (None, 0)
+
+Placed: TypeAlias = tuple[torch.Tensor, int | None, int]
+"""A tensor, its `storage_key`, and where its storage begins."""
 
 
 class Use:
     """Memory from outside of a forward that a run used: one storage."""
 
-    def __init__(self, tensor: torch.Tensor, op: str) -> None:
-        self.ref = _weak(tensor)
+    is_written = False
+    from_inputs = False
+    """Whether what is there by now was computed from the inputs."""
+    exposed = False
+    """Whether the run has read what was there before it."""
+    overwritten = 0
+    """How many elements the run wrote at first."""
+
+    def __init__(self, tensor: torch.Tensor, op: str, source: Source | None = None) -> None:
+        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.shape = tuple(tensor.shape)
         self.stride = (tensor.storage_offset(), *tensor.stride())
         self.dtype = tensor.dtype
         self.op = op
-        self.source: Source | None = user_source()
-        self.is_written = False
-        # Whether what is there by now was computed from the inputs.
-        self.from_inputs = False
-        # Whether the run has read what was there before it; how many elements it wrote at first.
-        self.exposed = False
+        self.source = source or user_source()
         # Whether eager parts alone have used it, which find at every replay what is there then.
-        self.in_parts = _finds_itself(self.ref.cdata)
-        self.overwritten = 0
+        self.in_parts = in_eager_part.get() is not None
+
+    def note(self, part: torch.Tensor, facts: OperatorFacts, *, fills: bool) -> None:
+        """An operator is given this `part` of the memory, which it `fills` or may read."""
+        if self.in_parts:
+            given = in_eager_part.get()
+            self.in_parts = given is not None and self.ref.cdata not in given
+        if fills and not self.exposed:
+            self.overwritten = max(self.overwritten, part.numel())
+        elif not facts.is_view and part.numel() > self.overwritten:
+            self.exposed = True
 
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, if it is still there."""
@@ -64,11 +85,12 @@ class Kept:
 
     The weak reference also keeps the storage's name from being used again."""
 
+    rewritten = False
+    of_data: int | None = None
+
     def __init__(self, tensor: torch.Tensor, from_inputs: bool = False) -> None:
-        self.ref = _weak(tensor)
+        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.from_inputs = from_inputs
-        self.rewritten = False
-        self.of_data: int | None = None
 
 
 class Deviation(Exception):
@@ -78,6 +100,17 @@ class Deviation(Exception):
     def __init__(self, op: str, *, in_part: bool) -> None:
         super().__init__(op)
         self.in_part = in_part
+
+
+class _Call(NamedTuple):
+    """One call of an operator, with what it writes and the line that issued it, if it is kept."""
+
+    func: Any
+    facts: OperatorFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: list[torch.Tensor]
+    source: Source | None
 
 
 class Watch(ThreadMode):
@@ -108,7 +141,7 @@ class Watch(ThreadMode):
         that has so many rows in all. `draw` calls the operators that may draw random numbers.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = Trace(keeps_sources=keeps_sources)
+        self.trace = Trace(keeps_sources=keeps_sources, rows=rows)
         self.uses: dict[int, Use] = {}
         # Writes to memory that is no news, by where they begin.
         self.own_written: dict[int, Use] = {}
@@ -116,7 +149,6 @@ class Watch(ThreadMode):
         self.deviation = ""
         """The first operator that `follows` has not, and where it was issued."""
         self._own = own
-        self._rows = rows
         self._saves = saves
         self._follows = follows
         self._generators = generators
@@ -132,29 +164,28 @@ class Watch(ThreadMode):
             return self.take_apart(func, args, kwargs)
         if func is LIFT_FRESH:
             return self._lift(func, args, kwargs)
-        facts, given = facts_of(func), _tensors((*args, *kwargs.values()))
-        if self._generators is not None:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Generator):
-                    self._generators.note(value)
-        if facts.writes:
-            self._before_writes(func, facts, args, kwargs)
-        places, outside = [], set()
-        for tensor in given:
-            place = _place_of(tensor)
-            places.append(place)
-            if place[0] is not None and place[0] not in self._born:
-                outside.add(id(tensor))
-        self._note(Op(func, arguments_of(args, kwargs, outside)), args)
-        from_inputs = self._use(func, facts, args, kwargs, zip(given, places, strict=True))
-        if self._draw is not None and draws_numbers(func):
+        facts = facts_of(func)
+        targets = list(written(facts, args, kwargs)) if facts.writes else []
+        source = user_source() if self.trace.keeps_sources else None
+        call = _Call(func, facts, args, kwargs, targets, source)
+        if self._generators is not None and facts.may_draw:
+            self._generators.note_given((*args, *kwargs.values()))
+        if targets:
+            self._before_writes(call)
+        tensors, from_inputs = self._use(call)
+        op = Op(func, arguments_of(args, kwargs, tensors))
+        if self._follows is not None:
+            self._follow(op, args, self._follows)
+        self.trace.append(op)
+        self.trace.sources.append(source)
+        if self._draw is not None and facts.draws:
             result = self._draw(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-        if self._rows is not None:
-            self.trace.sums.append(_sum_of_rows(result, *self._rows))
-        if facts.writes:
-            self._rewrite(written(facts, args, kwargs), from_inputs)
+        if self.trace.rows is not None:
+            self.trace.note_sum(result)
+        if targets:
+            self._rewrite(targets, from_inputs)
         self._bear((result,), from_inputs)
         return result
 
@@ -165,9 +196,13 @@ class Watch(ThreadMode):
 
     def _lift(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A tensor is made of Python data."""
-        self._note(Op(func, (unseen(lambda: made_of_data(args[0])),)), args)
+        op, trace = Op(func, (unseen(lambda: made_of_data(args[0])),)), self.trace
+        if self._follows is not None:
+            self._follow(op, args, self._follows)
+        trace.append(op)
+        trace.sources.append(user_source())
         result = func(*args, **kwargs)
-        trace, (key, _) = self.trace, _place_of(result)
+        key = storage_key(result)
         trace.sums.append(None)
         self._bear((args[0], result), False)
         # Memory of an array is read where it is, and a task makes its own anew at every replay.
@@ -178,88 +213,69 @@ class Watch(ThreadMode):
                 trace.constants_of_parts.add(len(trace) - 1)
         return result
 
-    def _note(self, op: Op, args: Sequence[Any]) -> None:
-        if self._follows is not None:
-            place, then = len(self.trace), self._follows
-            if not self.deviation and (place >= len(then) or then[place] != op):
-                self.deviation = f"{op} at {user_source() or 'an unknown line'}"
-            if self.deviation and not (
-                facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))
-            ):
-                raise Deviation(str(op), in_part=in_eager_part.get() is not None)
-        if self.trace.keeps_sources:
-            self.trace.sources[len(self.trace)] = user_source()
-        self.trace.append(op)
+    def _follow(self, op: Op, args: Sequence[Any], then: Trace) -> None:
+        """Raise `Deviation` where this run leaves the way of an earlier one and may do harm."""
+        place = len(self.trace)
+        if not self.deviation and (place >= len(then) or then[place] != op):
+            self.deviation = f"{op} at {user_source() or 'an unknown line'}"
+        if self.deviation and not (
+            facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))
+        ):
+            raise Deviation(str(op), in_part=in_eager_part.get() is not None)
 
-    def _before_writes(self, func: Any, facts: OperatorFacts, args: Any, kwargs: Any) -> None:
-        for tensor in written(facts, args, kwargs):
-            key, address = _place_of(tensor)
+    def _before_writes(self, call: _Call) -> None:
+        for tensor, key, address in placed(call.written):
             if key is None or key in self._born:
                 continue
             if address in self._own:
-                if torch.Tag.inplace_view not in func.tags:
-                    self.own_written.setdefault(tensor.data_ptr(), Use(tensor, str(func)))
+                if torch.Tag.inplace_view not in call.func.tags:
+                    use = Use(tensor, str(call.func), call.source)
+                    self.own_written.setdefault(tensor.data_ptr(), use)
                 continue
-            use = self.uses.get(key)
-            if use is None:
+            if key not in self.uses:
                 if _from_compiled_code():
                     # Kernels of compiled code write into memory that no operator has made.
                     self.saw_compiled_code = True
                     self._born[key] = Kept(tensor)
                     continue
-                use = self.uses[key] = Use(tensor, str(func))
+                self.uses[key] = Use(tensor, str(call.func), call.source)
+            use = self.uses[key]
             use.is_written = True
             if self._saves is not None:
-                self._saves.save(tensor, facts, args, kwargs, use)
+                self._saves.save(tensor, call.facts, call.args, use)
 
-    def _use(
-        self,
-        func: Any,
-        facts: OperatorFacts,
-        args: Any,
-        kwargs: Any,
-        given: Iterable[tuple[torch.Tensor, tuple[int | None, int]]],
-    ) -> bool:
-        """Note what an operator uses of what it is `given`, each tensor with its `_place_of`;
-        returns whether some of it was computed from the inputs."""
-        overwritten = _overwritten(facts, args, kwargs) if facts.overwrites else ()
+    def _use(self, call: _Call) -> tuple[dict[int, object], bool]:
+        """Note what an operator uses of what it is given; returns the tensors as traces have them,
+        by `id`, and whether some were computed from the inputs."""
+        given = placed((*call.args, *call.kwargs.values()))
+        overwritten = _overwritten(call.written, given) if call.facts.overwrites else ()
+        tensors: dict[int, object] = {}
         from_inputs = False
-        for tensor, place in given:
-            parts = [(tensor, place)]
-            if type(tensor) not in _BARE:
-                parts = [(part, _place_of(part)) for part in _parts(tensor)]
-            for part, (key, address) in parts:
-                if key is None:
-                    continue
-                known = self._born.get(key)
-                if address in self._own:
+        for each in given:
+            whole, key, _ = each
+            if key is None or key in self._born:
+                tensors[id(whole)] = Of(tuple(whole.shape), whole.dtype)
+            else:
+                tensors[id(whole)] = At(whole.data_ptr(), tuple(whole.shape), whole.stride())
+            parts = [each] if type(whole) in _BARE else placed([whole], parts=True)
+            for part, key, address in parts:
+                if address in self._own and key is not None:
                     from_inputs = True
-                elif known is None:
-                    fills = id(tensor) in overwritten
-                    from_inputs |= self._use_outside(part, key, func, facts.is_view, fills)
-                else:
+                elif key in self._born:
+                    known = self._born[key]
                     from_inputs |= known.from_inputs
                     if known.of_data is not None:
                         self.trace.constants.add(known.of_data)
-        return from_inputs
+                elif key is not None:
+                    use = self.uses.get(key)
+                    if use is None:
+                        use = self.uses[key] = Use(part, str(call.func), call.source)
+                    use.note(part, call.facts, fills=id(whole) in overwritten)
+                    from_inputs |= use.from_inputs
+        return tensors, from_inputs
 
-    def _use_outside(
-        self, part: torch.Tensor, key: int, func: Any, is_view: bool, overwritten: bool
-    ) -> bool:
-        use = self.uses.get(key)
-        if use is None:
-            use = self.uses[key] = Use(part, str(func))
-        elif use.in_parts:
-            use.in_parts = _finds_itself(key)
-        if overwritten and not use.exposed:
-            use.overwritten = max(use.overwritten, part.numel())
-        elif not is_view and part.numel() > use.overwritten:
-            use.exposed = True
-        return use.from_inputs
-
-    def _rewrite(self, tensors: Iterable[torch.Tensor], from_inputs: bool) -> None:
-        for part in (each for tensor in tensors for each in _parts(tensor)):
-            key, _ = _place_of(part)
+    def _rewrite(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
+        for _, key, _ in placed(targets, parts=True):
             known = None if key is None else self._born.get(key) or self.uses.get(key)
             if isinstance(known, Kept):
                 known.rewritten = True
@@ -267,76 +283,57 @@ class Watch(ThreadMode):
                 known.from_inputs |= from_inputs
 
     def _bear(self, results: Sequence[Any], from_inputs: bool) -> None:
-        for tensor in _tensors(results):
-            for part in [tensor] if type(tensor) in _BARE else _parts(tensor):
-                key, address = _place_of(part)
-                news = key not in self._born and key not in self.uses
-                if key is not None and news and address not in self._own:
-                    self._born[key] = Kept(part, from_inputs)
+        born, uses = self._born, self.uses
+        for part, key, address in placed(results, parts=True):
+            if key is not None and not (key in born or key in uses or address in self._own):
+                born[key] = Kept(part, from_inputs)
 
 
-def _overwritten(facts: OperatorFacts, args: Any, kwargs: Any) -> Collection[int]:
+def _overwritten(targets: list[torch.Tensor], given: list[Placed]) -> Collection[int]:
     """What an operator fills without reading it, by `id`."""
-    found = {id(each) for each in written(facts, args, kwargs)}
+    found = {id(each) for each in targets}
     if len(found) > 1:
         return found
     # torch.add(state, x, out=state) reads it too.
-    given = [*map(id, _tensors((*args, *kwargs.values())))]
-    return {each for each in found if given.count(each) == 1}
+    ids = [id(tensor) for tensor, *_ in given]
+    return {each for each in found if ids.count(each) == 1}
 
 
-def _finds_itself(key: int) -> bool:
-    """Whether memory is used by an eager part that was not given it."""
-    given = in_eager_part.get()
-    return given is not None and key not in given
-
-
-def _sum_of_rows(result: Any, rows: int, live: int) -> torch.Tensor | None:
-    """The sum over the first `live` of so many rows, without waiting for the device."""
-    if not isinstance(result, torch.Tensor) or result.dim() == 0 or result.shape[0] != rows:
-        return None
-    if result.layout is not torch.strided or result.is_complex():
-        return None
-    return unseen(lambda: result.detach()[:live].to(torch.float64).abs().sum())
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
+def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
+    """The tensors among values and in lists of them, each with its `storage_key` and where the
+    storage begins; with `parts` those that a subclass is made of in place of it."""
+    found: list[Placed] = []
+    left = [*values]
+    while left:
+        value = left.pop(0)
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, list | tuple):
+                left[:0] = value
+            continue
+        flatten = None
+        if parts and type(value) not in _BARE:
+            flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is not None:
+            left[:0] = [getattr(value, name) for name in flatten()[0]]
+            continue
+        key, address = None, 0
+        if value.layout is torch.strided and not value.is_meta:
+            try:
+                storage = value.untyped_storage()
+                # A tracer's tensors have a storage, and no memory.
+                if storage.device.type != "meta":
+                    address = storage.data_ptr()
+                    key = storage._cdata
+            except (NotImplementedError, RuntimeError):
+                pass
+        found.append((value, key, address))
     return found
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor, or those that a subclass is made of."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return [tensor]
-    return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """What a tensor's memory is known by while it lives; None where it has none of its own."""
-    return _place_of(tensor)[0]
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[int | None, int]:
-    """`storage_key`, and the address of the storage."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return _NOWHERE
-    try:
-        storage = tensor.untyped_storage()
-        # A tracer's tensors have a storage, and no memory.
-        return _NOWHERE if storage.device.type == "meta" else (storage._cdata, storage.data_ptr())
-    except (NotImplementedError, RuntimeError):
-        return _NOWHERE
-
-
-def _weak(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    [(_, key, _)] = placed((tensor,))
+    return key
 
 
 def _from_compiled_code() -> bool:

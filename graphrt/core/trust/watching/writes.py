@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,12 +84,7 @@ class SavedWrites:
         self._protected: dict[tuple[object, ...], Protected] = {}
 
     def save(
-        self,
-        tensor: torch.Tensor,
-        facts: OperatorFacts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        use: object,
+        self, tensor: torch.Tensor, facts: OperatorFacts, args: Sequence[Any], use: object
     ) -> None:
         """Save what an operator is about to write into `tensor`; `use` is what errors call it."""
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -138,6 +133,8 @@ class SavedWrites:
 
     def take(self) -> list[torch.Tensor]:
         """Copies of what is there now."""
+        if not self._regions:
+            return []
         return unseen(lambda: [region.read().clone() for region in self._regions])
 
     def restore(self, values: Sequence[torch.Tensor] | None = None) -> None:
