@@ -75,6 +75,9 @@ class WatchedState:
         self._watched: set[Hashable] = set()
         self._is_settled = False
         self._left = _LeftInPython(is_in_graphs, each_warmed_up=each_warmed_up)
+        if reads is not None:
+            # Sessions before this one may have watched all that it captures.
+            self._left.of_weights |= reads.remade
         self.inputs_written: dict[int, Use] = {}
         """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
@@ -247,7 +250,8 @@ class WatchedState:
         put_back = set()
         if self._moves is not None:
             self._left.note(self._moves.anew())
-            put_back = self._moves.settle(contents=self._has_parts)
+            remade = self._reads.remade
+            put_back = self._moves.settle(contents=self._has_parts, remade=remade)
         self._reads.protected += self._snapshot.memory.check_protected(self._pads)
         self._reads.remade |= self._left.forget_remade(put_back)
         places = self._reads.settle()
@@ -309,16 +313,17 @@ class _Moves:
             if isinstance(now, torch.Tensor):
                 yield slot, now
 
-    def settle(self, *, contents: bool) -> set[str]:
-        """After several runs: put back what more than one of them has moved, and leave what was
-        made once, such as a table that the first run builds. So do containers and objects with
-        tensors, which graphs may read. `contents` says that eager parts may go by what is in a
-        container; else it is left, as notes of the host. Returns where something was put back."""
+    def settle(self, *, contents: bool, remade: Collection[str]) -> set[str]:
+        """After several runs: put back what more than one of them has moved, or what is `remade` by
+        every run, and leave what was made once, such as a table that the first run builds. So do
+        containers and objects with tensors, which graphs may read. `contents` says that eager parts
+        may go by what is in a container; else it is left, as notes of the host. Returns where
+        something was put back."""
         python, back = self._python, set()
         for slot, was, count in zip(python.slots, python.was, self._counts, strict=True):
-            if count < 2:
+            now = slot.get() if count > 1 or remade else was
+            if count < 2 and (now is was or slot.path not in remade):
                 continue
-            now = slot.get()
             plain = is_plain(now) and (contents or slot.way is not CONTENTS)
             if plain or isinstance(now, torch.Tensor):
                 put_back(slot, was)
