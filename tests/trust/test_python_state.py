@@ -581,9 +581,7 @@ def test_a_number_whose_default_is_the_class_own_is_put_back(make, mode):
         return x + held.steps if mode == "PIECEWISE" else x
 
     part = eager_break(count) if mode == "PIECEWISE" else count
-    runner = GraphRunner(
-        lambda x: part(x * 1), mode=mode, sizes=[1, 2, 4], inputs={"x": X}
-    )
+    runner = GraphRunner(lambda x: part(x * 1), mode=mode, sizes=[1, 2, 4], inputs={"x": X})
     runner.capture()
     assert held.steps == type(held).steps == 0 and "steps" not in vars(held)
     if mode == "PIECEWISE":

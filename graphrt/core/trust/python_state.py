@@ -20,6 +20,7 @@ from graphrt.core.trust.places.kinds import Kind, Shape, is_array, shape_of
 from graphrt.core.trust.places.slots import (
     ARRAY,
     CONTENTS,
+    DEFAULT,
     LENGTH,
     MISSING,
     Place,
@@ -90,7 +91,7 @@ class PythonState:
         which = self._numbers if numbers else slice(None)
         wanted = (self.was if values is None else values)[which]
         for slot, get, value in zip(self.slots[which], self._getters[which], wanted, strict=True):
-            if slot.way.set is None or value is MISSING:
+            if slot.way.set is None or (value is MISSING and slot.way is not DEFAULT):
                 continue
             now = get()
             if now is not value and not slot.way.same(value, now):

@@ -57,8 +57,9 @@ class Kind(enum.Enum):
 
 class Shape(NamedTuple):
     """A type: its kind, how to get an object's `__dict__` (None if it has none), its slots by
-    name, whether it is a frozen dataclass, which of its bases (itself too) are users', and whether
-    random numbers are drawn from its objects."""
+    name, whether it is a frozen dataclass, which of its bases (itself too) are users', whether
+    random numbers are drawn from its objects, and which numbers these bases have as defaults of
+    attributes."""
 
     kind: Kind
     dict_of: Callable[[Any], dict[str, Any]] | None = None
@@ -66,6 +67,7 @@ class Shape(NamedTuple):
     frozen: bool = False
     users: tuple[type, ...] = ()
     draws: bool = False
+    defaults: tuple[str, ...] = ()
 
 
 def _function_dict(function: Any) -> dict[str, Any]:
@@ -196,7 +198,19 @@ def _attributes(of: type) -> Shape:
         getattr(frozen, "frozen", False) is True,
         tuple(users),
         _draws(of),
+        () if dict_of is None else _defaults(users),
     )
+
+
+def _defaults(users: list[type]) -> tuple[str, ...]:
+    """The names of numbers that classes have, which a first `self.steps += 1` hides."""
+    found = {
+        name: None
+        for base in users
+        for name, value in namespace_of(base).items()
+        if type(value) in (bool, int, float) and not name.startswith("__")
+    }
+    return tuple(found)
 
 
 def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:

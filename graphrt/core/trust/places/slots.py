@@ -332,6 +332,8 @@ FIXED = Way(_itself)
 """The holder itself: nothing but another forward would put something else there."""
 ITEM = Way(_item, _set_item)
 """A value of a dict: an attribute, a global, a module's parameter."""
+DEFAULT = Way(_item, _set_item)
+"""An attribute that is its class' as long as the object's own is empty."""
 FROZEN_ITEM = Way(_item)
 ODD_ITEM = Way(_odd_item)
 """A value of a dict with keys whose hash is the user's: found by identity."""

@@ -322,6 +322,10 @@ class Walk:
             for name, each in dict.items(held):
                 if name not in skipped and type(name) is str:
                     found.append((Place(place, f".{name}", way, held, name), each))
+            for name in () if shape.frozen else shape.defaults:
+                if not dict.__contains__(held, name):
+                    slot = Place(place, f".{name}", slots.DEFAULT, held, name)
+                    self.places.numbers.append(slot)
         for name, descriptor in shape.slots:
             way = slots.FROZEN_FIELD if shape.frozen else slots.FIELD
             slot = Place(place, f".{name}", way, value, descriptor)
