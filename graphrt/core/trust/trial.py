@@ -190,9 +190,9 @@ class Trial:
         rebound = state.python.rebound(eager.left.python, first.uses)
         state.restore()
         # What a run leaves where nobody looks must not be what the replay needs.
-        self._once(step.of_padding)
+        self._outputs_of(step.of_padding)
         replayed = self._once(lambda _: step.replay())
-        other = None if self._mixes_rows else self._once(step.other_padding).outputs
+        other = None if self._mixes_rows else self._outputs_of(step.other_padding)
         alone, matched, disturbed = self._without_padding(eager, draws)
         rounding = rounding_of(
             [use.dtype for use in first.uses.values()],
@@ -257,6 +257,12 @@ class Trial:
         self._state.restore()
         return run
 
+    def _outputs_of(self, call: Callable[[Watch], Any]) -> Any:
+        """The same, where nobody asks what the run has left."""
+        outputs = call(self._watch())
+        self._state.restore()
+        return outputs
+
     def _attempt(self, how: str, call: Callable[[], T]) -> T | None:
         """Make a run that only a trial makes: where it raises it is noted `how`, and no failure."""
         try:
@@ -296,7 +302,7 @@ class Trial:
         drawn = of_python(eager.left.generators), of_python(alone.left.generators)
         if drawn[0] != drawn[1] and self._graph.has_parts:
             # Draws of Python's and NumPy's cannot be repeated: as many rows draw as many.
-            disturbed = self._once(step.disturbed).outputs
+            disturbed = self._outputs_of(step.disturbed)
         return alone, matched, disturbed
 
     def _goes_by_it(self, eager: Run, rounding: float) -> bool:
