@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import RefusedOpError
 from graphrt.core.base.torch_names import (
     TorchDispatchMode,
@@ -66,18 +66,12 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exc: object) -> None:
         pop_dispatch_mode()
 
-    def around(self, function: Callable[[], T]) -> T:
+    @undoing
+    def around(self, undo: Undo, function: Callable[[], T]) -> T:
         """Call `function` with this mode innermost; whatever interrupts it, the mode is left."""
-        depth = count_dispatch_modes()
-        try:
-            push_dispatch_mode(self)
-            result = function()
-            pop_dispatch_mode()
-            return result
-        except BaseException:
-            while count_dispatch_modes() > depth:
-                pop_dispatch_mode()
-            raise
+        undo.later(partial(_pop_to, count_dispatch_modes()))
+        push_dispatch_mode(self)
+        return function()
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Issue what a composite operator is made of under this mode, from inside its handler.
@@ -97,6 +91,11 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     torch.set_autocast_enabled(kind, False)
             with self:
                 return run_composite(func, args, kwargs)
+
+
+def _pop_to(depth: int) -> None:
+    while count_dispatch_modes() > depth:
+        pop_dispatch_mode()
 
 
 _AUTOCAST = {
@@ -213,27 +212,21 @@ def without_gradients(function: Callable[[], T]) -> T:
         result = function()
         torch.set_grad_enabled(True)
         return result
-    except BaseException:
+    except BaseException:  # `undoing`, written out: steps come here
         torch.set_grad_enabled(True)
         raise
 
 
-def where_asked(function: Callable[[], T], gradients: bool, inference: bool) -> T:
+@undoing
+def where_asked(function: Callable[[], T], undo: Undo, gradients: bool, inference: bool) -> T:
     """Call `function`, which finds `gradients` and `inference` mode on or off where it asks, and
     makes no graph of gradients."""
-    undo = Undo()
-    try:
-        undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
-        if inference is not torch.is_inference_mode_enabled():
-            undo.enter(inference_guard(inference))
-        undo.enter(below_autograd())
-        torch.set_grad_enabled(gradients)
-        result = function()
-        undo.now()
-        return result
-    except BaseException:
-        undo.now()
-        raise
+    undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+    if inference is not torch.is_inference_mode_enabled():
+        undo.enter(inference_guard(inference))
+    undo.enter(below_autograd())
+    torch.set_grad_enabled(gradients)
+    return function()
 
 
 def without_kept_casts(undo: Undo) -> None:
@@ -274,16 +267,12 @@ def unseen(function: Callable[[], T]) -> T:
         and not torch.is_grad_enabled()
     ):
         return function()
-    undo = Undo()
-    try:
-        undo.enter(without_dispatch_modes())
+
+    def seen_by_none() -> T:
         with inference_guard(False):
-            result = without_gradients(function)
-        undo.now()
-        return result
-    except BaseException:
-        undo.now()
-        raise
+            return without_gradients(function)
+
+    return _without_modes(seen_by_none)
 
 
 def outside_modes(function: Callable[[], T]) -> T:
@@ -291,15 +280,13 @@ def outside_modes(function: Callable[[], T]) -> T:
     updated tasks of a replay write tensors that were made in inference mode."""
     if count_dispatch_modes() == 0:
         return function()
-    undo = Undo()
-    try:
-        undo.enter(without_dispatch_modes())
-        result = function()
-        undo.now()
-        return result
-    except BaseException:
-        undo.now()
-        raise
+    return _without_modes(function)
+
+
+@undoing
+def _without_modes(function: Callable[[], T], undo: Undo) -> T:
+    undo.enter(without_dispatch_modes())
+    return function()
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

@@ -23,6 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import GraphRTError, PageableCopyError
 from graphrt.core.base.thread_mode import (
     ThreadMode,
@@ -428,8 +429,10 @@ class SideDoors:
         self._capture += 1
         self._reads.clear()
 
+    @undoing
     def watched(
         self,
+        undo: Undo,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -442,19 +445,13 @@ class SideDoors:
         refuse_transform(function)
         given = _memory((args, kwargs))
         watch = _PartWatch(self, name_of(function), given, rules)
-        outer = in_eager_part.get()
-        try:
-            in_eager_part.set(frozenset(given))
-            # A torch.autocast that the forward has made earlier keeps casts of weights. They are
-            # for one side alone: graph and part each make their own at a replay.
-            torch.clear_autocast_cache()
-            result = watch.around(partial(function, *args, **kwargs))
-            torch.clear_autocast_cache()
-            in_eager_part.set(outer)
-            return result
-        except BaseException:
-            in_eager_part.set(outer)
-            raise
+        undo.set(in_eager_part, frozenset(given))
+        # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
+        # one side alone: graph and part each make their own at a replay.
+        torch.clear_autocast_cache()
+        result = watch.around(partial(function, *args, **kwargs))
+        torch.clear_autocast_cache()
+        return result
 
     def settle(self) -> None:
         """An eager part is over, and what it returned is where it belongs: forget what is gone.

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import (
     CaptureError,
     InvalidModeError,
@@ -149,7 +150,7 @@ class GraphWrapper(Uncopied):
                 return outputs
             outputs = self._capture(context, args, kwargs)
             pool.owner = outer
-        except BaseException:
+        except BaseException:  # `undoing`, written out: on the way of every step
             graphs.leave(context, outer)
             raise
         # Out of the turn: what the host calls there may step and capture in the pool itself.
@@ -209,8 +210,9 @@ class GraphWrapper(Uncopied):
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
         return cloned(result) if graphs.clones else result
 
+    @undoing
     def _captured(
-        self, recorder: Recorder, descriptor: BatchDescriptor, args: Any, kwargs: Any
+        self, undo: Undo, recorder: Recorder, descriptor: BatchDescriptor, args: Any, kwargs: Any
     ) -> tuple[Entry, Any]:
         """The entry of a call, which is then among the graphs, and its result. If it raises, the
         pieces that the same step has captured before are gone too, unless a transaction sees to
@@ -218,26 +220,27 @@ class GraphWrapper(Uncopied):
         pool, context, graphs = self.pool, recorder.context, self._graphs
         transaction = context.capture
         bound = BoundArguments.of(args, kwargs, pool)
-        try:
-            pool.pieces.check_held((args, kwargs), context)
-            result = recorder.record(partial(self._run, args, kwargs, recorder))
-            outputs = tree.map_tensors(recorder.captured_ref, result)
-            step = transaction or context.token
-            entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
-            if self.options.outputs != "static":
-                pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
-                pool.pieces.hold_loosely(kept for kept, own in pairs if kept is not own)
-            if transaction is not None:
-                transaction.add(self, partial(self.destroy_graphs, descriptor))
-            # The one store from which on it is captured.
-            graphs.entries[descriptor] = entry
-        except BaseException:
+        if transaction is None:
+            undo.after_error(partial(pool.pieces.take_back, context))
+
+        def take_back() -> None:
             if descriptor not in graphs.entries:
                 recorder.discard()
             graphs.clear_buffers()
-            if transaction is None:
-                pool.pieces.take_back(context)
-            raise
+
+        undo.after_error(take_back)
+        pool.pieces.check_held((args, kwargs), context)
+        result = recorder.record(partial(self._run, args, kwargs, recorder))
+        outputs = tree.map_tensors(recorder.captured_ref, result)
+        step = transaction or context.token
+        entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
+        if self.options.outputs != "static":
+            pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
+            pool.pieces.hold_loosely(kept for kept, own in pairs if kept is not own)
+        if transaction is not None:
+            transaction.add(self, partial(self.destroy_graphs, descriptor))
+        # The one store from which on it is captured.
+        graphs.entries[descriptor] = entry
         if transaction is None:
             pool.pieces.captured(self, context)
         return entry, result

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Protocol, TypeVar
 
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import GraphRTError, PoolBusyError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.context import current_context
@@ -83,20 +83,14 @@ class Doing:
         return self._name
 
 
-def in_turn(pool: Taken, owner: object, call: Callable[[], T]) -> T:
+@undoing
+def in_turn(pool: Taken, undo: Undo, owner: object, call: Callable[[], T]) -> T:
     """Call what changes the graphs of a pool, in a turn of `owner`; an interrupt loses no turn.
 
     Raises `PoolBusyError` while a step is under way, or has pieces to come.
     """
-    undo = Undo()
-    try:
-        undo.enter(Turn(pool, owner, idle=True))
-        result = call()
-        undo.now()
-        return result
-    except BaseException:
-        undo.now()
-        raise
+    undo.enter(Turn(pool, owner, idle=True))
+    return call()
 
 
 class AwaitsUpdates(ABC):
