@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -92,10 +91,8 @@ class ConformanceBase:
             **arguments,
         )
 
-    @undoing
     def capture(
         self,
-        undo: Undo,
         function: Callable[..., Any],
         mode: GraphMode,
         *args: Any,
@@ -106,9 +103,12 @@ class ConformanceBase:
         """Call `function` in a step that captures; rolled back if it fails."""
         transaction = CaptureTransaction(slot)
         context = ForwardContext(mode, descriptor, metadata=metadata, capture=transaction)
-        undo.after_error(transaction.rollback)
-        with context:
-            result = function(*args)
+        try:
+            with context:
+                result = function(*args)
+        except BaseException:
+            transaction.rollback()
+            raise
         transaction.commit()
         return result
 
