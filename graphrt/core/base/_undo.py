@@ -45,7 +45,7 @@ class Undo:
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
         """Enter a context manager, whose `__exit__` may be called twice."""
-        self.later(lambda: _leave(manager))
+        self.later(functools.partial(_leave, manager))
         return manager.__enter__()
 
     def set(self, variable: ContextVar[T], value: T) -> None:

@@ -28,10 +28,16 @@ from graphrt.core.device.figures import UpdateFigures
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Platform
-from graphrt.core.replay._left_behind import LeftBehind, in_capture, without_device
 from graphrt.core.replay._pieces import PieceSteps
 from graphrt.core.replay._session import CaptureSession, OpenSession, tell
-from graphrt.core.replay._turn import AwaitsUpdates, Turn, in_turn
+from graphrt.core.replay._turn import (
+    LeftBehind,
+    PoolOwner,
+    Turn,
+    in_capture,
+    in_turn,
+    without_device,
+)
 from graphrt.core.replay.handout import HandedOut, expire
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
@@ -103,7 +109,7 @@ class GraphPool(Uncopied):
         """
         self.platform = resolve_platform(platform)
         if self.platform.name in _lost_platforms:
-            raise without_device(self.platform.name).error()
+            raise without_device(self.platform.name).refusal(self)
         self.device = device_of(self.platform, device)
         # Whether another device is this thread's current one; None where there is one alone.
         self.elsewhere: Callable[[], bool] | None = None
@@ -253,11 +259,6 @@ class GraphPool(Uncopied):
         """In a turn: from here on the pool is this owner's, until it is passed back."""
         self.owner = owner
 
-    def end_turn_of(self, waiting: object) -> None:
-        """End the turn of a launched step, whose updates came or never will."""
-        if self.owner is waiting:
-            self.owner = None
-
     def _enter_step(self, context: ForwardContext) -> None:
         """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
         another one, and for one that another one has followed."""
@@ -309,13 +310,8 @@ class GraphPool(Uncopied):
     def busy_error(self, context: object) -> GraphRTError:
         """Why `context` cannot use the pool. A step of this thread that waits for its updates is
         ended, so that the next one can."""
-        waiting = self.owner
-        if isinstance(waiting, LeftBehind):
-            return waiting.error()
-        if isinstance(waiting, AwaitsUpdates) and waiting.thread == get_ident():
-            self.end_turn_of(waiting)
-            return waiting.abandon()
-        return PoolBusyError(
+        refusal = self.owner.refusal(self) if isinstance(self.owner, PoolOwner) else None
+        return refusal or PoolBusyError(
             "two steps use one graph pool at the same time",
             got=f"{context!r} in thread {get_ident()} while {self.owner or self.pieces.context!r} "
             "is under way",
