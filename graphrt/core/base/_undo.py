@@ -27,17 +27,15 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Undo:
+class Undo(list[Callable[[], object]]):
     """What has to be undone, noted *before* it is done, by functions that may be called twice.
 
     `later(undo)` notes what undoes the change that is made next.
     """
 
-    __slots__ = ("_left", "later")
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self._left: list[Callable[[], object]] = []
-        self.later: Callable[[Callable[[], object]], None] = self._left.append
+    later = list.append
 
     def after_error(self, undo: Callable[[], object]) -> None:
         """Note what takes the result back unless there is one: a capture, of which half failed."""
@@ -60,10 +58,9 @@ class Undo:
         """
         raised: BaseException | None = None
         cut_short: Callable[[], object] | None = None
-        left = self._left
-        at = len(left)
+        at = len(self)
         while at:
-            undo = left[at - 1]
+            undo = self[at - 1]
             if failed or type(undo) is not _AfterError:
                 try:
                     undo()
@@ -76,7 +73,7 @@ class Undo:
                         cut_short = undo
                         continue
                 # Only now: an interrupt before this has it undone once more.
-                del left[at - 1]
+                del self[at - 1]
             at -= 1
         if raised is not None:
             raise raised

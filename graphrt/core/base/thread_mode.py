@@ -17,8 +17,11 @@ from graphrt.core.base.torch_names import (
     below_autograd,
     conjugation_resolved,
     count_dispatch_modes,
+    dispatch_keys,
     dispatch_mode_stack,
+    excluded_keys,
     has_kernel,
+    included_keys,
     inference_guard,
     pop_dispatch_mode,
     push_dispatch_mode,
@@ -66,12 +69,18 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exc: object) -> None:
         pop_dispatch_mode()
 
-    @undoing
-    def around(self, undo: Undo, function: Callable[[], T]) -> T:
+    def around(self, function: Callable[[], T]) -> T:
         """Call `function` with this mode innermost; whatever interrupts it, the mode is left."""
-        undo.later(partial(_pop_to, count_dispatch_modes()))
-        push_dispatch_mode(self)
-        return function()
+        depth = count_dispatch_modes()
+        try:
+            push_dispatch_mode(self)
+            result = function()
+            pop_dispatch_mode()
+            return result
+        except BaseException:  # `undoing`, written out: a trial enters many
+            while count_dispatch_modes() > depth:
+                pop_dispatch_mode()
+            raise
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Issue what a composite operator is made of under this mode, from inside its handler.
@@ -91,11 +100,6 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     torch.set_autocast_enabled(kind, False)
             with self:
                 return run_composite(func, args, kwargs)
-
-
-def _pop_to(depth: int) -> None:
-    while count_dispatch_modes() > depth:
-        pop_dispatch_mode()
 
 
 _AUTOCAST = {
@@ -134,7 +138,7 @@ def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
     def handle(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         inside = _cast_inside(func)
         cast = _autocast_where_it_was_called(func, inside) if inside else ()
-        with conjugation_resolved():
+        with dispatch_keys(included_keys(), conjugation_resolved[excluded_keys().raw_repr()]):
             for kind in cast:  # until the guard ends
                 torch.set_autocast_enabled(kind, True)
             result = handler(self, func, *args, **kwargs)
@@ -267,12 +271,14 @@ def unseen(function: Callable[[], T]) -> T:
         and not torch.is_grad_enabled()
     ):
         return function()
+    return _unseen(function)
 
-    def seen_by_none() -> T:
-        with inference_guard(False):
-            return without_gradients(function)
 
-    return _without_modes(seen_by_none)
+@undoing
+def _unseen(function: Callable[[], T], undo: Undo) -> T:
+    undo.enter(without_dispatch_modes())
+    with inference_guard(False):
+        return without_gradients(function)
 
 
 def outside_modes(function: Callable[[], T]) -> T:

@@ -50,7 +50,6 @@ from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.eager_part import name_of
 from graphrt.core.replay.recording import Recording, issued
-from graphrt.core.replay.segments import SegmentHooks
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """What every tensor made from Python data, or from a NumPy array, goes through."""
@@ -84,8 +83,8 @@ class CaptureGuard(ThreadMode):
         self._in_pieces = recorder.breakable or bool(breaks)
         self._given = given
         self._constants = constants
-        self._doors = SideDoors() if (doors := side_doors.get()) is None else doors
-        self._doors.begin_capture()
+        self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
+        self.doors.begin_capture()
         # Copies that graphs read in place of memory which eager parts returned and did not make.
         self._copies: dict[StorageWeakRef, str] = {}
         self._entered = self._handling = False
@@ -96,7 +95,7 @@ class CaptureGuard(ThreadMode):
         if self._constants is not None:
             self._constants.begin(graph)
         self._given.begin()
-        in_pieces = self._in_pieces and (self._breaks or self._doors or self._copies)
+        in_pieces = self._in_pieces and (self._breaks or self.doors or self._copies)
         wanted = in_pieces or self._given or self._constants is not None
         # While an operator is being handled torch has taken this mode off its stack already.
         wanted = wanted or self.issued is not None
@@ -116,15 +115,6 @@ class CaptureGuard(ThreadMode):
             self.__exit__()
         if self._constants is not None:
             self._constants.end()
-
-    def hooks(self, others: SegmentHooks | None) -> SegmentHooks | None:
-        """See `Constants.hooks`."""
-        return others if self._constants is None else self._constants.hooks(others)
-
-    def hand_on(self, result: Any) -> None:
-        """See `Constants.hand_on`."""
-        if self._constants is not None:
-            self._constants.hand_on(result)
 
     def remove(self) -> None:
         """Let go of a segment that failed, whatever the forward left on top of this mode; once
@@ -146,7 +136,7 @@ class CaptureGuard(ThreadMode):
         if self.issued is not None:
             self.issued.append(func)
         if self._in_pieces:
-            self._doors.check((args, kwargs), "the graph reads", func)
+            self.doors.check((args, kwargs), "the graph reads", func)
             self.check_written(func, args, kwargs)
         self._given.check(func, args, kwargs)
         if self._constants is not None:
@@ -172,15 +162,7 @@ class CaptureGuard(ThreadMode):
     ) -> Any:
         """Run an eager part between two segments. It may read no tensor that a graph `owns`
         says, unless it was given it: replays find the one of the graph that was captured last."""
-        return self._doors.watched(function, args, kwargs, PartRules(owns, self.check_written))
-
-    def end_part(self) -> None:
-        """The results of an eager part are where they belong; see `SideDoors.settle`."""
-        self._doors.settle()
-
-    def check_read(self, values: Any, what: str) -> None:
-        """See `Recording.check_read`."""
-        self._doors.check(values, what)
+        return self.doors.watched(function, args, kwargs, PartRules(owns, self.check_written))
 
     def note_copy(self, part: str, copy: torch.Tensor) -> None:
         """Note a copy of what an eager part returned and others hold too: a write would reach the

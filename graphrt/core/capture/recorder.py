@@ -84,6 +84,7 @@ class Recorder:
         pins = pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
         given.lift(None if constants is None else constants.take, later=pins and not lifts)
+        self._constants = constants
         self._guard = CaptureGuard(self, context, listed, given, constants)
 
     @property
@@ -127,7 +128,8 @@ class Recorder:
         result = body()
         self._end()
         settle(self.parts)
-        self._guard.hand_on(result)
+        if self._constants is not None:
+            self._constants.hand_on(result)
         return result
 
     def _enter_pool(self, undo: Undo) -> None:
@@ -175,7 +177,7 @@ class Recorder:
         for was, copy in moved:
             if not was.expired():  # type: ignore[no-untyped-call]
                 self._guard.note_copy(name_of(function), copy)
-        self._guard.end_part()
+        self._guard.doors.settle()
         self._begin()
         return readable
 
@@ -231,7 +233,7 @@ class Recorder:
     def check_read(self, values: Any, what: str) -> None:
         """See `Recording.check_read`."""
         if self.breakable:
-            self._guard.check_read(values, what)
+            self._guard.doors.check(values, what)
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
@@ -309,7 +311,7 @@ class Recorder:
             outside_modes(segment.replay)
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
-        hooks = self._guard.hooks(self._hooks)
+        hooks = self._hooks if self._constants is None else self._constants.hooks(self._hooks)
         if tasks:
             return TaskedSegment(self.pool.platform, graph, tasks, hooks)
         return graph if hooks is None else HookedSegment(graph, hooks)

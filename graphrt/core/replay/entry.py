@@ -198,7 +198,7 @@ class Entry:
         self.graph: Part | None = parts[0] if alone else None
 
     @property
-    def deferred(self) -> Deferred | None:
+    def deferred(self) -> Any:
         """The last launch, where its updates come after it."""
         return self._launch.deferred
 
