@@ -82,7 +82,7 @@ class CaptureGuard(ThreadMode):
         self._breaks = breaks
         self._in_pieces = recorder.breakable or bool(breaks)
         self._given = given
-        self._constants = constants
+        self.constants = constants
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
         self.doors.begin_capture()
         # Copies that graphs read in place of memory which eager parts returned and did not make.
@@ -92,11 +92,11 @@ class CaptureGuard(ThreadMode):
     def begin(self, graph: DeviceGraph) -> None:
         """A segment has begun, which `graph` will hold."""
         withhold(self._context)
-        if self._constants is not None:
-            self._constants.begin(graph)
+        if self.constants is not None:
+            self.constants.begin(graph)
         self._given.begin()
         in_pieces = self._in_pieces and (self._breaks or self.doors or self._copies)
-        wanted = in_pieces or self._given or self._constants is not None
+        wanted = in_pieces or self._given or self.constants is not None
         # While an operator is being handled torch has taken this mode off its stack already.
         wanted = wanted or self.issued is not None
         if not self._handling and not self._entered and wanted:
@@ -113,8 +113,8 @@ class CaptureGuard(ThreadMode):
                 raise MODE_STILL_ACTIVE(type(top).__name__)
             self._entered = False
             self.__exit__()
-        if self._constants is not None:
-            self._constants.end()
+        if self.constants is not None:
+            self.constants.end()
 
     def remove(self) -> None:
         """Let go of a segment that failed, whatever the forward left on top of this mode; once
@@ -122,8 +122,8 @@ class CaptureGuard(ThreadMode):
         hand_back(self._context)
         self._entered = False
         remove_dispatch_mode(self)
-        if self._constants is not None:
-            self._constants.end()
+        if self.constants is not None:
+            self.constants.end()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -139,8 +139,8 @@ class CaptureGuard(ThreadMode):
             self.doors.check((args, kwargs), "the graph reads", func)
             self.check_written(func, args, kwargs)
         self._given.check(func, args, kwargs)
-        if self._constants is not None:
-            return self._constants.run(func, args, kwargs)
+        if self.constants is not None:
+            return self.constants.run(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _break_at(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -84,7 +84,6 @@ class Recorder:
         pins = pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
         given.lift(None if constants is None else constants.take, later=pins and not lifts)
-        self._constants = constants
         self._guard = CaptureGuard(self, context, listed, given, constants)
 
     @property
@@ -128,8 +127,8 @@ class Recorder:
         result = body()
         self._end()
         settle(self.parts)
-        if self._constants is not None:
-            self._constants.hand_on(result)
+        if self._guard.constants is not None:
+            self._guard.constants.hand_on(result)
         return result
 
     def _enter_pool(self, undo: Undo) -> None:
@@ -311,7 +310,9 @@ class Recorder:
             outside_modes(segment.replay)
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
-        hooks = self._hooks if self._constants is None else self._constants.hooks(self._hooks)
+        hooks, constants = self._hooks, self._guard.constants
+        if constants is not None:
+            hooks = constants.hooks(hooks)
         if tasks:
             return TaskedSegment(self.pool.platform, graph, tasks, hooks)
         return graph if hooks is None else HookedSegment(graph, hooks)

@@ -102,19 +102,6 @@ class WrapperGraphs:
         self.pool = pool
         self.read_stream_id = pool.read_stream_id
 
-    def check_move(self, pool: GraphPool) -> None:
-        """Raise what `GraphWrapper.move_to` does where it cannot be moved."""
-        check_kind("pool", pool, GraphPool, optional=False)
-        pool.check_open()
-        pool._check_like(self.pool)
-        if self.entries:
-            raise GraphsCapturedError(
-                "a wrapper cannot be moved to another pool: its graphs lie in this one",
-                got=", ".join(map(str, self.entries)),
-                expected="no graphs",
-                advice="call clear_graphs() before; what is captured next lies in the new pool",
-            )
-
     def replay(
         self, entry: Entry, context: ForwardContext, wrapper: GraphWrapper, args: Any, kwargs: Any
     ) -> Any:
@@ -148,11 +135,6 @@ class WrapperGraphs:
         if entry.fresh is not None and self.fresh_containers:
             return entry.fresh()
         return entry.outputs
-
-    def leave(self, context: ForwardContext, outer: object) -> None:
-        """End the turn of a call; a step that waits for its updates keeps the pool."""
-        if self.pool.owner is context:
-            self.pool.owner = outer
 
     def entry_of(self, descriptor: BatchDescriptor | None) -> Entry | None:
         """The entry of a descriptor, if there is one; raises `InvalidOptionError` for none."""
@@ -310,7 +292,8 @@ class GraphWrapper(Uncopied):
             outputs = self._capture(context, args, kwargs)
             pool.owner = outer
         except BaseException:  # `undoing`, written out: on the way of every step
-            graphs.leave(context, outer)
+            if pool.owner is context:  # a step that waits for its updates keeps the pool
+                pool.owner = outer
             raise
         # Out of the turn: what the host calls there may step and capture in the pool itself.
         if outputs is _EAGER:
@@ -491,7 +474,16 @@ class GraphWrapper(Uncopied):
             in_turn(self.pool, "move_to()", partial(self._move_to, pool))
 
     def _move_to(self, pool: GraphPool) -> None:
-        self._graphs.check_move(pool)
+        check_kind("pool", pool, GraphPool, optional=False)
+        pool.check_open()
+        pool._check_like(self.pool)
+        if self.entries:
+            raise GraphsCapturedError(
+                "a wrapper cannot be moved to another pool: its graphs lie in this one",
+                got=", ".join(map(str, self.entries)),
+                expected="no graphs",
+                advice="call clear_graphs() before; what is captured next lies in the new pool",
+            )
         self.pool._remove_holder(self)
         self._graphs.use(pool)
         self.pool = pool

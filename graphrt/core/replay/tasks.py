@@ -8,6 +8,7 @@ and validated first, and then the platform applies them in the order that its de
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from graphrt.core.base.option_values import check_callable, check_kind, check_ta
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
-from graphrt.core.replay.recording import Recording, counted, current_capture, in_task
+from graphrt.core.replay.recording import counted, current_capture, in_task
 
 
 class UpdatableTask:
@@ -91,7 +92,10 @@ class UpdatableTask:
         if self.workspace is not None and "workspace" not in kwargs:
             # Before the bracket begins: what is asked for may allocate.
             kwargs = {**kwargs, **self.workspace(*args, **kwargs, **worst)}
-        _record(capture, self, name, args, kwargs, values)
+        capture.check_read((args, kwargs), f"task {name!r} is given")
+        handle = capture.bracketed(partial(self.issue, *args, **kwargs, **values))
+        args, kwargs = tree.map_tensors(capture.captured_ref, (args, kwargs))
+        capture.add_task(CapturedTask(self, name, handle, args, kwargs, values))
 
     def check_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: HostValues
@@ -250,20 +254,6 @@ def _trait(leaf: Any) -> Hashable:
     if isinstance(leaf, bool | int | float | str | torch.dtype | torch.device | None):
         return type(leaf), leaf.hex() if isinstance(leaf, float) else leaf
     return id(leaf)
-
-
-def _record(
-    recording: Recording,
-    spec: UpdatableTask,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    values: HostValues,
-) -> None:
-    recording.check_read((args, kwargs), f"task {name!r} is given")
-    handle = recording.bracketed(lambda: spec.issue(*args, **kwargs, **values))
-    args, kwargs = tree.map_tensors(recording.captured_ref, (args, kwargs))
-    recording.add_task(CapturedTask(spec, name, handle, args, kwargs, values))
 
 
 class TaskTable:
