@@ -295,9 +295,8 @@ def _without_modes(function: Callable[[], T], undo: Undo) -> T:
     return function()
 
 
-def dispatch_modes() -> list[TorchDispatchMode]:
-    """The dispatch modes of this thread, innermost last."""
-    return list(dispatch_mode_stack())
+dispatch_modes = dispatch_mode_stack
+"""The dispatch modes of this thread, innermost last: another list at each call."""
 
 
 def remove_dispatch_mode(mode: ThreadMode) -> None:

@@ -151,7 +151,7 @@ class Recorder:
         """End the segment, run `function`, begin the next segment; returns what readers capture."""
         self._end()
         part = f"eager break {name_of(function)}"
-        site = sum(isinstance(each, EagerPart) for each in self.parts)
+        site = len([each for each in self.parts if isinstance(each, EagerPart)])
         given = tree.tensors((args, kwargs))
         self.check_read(given, f"{part} is given")
         before = tree.leaves((args, kwargs)) if can_change(args, kwargs) else None
