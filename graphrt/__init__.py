@@ -42,10 +42,9 @@ from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.plan.budget import Budget, GraphCost
 from graphrt.core.plan.plan import Plan
-from graphrt.core.replay._deferred import DEFERRED
-from graphrt.core.replay._session import CaptureSession
+from graphrt.core.replay.entry import DEFERRED
 from graphrt.core.replay.host_args import UNCHANGED, HostArg
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.pool import CaptureSession, GraphPool
 from graphrt.core.replay.segments import SegmentHooks
 from graphrt.core.replay.tasks import UpdatableTask
 from graphrt.core.runner.host import Example, Host

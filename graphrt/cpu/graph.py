@@ -127,7 +127,7 @@ class TapeGraph:
                 set_grad_enabled(False)
                 run()
                 set_grad_enabled(True)
-            except BaseException:
+            except BaseException:  # `undoing`, written out: on the way of every replay
                 set_grad_enabled(True)
                 raise
 

@@ -46,7 +46,7 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.replay import handout
-from graphrt.core.replay._turn import AwaitsUpdates
+from graphrt.core.replay._turn import PoolOwner
 from graphrt.cpu import CpuPlatform
 
 SIZES = [1, 2, 4, 8]
@@ -544,16 +544,16 @@ def test_a_call_from_another_thread_while_a_step_runs_is_refused():
     run.capture_next()
 
 
-class Waiting(AwaitsUpdates):
+class Waiting(PoolOwner):
     """A launched step, which the next step of its thread would end."""
 
-    def abandon(self) -> GraphRTError:
+    def refusal(self, pool: object) -> GraphRTError:
         raise AssertionError("it was ended")
 
 
 def test_a_step_that_waits_for_its_updates_goes_on_waiting():
     run = several()
-    waiting = run.pool.owner = Waiting()
+    waiting = run.pool.owner = Waiting("a step whose updates have not come")
     with pytest.raises(PoolBusyError, match="updates"):
         run.capture_next()
     assert run.pool.owner is waiting

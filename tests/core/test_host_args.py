@@ -16,8 +16,7 @@ from graphrt import (
 )
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.replay.host_args import WORST_CASE
-from graphrt.core.replay.task_table import TaskTable, resolve_updates
-from graphrt.core.replay.tasks import CapturedTask
+from graphrt.core.replay.tasks import CapturedTask, TaskTable, resolve_updates
 
 TOKENS, REQS = 8, 4
 

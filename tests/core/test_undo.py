@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 
 
 def fails_once(error: BaseException, done: list[str], name: str):
@@ -72,3 +72,42 @@ def test_an_interrupt_goes_before_errors():
     with pytest.raises(KeyboardInterrupt):
         undo.now()
     assert done == ["last", "interrupted", "first"]
+
+
+@undoing
+def tried(done: list[str], undo: Undo, change) -> str:
+    undo.later(lambda: done.append("first"))
+    undo.after_error(lambda: done.append("result"))
+    undo.later(lambda: done.append("last"))
+    return change()
+
+
+def test_what_is_undone_after_an_error_stays_after_success():
+    done: list[str] = []
+    assert tried(done, lambda: "x") == "x"
+    assert done == ["last", "first"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_error_or_an_interrupt_all_is_undone_last_first(error):
+    done: list[str] = []
+
+    def change() -> str:
+        raise error
+
+    with pytest.raises(error):
+        tried(done, change=change)
+    assert done == ["last", "result", "first"]
+
+
+def test_an_interrupt_while_success_is_undone_takes_the_result_back():
+    done: list[str] = []
+
+    @undoing
+    def interrupted(done: list[str], undo: Undo) -> None:
+        undo.after_error(lambda: done.append("result"))
+        undo.later(fails_once(KeyboardInterrupt(), done, "second try"))
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(done)
+    assert done == ["second try", "result"]

@@ -45,6 +45,15 @@ def test_an_interrupt_while_a_fault_is_undone_leaves_nothing_half_done(name):
     assert found and not [str(each) for each in found if each.wrong]
 
 
+def test_an_interrupt_while_a_restore_that_failed_is_undone_leaves_state_as_it_was():
+    harness = Harness(ON_CPU["CaptureNext"], maker_of("cpu"))
+    copies = {fault.at for fault in harness.faults() if fault.kind == "copy"}
+    for at in copies:
+        for second in (1, 2, 3):
+            found = harness.inject(Fault("copy", at, "memory", second=second))
+            assert not found.wrong, str(found)
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_fault_in_a_compiled_module_leaves_nothing_half_done(name):
     check(COMPILED[name], maker_of("cpu"), 2)

@@ -75,7 +75,7 @@ class Groups:
             self._npu.graph_task_update_begin(stream, update.handle.group)
             update.issue()
             self._npu.graph_task_update_end(stream)
-        except BaseException:
+        except BaseException:  # `undoing`, written out: on the way of steps with tasks
             # Closing it reports that the tasks do not match, but the stream is usable again. An end
             # that failed with what the operator had left in the queue of launches closed nothing.
             with suppress(RuntimeError):
@@ -149,7 +149,7 @@ class AutoDispatch:
         mode.update_stream, mode.graph_dispatch_records = stream, [record]
         try:
             graph.update([values])
-        except BaseException:
+        except BaseException:  # `undoing`, written out: on the way of steps with tasks
             with suppress(RuntimeError):
                 self._npu.graph_task_update_end(stream)
             raise

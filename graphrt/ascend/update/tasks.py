@@ -102,7 +102,7 @@ class Tasks:
                 else:
                     self._launch(graph, current, watched)
                     self._update(graph, updating.stream, updates, changed, watched)
-            except BaseException:
+            except BaseException:  # `undoing`, written out: on the way of steps with tasks
                 self._settle(updating.stream, current, updates)
                 if watched is not None and self._watchdog is not None and not watched.is_launched:
                     self._watchdog.drop(watched)
@@ -131,7 +131,7 @@ class Tasks:
                 if ahead is None:
                     self._launched[graph] = Launch(updating, fence, current, watched)
                     updating.awaited = weakref.ref(graph)
-            except BaseException:
+            except BaseException:  # `undoing`, written out: on the way of steps with tasks
                 self._settle(updating.stream, current, updates)
                 if watched is not None and self._watchdog is not None and not watched.is_launched:
                     self._watchdog.drop(watched)
@@ -144,7 +144,7 @@ class Tasks:
         with self._stream_of(graph, launch, launch.stream) as updating:
             try:
                 self._update(graph, updating.stream, updates, changed, launch.watched)
-            except BaseException:
+            except BaseException:  # `undoing`, written out: on the way of steps with tasks
                 self._settle(updating.stream, launch.stream, updates)
                 raise
 

@@ -151,7 +151,7 @@ class CacheEntry:
         except OSError as error:
             self._give_up(error)
             return
-        except BaseException:
+        except BaseException:  # an interrupt too leaves no artifact of which half is written
             if path is not None:
                 remove_tree(path)
             self._stored.pop(name, None)

@@ -107,7 +107,7 @@ def restoring_settings(run: Callable[..., Any], graph: fx.Graph) -> Callable[...
         cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
         try:
             return run(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # `undoing`, written out: on the way of every step
             for kind, enabled, dtype in before:
                 torch.set_autocast_enabled(kind, enabled)
                 torch.set_autocast_dtype(kind, dtype)
@@ -130,7 +130,7 @@ def _restoring_rest(run: Callable[..., Any]) -> Callable[..., Any]:
         kernels, order = attention_kernels(), attention_order()
         try:
             return run(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # `undoing`, written out: on the way of every step
             torch.set_default_dtype(dtype)
             torch.use_deterministic_algorithms(strict, warn_only=warns)
             set_attention_kernels(kernels)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import RefusedOpError
 from graphrt.core.base.torch_names import (
     TorchDispatchMode,
@@ -17,8 +17,11 @@ from graphrt.core.base.torch_names import (
     below_autograd,
     conjugation_resolved,
     count_dispatch_modes,
+    dispatch_keys,
     dispatch_mode_stack,
+    excluded_keys,
     has_kernel,
+    included_keys,
     inference_guard,
     pop_dispatch_mode,
     push_dispatch_mode,
@@ -74,7 +77,7 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = function()
             pop_dispatch_mode()
             return result
-        except BaseException:
+        except BaseException:  # `undoing`, written out: a trial enters many
             while count_dispatch_modes() > depth:
                 pop_dispatch_mode()
             raise
@@ -135,7 +138,7 @@ def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
     def handle(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         inside = _cast_inside(func)
         cast = _autocast_where_it_was_called(func, inside) if inside else ()
-        with conjugation_resolved():
+        with dispatch_keys(included_keys(), conjugation_resolved[excluded_keys().raw_repr()]):
             for kind in cast:  # until the guard ends
                 torch.set_autocast_enabled(kind, True)
             result = handler(self, func, *args, **kwargs)
@@ -213,27 +216,21 @@ def without_gradients(function: Callable[[], T]) -> T:
         result = function()
         torch.set_grad_enabled(True)
         return result
-    except BaseException:
+    except BaseException:  # `undoing`, written out: steps come here
         torch.set_grad_enabled(True)
         raise
 
 
-def where_asked(function: Callable[[], T], gradients: bool, inference: bool) -> T:
+@undoing
+def where_asked(function: Callable[[], T], undo: Undo, gradients: bool, inference: bool) -> T:
     """Call `function`, which finds `gradients` and `inference` mode on or off where it asks, and
     makes no graph of gradients."""
-    undo = Undo()
-    try:
-        undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
-        if inference is not torch.is_inference_mode_enabled():
-            undo.enter(inference_guard(inference))
-        undo.enter(below_autograd())
-        torch.set_grad_enabled(gradients)
-        result = function()
-        undo.now()
-        return result
-    except BaseException:
-        undo.now()
-        raise
+    undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+    if inference is not torch.is_inference_mode_enabled():
+        undo.enter(inference_guard(inference))
+    undo.enter(below_autograd())
+    torch.set_grad_enabled(gradients)
+    return function()
 
 
 def without_kept_casts(undo: Undo) -> None:
@@ -274,16 +271,14 @@ def unseen(function: Callable[[], T]) -> T:
         and not torch.is_grad_enabled()
     ):
         return function()
-    undo = Undo()
-    try:
-        undo.enter(without_dispatch_modes())
-        with inference_guard(False):
-            result = without_gradients(function)
-        undo.now()
-        return result
-    except BaseException:
-        undo.now()
-        raise
+    return _unseen(function)
+
+
+@undoing
+def _unseen(function: Callable[[], T], undo: Undo) -> T:
+    undo.enter(without_dispatch_modes())
+    with inference_guard(False):
+        return without_gradients(function)
 
 
 def outside_modes(function: Callable[[], T]) -> T:
@@ -291,20 +286,17 @@ def outside_modes(function: Callable[[], T]) -> T:
     updated tasks of a replay write tensors that were made in inference mode."""
     if count_dispatch_modes() == 0:
         return function()
-    undo = Undo()
-    try:
-        undo.enter(without_dispatch_modes())
-        result = function()
-        undo.now()
-        return result
-    except BaseException:
-        undo.now()
-        raise
+    return _without_modes(function)
 
 
-def dispatch_modes() -> list[TorchDispatchMode]:
-    """The dispatch modes of this thread, innermost last."""
-    return list(dispatch_mode_stack())
+@undoing
+def _without_modes(function: Callable[[], T], undo: Undo) -> T:
+    undo.enter(without_dispatch_modes())
+    return function()
+
+
+dispatch_modes = dispatch_mode_stack
+"""The dispatch modes of this thread, innermost last: another list at each call."""
 
 
 def remove_dispatch_mode(mode: ThreadMode) -> None:

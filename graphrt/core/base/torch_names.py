@@ -80,10 +80,10 @@ def uncompiled() -> AbstractContextManager[object]:
 
 # Dispatch keys -----------------------------------------------------------------------------------
 
-_included: Callable[[], Any] = NAMES.take(
+included_keys: Callable[[], Any] = NAMES.take(
     "torch._C._dispatch_tls_local_include_set", without=_NO_MODES
 )
-_excluded: Callable[[], Any] = NAMES.take(
+excluded_keys: Callable[[], Any] = NAMES.take(
     "torch._C._dispatch_tls_local_exclude_set", without=_NO_MODES
 )
 _KEY = "torch._C.DispatchKey"
@@ -101,32 +101,28 @@ dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = NAMES.take
 
 def dispatch_keys_now() -> tuple[Any, Any]:
     """The dispatch keys that are included and excluded in this thread, without dispatch modes."""
-    included = _included()
+    included = included_keys()
     for key in _python_keys:
         included = included.remove(key.find())
-    return included, _excluded()
+    return included, excluded_keys()
 
 
-_resolved: dict[int, Any] = {}
-"""Sets of excluded keys without those that put something off."""
-
-
-def conjugation_resolved() -> AbstractContextManager[object]:
-    """Resolves conjugations and negations that torch has put off, where a mode handles an operator.
-
-    torch switches that off there, and a kernel that makes such a view for itself (pinv does) then
-    computes with the numbers before it.
-    """
-    included, excluded = _included(), _excluded()
-    # Sets are compared as numbers, and there are few: putting one together takes longer than this.
-    key = excluded.raw_repr()
-    resolved = _resolved.get(key)
-    if resolved is None:
-        resolved = excluded
+class _ConjugationResolved(dict[int, Any]):
+    def __missing__(self, key: int) -> Any:
+        resolved = excluded_keys()
         for put_off in _put_off_keys:
             resolved = resolved.remove(put_off.find())
-        _resolved[key] = resolved
-    return dispatch_keys(included, resolved)
+        self[key] = resolved
+        return resolved
+
+
+conjugation_resolved = _ConjugationResolved()
+"""By the number of the set of excluded keys of this thread: the set in which conjugations and
+negations are resolved that torch has put off.
+
+A mode handles operators in it. torch switches that off there, and a kernel that makes such a view
+for itself (pinv does) would compute with the numbers before it. Sets are few, and putting one
+together takes longer than finding it."""
 
 
 # Settings ----------------------------------------------------------------------------------------

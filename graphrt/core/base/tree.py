@@ -108,7 +108,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
             if isinstance(node, torch.Tensor):
                 found.append(node)
             elif type(node) not in _ATOMS:
-                below = _below(node)
+                below = node if isinstance(node, tuple | list) else _below(node)
                 if below is not None:
                     open_.append(iter(below))
                     break
@@ -120,8 +120,6 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _below(node: Any) -> Iterable[Any] | None:
-    if isinstance(node, tuple | list):
-        return node
     if isinstance(node, dict):
         return node.values()
     if dataclasses.is_dataclass(node) and not isinstance(node, type):

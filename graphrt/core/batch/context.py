@@ -151,7 +151,7 @@ class ForwardContext:
     def __enter__(self) -> ForwardContext:
         try:
             self.token = _set_current(self)
-        except BaseException:
+        except BaseException:  # `undoing`, written out: every step enters one
             self.leave()
             raise
         return self

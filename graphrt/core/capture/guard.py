@@ -23,6 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import GraphRTError, PageableCopyError
 from graphrt.core.base.thread_mode import (
     ThreadMode,
@@ -49,7 +50,6 @@ from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.eager_part import name_of
 from graphrt.core.replay.recording import Recording, issued
-from graphrt.core.replay.segments import SegmentHooks
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """What every tensor made from Python data, or from a NumPy array, goes through."""
@@ -82,9 +82,9 @@ class CaptureGuard(ThreadMode):
         self._breaks = breaks
         self._in_pieces = recorder.breakable or bool(breaks)
         self._given = given
-        self._constants = constants
-        self._doors = SideDoors() if (doors := side_doors.get()) is None else doors
-        self._doors.begin_capture()
+        self.constants = constants
+        self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
+        self.doors.begin_capture()
         # Copies that graphs read in place of memory which eager parts returned and did not make.
         self._copies: dict[StorageWeakRef, str] = {}
         self._entered = self._handling = False
@@ -92,11 +92,11 @@ class CaptureGuard(ThreadMode):
     def begin(self, graph: DeviceGraph) -> None:
         """A segment has begun, which `graph` will hold."""
         withhold(self._context)
-        if self._constants is not None:
-            self._constants.begin(graph)
+        if self.constants is not None:
+            self.constants.begin(graph)
         self._given.begin()
-        in_pieces = self._in_pieces and (self._breaks or self._doors or self._copies)
-        wanted = in_pieces or self._given or self._constants is not None
+        in_pieces = self._in_pieces and (self._breaks or self.doors or self._copies)
+        wanted = in_pieces or self._given or self.constants is not None
         # While an operator is being handled torch has taken this mode off its stack already.
         wanted = wanted or self.issued is not None
         if not self._handling and not self._entered and wanted:
@@ -113,17 +113,8 @@ class CaptureGuard(ThreadMode):
                 raise MODE_STILL_ACTIVE(type(top).__name__)
             self._entered = False
             self.__exit__()
-        if self._constants is not None:
-            self._constants.end()
-
-    def hooks(self, others: SegmentHooks | None) -> SegmentHooks | None:
-        """See `Constants.hooks`."""
-        return others if self._constants is None else self._constants.hooks(others)
-
-    def hand_on(self, result: Any) -> None:
-        """See `Constants.hand_on`."""
-        if self._constants is not None:
-            self._constants.hand_on(result)
+        if self.constants is not None:
+            self.constants.end()
 
     def remove(self) -> None:
         """Let go of a segment that failed, whatever the forward left on top of this mode; once
@@ -131,8 +122,8 @@ class CaptureGuard(ThreadMode):
         hand_back(self._context)
         self._entered = False
         remove_dispatch_mode(self)
-        if self._constants is not None:
-            self._constants.end()
+        if self.constants is not None:
+            self.constants.end()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -145,11 +136,11 @@ class CaptureGuard(ThreadMode):
         if self.issued is not None:
             self.issued.append(func)
         if self._in_pieces:
-            self._doors.check((args, kwargs), "the graph reads", func)
+            self.doors.check((args, kwargs), "the graph reads", func)
             self.check_written(func, args, kwargs)
         self._given.check(func, args, kwargs)
-        if self._constants is not None:
-            return self._constants.run(func, args, kwargs)
+        if self.constants is not None:
+            return self.constants.run(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _break_at(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,15 +162,7 @@ class CaptureGuard(ThreadMode):
     ) -> Any:
         """Run an eager part between two segments. It may read no tensor that a graph `owns`
         says, unless it was given it: replays find the one of the graph that was captured last."""
-        return self._doors.watched(function, args, kwargs, PartRules(owns, self.check_written))
-
-    def end_part(self) -> None:
-        """The results of an eager part are where they belong; see `SideDoors.settle`."""
-        self._doors.settle()
-
-    def check_read(self, values: Any, what: str) -> None:
-        """See `Recording.check_read`."""
-        self._doors.check(values, what)
+        return self.doors.watched(function, args, kwargs, PartRules(owns, self.check_written))
 
     def note_copy(self, part: str, copy: torch.Tensor) -> None:
         """Note a copy of what an eager part returned and others hold too: a write would reach the
@@ -428,8 +411,10 @@ class SideDoors:
         self._capture += 1
         self._reads.clear()
 
+    @undoing
     def watched(
         self,
+        undo: Undo,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -442,19 +427,13 @@ class SideDoors:
         refuse_transform(function)
         given = _memory((args, kwargs))
         watch = _PartWatch(self, name_of(function), given, rules)
-        outer = in_eager_part.get()
-        try:
-            in_eager_part.set(frozenset(given))
-            # A torch.autocast that the forward has made earlier keeps casts of weights. They are
-            # for one side alone: graph and part each make their own at a replay.
-            torch.clear_autocast_cache()
-            result = watch.around(partial(function, *args, **kwargs))
-            torch.clear_autocast_cache()
-            in_eager_part.set(outer)
-            return result
-        except BaseException:
-            in_eager_part.set(outer)
-            raise
+        undo.set(in_eager_part, frozenset(given))
+        # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
+        # one side alone: graph and part each make their own at a replay.
+        torch.clear_autocast_cache()
+        result = watch.around(partial(function, *args, **kwargs))
+        torch.clear_autocast_cache()
+        return result
 
     def settle(self) -> None:
         """An eager part is over, and what it returned is where it belongs: forget what is gone.

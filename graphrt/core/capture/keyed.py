@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, MissingGraphError, NestedCaptureError, Uncopied
 from graphrt.core.base.option_values import check_callable, check_hashable, check_kind, shown
 from graphrt.core.batch.context import ForwardContext
@@ -67,8 +68,9 @@ class KeyedGraphs(Uncopied):
             self.pool._captured(wrapper, descriptor)
         return graph
 
+    @undoing
     def _captured(
-        self, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper
+        self, undo: Undo, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper
     ) -> KeyedGraph:
         self.pool.check_open()
         if key in self:
@@ -82,17 +84,14 @@ class KeyedGraphs(Uncopied):
         context = ForwardContext(
             GraphMode.FULL, descriptor, updates=WORST_CASE, capture=transaction
         )
-        try:
-            with context:
-                outputs = wrapper()
-            graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
-            transaction.commit()
-            return graph
-        except BaseException:
-            context.leave()
-            transaction.rollback()
-            self._graphs.pop(key, None)
-            raise
+        undo.after_error(partial(self._graphs.pop, key, None))
+        undo.after_error(transaction.rollback)
+        undo.after_error(context.leave)
+        with context:
+            outputs = wrapper()
+        graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
+        transaction.commit()
+        return graph
 
     def replay(self, key: Hashable, updates: Updates | None = None) -> Any:
         """`self[key].replay(updates)`; raises `KeyError` for a key without a graph."""
@@ -217,7 +216,7 @@ class KeyedGraph:
                 # Else it waits for its updates, and keeps the pool.
                 pool.owner = None
             return outputs
-        except BaseException:
+        except BaseException:  # `undoing`, written out: on the way of every step
             if pool.owner is context:
                 pool.owner = None
             raise

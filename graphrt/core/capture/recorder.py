@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
@@ -41,7 +41,7 @@ from graphrt.core.replay.eager_part import (
     settle,
 )
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import Recording, active, under_way
+from graphrt.core.replay.recording import active, enter_under_way
 from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
 from graphrt.core.replay.tasks import CapturedTask
 
@@ -99,43 +99,37 @@ class Recorder:
             raise NESTED_CAPTURE()
         # A lock of C: no interrupt comes between taking it and the body, nor before it is released.
         with self.pool.capture_lock:
-            return self._record(body, outer)
-
-    def _record(self, body: Callable[[], R], outer: Recording | None) -> R:
-        depth = len(dispatch_modes())
-        undo = Undo()
-        try:
-            undo.enter(self.pool.on_device())
-            set_for_capture(undo)
-            undo.later(partial(active.set, outer))
-            undo.later(partial(under_way.discard, id(self)))
-            under_way.add(id(self))
-            active.set(self)
-            self.pool._will_put_back("a capture", undo.later)
-            # A collection may destroy the graphs of others, which no device allows meanwhile.
-            undo.later(partial(setattr, self._guard, "recorder", None))  # each knows the other
-            undo.later(partial(thaw_garbage, self))
-            freeze_garbage(self)
-            self._enter_pool(undo)
-            self._begin()
-            result = body()
-            self._end()
-            settle(self.parts)
-            self._guard.hand_on(result)
-            undo.now()
-            return result
-        except BaseException as error:
             try:
-                self._discard(depth)
-            finally:
-                undo.now()
-            # What is named already needs no explanation.
-            if isinstance(error, GraphRTError) or not isinstance(error, Exception):
-                raise
-            explained = self.pool.platform.explain(error)
-            if isinstance(explained, Unexplained):
-                raise
-            raise explained.at(source_of(error)) from error
+                return self._record(body)
+            except GraphRTError:
+                raise  # what is named already needs no explanation
+            except Exception as error:
+                explained = self.pool.platform.explain(error)
+                if isinstance(explained, Unexplained):
+                    raise
+                raise explained.at(source_of(error)) from error
+
+    @undoing
+    def _record(self, undo: Undo, body: Callable[[], R]) -> R:
+        depth = len(dispatch_modes())
+        undo.enter(self.pool.on_device())
+        set_for_capture(undo)
+        enter_under_way(undo, self)
+        undo.set(active, self)
+        self.pool._will_put_back("a capture", undo.later)
+        undo.later(partial(setattr, self._guard, "recorder", None))  # each knows the other
+        # A collection may destroy the graphs of others, which no device allows meanwhile.
+        undo.later(partial(thaw_garbage, self))
+        freeze_garbage(self)
+        self._enter_pool(undo)
+        undo.after_error(partial(self._discard, depth))
+        self._begin()
+        result = body()
+        self._end()
+        settle(self.parts)
+        if self._guard.constants is not None:
+            self._guard.constants.hand_on(result)
+        return result
 
     def _enter_pool(self, undo: Undo) -> None:
         """Make the capture stream current, behind all that was done in the pool.
@@ -157,7 +151,7 @@ class Recorder:
         """End the segment, run `function`, begin the next segment; returns what readers capture."""
         self._end()
         part = f"eager break {name_of(function)}"
-        site = sum(isinstance(each, EagerPart) for each in self.parts)
+        site = len([each for each in self.parts if isinstance(each, EagerPart)])
         given = tree.tensors((args, kwargs))
         self.check_read(given, f"{part} is given")
         before = tree.leaves((args, kwargs)) if can_change(args, kwargs) else None
@@ -182,7 +176,7 @@ class Recorder:
         for was, copy in moved:
             if not was.expired():  # type: ignore[no-untyped-call]
                 self._guard.note_copy(name_of(function), copy)
-        self._guard.end_part()
+        self._guard.doors.settle()
         self._begin()
         return readable
 
@@ -238,7 +232,7 @@ class Recorder:
     def check_read(self, values: Any, what: str) -> None:
         """See `Recording.check_read`."""
         if self.breakable:
-            self._guard.check_read(values, what)
+            self._guard.doors.check(values, what)
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
@@ -268,21 +262,14 @@ class Recorder:
         if not keeps_pool or like.device.type != platform.device_type:
             return None
 
-        def allocated() -> torch.Tensor:
-            undo = Undo()
-            try:
-                undo.enter(self.pool._allocate())
-                made = torch.empty_strided(
-                    like.shape, separate_strides(like), dtype=like.dtype, device=like.device
-                )
-                undo.now()
-                return made
-            except BaseException:
-                undo.now()
-                raise
-
-        found = unseen(allocated)
+        found = unseen(partial(self._allocated, like))
         return found if self.owns(found) else None
+
+    @undoing
+    def _allocated(self, undo: Undo, like: torch.Tensor) -> torch.Tensor:
+        undo.enter(self.pool._allocate())
+        strides = separate_strides(like)
+        return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is memory of the pool; one that is not strided has no one memory."""
@@ -299,7 +286,7 @@ class Recorder:
         self.segment_open = True
         try:
             platform.begin_capture(graph, self.pool.memory)
-        except BaseException:
+        except BaseException:  # at once: the forward may catch it, and go on
             platform.abort_capture(graph)
             self.segment_open, self._graph = False, None
             raise
@@ -323,7 +310,9 @@ class Recorder:
             outside_modes(segment.replay)
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
-        hooks = self._guard.hooks(self._hooks)
+        hooks, constants = self._hooks, self._guard.constants
+        if constants is not None:
+            hooks = constants.hooks(hooks)
         if tasks:
             return TaskedSegment(self.pool.platform, graph, tasks, hooks)
         return graph if hooks is None else HookedSegment(graph, hooks)

@@ -4,45 +4,187 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import (
     CaptureError,
+    GraphsCapturedError,
     InvalidModeError,
     InvalidOptionError,
+    MissingUpdateError,
     PlatformError,
     StaleInputError,
     Uncopied,
 )
-from graphrt.core.base.option_values import check_callable, check_kind, check_takes, flag, shown
+from graphrt.core.base.option_values import (
+    check_callable,
+    check_hashable,
+    check_kind,
+    check_takes,
+    flag,
+    shown,
+)
 from graphrt.core.base.sharing import cloned
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
-from graphrt.core.capture.graphs import WrapperGraphs
+from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.guard import Given
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Recorder
 from graphrt.core.capture.sealing import Sealing
+from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.lookup import given_platform
 from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.replay._deferred import waiting_step
 from graphrt.core.replay._turn import in_turn
-from graphrt.core.replay.arguments import BoundArguments
 from graphrt.core.replay.eager_part import name_of
-from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.entry import BoundArguments, Deferred, Entry
 from graphrt.core.replay.host_args import Updates
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
-from graphrt.core.replay.segments import SegmentHooks, check_hooks
+from graphrt.core.replay.segments import SegmentHooks, check_hooks, graphs_of
 
 _FULL = GraphMode.FULL
+
+
+class WrapperGraphs:
+    """The entries of a wrapper, by descriptor and by slot, and the buffers between their parts.
+
+    An entry is found by its slot once its descriptor and its arguments were looked at: until then,
+    and where arguments are compared at every replay, by its descriptor. Apart from the wrapper,
+    because a class with `__getattr__` loads its own attributes slowly.
+    """
+
+    __slots__ = (
+        "always_checks",
+        "bridges",
+        "by_slot",
+        "checks",
+        "clones",
+        "entries",
+        "fresh_containers",
+        "mode",
+        "pool",
+        "read_context",
+        "read_stream_id",
+        "statics",
+    )
+
+    def __init__(
+        self,
+        mode: GraphMode,
+        pool: GraphPool,
+        options: GraphOptions,
+        read_context: Callable[[], ForwardContext | None],
+    ) -> None:
+        self.entries: dict[BatchDescriptor, Entry] = {}
+        self.by_slot: list[Entry | None] = [None]  # the slot -1 finds the last, which is None
+        self.bridges = Bridges()
+        self.statics = Bridges()
+        # Whether arguments are compared at an entry's first replay, and at every one.
+        self.checks = options.checks("capture")
+        self.always_checks = options.checks("always")
+        self.clones = options.outputs == "clone"
+        self.fresh_containers = True
+        self.mode = mode
+        self.read_context = read_context
+        self.use(pool)
+
+    def use(self, pool: GraphPool) -> None:
+        """Capture and replay in this pool."""
+        self.pool = pool
+        self.read_stream_id = pool.read_stream_id
+
+    def replay(
+        self, entry: Entry, context: ForwardContext, wrapper: GraphWrapper, args: Any, kwargs: Any
+    ) -> Any:
+        """Replay an entry in the turn of `context`; returns its outputs. A step that waits for its
+        updates has the pool from then on."""
+        pool = self.pool
+        whole = self.mode is _FULL
+        if whole:
+            if pool.step is not None:
+                pool._leave_step(context)
+            pool.generation += 1
+            if pool.handed_out:
+                pool._expire_outputs()
+        elif pool.step is not context.token or context.token is None:
+            pool._enter_step(context)
+        if self.read_stream_id is not None:
+            stream_id = self.read_stream_id()
+            if stream_id != pool.stream_id:
+                pool._change_stream(stream_id)
+        if entry.graph is not None:
+            entry.graph.replay()
+        else:
+            try:
+                entry.launch(context, all_tasks=whole)
+            except Exception as error:
+                return wrapper._repeat_eagerly(entry, context, error, args, kwargs)
+            if entry.deferred is not None:
+                pool.owner = entry.deferred
+        if self.clones:
+            return cloned(entry.outputs)
+        if entry.fresh is not None and self.fresh_containers:
+            return entry.fresh()
+        return entry.outputs
+
+    def entry_of(self, descriptor: BatchDescriptor | None) -> Entry | None:
+        """The entry of a descriptor, if there is one; raises `InvalidOptionError` for none."""
+        try:
+            return None if descriptor is None else self.entries.get(descriptor)
+        except TypeError:
+            check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+            raise
+
+    def find_at(self, slot: int, entry: Entry) -> None:
+        """Let steps of this slot find `entry` without looking it up; -1 is no slot."""
+        if slot >= 0 and not entry.unchecked:
+            by_slot = self.by_slot
+            by_slot.extend([None] * (slot + 2 - len(by_slot)))
+            by_slot[slot] = entry
+
+    def look_again(self, descriptor: BatchDescriptor) -> None:
+        """Compare the arguments of an entry before its next replay."""
+        entry = self.entries.get(descriptor)
+        if entry is not None:
+            entry.unchecked = True
+            self._lose([entry])
+
+    def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
+        """The graphs of one descriptor, or of all, which no step finds any more."""
+        if descriptor is None:
+            taken = list(self.entries.values())
+        else:
+            check_hashable("descriptor", descriptor)
+            found = self.entries.get(descriptor)
+            taken = [] if found is None else [found]
+        self._lose(taken)
+        for entry in taken:
+            # By that a runner's step knows that there is nothing to replay any more.
+            entry.graph = None
+            self.entries.pop(entry.descriptor, None)
+        return graphs_of([part for entry in taken for part in entry.parts])
+
+    def _lose(self, entries: Sequence[Entry]) -> None:
+        lost = set(map(id, entries))
+        self.by_slot = [None if id(each) in lost else each for each in self.by_slot]
+
+    def clear_buffers(self) -> None:
+        """Let go of the buffers if no graph is left: they may lie in the pool, and keep what the
+        graphs had there."""
+        if not self.entries:
+            self.bridges.clear()
+            self.statics.clear()
+
+
 _EAGER: Final = object()
 """In place of a result: the call has no graph, and may not capture one."""
 _COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
@@ -149,8 +291,9 @@ class GraphWrapper(Uncopied):
                 return outputs
             outputs = self._capture(context, args, kwargs)
             pool.owner = outer
-        except BaseException:
-            graphs.leave(context, outer)
+        except BaseException:  # `undoing`, written out: on the way of every step
+            if pool.owner is context:  # a step that waits for its updates keeps the pool
+                pool.owner = outer
             raise
         # Out of the turn: what the host calls there may step and capture in the pool itself.
         if outputs is _EAGER:
@@ -209,8 +352,9 @@ class GraphWrapper(Uncopied):
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
         return cloned(result) if graphs.clones else result
 
+    @undoing
     def _captured(
-        self, recorder: Recorder, descriptor: BatchDescriptor, args: Any, kwargs: Any
+        self, undo: Undo, recorder: Recorder, descriptor: BatchDescriptor, args: Any, kwargs: Any
     ) -> tuple[Entry, Any]:
         """The entry of a call, which is then among the graphs, and its result. If it raises, the
         pieces that the same step has captured before are gone too, unless a transaction sees to
@@ -218,26 +362,27 @@ class GraphWrapper(Uncopied):
         pool, context, graphs = self.pool, recorder.context, self._graphs
         transaction = context.capture
         bound = BoundArguments.of(args, kwargs, pool)
-        try:
-            pool.pieces.check_held((args, kwargs), context)
-            result = recorder.record(partial(self._run, args, kwargs, recorder))
-            outputs = tree.map_tensors(recorder.captured_ref, result)
-            step = transaction or context.token
-            entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
-            if self.options.outputs != "static":
-                pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
-                pool.pieces.hold_loosely(kept for kept, own in pairs if kept is not own)
-            if transaction is not None:
-                transaction.add(self, partial(self.destroy_graphs, descriptor))
-            # The one store from which on it is captured.
-            graphs.entries[descriptor] = entry
-        except BaseException:
+        if transaction is None:
+            undo.after_error(partial(pool.pieces.take_back, context))
+
+        def take_back() -> None:
             if descriptor not in graphs.entries:
                 recorder.discard()
             graphs.clear_buffers()
-            if transaction is None:
-                pool.pieces.take_back(context)
-            raise
+
+        undo.after_error(take_back)
+        pool.pieces.check_held((args, kwargs), context)
+        result = recorder.record(partial(self._run, args, kwargs, recorder))
+        outputs = tree.map_tensors(recorder.captured_ref, result)
+        step = transaction or context.token
+        entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
+        if self.options.outputs != "static":
+            pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
+            pool.pieces.hold_loosely(kept for kept, own in pairs if kept is not own)
+        if transaction is not None:
+            transaction.add(self, partial(self.destroy_graphs, descriptor))
+        # The one store from which on it is captured.
+        graphs.entries[descriptor] = entry
         if transaction is None:
             pool.pieces.captured(self, context)
         return entry, result
@@ -329,7 +474,16 @@ class GraphWrapper(Uncopied):
             in_turn(self.pool, "move_to()", partial(self._move_to, pool))
 
     def _move_to(self, pool: GraphPool) -> None:
-        self._graphs.check_move(pool)
+        check_kind("pool", pool, GraphPool, optional=False)
+        pool.check_open()
+        pool._check_like(self.pool)
+        if self.entries:
+            raise GraphsCapturedError(
+                "a wrapper cannot be moved to another pool: its graphs lie in this one",
+                got=", ".join(map(str, self.entries)),
+                expected="no graphs",
+                advice="call clear_graphs() before; what is captured next lies in the new pool",
+            )
         self.pool._remove_holder(self)
         self._graphs.use(pool)
         self.pool = pool
@@ -345,7 +499,16 @@ class GraphWrapper(Uncopied):
     def update(self, updates: Updates) -> None:
         """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
         was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
-        waiting_step(self.pool, self._graphs.entries.values()).end(self.pool, updates)
+        waiting = self.pool.owner
+        launched = any(entry.deferred is waiting for entry in self.entries.values())
+        if not (launched and isinstance(waiting, Deferred)):
+            raise MissingUpdateError(
+                "no step waits for updates",
+                got=waiting,
+                expected="a call with updates=DEFERRED before",
+                advice="call the wrapper first, or pass the updates with the call",
+            )
+        waiting.end(self.pool, updates)
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graph of one descriptor, if there is one. Raises `PoolBusyError` while a step

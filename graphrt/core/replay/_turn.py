@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from threading import get_ident
 from typing import Protocol, TypeVar
 
-from graphrt.core.base._undo import Undo
-from graphrt.core.base.errors import GraphRTError, PoolBusyError
+from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base.errors import GraphRTError, PoolBusyError, PoolLeftBehindError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.context import current_context
 
 T = TypeVar("T")
 
 
-class Taken(Protocol):
+class OwnedPool(Protocol):
     """A pool, as far as its turns go."""
 
     owner: object | None
@@ -48,7 +46,7 @@ class Turn:
 
     __slots__ = ("_idle", "_owner", "_pool", "_taken")
 
-    def __init__(self, pool: Taken, owner: object, *, idle: bool) -> None:
+    def __init__(self, pool: OwnedPool, owner: object, *, idle: bool) -> None:
         self._pool = pool
         self._owner = owner
         self._idle = idle
@@ -71,10 +69,8 @@ class Turn:
             self._pool.owner = None
 
 
-class Doing:
-    """The name of what owns a pool, for the message of who finds it taken."""
-
-    __slots__ = ("_name",)
+class PoolOwner:
+    """Who owns a pool, by name, for the message of who finds it taken."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -82,35 +78,22 @@ class Doing:
     def __repr__(self) -> str:
         return self._name
 
+    def refusal(self, pool: OwnedPool) -> GraphRTError | None:
+        """What whoever finds the pool taken is told, if more than that it is busy."""
+        return None
 
-def in_turn(pool: Taken, owner: object, call: Callable[[], T]) -> T:
+
+@undoing
+def in_turn(pool: OwnedPool, undo: Undo, owner: object, call: Callable[[], T]) -> T:
     """Call what changes the graphs of a pool, in a turn of `owner`; an interrupt loses no turn.
 
     Raises `PoolBusyError` while a step is under way, or has pieces to come.
     """
-    undo = Undo()
-    try:
-        undo.enter(Turn(pool, owner, idle=True))
-        result = call()
-        undo.now()
-        return result
-    except BaseException:
-        undo.now()
-        raise
+    undo.enter(Turn(pool, owner, idle=True))
+    return call()
 
 
-class AwaitsUpdates(ABC):
-    """A launched step that owns the pool until its updates came."""
-
-    def __init__(self) -> None:
-        self.thread = get_ident()
-
-    @abstractmethod
-    def abandon(self) -> GraphRTError:
-        """Bring the step to its end with the arguments it has; returns the error that says so."""
-
-
-def check_between_steps(pool: Taken, what: str) -> None:
+def check_between_steps(pool: OwnedPool, what: str) -> None:
     """Raise `PoolBusyError` while a step or a capture is under way in the pool, or a context is
     entered in this thread, whatever has been called in it. A step that waits for its updates, or
     of which some pieces are to come, is under way; it is not ended."""
@@ -122,3 +105,36 @@ def check_between_steps(pool: Taken, what: str) -> None:
             expected="a call between two steps of the pool, when the last one has its updates",
             advice="call it after the step has returned, from the thread that steps",
         )
+
+
+class LeftBehind(PoolOwner):
+    """The owner for good of a pool in a child of its process that cannot be used there."""
+
+    def __init__(self, why: str, advice: str) -> None:
+        super().__init__(why)
+        self._advice = advice
+
+    def refusal(self, pool: OwnedPool) -> PoolLeftBehindError:
+        return PoolLeftBehindError(
+            "the graph pool was made before this process was forked, and cannot be used in it",
+            got=self,
+            expected="a pool of this process's own",
+            advice=self._advice,
+        )
+
+
+def in_capture(what: str) -> LeftBehind:
+    """Another thread was in a capture or a trial: what it would put back stays as it was."""
+    return LeftBehind(
+        f"{what} was under way in another thread, and the state of the model is what it had made "
+        "of it",
+        "fork while nothing is captured or tried; or make model, pool and runner in the child",
+    )
+
+
+def without_device(name: str) -> LeftBehind:
+    """What the device knew of the parent process, it does not know of a child."""
+    return LeftBehind(
+        f"graphs and memory of platform {name!r} do not survive a fork",
+        "start the process with multiprocessing's 'spawn', and make model and runner in it",
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any, Final, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from graphrt.core.base._fork import tell_of_forks
+from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import (
     GraphRTError,
     InvalidOptionError,
@@ -19,6 +20,8 @@ from graphrt.core.base.errors import (
     PoolClosedError,
     Uncopied,
 )
+from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -28,10 +31,15 @@ from graphrt.core.device.figures import UpdateFigures
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Platform
-from graphrt.core.replay._left_behind import LeftBehind, in_capture, without_device
 from graphrt.core.replay._pieces import PieceSteps
-from graphrt.core.replay._session import CaptureSession, OpenSession, tell
-from graphrt.core.replay._turn import AwaitsUpdates, Turn, in_turn
+from graphrt.core.replay._turn import (
+    LeftBehind,
+    PoolOwner,
+    Turn,
+    in_capture,
+    in_turn,
+    without_device,
+)
 from graphrt.core.replay.handout import HandedOut, expire
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
@@ -58,6 +66,52 @@ class HoldsGraphs(Protocol):
 _CAPTURED: Final = object()
 """What `GraphPool.step` is after a capture, so that the next replay, of whatever step, is looked
 at."""
+
+
+class CaptureSession:
+    """What was captured in a pool since `GraphPool.capture_session()` was entered."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
+        self._captures, self._bytes = pool.captures, pool.bytes()
+
+    def __repr__(self) -> str:
+        return f"CaptureSession({self.captures} captures)"
+
+    @property
+    def captures(self) -> int:
+        """Entries that were captured."""
+        return self._pool.captures - self._captures
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """Bytes by which the pool grew, what the host captured into it included; None where the
+        platform cannot tell."""
+        now = self._pool.bytes()
+        return None if now is None or self._bytes is None else now - self._bytes
+
+
+class _EnteredOnce(AbstractContextManager[CaptureSession]):
+    """A session to come. It is a generator, which ends as it is collected where an interrupt has
+    `with` lose its end."""
+
+    def __init__(self, opened: AbstractContextManager[CaptureSession]) -> None:
+        self._opened = opened
+        self._entered = False
+
+    def __enter__(self) -> CaptureSession:
+        if self._entered:
+            raise InvalidOptionError(
+                "a capture session was entered twice",
+                got="`with` of one that is under way, or over",
+                expected="one `with` for each session",
+                advice="call pool.capture_session() for another one",
+            )
+        self._entered = True
+        return self._opened.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._opened.__exit__(*error)
 
 
 class GraphPool(Uncopied):
@@ -103,7 +157,7 @@ class GraphPool(Uncopied):
         """
         self.platform = resolve_platform(platform)
         if self.platform.name in _lost_platforms:
-            raise without_device(self.platform.name).error()
+            raise without_device(self.platform.name).refusal(self)
         self.device = device_of(self.platform, device)
         # Whether another device is this thread's current one; None where there is one alone.
         self.elsewhere: Callable[[], bool] | None = None
@@ -131,8 +185,8 @@ class GraphPool(Uncopied):
         self.read_stream_id: Callable[[], int] | None = None
         self.last_stream: Any = None
         self._holders: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
-        self._sessions: list[CaptureSession] = []
         self._released = False
+        self._sessions: list[CaptureSession] = []
         with self.on_device():
             new, adopt = self.platform.new_stream, self.platform.adopt_stream
             self.stream: Any = new() if stream is None else adopt(stream)
@@ -172,12 +226,20 @@ class GraphPool(Uncopied):
         if stream is not None:
             with self.on_device():
                 self.stream = self.platform.adopt_stream(stream)
-        session = CaptureSession(lambda: self.captures, self.bytes)
-        return OpenSession(session, self._begin_session, self._end_session, freeze=freeze)
+        return _EnteredOnce(self._session(freeze))
 
-    def _begin_session(self, session: CaptureSession) -> None:
-        self._sessions.append(session)
-        self._tell_holders()
+    @contextmanager
+    def _session(self, freeze: bool) -> Iterator[CaptureSession]:
+        session, undo = CaptureSession(self), Undo()
+        try:
+            undo.later(partial(thaw_garbage, session))
+            freeze_garbage(session, heap=freeze)
+            undo.later(partial(self._end_session, session))
+            self._sessions.append(session)
+            self._tell_holders()
+            yield session
+        finally:
+            undo.now()
 
     def _end_session(self, session: CaptureSession) -> None:
         if session in self._sessions:
@@ -187,7 +249,9 @@ class GraphPool(Uncopied):
     def _captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
         """Count a capture, and tell who wants to know."""
         self.captures += 1
-        tell(self.on_capture, wrapper, descriptor)
+        if self.on_capture is not None:
+            check_callable("on_capture", self.on_capture)
+            self.on_capture(wrapper, descriptor)
 
     def clear_graphs(self) -> None:
         """Destroy the graphs of every wrapper in the pool, which can capture again.
@@ -253,11 +317,6 @@ class GraphPool(Uncopied):
         """In a turn: from here on the pool is this owner's, until it is passed back."""
         self.owner = owner
 
-    def end_turn_of(self, waiting: object) -> None:
-        """End the turn of a launched step, whose updates came or never will."""
-        if self.owner is waiting:
-            self.owner = None
-
     def _enter_step(self, context: ForwardContext) -> None:
         """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
         another one, and for one that another one has followed."""
@@ -309,13 +368,8 @@ class GraphPool(Uncopied):
     def busy_error(self, context: object) -> GraphRTError:
         """Why `context` cannot use the pool. A step of this thread that waits for its updates is
         ended, so that the next one can."""
-        waiting = self.owner
-        if isinstance(waiting, LeftBehind):
-            return waiting.error()
-        if isinstance(waiting, AwaitsUpdates) and waiting.thread == get_ident():
-            self.end_turn_of(waiting)
-            return waiting.abandon()
-        return PoolBusyError(
+        refusal = self.owner.refusal(self) if isinstance(self.owner, PoolOwner) else None
+        return refusal or PoolBusyError(
             "two steps use one graph pool at the same time",
             got=f"{context!r} in thread {get_ident()} while {self.owner or self.pieces.context!r} "
             "is under way",

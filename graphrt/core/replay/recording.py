@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from graphrt.core.base._fork import after_forks
+from graphrt.core.base._undo import Undo
 from graphrt.core.device.figures import GraphWork
 
 
@@ -67,6 +69,12 @@ arguments is made anew at every replay."""
 under_way: set[int] = set()
 """Captures and warm-ups in any thread, by their `id`: mostly none, as every step sees by one look.
 What is left in it by mistake costs steps a second look, at the thread's own variables."""
+
+
+def enter_under_way(undo: Undo, owner: object) -> None:
+    """Until `undo`: `owner`, which lives as long, is under way."""
+    undo.later(partial(under_way.discard, id(owner)))
+    under_way.add(id(owner))
 
 
 def _forked() -> None:

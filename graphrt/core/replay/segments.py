@@ -116,7 +116,7 @@ class TaskedSegment:
             for task, new in zip(tasks, values, strict=True):
                 task.values = new
             act(changed=True)
-        except BaseException:
+        except BaseException:  # `undoing`, written out: on the way of every step with tasks
             for task, old in zip(tasks, before, strict=True):
                 task.values = old
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import (
     GraphRTError,
     PageableCopyError,
@@ -25,7 +25,7 @@ from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.host_args import WORST_CASE
-from graphrt.core.replay.recording import under_way, warming_up
+from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.runner.graph_table import GraphRecord, GraphTable, PlannedGraph
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.prepared import PreparedStep
@@ -76,8 +76,10 @@ class CaptureSession:
         # and to see that takes longer than small operators do.
         self._has_doors = False
 
+    @undoing
     def run(
         self,
+        undo: Undo,
         keys: Sequence[CaptureKey],
         progress: Progress | None = None,
         enough: Enough | None = None,
@@ -95,29 +97,23 @@ class CaptureSession:
         compiles = setup.compiled.prepare()
         if not keys and not compiles:
             return
-        undo = Undo()
-        try:
-            setup.pool._will_put_back("a capture", undo.later)
-            undo.later(self._reset_inputs)
-            # The host's numbers go on where they were; those of a device are not restored.
-            undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
-            with setup.host.around():
-                # Warm-ups write what the steps before may be reading still, on whichever stream.
-                setup.pool.follow_stream()
-                if compiles:
-                    # Of all rows, where no graph is planned.
-                    rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
-                    self._run(self._graph(*(keys or [(GraphMode.NONE, rows)])[0]))
-                if not graphs.records:
-                    graphs.reads.record()
-                if keys:
-                    undo.later(partial(thaw_garbage, self))
-                    freeze_garbage(self)
-                    self._capture(keys, progress, enough)
-            undo.now()
-        except BaseException:
-            undo.now()
-            raise
+        setup.pool._will_put_back("a capture", undo.later)
+        undo.later(self._reset_inputs)
+        # The host's numbers go on where they were; those of a device are not restored.
+        undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
+        with setup.host.around():
+            # Warm-ups write what the steps before may be reading still, on whichever stream.
+            setup.pool.follow_stream()
+            if compiles:
+                # Of all rows, where no graph is planned.
+                rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
+                self._run(self._graph(*(keys or [(GraphMode.NONE, rows)])[0]))
+            if not graphs.records:
+                graphs.reads.record()
+            if keys:
+                undo.later(partial(thaw_garbage, self))
+                freeze_garbage(self)
+                self._capture(keys, progress, enough)
 
     def _capture(
         self, keys: Sequence[CaptureKey], progress: Progress | None, enough: Enough | None
@@ -151,17 +147,20 @@ class CaptureSession:
             lifts_constants=self._warm_ups.lifts_constants,
         )
         try:
-            self._graphs.publish(graph, self._captured(graph, transaction), transaction)
+            self._publish(graph, transaction)
+        except ResourceExhaustedError as error:
+            self._graphs.drop(graph, error)
         except BaseException as error:
-            self._graphs.take_back(graph, transaction)
-            # Again: putting it back may be what there was no room for.
-            self._state.restore()
-            if isinstance(error, ResourceExhaustedError):
-                self._graphs.drop(graph, error)
-                return
             if hasattr(error, "add_note"):
                 error.add_note(f"while capturing {graph}")
             raise
+
+    @undoing
+    def _publish(self, undo: Undo, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
+        # Once more: putting it back may be what there was no room for.
+        undo.after_error(self._state.restore)
+        undo.after_error(partial(self._graphs.take_back, graph, transaction))
+        self._graphs.publish(graph, self._captured(graph, transaction), transaction)
 
     def _captured(self, graph: PlannedGraph, transaction: CaptureTransaction) -> GraphRecord:
         """Warm up and capture one graph, in `transaction`, which can take it back."""
@@ -222,8 +221,10 @@ class CaptureSession:
             transaction.lifts_constants = self._warm_ups.lifts_constants = True
             self._attempt(graph, transaction)
 
+    @undoing
     def _run(
         self,
+        undo: Undo,
         graph: PlannedGraph,
         transaction: CaptureTransaction | None = None,
         *,
@@ -242,36 +243,27 @@ class CaptureSession:
             num_reqs=step.reqs,
         )
         context.enlist = self._setup.compiled.enlist
-        undo = Undo()
-        try:
-            undo.later(state.restore)
-            undo.later(partial(pool._pass_to, self._graphs.owner))
-            pool._pass_to(context)
-            undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
-            torch.set_grad_enabled(False)
-            undo.later(partial(warming_up.set, warming_up.get()))
-            warming_up.set(transaction is None)
-            undo.later(partial(side_doors.set, side_doors.get()))
-            side_doors.set(self._doors if self._has_doors else None)
-            undo.later(partial(under_way.discard, id(context)))
-            under_way.add(id(context))
-            undo.later(context.leave)
-            call: Callable[[], Any] = partial(step.call, **step.fresh_arguments())
-            with context:
-                if transaction is None:
-                    if kind is not None:
-                        call = partial(self._streams.count, self._kind(graph), call)
-                    outputs = state.run(kind, step.tokens, step.storages(), call)
-                    step.check_written(state.inputs_written)
-                else:
-                    own = graph.descriptor.kind
-                    outputs = state.capture(own, graph.mode, step.tokens, call)
-                    state.look()
-                step.outputs.see(outputs)
-            undo.now()
-        except BaseException:
-            undo.now()
-            raise
+        undo.later(state.restore)
+        undo.later(partial(pool._pass_to, self._graphs.owner))
+        pool._pass_to(context)
+        undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        torch.set_grad_enabled(False)
+        undo.set(warming_up, transaction is None)
+        undo.set(side_doors, self._doors if self._has_doors else None)
+        enter_under_way(undo, context)
+        undo.later(context.leave)
+        call: Callable[[], Any] = partial(step.call, **step.fresh_arguments())
+        with context:
+            if transaction is None:
+                if kind is not None:
+                    call = partial(self._streams.count, self._kind(graph), call)
+                outputs = state.run(kind, step.tokens, step.storages(), call)
+                step.check_written(state.inputs_written)
+            else:
+                own = graph.descriptor.kind
+                outputs = state.capture(own, graph.mode, step.tokens, call)
+                state.look()
+            step.outputs.see(outputs)
 
     def _kind(self, graph: PlannedGraph) -> Hashable:
         """What graphs have in common of which one warm-up is enough: with `warm_up_each` their size
@@ -315,16 +307,14 @@ class CaptureSession:
             if wrapper is not None and step is not None:
                 step.hold(wrapper, setup.inputs, setup.pool, setup.host.bind)
 
-    def _probe(self, tokens: int, reqs: int) -> None:
+    @undoing
+    def _probe(self, undo: Undo, tokens: int, reqs: int) -> None:
         """Run one eager step of a size that no graph need have, and note what it returns."""
         query_len = self._setup.query_len
         rows = BatchDescriptor(tokens, reqs, query_len is not None, query_len=query_len)
-        try:
-            self._run(self._graph(GraphMode.NONE, rows))
-        except BaseException:
-            # That may be what had failed; and who looks for axes goes on after errors.
-            self._state.restore()
-            raise
+        # Once more: it may be what had failed, and who looks for axes goes on after errors.
+        undo.after_error(self._state.restore)
+        self._run(self._graph(GraphMode.NONE, rows))
 
     def _graph(self, mode: GraphMode, descriptor: BatchDescriptor) -> PlannedGraph:
         """The graph of a key, or, under NONE, an eager step of this size."""

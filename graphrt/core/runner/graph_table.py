@@ -27,7 +27,7 @@ from graphrt.core.dispatch.ladders import preferred
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.plan.text import alike
-from graphrt.core.replay._turn import Doing
+from graphrt.core.replay._turn import PoolOwner
 from graphrt.core.replay.entry import Entry
 from graphrt.core.runner.checks import Checks
 from graphrt.core.runner.prepared import PreparedStep
@@ -95,7 +95,7 @@ class GraphTable:
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
         # Of the pool, in every step and in whatever changes the graphs: see `Turn`.
-        self.owner = Doing("a step, or a capture, of a runner")
+        self.owner = PoolOwner("a step, or a capture, of a runner")
         options, host, compiled = setup.options, setup.host, setup.compiled.modules
         self.reads = ReadSet(
             setup.forward,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.sharing import cloned
 from graphrt.core.base.thread_mode import set_for_capture
@@ -18,7 +18,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import side_doors
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
-from graphrt.core.replay.recording import under_way, warming_up
+from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
@@ -66,17 +66,15 @@ class StepTrials:
         """Try one step of a graph, whatever the level of checks is."""
         return self._try(self._tried(batch, found, given))
 
-    def try_examples(self, make: MakeExample, release: Callable[[], None]) -> None:
+    @undoing
+    def try_examples(self, undo: Undo, make: MakeExample, release: Callable[[], None]) -> None:
         """Try the graphs that have to be with steps of the host's own: with padding where there is
         room for it. Raises the first failure, after `release`."""
         generator = torch.Generator("cpu").manual_seed(_SEED)
-        try:
-            with self._updates.set_aside():
-                for found in self._graphs.checks.to_try():
-                    self._try_example(found, make, generator)
-        except BaseException:
-            release()
-            raise
+        undo.after_error(release)
+        with self._updates.set_aside():
+            for found in self._graphs.checks.to_try():
+                self._try_example(found, make, generator)
 
     def _try_example(self, found: Dispatch, make: MakeExample, generator: torch.Generator) -> None:
         batch = _example_of(found.descriptor, self._graphs.steps[found.slot])
@@ -127,7 +125,8 @@ class StepTrials:
         reqs = reqs_of(inputs, batch, values)
         return PaddedTrial(executor, batch, reqs, found, runs, agreed=agreed)
 
-    def _try(self, step: PaddedTrial, *, undone: bool = False) -> Verdict:
+    @undoing
+    def _try(self, undo: Undo, step: PaddedTrial, *, undone: bool = False) -> Verdict:
         graphs, platform = self._graphs, self._executor.pool.platform
         found, padded = step.found, step.step
         warm = graphs.warmed_up.get(found.descriptor.kind)
@@ -151,18 +150,12 @@ class StepTrials:
             pads=self._executor.inputs.padding.nobodys(step.runs.values),
             strict=graphs.checks.strict,
         )
-        undo = Undo()
-        try:
-            self._executor.pool._will_put_back("a trial", undo.later)
-            # As captures run.
-            set_for_capture(undo)
-            verdict = trial.run(undone=undone)
-            undo.now()
-            graphs.setup.run_forward.follows |= verdict.asks
-            return verdict
-        except BaseException:
-            undo.now()
-            raise
+        self._executor.pool._will_put_back("a trial", undo.later)
+        # As captures run.
+        set_for_capture(undo)
+        verdict = trial.run(undone=undone)
+        graphs.setup.run_forward.follows |= verdict.asks
+        return verdict
 
     def _note(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
         """Note what came of a trial; strictly, raises the failure."""
@@ -291,24 +284,17 @@ class PaddedTrial:
         return cloned(outputs)
 
 
-def _watched(watch: Watch, forward: Callable[[], Any], parts: PartResults | None = None) -> Any:
+@undoing
+def _watched(
+    watch: Watch, undo: Undo, forward: Callable[[], Any], parts: PartResults | None = None
+) -> Any:
     """The forward, on inputs that are filled, in which runners and wrappers run what they wrap, as
     they do in a warm-up: their own graphs and buffers would look like state that it writes."""
-    undo = Undo()
-    try:
-        undo.later(partial(warming_up.set, warming_up.get()))
-        warming_up.set(True)
-        # So that eager parts are known as such.
-        undo.later(partial(side_doors.set, side_doors.get()))
-        side_doors.set(TriedParts() if parts is None else parts)
-        undo.later(partial(under_way.discard, id(undo)))
-        under_way.add(id(undo))
-        result = watch.around(forward)
-        undo.now()
-        return result
-    except BaseException:
-        undo.now()
-        raise
+    undo.set(warming_up, True)
+    # So that eager parts are known as such.
+    undo.set(side_doors, TriedParts() if parts is None else parts)
+    enter_under_way(undo, watch)
+    return watch.around(forward)
 
 
 def _example_of(descriptor: BatchDescriptor, step: PreparedStep | None) -> Batch:

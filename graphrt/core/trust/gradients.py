@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart, where_asked
 from graphrt.core.base.torch_names import delayed_error, uncompiled
 from graphrt.core.inputs.declared import flat_of
@@ -97,20 +98,14 @@ class Gradients:
         """Whether the next run is to find out."""
         return self._on and self._asked and self._sources is None and expected()
 
-    def find(self, call: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
+    @undoing
+    def find(self, undo: Undo, call: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """Call the forward, and note which of its outputs are such ones."""
         watch = GradientWatch(_by_name(arguments))
-        undo = Undo()
-        try:
-            # Code would be compiled anew, for gradients that nobody asks for.
-            undo.enter(uncompiled())
-            outputs = where_asked(lambda: watch.around(call), True, False)
-            undo.now()
-        except BaseException:
-            # Not at every step again.
-            self._sources = {}
-            undo.now()
-            raise
+        undo.after_error(partial(setattr, self, "_sources", {}))  # not at every step again
+        # Code would be compiled anew, for gradients that nobody asks for.
+        undo.enter(uncompiled())
+        outputs = where_asked(lambda: watch.around(call), True, False)
         self._sources = watch.sources(outputs)
         self._weights = [weakref.ref(each) for each in watch.weights.values()]
         return outputs

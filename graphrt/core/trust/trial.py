@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
 from graphrt.core.trust.generators import Draws, of_python
 from graphrt.core.trust.parts import PartResults
@@ -166,20 +166,15 @@ class Trial:
         # In words, where the capture issued other operators than eager runs do.
         self._another_way = ""
 
-    def run(self, *, undone: bool = False) -> Verdict:
+    @undoing
+    def run(self, undo: Undo, *, undone: bool = False) -> Verdict:
         """Run the trial; `undone`, its last run leaves no effects either. What a forward itself
         raises is raised, and what else goes wrong, with its state as it was."""
-        try:
-            self._judge()
-            if undone or (self._strict and self._verdict.failure is not None):
-                self._state.restore()
-            return self._verdict
-        except BaseException:
-            # As an undo: a second interrupt must not leave half of it.
-            undo = Undo()
-            undo.later(self._state.restore)
-            undo.now()
-            raise
+        undo.after_error(self._state.restore)
+        self._judge()
+        if undone or (self._strict and self._verdict.failure is not None):
+            self._state.restore()
+        return self._verdict
 
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict

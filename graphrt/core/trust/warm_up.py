@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base._warnings import StaleTensorWarning, warn_caller
 from graphrt.core.base.errors import PythonStateError
 from graphrt.core.base.thread_mode import without_kept_casts
@@ -81,7 +81,15 @@ class WatchedState:
         self.inputs_written: dict[int, Use] = {}
         """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
-    def run(self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]) -> T:
+    @undoing
+    def run(
+        self,
+        undo: Undo,
+        kind: Hashable,
+        tokens: int,
+        own: frozenset[int],
+        function: Callable[[], T],
+    ) -> T:
         """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
         so far, or of no kind. `own` are the addresses of the storages of its inputs.
 
@@ -101,16 +109,9 @@ class WatchedState:
         is_saved = kind in self._watched or (known is not None and not known.writes)
         shown = kind is not None and known is not None and known.tokens >= tokens and is_saved
         run = self._save_writes if shown else self._watch
-        undo = Undo()
-        try:
-            # A weight is read, and named, where a cast of it would be.
-            without_kept_casts(undo)
-            result = run(kind, tokens, own, function)
-            undo.now()
-            return result
-        except BaseException:
-            undo.now()
-            raise
+        # A weight is read, and named, where a cast of it would be.
+        without_kept_casts(undo)
+        return run(kind, tokens, own, function)
 
     def _begin(self) -> _Moves:
         places = places_of(self._forward)
@@ -226,6 +227,15 @@ class WatchedState:
         self._of_size.restore()
         self._snapshot.restore_memory()
 
+    @undoing
+    def _without_effects(self, undo: Undo, last_runs: Callable[[], None]) -> None:
+        undo.later(self._snapshot.generators.restore)
+        if self._moves is not None:
+            # These runs have sizes that no step may ever have, so what they move is no step's.
+            python = self._snapshot.python
+            undo.later(partial(python.restore, python.take(), numbers=True))
+        last_runs()
+
     def settle(self, last_runs: Callable[[], None]) -> None:
         """After captures, and after `last_runs` of the forward: put back random numbers and what
         still moves in Python, look at memory that only padding protects, find what graphs read, and
@@ -233,18 +243,7 @@ class WatchedState:
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
         self._is_settled = True
-        undo = Undo()
-        try:
-            undo.later(self._snapshot.generators.restore)
-            if self._moves is not None:
-                # These runs have sizes that no step may ever have, so what they move is no step's.
-                python = self._snapshot.python
-                undo.later(partial(python.restore, python.take(), numbers=True))
-            last_runs()
-            undo.now()
-        except BaseException:
-            undo.now()
-            raise
+        self._without_effects(last_runs)
         if self._reads is None:
             return
         put_back = set()

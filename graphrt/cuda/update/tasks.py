@@ -203,7 +203,7 @@ class GraphTasks:
                 for family in self._families
             ]
             self._give(graph, updates, prepared)
-        except BaseException:
+        except BaseException:  # `undoing`, written out: on the way of steps with tasks
             self._counts.failed += 1
             raise
 
@@ -214,7 +214,7 @@ class GraphTasks:
             for family, of_layers in prepared:
                 family.give(of_layers, self.ladder)
             self.ladder.settle(graph)
-        except BaseException:
+        except BaseException:  # `undoing`, written out: on the way of steps with tasks
             self.ladder.forget()
             raise
 

@@ -82,7 +82,7 @@ def install_into_vllm() -> None:
         for runner in (_module(V1).GPUModelRunner, _module(RUNNER2).GPUModelRunner):
             _replace(runner, PROFILE, _closing_unused(vars(runner)[PROFILE]))
         state.serving = True
-    except BaseException:
+    except BaseException:  # an interrupt too leaves vLLM as it was
         uninstall()
         raise
     logger.info("graphrt captures and replays the graphs of vLLM %s", vllm.__version__)

@@ -16,8 +16,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.replay._deferred import DEFERRED
-from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.entry import DEFERRED, Entry
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import current_capture
 from graphrt.core.replay.segments import TaskedSegment

@@ -106,7 +106,7 @@ class ConformanceBase:
         try:
             with context:
                 result = function(*args)
-        except BaseException:
+        except BaseException:  # an interrupt too takes the capture back
             transaction.rollback()
             raise
         transaction.commit()
