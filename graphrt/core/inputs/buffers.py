@@ -98,6 +98,8 @@ class StaticInputs:
         self.padding = PaddingRows(every, kept)
         # Whether what is packed is all there is, under the names that a step gives it.
         self.all_packed = not self._fixed and not self.declared.nested
+        dtypes = {name: spec.dtype for name, spec in every.items()}
+        self._graded = [n for n, own in dtypes.items() if own.is_floating_point or own.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         # By where slots are and what is live there.
         self._slot_views: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
@@ -141,10 +143,21 @@ class StaticInputs:
         return frozenset(name for name, spec in specs.items() if spec.batch_axis()[0] is None)
 
     @property
-    def graded(self) -> list[str]:
-        """The inputs that may require a gradient."""
-        dtypes = {name: spec.dtype for name, spec in self.declared.specs.items()}
-        return [name for name, own in dtypes.items() if own.is_floating_point or own.is_complex]
+    def may_require_gradients(self) -> bool:
+        """Whether there are inputs of a dtype that has gradients."""
+        return bool(self._graded)
+
+    def require_gradients(self, values: Mapping[str, Any]) -> bool:
+        """Whether one of a step's inputs requires a gradient."""
+        try:
+            if self.declared.nested:
+                values = dict(flat_of(values))
+            for name in self._graded:
+                if values[name].requires_grad:
+                    return True
+        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError):
+            pass  # no mapping of tensors: filling the buffers raises the named error
+        return False
 
     @property
     def ring(self) -> InputRing | None:

@@ -200,7 +200,7 @@ class StepEngine:
         """Run a step as it was dispatched. With an input that requires a gradient it is tried if
         nobody knows yet which outputs depend on that, and those that do are marked."""
         gradients = self._graphs.setup.run_forward.gradients
-        graded = gradients.of_inputs and gradients.required(values)
+        graded = gradients.of_inputs and self._executor.inputs.require_gradients(values)
         if graded and gradients.look(values) and found.slot >= 0 and self._checks.on:
             return self.check(batch, found, values, updates, metadata, agreed)
         self.last_dispatch = found

@@ -45,7 +45,7 @@ class RunnerSetup:
     def run_forward(self) -> EagerForward:
         """What calls the forward eagerly."""
         gradients = Gradients(
-            self.inputs.graded,
+            self.inputs,
             # Compiled code has none in any case.
             on=self.options.checks("capture") and not self.compiled.modules,
             # A plain hit looks at no weights.
