@@ -24,7 +24,6 @@ from graphrt.core.device.graph import (
     MemoryBlock,
     TaskUpdate,
 )
-from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory
 from graphrt.core.device.registry import (
@@ -36,6 +35,7 @@ from graphrt.core.device.registry import (
     hookimpl,
     installed_platforms,
     register,
+    resolve_platform,
 )
 
 __all__ = [

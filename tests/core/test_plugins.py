@@ -23,9 +23,8 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.device import registry as plugins
 from graphrt.core.device.found import PluginWarning
-from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Availability, Platform
-from graphrt.core.device.registry import PlatformRegistry, hookimpl
+from graphrt.core.device.registry import PlatformRegistry, hookimpl, resolve_platform
 
 
 class StubPlatform(Platform):

@@ -29,8 +29,8 @@ from graphrt.core.capture.guard import Given
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Recorder
 from graphrt.core.capture.sealing import Sealing
-from graphrt.core.device.lookup import given_platform
 from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import given_platform
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay._deferred import waiting_step
 from graphrt.core.replay._turn import in_turn

@@ -11,8 +11,8 @@ from graphrt.core.base.errors import InvalidOptionError, UnannouncedModuleError
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device._devices import asked_device, check_memory
-from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import resolve_platform
 from graphrt.core.plan.resolution import CompiledFacts, SavedFacts, compiled_in
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import SegmentHooks
