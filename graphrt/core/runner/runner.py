@@ -19,8 +19,7 @@ from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import check_forward
-from graphrt.core.inputs.output_axes import OutputAxes
-from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
 from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.plan.arguments import PlanArguments, check_plan_arguments
