@@ -338,14 +338,9 @@ class StepEngine:
             )
         updates = self.updates.resolve(given.updates, batch)
         try:
-            outputs = self._executor.run_unpadded(
-                batch, found, given.values, updates, given.metadata
-            )
-        except BaseException:
+            return self._executor.run_unpadded(batch, found, given.values, updates, given.metadata)
+        finally:
             self._checks.look_after_eager_step()
-            raise
-        self._checks.look_after_eager_step()
-        return outputs
 
     def _should_have_a_graph(self, batch: Batch, found: Dispatch) -> bool:
         """Whether the plan has graphs for batches of this kind, so that a miss is a mistake."""
