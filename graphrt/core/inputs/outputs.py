@@ -412,8 +412,9 @@ def _declared_axes(declared: Any) -> dict[str, Declared]:
 def _is_of(prefix: str, path: str) -> bool:
     """Whether what is declared for `prefix` is of the tensor at `path`: a name may be a key, or a
     field."""
-    named, path = (each.replace("['", ".").replace("']", "") for each in (prefix, path))
-    return path.startswith(named) and path[len(named) : len(named) + 1] in ("", ".", "[")
+    named = prefix.replace("['", ".").replace("']", "")
+    below = path.replace("['", ".").replace("']", "")
+    return below.startswith(named) and below[len(named) : len(named) + 1] in ("", ".", "[")
 
 
 def _axis(axis: Any) -> int | Axis | None:
