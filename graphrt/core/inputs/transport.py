@@ -158,7 +158,7 @@ def sources_of(
             or (may_negate and (value.is_neg() or value.is_conj()))
         ):
             own, kind = _apart(value, move, slab, busy)
-            plain = plain and own is value and address >= LOWEST_ADDRESS
+            plain &= own is value and address >= LOWEST_ADDRESS
             value, address = own, own.data_ptr()
         else:
             kind = "h" if value.is_cpu else "d"

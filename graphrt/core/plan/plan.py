@@ -120,9 +120,8 @@ class Plan:
         self.pieces, resolution = self._resolved()
         self.sizes: CaptureSizes = self._sizes_of(own)
         check_decode(resolution.mode, self.sizes)
-        keys = self._keys_of(resolution.mode, self.sizes)
         self._fitted: Fitted = fit(
-            keys,
+            self._keys_of(resolution.mode, self.sizes),
             budget or Budget(),
             mode=resolution,
             traffic=own["traffic"],
